@@ -1,0 +1,239 @@
+"""The types that a plan is made of: plain frozen data, without torch and without Ray.
+
+    Sample ... what the planner knows of one sequence
+    ClusterSpec ... the ranks that there are
+    Plan -> GroupPlan -> Pack ... which sequences run together, on which ranks, in which order
+    RankPlan -> RankPack ... the slice of a plan that one rank walks
+    StepResult ... what a rank reports of the step that it ran
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Grid = tuple[int, int, int]
+"""Patches of one image or frame before the merger: (time, height, width)."""
+
+
+class PlanError(ValueError):
+    """A batch that cannot be planned, or a plan that must not run; the message is one line."""
+
+
+class SequenceTooLongError(PlanError):
+    """A sequence that the whole cluster cannot hold."""
+
+    def __init__(self, sample_id: str, num_tokens: int, limit: int) -> None:
+        super().__init__(f"sample {sample_id}: {num_tokens} tokens; the cluster holds at most {limit} in one sequence")
+        self.sample_id, self.num_tokens, self.limit = sample_id, num_tokens, limit
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Lengths of one sequence. `vision_tokens` counts after the merger; `vision_grids` holds one entry an image, in order."""
+
+    id: str
+    text_tokens: int
+    vision_tokens: int = 0
+    vision_grids: tuple[Grid, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.text_tokens + self.vision_tokens
+
+    @property
+    def num_patches(self) -> int:
+        return sum(time * height * width for time, height, width in self.vision_grids)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """Ranks, nodes, the tokens that one rank holds at a time, and each rank's speed (1.0 = nominal)."""
+
+    num_ranks: int
+    ranks_per_node: int
+    tokens_per_rank: int
+    speeds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.ranks_per_node < 1 or self.tokens_per_rank < 1:
+            raise PlanError(f"cluster: num_ranks={self.num_ranks} ranks_per_node={self.ranks_per_node} "
+                            f"tokens_per_rank={self.tokens_per_rank}; each must be at least 1")
+        if not self.speeds:
+            object.__setattr__(self, "speeds", (1.0,) * self.num_ranks)
+        if len(self.speeds) != self.num_ranks:
+            raise PlanError(f"cluster: {len(self.speeds)} speeds for {self.num_ranks} ranks")
+        for rank, speed in enumerate(self.speeds):
+            if not 0.0 < speed < float("inf"):
+                raise PlanError(f"cluster: rank {rank} has speed {speed}; it must be above 0 and finite")
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest admissible sequence."""
+        return self.num_ranks * self.tokens_per_rank
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Sequences run together by one group; each is a row of the batch."""
+
+    sequences: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A pack and the ranks that run it, in ring order.
+
+    `encoders` has one entry for every image of the pack (sequences in order, then their images in order): the
+    position within `ranks` of the member that encodes it.
+    """
+
+    ranks: tuple[int, ...]
+    pack: Pack
+    predicted_time_s: float
+    predicted_memory_bytes: float = 0.0
+    micro_batch: int = 0
+    encoders: tuple[int, ...] = ()
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPack:
+    """A pack as one of its ranks sees it. `index` is the pack's place in the plan."""
+
+    index: int
+    ranks: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    encoders: tuple[int, ...]
+    predicted_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank's ordered slice of a plan, and every process group of the plan (ranks alike on all ranks, in plan order)."""
+
+    step: int
+    rank: int
+    process_groups: tuple[tuple[int, ...], ...]
+    packs: tuple[RankPack, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The schedule of one global batch. `groups` is the order of execution; a group starts when its ranks are free.
+
+    Times are seconds. `lower_bound_s` is at or below the time of every plan of this batch on this cluster.
+    """
+
+    planner: str
+    sync: str
+    cluster: ClusterSpec
+    samples: tuple[Sample, ...]
+    groups: tuple[GroupPlan, ...]
+    predicted_time_s: float
+    lower_bound_s: float
+    planning_time_s: float = 0.0
+    inputs: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def process_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Distinct groups of two and more ranks, in plan order."""
+        return tuple(dict.fromkeys(group.ranks for group in self.groups if group.degree > 1))
+
+    def degrees(self) -> dict[int, int]:
+        """Number of packs of each degree."""
+        counts: dict[int, int] = {}
+        for group in self.groups:
+            counts[group.degree] = counts.get(group.degree, 0) + 1
+        return dict(sorted(counts.items()))
+
+    def rank_plan(self, step: int, rank: int) -> RankPlan:
+        packs = tuple(
+            RankPack(index, group.ranks, tuple(self.samples[row] for row in group.pack.sequences), group.encoders, group.predicted_time_s)
+            for index, group in enumerate(self.groups) if rank in group.ranks)
+        return RankPlan(step, rank, self.process_groups(), packs)
+
+    def validate(self) -> None:
+        """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
+        seen = sorted(row for group in self.groups for row in group.pack.sequences)
+        if seen != list(range(len(self.samples))):
+            raise PlanError(f"plan: {len(seen)} placements for {len(self.samples)} sequences; each must run exactly once")
+        for index, group in enumerate(self.groups):
+            tokens = sum(self.samples[row].num_tokens for row in group.pack.sequences)
+            if not group.ranks or len(set(group.ranks)) != group.degree or not all(0 <= rank < self.cluster.num_ranks for rank in group.ranks):
+                raise PlanError(f"plan: group {index} has ranks {group.ranks}; each must be one of {self.cluster.num_ranks}, once")
+            if tokens > group.degree * self.cluster.tokens_per_rank:
+                raise PlanError(f"plan: group {index} holds {tokens} tokens on {group.degree} ranks of {self.cluster.tokens_per_rank} tokens")
+            images = sum(len(self.samples[row].vision_grids) for row in group.pack.sequences)
+            if len(group.encoders) != images or not all(0 <= member < group.degree for member in group.encoders):
+                raise PlanError(f"plan: group {index} has {images} images and encoders {group.encoders}")
+        if self.sync == "micro_batch":
+            self._validate_lockstep()
+
+    def _validate_lockstep(self) -> None:
+        busy: set[tuple[int, int]] = set()
+        last = 0
+        for group in self.groups:
+            if group.micro_batch < last:
+                raise PlanError("plan: micro-batches out of order")
+            last = group.micro_batch
+            for rank in group.ranks:
+                if (last, rank) in busy:
+                    raise PlanError(f"plan: rank {rank} runs twice in micro-batch {last}")
+                busy.add((last, rank))
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of a plan file; `inputs` (when given) are what the plan replays from."""
+        tree: dict[str, Any] = {
+            "planner": self.planner, "sync": self.sync, "num_ranks": self.cluster.num_ranks,
+            "ranks_per_node": self.cluster.ranks_per_node, "tokens_per_rank": self.cluster.tokens_per_rank,
+            "predicted_time_s": self.predicted_time_s, "lower_bound_s": self.lower_bound_s, "planning_time_s": self.planning_time_s,
+            "groups": [{"micro_batch": group.micro_batch, "ranks": list(group.ranks), "sequences": list(group.pack.sequences),
+                        "predicted_time_s": group.predicted_time_s, "encoders": list(group.encoders)} for group in self.groups],
+        }
+        return tree | ({"inputs": self.inputs} if self.inputs else {})
+
+
+@dataclass(frozen=True, slots=True)
+class PackTime:
+    """When a rank ran a pack, in seconds from the rank's start of the step; `blocked_s` was spent waiting in exchanges."""
+
+    index: int
+    start_s: float
+    end_s: float
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one rank reports of one step. Sums are global: equal on all ranks."""
+
+    step: int
+    rank: int
+    loss_sum: float
+    num_valid_tokens: int
+    gradient_norm: float
+    learning_rate: float
+    applied: bool
+    state_version: int
+    step_time_s: float
+    data_wait_s: float
+    pack_times: tuple[PackTime, ...]
+    pool: dict[str, int]
+    saved_steps: tuple[int, ...] = ()
+    save_error: str = ""
+
+
+def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    return [asdict(sample) for sample in samples]
+
+
+def samples_from_json(rows: Sequence[dict[str, Any]]) -> tuple[Sample, ...]:
+    return tuple(Sample(row["id"], row["text_tokens"], row["vision_tokens"],
+                        tuple((int(t), int(h), int(w)) for t, h, w in row["vision_grids"])) for row in rows)

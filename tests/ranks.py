@@ -1,0 +1,81 @@
+"""Runs a function on several real gloo ranks, each a process of its own, under a watchdog."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Call `function(rank, *arguments)` on `num_ranks` ranks of one gloo world; the results, by rank.
+
+    `function` must be importable (defined at a module's top level). Processes are forked from a server that has
+    imported torch once, so that a call takes a fraction of a second. Fails when a rank raises, dies or is late.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    port = free_port()
+    pipes, processes = [], []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(theirs, function, rank, num_ranks, port, timeout_s, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _collect(pipes, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
+    import time
+
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"ranks {sorted(waiting.values())} hang after {timeout_s} s")
+        for pipe in ready:
+            rank = waiting[pipe]  # type: ignore[index]
+            try:
+                failed, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise AssertionError(f"rank {rank} died") from None
+            if failed:
+                raise AssertionError(f"rank {rank} raised:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(pipe: Connection, function: Callable[..., Any], rank: int, num_ranks: int, port: int, timeout_s: float, arguments: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
+        result = function(rank, *arguments)
+        dist.barrier()
+        pipe.send((False, result))
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))
