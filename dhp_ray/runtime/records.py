@@ -1,0 +1,190 @@
+"""What a run leaves in its folder, checkpoints apart.
+
+    config.yaml       the resolved configuration        ledger.jsonl   one line a committed step: the truth
+    cluster.json      the current membership            metrics.jsonl  one line a committed step
+    plans/step_*.json the plan of each step             skipped.jsonl  samples left out, each once an epoch
+                                                        events.jsonl   what happened, with its time
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dhp_ray.config import Config, ConfigError, dump
+from dhp_ray.storage import Folder, SpooledLog, StorageError, json_text
+
+METRICS = ("step", "loss", "num_tokens", "num_samples", "step_time_s", "planning_time_s", "predicted_makespan_s",
+           "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees")
+OPTIONAL_METRICS = ("eval_loss",)
+FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze")
+"""Keys (or beginnings of keys) that a run keeps for life: they decide what its steps compute."""
+
+UPLOAD_INTERVAL_S = 10.0
+"""How old the logs on an object store may grow while steps commit; `flush` brings them up to date at once."""
+
+
+class RunRecords:
+    """The files of one run, for its one writer (the driver).
+
+    A commit writes the metrics first and the ledger last: a step counts when its ledger line is there. So after a
+    crash between the two, opening the folder drops the metrics line that the ledger does not know.
+
+    Raises:
+        StorageError: a file cannot be read or written, or the two logs contradict each other.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self._ledger = SpooledLog(folder, "ledger.jsonl")
+        self._metrics = SpooledLog(folder, "metrics.jsonl")
+        self._skipped = SpooledLog(folder, "skipped.jsonl")
+        self._events = SpooledLog(folder, "events.jsonl")
+        self._uploaded_at = time.monotonic()
+        self._last_step = self._check_steps(self._ledger)
+        self._metrics.truncate(lambda line: line["step"] <= self._last_step)
+        if self._check_steps(self._metrics) < self._last_step:
+            raise StorageError(f"{folder.uri}/metrics.jsonl: lines are missing; ledger.jsonl has committed {self._last_step} steps")
+        self._skipped_ids = {(line.get("epoch", 0), line["id"]) for line in self._skipped.lines()}
+
+    @property
+    def last_step(self) -> int:
+        """The last committed step; 0 before the first."""
+        return self._last_step
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has been started in this folder."""
+        return self._last_step > 0 or self.folder.exists("config.yaml")
+
+    def stored_config(self) -> dict[str, Any]:
+        """The folder's config.yaml as dotted keys and values; empty before the first start."""
+        if not self.folder.exists("config.yaml"):
+            return {}
+        try:
+            tree = OmegaConf.to_container(OmegaConf.create(self.folder.read("config.yaml").decode()), resolve=False)
+        except Exception as error:  # the YAML reader's own errors have no common base
+            raise StorageError(f"{self.folder.uri}/config.yaml: not YAML: {str(error).strip().splitlines()[0]}") from None
+        if not isinstance(tree, dict):
+            raise StorageError(f"{self.folder.uri}/config.yaml: holds no sections")
+        return _dotted(tree)
+
+    def write_config(self, config: Config) -> None:
+        """Write the resolved configuration; in a folder with a run, only when the run can go on under it.
+
+        Raises:
+            ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's.
+        """
+        if config.run.resume == "never" and self.holds_run:
+            raise ConfigError(f"run.resume: got 'never' with a run of {self.last_step} steps in {self.folder.uri}; allowed: auto, or another run.dir")
+        stored = self.stored_config()
+        for name, value in _dotted(asdict(config)).items():
+            if name.startswith(FIXED) and stored.get(name, value) != value:
+                raise ConfigError(f"{name}: got {value!r}; the run in {self.folder.uri} has {stored[name]!r}; allowed: that value, or another run.dir")
+        self.folder.write("config.yaml", dump(config).encode())
+
+    def commit(self, step: int, sample_ids: Sequence[str], metrics: Mapping[str, Any]) -> None:
+        """Record that `step` has been applied: one line in metrics.jsonl, then one in ledger.jsonl.
+
+        `metrics` has the fields of METRICS, and those of OPTIONAL_METRICS that there are.
+        """
+        if step != self._last_step + 1:
+            raise ValueError(f"step {step} cannot be committed after step {self._last_step}")
+        line = {"step": step, **metrics}
+        missing, unknown = set(METRICS) - set(line), set(line) - set(METRICS + OPTIONAL_METRICS)
+        if missing or unknown or line["step"] != step:
+            raise ValueError(f"metrics of step {step}: missing {sorted(missing)}, unknown {sorted(unknown)}, step {line['step']}")
+        self._metrics.append({name: line[name] for name in METRICS + OPTIONAL_METRICS if name in line})
+        self._ledger.append({"step": step, "sample_ids": list(sample_ids)})
+        self._last_step = step
+        if time.monotonic() - self._uploaded_at > UPLOAD_INTERVAL_S:
+            self.flush()
+
+    def skip(self, sample_id: str, reason: str, step: int, epoch: int = 0) -> bool:
+        """List a sample that is left out of `step`'s batch; False when this epoch has listed it already."""
+        if (epoch, sample_id) in self._skipped_ids:
+            return False
+        self._skipped_ids.add((epoch, sample_id))
+        self._skipped.append({"id": sample_id, "reason": reason, "step": step, "epoch": epoch})
+        return True
+
+    @property
+    def num_skipped(self) -> int:
+        return len(self._skipped_ids)
+
+    def event(self, kind: str, **details: Any) -> None:
+        """Add what happened now (UTC) to events.jsonl."""
+        self._events.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **details})
+
+    def plan(self, step: int, plan_json: Mapping[str, Any]) -> None:
+        """Write the plan of a step, in the form of `Plan.to_json`."""
+        self.folder.write(_plan_name(step), (json_text(plan_json) + "\n").encode())
+
+    def cluster(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the membership: for each rank its rank, pid, node_id and device."""
+        self.folder.write("cluster.json", (json_text({"generation": generation, "ranks": [dict(rank) for rank in ranks]}) + "\n").encode())
+
+    def truncate(self, step: int) -> None:
+        """Forget every step after `step` (a checkpoint's, 0 for none): the run goes on from there.
+
+        Raises:
+            StorageError: the ledger ends before that step.
+        """
+        if step > self._last_step:
+            raise StorageError(f"{self.folder.uri}/ledger.jsonl: ends at step {self._last_step}; the checkpoint is of step {step}")
+        self._ledger.truncate(lambda line: line["step"] <= step)  # first: the metrics may have more lines, never fewer
+        self._metrics.truncate(lambda line: line["step"] <= step)
+        self._skipped.truncate(lambda line: line["step"] <= step)
+        self._skipped_ids = {(line["epoch"], line["id"]) for line in self._skipped.lines()}
+        for name in self.folder.names("plans"):
+            if name > _plan_name(step).rpartition("/")[2]:
+                self.folder.delete(f"plans/{name}")
+        self._last_step = step
+        self.flush()
+
+    def sample_ids(self) -> list[list[str]]:
+        """The ledger: the sample ids of every committed step, from the first."""
+        return [line["sample_ids"] for line in self._ledger.lines()]
+
+    def flush(self) -> None:
+        """Bring the logs on an object store up to date, the ledger last. A checkpoint's manifest is written after this."""
+        for log in (self._events, self._skipped, self._metrics, self._ledger):
+            log.flush()
+        self._uploaded_at = time.monotonic()
+
+    def close(self) -> None:
+        self.flush()
+        for log in (self._events, self._skipped, self._metrics, self._ledger):
+            log.close()
+
+    def _check_steps(self, log: SpooledLog) -> int:
+        """The last step of a log whose lines must be of steps 1, 2, 3, ..."""
+        last = 0
+        for line in log.lines():
+            if line.get("step") != last + 1:
+                raise StorageError(f"{self.folder.uri}/{log.name}: line {last + 1} is of step {line.get('step')}; it must be of step {last + 1}")
+            last += 1
+        return last
+
+
+def read_membership(folder: Folder) -> dict[str, Any] | None:
+    """The content of cluster.json, or None before the first workers are up."""
+    return dict(json.loads(folder.read("cluster.json"))) if folder.exists("cluster.json") else None
+
+
+def _plan_name(step: int) -> str:
+    return f"plans/step_{step:06d}.json"
+
+
+def _dotted(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """{section: {key: value}} as {"section.key": value}; lists count as values."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
