@@ -36,8 +36,8 @@ def key(default: Any, text: str, *, choices: tuple[Any, ...] = (), minimum: floa
 @dataclass(kw_only=True)
 class Run:
     dir: str = key("runs/default", "folder or URI of the run's files; every node must reach it")
-    steps: int = key(0, "optimizer steps in all; 0 runs until `run.epochs` are done", minimum=0)
-    epochs: int = key(1, "passes over the data, at most", minimum=1)
+    steps: int = key(0, "optimizer steps in all; 0: as many as `run.epochs` take", minimum=0)
+    epochs: int = key(1, "passes over the data when run.steps is 0", minimum=1)
     resume: str = key("auto", "auto continues the run in run.dir; never refuses a folder that holds one", choices=("auto", "never"))
 
 
@@ -178,6 +178,9 @@ def load(argv: list[str], default_file: Path = CONF / "train.yaml") -> Config:
     for name, value in pairs:
         if name not in CHOICES:
             _set(config, name, _value(name, value), "the command line")
+    named = {name for name, _ in pairs}
+    if "model.path" in named and "model.preset" not in named:
+        config.model.preset = ""  # a folder on the command line replaces the preset that a file chose
     result = OmegaConf.to_object(config)
     assert isinstance(result, Config)
     check(result)

@@ -1,0 +1,57 @@
+"""The checkpoints under run.dir: which are whole, which is newest, which may go.
+
+A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, so one without is half-written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dhp_ray.storage import Folder
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a resumed run needs beside the tensors: `cursor` is the data stream's place after `step`."""
+
+    step: int
+    cursor: dict[str, Any]
+    num_ranks: int
+    sync: str
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run."""
+
+    def __init__(self, folder: Folder, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    @staticmethod
+    def name(step: int) -> str:
+        return f"checkpoints/step_{step:06d}"
+
+    def complete(self) -> list[int]:
+        """Steps of the whole checkpoints, oldest first."""
+        steps = [int(match[1]) for name in self.folder.names("checkpoints") if (match := re.fullmatch(r"step_(\d+)", name))]
+        return sorted(step for step in steps if self.folder.exists(f"{self.name(step)}/manifest.json"))
+
+    def newest(self) -> Manifest | None:
+        steps = self.complete()
+        return Manifest(**json.loads(self.folder.read(f"{self.name(steps[-1])}/manifest.json"))) if steps else None
+
+    def seal(self, manifest: Manifest) -> None:
+        """Write the manifest, which makes the checkpoint whole; then drop the oldest ones."""
+        self.folder.write(f"{self.name(manifest.step)}/manifest.json", json.dumps(asdict(manifest)).encode())
+        for step in self.complete()[: -self.keep]:
+            self.folder.delete(self.name(step))
+
+    def discard_after(self, step: int) -> None:
+        """Remove half-written folders, and those past `step`, before a run goes on from it."""
+        whole = set(self.complete())
+        for name in self.folder.names("checkpoints"):
+            match = re.fullmatch(r"step_(\d+)", name)
+            if match and (int(match[1]) > step or int(match[1]) not in whole):
+                self.folder.delete(f"checkpoints/{name}")

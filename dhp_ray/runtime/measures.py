@@ -1,0 +1,68 @@
+"""What a finished step says of itself, computed from the plan and the ranks' reports. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from dhp_ray.planner.plan import Plan, StepResult
+
+
+def makespan_s(results: Sequence[StepResult]) -> float:
+    """Seconds from the first pack's start to the last pack's end, each rank on its own clock from its start of the step."""
+    times = [time for result in results for time in result.pack_times]
+    return max(time.end_s for time in times) - min(time.start_s for time in times) if times else 0.0
+
+
+def idle_fraction(results: Sequence[StepResult]) -> float:
+    """Share of the makespan that ranks did not compute in: without a pack, or blocked in an exchange."""
+    span = makespan_s(results)
+    busy = sum(time.end_s - time.start_s - time.blocked_s for result in results for time in result.pack_times)
+    return min(1.0, max(0.0, 1.0 - busy / (len(results) * span))) if span > 0 else 0.0
+
+
+class TimeScale:
+    """The running median of measured over predicted makespan: applied to reported times, never to plans."""
+
+    def __init__(self, window: int = 50) -> None:
+        self.window = window
+        self.ratios: list[float] = []
+
+    @property
+    def value(self) -> float:
+        return statistics.median(self.ratios) if self.ratios else 1.0
+
+    def observe(self, measured_s: float, predicted_s: float) -> None:
+        if measured_s > 0 and predicted_s > 0:
+            self.ratios = [*self.ratios, measured_s / predicted_s][-self.window :]
+
+
+def step_metrics(plan: Plan, results: Sequence[StepResult], step_time_s: float, scale: float, generation: int) -> dict[str, Any]:
+    """The line of metrics.jsonl, with the fields of the run folder's contract."""
+    first = results[0]
+    return {
+        "step": first.step,
+        "loss": first.loss_sum / first.num_valid_tokens if first.num_valid_tokens else 0.0,
+        "num_tokens": sum(sample.num_tokens for sample in plan.samples),
+        "num_samples": len(plan.samples),
+        "step_time_s": step_time_s,
+        "planning_time_s": plan.planning_time_s,
+        "predicted_makespan_s": plan.predicted_time_s * scale,
+        "measured_makespan_s": makespan_s(results),
+        "idle_fraction": idle_fraction(results),
+        "num_ranks": len(results),
+        "generation": generation,
+        "degrees": {str(degree): count for degree, count in plan.degrees().items()},
+    }
+
+
+def step_extra(plan: Plan, results: Sequence[StepResult], data_wait_s: float, epoch: int) -> dict[str, Any]:
+    """What TensorBoard and the console show beside the metrics."""
+    first = results[0]
+    return {
+        "learning_rate": first.learning_rate, "gradient_norm": first.gradient_norm, "applied": first.applied, "epoch": epoch,
+        "num_valid_tokens": first.num_valid_tokens, "data_wait_s": data_wait_s, "lower_bound_s": plan.lower_bound_s,
+        "prefetch_wait_s": max(result.data_wait_s for result in results),
+        **{f"pool_{name}": count for name, count in first.pool.items()},
+    }

@@ -1,0 +1,99 @@
+"""Everything that one rank holds: its place in the world, the model, the engine, the transport, its checkpoints.
+
+Plain torch: a Ray worker wraps one (`worker.py`), and benchmarks run the same object under plain torch.distributed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dhp_ray.comm.device import Accelerator
+from dhp_ray.comm.transport import open_transport
+from dhp_ray.config import Config
+from dhp_ray.data.tokenizer import preset_token_ids
+from dhp_ray.model.build import build_model
+from dhp_ray.storage import Folder
+from dhp_ray.train.checkpoint import Checkpointer
+from dhp_ray.train.engine import FlatEngine, OptimizerSettings, resident_bytes
+from dhp_ray.train.schedule import learning_rate_factor
+from dhp_ray.train.step import RankStep
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A rank's place in one generation of the group, and the store where the generation meets."""
+
+    rank: int
+    world_size: int
+    generation: int
+    store_host: str
+    store_port: int
+
+
+class Rank:
+    """One member of the group.
+
+    Raises:
+        ValueError: one line, when the model cannot be had or its resident state does not fit the device.
+    """
+
+    def __init__(self, config: Config, membership: Membership, accelerator: Accelerator, memory_bytes: int) -> None:
+        self.config, self.membership = config, membership
+        self.device = accelerator.torch_device()
+        timeout = timedelta(seconds=config.comm.timeout_s)
+        store = dist.TCPStore(membership.store_host, membership.store_port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            accelerator.backend, store=dist.PrefixStore(f"generation-{membership.generation}", store), timeout=timeout,
+            rank=membership.rank, world_size=membership.world_size,
+            **({"device_id": self.device} if accelerator.name == "cuda" else {}))  # type: ignore[arg-type]
+        world = dist.group.WORLD if membership.world_size > 1 else None
+        self.save_group = dist.new_group(list(range(membership.world_size)), backend="gloo", timeout=timeout)
+        self.adapter = build_model(config.model.preset, config.model.path, preset_token_ids() if config.model.preset else None, config.seed)
+        self.adapter.freeze(config.train.freeze)
+        if config.train.activation_checkpointing:
+            self.adapter.set_activation_checkpointing()
+        self._check_memory(memory_bytes)
+        self.adapter.module.to(self.device)
+        self.engine = FlatEngine(self.adapter.module, self._optimizer_settings(), world, membership.world_size, membership.rank,
+                                 config.train.precision, int(config.train.bucket_mb * 2**20))
+        transport = open_transport(config.comm.transport, membership.rank, membership.world_size, accelerator, config.comm.pool_groups, timeout)
+        self.stepper = RankStep(self.adapter, self.engine, transport, world, self.device)
+        self.scratch = tempfile.TemporaryDirectory(prefix="dhp_ray_")
+        self.checkpointer = Checkpointer(self.engine, membership.rank, membership.world_size, self.save_group, Path(self.scratch.name), Folder(config.run.dir))
+
+    def learning_rate_factor(self, step: int, total_steps: int) -> float:
+        train = self.config.train
+        return learning_rate_factor(step, total_steps, train.warmup_steps, train.schedule, train.min_learning_rate_ratio)
+
+    def export(self, folder: Path) -> None:
+        """Gather the fp32 parameters (all ranks call this) and write them as a Hugging Face folder (rank 0 does)."""
+        state = self.engine.full_parameters()
+        if self.membership.rank == 0:
+            self.adapter.save(folder, state)
+
+    def close(self) -> None:
+        self.checkpointer.close()
+        self.stepper.transport.close()
+        dist.destroy_process_group()
+        self.scratch.cleanup()
+
+    def _optimizer_settings(self) -> OptimizerSettings:
+        train = self.config.train
+        vision = train.vision_learning_rate or train.learning_rate
+        return OptimizerSettings(
+            learning_rate_of=lambda name: vision if self.adapter.is_vision(name) else train.learning_rate,
+            decays=self.adapter.decays, weight_decay=train.weight_decay, betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_eps, clip_norm=train.clip_norm)
+
+    def _check_memory(self, memory_bytes: int) -> None:
+        parameters = sum(p.numel() for p in self.adapter.module.parameters())
+        needed = resident_bytes(parameters, self.membership.world_size, self.config.train.precision)
+        if needed > memory_bytes:
+            raise ValueError(f"model of {parameters / 1e9:.2f} B parameters: planner.sync=step keeps {needed / 2**30:.1f} GiB on each rank, "
+                             f"a rank has {memory_bytes / 2**30:.1f} GiB; use more or larger devices, or a smaller model")

@@ -1,0 +1,105 @@
+"""What happens before the first step: the run folder is opened, the workers join, the data stream takes up its place."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from dhp_ray.config import CONF, Config, ConfigError, dump
+from dhp_ray.data.stream import Stream
+from dhp_ray.planner import PLANNERS, CostModel
+from dhp_ray.planner.plan import ClusterSpec
+from dhp_ray.runtime.checkpoints import Checkpoints
+from dhp_ray.runtime.dispatch import Dispatcher
+from dhp_ray.runtime.group import WorkerGroup
+from dhp_ray.runtime.messages import Message, Notice, RunError, Started
+from dhp_ray.runtime.records import RunRecords
+from dhp_ray.runtime.tensorboard import ScalarLog
+from dhp_ray.storage import Folder
+
+
+@dataclass
+class Session:
+    """A run that is ready for its next step."""
+
+    records: RunRecords
+    checkpoints: Checkpoints
+    scalars: ScalarLog
+    dispatcher: Dispatcher
+    generation: int
+    first_step: int
+    total_steps: int
+
+
+def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> Generator[Message, None, Session]:
+    """Open or resume the run of `run.dir`; yields what the user should see, returns the session.
+
+    Raises:
+        RunError, ConfigError, StorageError, DataError: one line each.
+    """
+    folder = Folder(config.run.dir)
+    folder.probe()
+    records = RunRecords(folder)
+    checkpoints = Checkpoints(folder, config.checkpoint.keep)
+    newest = checkpoints.newest()
+    planner_name = config.planner.name
+    if planner_name not in PLANNERS:
+        raise ConfigError(f"planner.name: got {planner_name!r}; allowed: {', '.join(PLANNERS)}")
+    cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{config.cluster.device}.yaml"))
+
+    yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
+    probe = f".reach-{uuid.uuid4().hex}"
+    folder.write(probe, b"")
+    try:
+        group.describe(config.cluster.device, probe)
+    finally:
+        folder.delete(probe)
+    config.planner.tokens_per_rank = str(tokens_per_rank(config, records, cost, group))
+    records.write_config(config)
+    checkpoints.discard_after(newest.step if newest else 0)
+    records.truncate(newest.step if newest else 0)
+
+    generation = 1
+    group.join(generation, store, checkpoints.name(newest.step) if newest else "")
+    records.cluster(generation, group.membership())
+    cluster = ClusterSpec(len(group.workers), group.ranks_per_node, int(config.planner.tokens_per_rank))
+    stream = Stream(config.data, config.model, config.seed, cluster.max_tokens, config.batch.drop_last)
+    if newest:
+        stream.restore(newest.cursor)
+    steps = config.run.steps
+    total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
+    epochs = 2**31 if steps else config.run.epochs
+    dispatcher = Dispatcher(stream, group, cluster, cost, planner_name, config.planner.sync, config.batch.global_samples, epochs)
+    first_step = newest.step + 1 if newest else 1
+    scalars = ScalarLog(folder.child("tensorboard"), first_step)
+    scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
+    records.event("started", generation=generation, step=first_step, num_ranks=cluster.num_ranks)
+    yield Started(_opening(config, group, stream, newest.step if newest else 0), first_step, total_steps)
+    return Session(records, checkpoints, scalars, dispatcher, generation, first_step, total_steps)
+
+
+def tokens_per_rank(config: Config, records: RunRecords, cost: CostModel, group: WorkerGroup) -> int:
+    """`planner.tokens_per_rank`; auto is resolved once, at the first start, and read back from the run folder later."""
+    if config.planner.tokens_per_rank != "auto":
+        return int(config.planner.tokens_per_rank)
+    stored = records.stored_config().get("planner.tokens_per_rank", "auto")
+    if stored != "auto":
+        return int(stored)
+    sharing = group.ranks_per_node if config.cluster.device == "cpu" else 1
+    memory_bytes = min(member["memory_bytes"] for member in group.members) / sharing
+    tokens = int(cost.tokens_that_fit(memory_bytes))
+    if tokens < 1:
+        raise RunError(f"planner.tokens_per_rank: auto finds no room for a token in {memory_bytes / 2**30:.1f} GiB a rank; give a number")
+    return tokens
+
+
+def _opening(config: Config, group: WorkerGroup, stream: Stream, resumed_step: int) -> tuple[str, ...]:
+    nodes = len({member["node_id"] for member in group.members})
+    model = config.model.preset or config.model.path
+    return (
+        f"model {model}, {config.train.precision}; {stream.num_rows} samples in {config.data.path}",
+        f"{len(group.workers)} ranks on {config.cluster.device}, {nodes} node{'s' if nodes > 1 else ''}; "
+        f"planner {config.planner.name}, sync {config.planner.sync}, at most {config.planner.tokens_per_rank} tokens a rank",
+        f"resuming after step {resumed_step}" if resumed_step else f"new run in {config.run.dir}",
+    )

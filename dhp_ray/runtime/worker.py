@@ -1,0 +1,92 @@
+"""The Ray actor of one rank: it prefetches the payload of step n+1 while step n runs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import ray
+
+from dhp_ray.comm.device import choose
+from dhp_ray.config import Config
+from dhp_ray.data.processor import load_processor
+from dhp_ray.planner.plan import RankPlan, StepResult
+from dhp_ray.runtime.prefetch import BlockRows, load_payloads
+from dhp_ray.runtime.rank import Membership, Rank
+from dhp_ray.storage import Folder
+from dhp_ray.train.collate import Payload
+
+
+@ray.remote(concurrency_groups={"prefetch": 1, "control": 1})
+class Worker:
+    """A long-lived member of the worker group, one a rank."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.rank: Rank | None = None
+        self.prefetched: dict[int, tuple[RankPlan, dict[str, Payload]]] = {}
+
+    def describe(self, device: str, probe: str) -> dict[str, Any]:
+        """Where this worker is and how much memory its device has; also shows that it reaches the run folder."""
+        self.accelerator = choose(device)
+        self.accelerator.activate()
+        Folder(self.config.run.dir).read(probe)
+        context = ray.get_runtime_context()
+        return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name, "memory_bytes": self.accelerator.memory_bytes()}
+
+    def join(self, membership: Membership, memory_bytes: int, checkpoint: str) -> int:
+        """Enter a generation, with the state of a checkpoint when one is named; returns the state version."""
+        self.processor = load_processor(self.config.model.preset, self.config.model.path, self.config.data.min_pixels, self.config.data.max_pixels)
+        self.rank = Rank(self.config, membership, self.accelerator, memory_bytes)
+        if checkpoint:
+            self.rank.checkpointer.load(checkpoint)
+        return self.rank.engine.state_version
+
+    @ray.method(concurrency_group="prefetch")
+    def prefetch(self, plan: RankPlan, blocks: list[BlockRows]) -> dict[str, str]:
+        """Fetch and decode what this rank needs of a step; returns the samples that failed, with their reasons."""
+        payloads, failures = load_payloads(plan, blocks, self.processor)
+        self.prefetched[plan.step] = (plan, payloads)
+        return failures
+
+    def run(self, step: int, placeholders: frozenset[str], total_steps: int) -> StepResult:
+        """Run a prefetched step; the samples in `placeholders` keep their place with every label masked."""
+        assert self.rank is not None
+        wait = perf_counter()
+        plan, payloads = self.prefetched.pop(step)
+        for sample_id in placeholders & payloads.keys():
+            payloads[sample_id] = replace(payloads[sample_id], masked=True)
+        factor = self.rank.learning_rate_factor(step, total_steps)
+        result = self.rank.stepper.run(plan, payloads, factor, data_wait_s=perf_counter() - wait)
+        saved, error = self.rank.checkpointer.poll()
+        return replace(result, saved_steps=tuple(saved), save_error=error)
+
+    def save(self, step: int) -> None:
+        """Stage the state and write it in the background; `run` and `finish_save` report when it is whole."""
+        assert self.rank is not None
+        self.rank.checkpointer.begin(step)
+
+    def finish_save(self) -> tuple[list[int], str]:
+        assert self.rank is not None
+        self.rank.checkpointer.finish()
+        return self.rank.checkpointer.poll()
+
+    def export(self, name: str) -> None:
+        """Write the trained model with its tokenizer and processor to the run folder (rank 0 does; all must call)."""
+        assert self.rank is not None
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "model"
+            folder.mkdir()
+            self.rank.export(folder)
+            if self.rank.membership.rank == 0:
+                self.processor.save(folder)
+                Folder(self.config.run.dir).upload(folder, name)
+
+    def leave(self) -> None:
+        if self.rank is not None:
+            self.rank.close()
+            self.rank = None

@@ -1,0 +1,62 @@
+"""One rank's share of one optimizer step: walk the packs of the plan, then reduce and update once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from dhp_ray.comm.transport import Transport
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.planner.plan import PackTime, RankPack, RankPlan, StepResult
+from dhp_ray.train.collate import Payload, collate
+from dhp_ray.train.engine import FlatEngine
+from dhp_ray.train.pack import pack_loss
+
+
+@dataclass
+class RankStep:
+    """Runs the steps of one rank. `world` is the group of all ranks (None: there is one rank)."""
+
+    adapter: ModelAdapter
+    engine: FlatEngine
+    transport: Transport
+    world: dist.ProcessGroup | None
+    device: torch.device
+
+    def run(self, plan: RankPlan, payloads: Mapping[str, Payload], learning_rate_factor: float, data_wait_s: float = 0.0) -> StepResult:
+        """Losses, gradients and one update of this rank's packs.
+
+        Between `prepare` and `totals` the only collectives are each pack's own exchanges, so ranks run free of one
+        another; `totals` and `update` are entered by every rank, also by one without a pack.
+        """
+        start = perf_counter()
+        self.transport.prepare(plan.process_groups)
+        self.engine.zero_gradients()
+        sums = torch.zeros(2, dtype=torch.float64)  # loss sum, valid tokens
+        times = [self._run_pack(pack, plan.rank, payloads, sums, start) for pack in plan.packs]
+        loss_sum, num_valid_tokens = self._totals(sums)
+        update = self.engine.update(int(num_valid_tokens), learning_rate_factor)
+        return StepResult(
+            step=plan.step, rank=plan.rank, loss_sum=loss_sum, num_valid_tokens=int(num_valid_tokens),
+            gradient_norm=update.gradient_norm, learning_rate=update.learning_rate, applied=update.applied,
+            state_version=self.engine.state_version, step_time_s=perf_counter() - start, data_wait_s=data_wait_s,
+            pack_times=tuple(times), pool=self.transport.counters())
+
+    def _run_pack(self, pack: RankPack, rank: int, payloads: Mapping[str, Payload], sums: torch.Tensor, start: float) -> PackTime:
+        inputs = collate(pack, payloads, rank, self.adapter, self.device)
+        link = self.transport.link(pack.ranks, pack.index)
+        begin = perf_counter()
+        loss = pack_loss(self.adapter, inputs, link)
+        loss.backward()  # type: ignore[no-untyped-call]
+        sums += torch.tensor([loss.item(), int((inputs.labels != -100).sum())], dtype=torch.float64)  # item() waits for the device
+        return PackTime(pack.index, begin - start, perf_counter() - start, link.blocked_s)
+
+    def _totals(self, sums: torch.Tensor) -> list[float]:
+        if self.world is not None:
+            sums = sums.to(self.device)
+            dist.all_reduce(sums, group=self.world)
+        return [float(value) for value in sums.tolist()]

@@ -1,0 +1,26 @@
+"""Train a vision-language model: `ray job submit --working-dir . -- python jobs/train.py key=value ...`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dhp_ray.config import ConfigError, help_text, load
+
+
+def main(argv: list[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(help_text("python jobs/train.py", "Train a vision-language model on a Ray cluster, with process groups planned for every batch."))
+        return 0
+    try:
+        config = load(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from dhp_ray.runtime.job import train  # Ray takes seconds to import
+
+    return train(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
