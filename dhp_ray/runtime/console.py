@@ -1,0 +1,90 @@
+"""What the user sees of a run: a line a step, and below them a progress bar where the output is a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dhp_ray.runtime.messages import Finished, Message, Notice, Started, StepDone
+
+
+class Console:
+    """Shows the driver's messages on `stream`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar: Progress | None = None
+        self._total_steps = 0
+
+    def show(self, message: Message) -> None:
+        """One message, on lines of its own. An error is left to the caller, who knows the exit status."""
+        match message:
+            case Started():
+                self._total_steps = message.total_steps
+                self._print(*message.lines)
+                self._open_bar(message.first_step - 1)
+            case StepDone():
+                self._print(step_line(message.metrics, message.extra, self._total_steps))
+                if self._bar:
+                    self._bar.update(self._bar.task_ids[0], completed=message.metrics["step"])
+            case Notice():
+                self._print(message.text)
+            case Finished():
+                self.close()
+                if message.text:
+                    self._print(message.text)
+
+    def close(self) -> None:
+        """Take the progress bar down; lines can still follow."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+    def _print(self, *lines: str) -> None:
+        for line in lines:
+            if self._bar:
+                self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the bar
+            else:
+                print(line, file=self._stream, flush=True)
+
+    def _open_bar(self, done: int) -> None:
+        if self._bar is None and self._stream.isatty():
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Terminal(file=self._stream), redirect_stdout=False, redirect_stderr=False)
+            self._bar.add_task("", completed=done, total=self._total_steps or None)
+            self._bar.start()
+
+
+def step_line(metrics: Mapping[str, Any], extra: Mapping[str, Any], total_steps: int) -> str:
+    """`step 12/60 loss 2.413 (lr 9.8e-4, norm 1.2) 3.1k tokens/s step 0.84 s plan 3 ms idle 18 % degrees 1x9 2x2`.
+
+    `degrees` lists degree x number of packs. `total_steps` is 0 when it is not known.
+    """
+    place = f"step {metrics['step']}/{total_steps}" if total_steps else f"step {metrics['step']}"
+    rate = metrics["num_tokens"] / metrics["step_time_s"] if metrics["step_time_s"] > 0 else 0.0
+    degrees = " ".join(f"{degree}x{count}" for degree, count in sorted((int(degree), count) for degree, count in metrics["degrees"].items()))
+    words = [place, f"loss {metrics['loss']:.3f}"]
+    if "learning_rate" in extra:
+        words.append(f"(lr {_short_exponent(extra['learning_rate'])}, norm {extra['gradient_norm']:.2g})")
+    if "eval_loss" in metrics:
+        words.append(f"eval loss {metrics['eval_loss']:.3f}")
+    words += [f"{_thousands(rate)} tokens/s", f"step {metrics['step_time_s']:.2f} s", f"plan {1e3 * metrics['planning_time_s']:.0f} ms",
+              f"idle {100 * metrics['idle_fraction']:.0f} %", f"degrees {degrees}"]
+    return " ".join(words)
+
+
+def _short_exponent(value: float) -> str:
+    """9.8e-4: as `%.1e`, without the exponent's padding."""
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}" if float(digits) else "0"
+
+
+def _thousands(value: float) -> str:
+    for unit in ("", "k", "M"):
+        if abs(value) < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000.0
+    return f"{value:.3g}G"

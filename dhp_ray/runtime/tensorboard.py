@@ -1,0 +1,112 @@
+"""TensorBoard curves of a run, written without torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from dhp_ray.storage import Folder
+
+UPLOAD_INTERVAL_S = 30.0
+
+METRIC_TAGS = {
+    "loss": "loss/train",
+    "eval_loss": "loss/eval",
+    "step_time_s": "throughput/step_time_s",
+    "num_tokens": "throughput/num_tokens",
+    "num_samples": "throughput/num_samples",
+    "idle_fraction": "balance/idle_fraction",
+    "measured_makespan_s": "balance/measured_makespan_s",
+    "predicted_makespan_s": "balance/predicted_makespan_s",
+    "num_ranks": "balance/num_ranks",
+    "generation": "balance/generation",
+    "planning_time_s": "plan/planning_time_s",
+}
+EXTRA_TAGS = {
+    "learning_rate": "loss/learning_rate",
+    "gradient_norm": "loss/gradient_norm",
+    "num_valid_tokens": "throughput/num_valid_tokens",
+    "lower_bound_s": "plan/lower_bound_s",
+    "data_wait_s": "data/data_wait_s",
+    "prefetch_wait_s": "data/prefetch_wait_s",
+    "epoch": "data/epoch",
+}
+
+
+class ScalarLog:
+    """An event file in `folder` for the steps from `first_step` on.
+
+    It opens with a START event of that step: readers then forget what an earlier process wrote at that step or later,
+    so a resumed run shows every step once. On a local folder a step is on the disk when `step` returns; for an object
+    store the file is spooled here and uploaded whole now and then, and at the end.
+    """
+
+    def __init__(self, folder: Folder, first_step: int) -> None:
+        self.first_step = first_step
+        self._folder = folder
+        self._name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"  # readers sort by name: by time
+        local = folder.local_path()
+        self._spool = None if local else tempfile.TemporaryDirectory(prefix="dhp_ray_tensorboard_")
+        self._path = (local or Path(self._spool.name if self._spool else "")) / self._name
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._path, "wb")  # noqa: SIM115  stays open for the log's life
+        self._records = RecordWriter(self._file)
+        self._uploaded_at = time.monotonic()
+        self._write(event_pb2.Event(file_version="brain.Event:2"))
+        self._write(event_pb2.Event(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)), step=first_step)
+
+    def step(self, metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        """The curves of a committed step, from its line in metrics.jsonl and what else is known of it."""
+        self.scalars(metrics["step"], scalars_of(metrics, extra))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """One point on each of the curves named."""
+        points = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._write(event_pb2.Event(summary=summary_pb2.Summary(value=points)), step)
+
+    def text(self, name: str, markdown: str) -> None:
+        self._write(event_pb2.Event(summary=summary_pb2.Summary.FromString(text_pb(name, markdown).SerializeToString())), self.first_step)
+
+    def flush(self) -> None:
+        """Bring the file on an object store up to date."""
+        if self._spool:
+            self._folder.upload(self._path, self._name)
+        self._uploaded_at = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+        self.flush()
+        if self._spool:
+            self._spool.cleanup()
+
+    def _write(self, event: event_pb2.Event, step: int = 0) -> None:
+        event.wall_time, event.step = time.time(), step
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+        if time.monotonic() - self._uploaded_at > UPLOAD_INTERVAL_S:
+            self.flush()
+
+
+def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, float]:
+    """{tag: value} of a step, in groups: loss, throughput, balance, plan (with the number of packs of each degree), data, comm."""
+    values = {tag: metrics[name] for name, tag in METRIC_TAGS.items() if name in metrics}
+    values |= {tag: extra[name] for name, tag in EXTRA_TAGS.items() if name in extra}
+    if metrics["step_time_s"] > 0:
+        values["throughput/tokens_per_s"] = metrics["num_tokens"] / metrics["step_time_s"]
+    degrees = {int(degree): count for degree, count in metrics["degrees"].items()}
+    for degree in range(1, metrics["num_ranks"] + 1):  # zeros too, or a curve would run straight over the steps without that degree
+        if degree in degrees or metrics["num_ranks"] <= 16:
+            values[f"plan/degree_{degree}"] = degrees.get(degree, 0)
+    values |= {f"comm/{name}": count for name, count in extra.items() if name.startswith("pool_")}
+    if "applied" in extra:
+        values["loss/update_applied"] = float(extra["applied"])
+    return {tag: float(value) for tag, value in values.items()}
