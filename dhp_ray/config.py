@@ -1,6 +1,6 @@
-"""The configuration of a run: a dataclass schema, merged by OmegaConf from YAML files and `key=value` overrides.
+"""Reads the configuration of a run: YAML files and `key=value` overrides, merged by OmegaConf into the schema.
 
-Later wins: the defaults below, the file given by `--config` (`conf/train.yaml`), the files chosen by name
+Later wins: the schema's defaults, the file given by `--config` (`conf/train.yaml`), the files chosen by name
 (`model=tiny` takes `conf/model/tiny.yaml`; a file's own `choices:` are the defaults), then every `key=value`.
 """
 
@@ -9,150 +9,21 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
+
+from dhp_ray.schema import Config, ConfigError
+
+__all__ = ["CHOICES", "CONF", "Config", "ConfigError", "check", "dump", "help_text", "load"]
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("model", "data", "cluster")
-
-
-class ConfigError(ValueError):
-    """One line for the user: the key, what is wrong with its value, and what is allowed."""
-
-
-def key(default: Any, text: str, *, choices: tuple[Any, ...] = (), minimum: float | None = None,
-        above: float | None = None, maximum: float | None = None) -> Any:
-    """A field of the schema: its default, its line in `--help`, and the values that it admits."""
-    metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass(kw_only=True)
-class Run:
-    dir: str = key("runs/default", "folder or URI of the run's files; every node must reach it")
-    steps: int = key(0, "optimizer steps in all; 0: as many as `run.epochs` take", minimum=0)
-    epochs: int = key(1, "passes over the data when run.steps is 0", minimum=1)
-    resume: str = key("auto", "auto continues the run in run.dir; never refuses a folder that holds one", choices=("auto", "never"))
-
-
-@dataclass(kw_only=True)
-class Synthetic:
-    num_samples: int = key(512, "samples that jobs/prepare_data.py writes", minimum=1)
-    short_median_tokens: float = key(110.0, "median length of the short samples", above=0)
-    short_sigma: float = key(0.5, "spread (sigma of the logarithm) of the short samples", minimum=0)
-    long_fraction: float = key(0.06, "share of long samples", minimum=0, maximum=1)
-    long_median_tokens: float = key(900.0, "median length of the long samples", above=0)
-    long_sigma: float = key(0.5, "spread (sigma of the logarithm) of the long samples", minimum=0)
-    max_tokens: int = key(1800, "longest sample", minimum=64)
-    rows_per_group: int = key(32, "rows of a parquet row group: the unit that the stream shuffles", minimum=1)
-
-
-@dataclass(kw_only=True)
-class Source:
-    path: str = key("", "file or folder of this source")
-    weight: float = key(1.0, "share of this source in the mixture", above=0)
-
-
-@dataclass(kw_only=True)
-class Data:
-    format: str = key("synthetic", "layout of the samples", choices=("llava", "parquet", "webdataset", "synthetic"))
-    path: str = key("", "file or folder of the samples")
-    image_root: str = key("", "folder that image names are relative to; empty: the folder of data.path")
-    sources: list[Source] = key([], "several sources mixed by weight, in place of data.path: [{path: a, weight: 1}, ...]")
-    min_pixels: int = key(3136, "an image with fewer pixels is scaled up to this many", minimum=1)
-    max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1)
-    on_error: str = key("skip", "a bad sample is left out and listed in skipped.jsonl, or ends the run", choices=("skip", "fail"))
-    synthetic: Synthetic = field(default_factory=Synthetic)
-
-
-@dataclass(kw_only=True)
-class Batch:
-    global_samples: int = key(16, "samples of one optimizer step (per device x accumulation x devices elsewhere)", minimum=1)
-    drop_last: bool = key(False, "leave out an epoch's last batch when it is not full")
-
-
-@dataclass(kw_only=True)
-class Model:
-    preset: str = key("", "a model built from a configuration of ours, with fresh weights (see conf/model)")
-    path: str = key("", "local Hugging Face folder with safetensors, tokenizer and image processor")
-
-
-@dataclass(kw_only=True)
-class Cluster:
-    num_workers: int = key(2, "workers (ranks) at start", minimum=1)
-    min_workers: int = key(1, "a run already going waits for capacity below this many", minimum=1)
-    max_workers: int = key(0, "a run already going grows to at most this many; 0: cluster.num_workers", minimum=0)
-    device: str = key("auto", "where workers compute", choices=("auto", "cpu", "cuda", "npu"))
-    cpus_per_worker: float = key(1.0, "CPUs that each worker reserves", above=0)
-    start_timeout_s: float = key(10.0, "seconds to wait for room for num_workers (600 with an autoscaler)", above=0)
-
-
-@dataclass(kw_only=True)
-class Planner:
-    name: str = key("dhp", "planner; `jobs/plan.py --help` lists them")
-    sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch", choices=("step", "micro_batch"))
-    cost: str = key("", "cost file; empty: conf/cost/<device>.yaml")
-    tokens_per_rank: str = key("auto", "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
-
-
-@dataclass(kw_only=True)
-class Comm:
-    transport: str = key("pool", "process groups made for each plan, or the ring over one parent group", choices=("pool", "parent"))
-    pool_groups: int = key(64, "process groups kept at most; a plan's further ones use the parent group", minimum=1)
-    timeout_s: float = key(600.0, "seconds after which a collective counts as stuck", above=0)
-
-
-@dataclass(kw_only=True)
-class Checkpoint:
-    every_steps: int = key(20, "save after this many steps; 0: only at the end", minimum=0)
-    keep: int = key(2, "newest checkpoints kept", minimum=1)
-
-
-@dataclass(kw_only=True)
-class Eval:
-    path: str = key("", "held-out samples, in the form of data.format")
-    every_steps: int = key(0, "evaluate after this many steps; 0: never", minimum=0)
-
-
-@dataclass(kw_only=True)
-class Train:
-    learning_rate: float = key(1e-3, "peak learning rate", above=0)
-    vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate", minimum=0)
-    warmup_steps: int = key(0, "steps of linear warm-up", minimum=0)
-    schedule: str = key("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    min_learning_rate_ratio: float = key(0.1, "where the cosine ends, as a share of the peak", minimum=0, maximum=1)
-    weight_decay: float = key(0.01, "AdamW's decay of matrices; biases and norms have none", minimum=0)
-    adam_beta1: float = key(0.9, "AdamW's first beta", minimum=0, maximum=1)
-    adam_beta2: float = key(0.95, "AdamW's second beta", minimum=0, maximum=1)
-    adam_eps: float = key(1e-8, "AdamW's epsilon", above=0)
-    clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0)
-    precision: str = key("fp32", "computing type; master weights and moments are fp32", choices=("fp32", "bf16"))
-    freeze: list[str] = key([], "parts left as they are: vision, language")
-    activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
-    bucket_mb: float = key(64.0, "megabytes of gradients reduced in one collective", above=0)
-
-
-@dataclass(kw_only=True)
-class Config:
-    """Everything that a run is made from. Section and key names are those of the command line."""
-
-    run: Run = field(default_factory=Run)
-    seed: int = key(0, "seed of weights and data order", minimum=0)
-    data: Data = field(default_factory=Data)
-    batch: Batch = field(default_factory=Batch)
-    model: Model = field(default_factory=Model)
-    cluster: Cluster = field(default_factory=Cluster)
-    planner: Planner = field(default_factory=Planner)
-    comm: Comm = field(default_factory=Comm)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    eval: Eval = field(default_factory=Eval)
-    train: Train = field(default_factory=Train)
+EITHER = (("model.preset", "model.path"), ("data.path", "data.sources"))
+"""Pairs of keys that exclude each other: one given on the command line takes the place of the other in a file."""
 
 
 def load(argv: list[str], default_file: Path = CONF / "train.yaml") -> Config:
@@ -163,10 +34,7 @@ def load(argv: list[str], default_file: Path = CONF / "train.yaml") -> Config:
     """
     path, overrides = split_arguments(argv, default_file)
     tree = _read(path)
-    names = dict(tree.pop("choices", {}) or {})
-    unknown = set(names) - set(CHOICES)
-    if unknown:
-        raise ConfigError(f"choices.{sorted(unknown)[0]}: not a choice; allowed: {', '.join(CHOICES)}")
+    names = _choices(tree.pop("choices", None))
     pairs = [_pair(text) for text in overrides]
     names |= {name: value for name, value in pairs if name in CHOICES}
     layers = [(str(path), tree)]
@@ -175,12 +43,13 @@ def load(argv: list[str], default_file: Path = CONF / "train.yaml") -> Config:
     for origin, layer in layers:
         for dotted, value in _leaves(layer):
             _set(config, dotted, value, origin)
-    for name, value in pairs:
-        if name not in CHOICES:
-            _set(config, name, _value(name, value), "the command line")
-    named = {name for name, _ in pairs}
-    if "model.path" in named and "model.preset" not in named:
-        config.model.preset = ""  # a folder on the command line replaces the preset that a file chose
+    given = {name: text for name, text in pairs if name not in CHOICES}
+    for first, second in EITHER:
+        for name, other in ((first, second), (second, first)):
+            if given.get(name) and other not in given:
+                given = {other: ""} | given
+    for name, text in given.items():
+        _set(config, name, _value(name, text), "the command line")
     result = OmegaConf.to_object(config)
     assert isinstance(result, Config)
     check(result)
@@ -209,10 +78,17 @@ def check(config: Config) -> None:
     """Refuse values that the schema's types admit and a run cannot use."""
     for dotted, value, spec in _walk(config):
         _check_value(dotted, value, spec)
+    for index, source in enumerate(config.data.sources):
+        for dotted, value, spec in _walk(source, f"data.sources[{index}]."):
+            _check_value(dotted, value, spec)
+        if not source.path:
+            raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
+    if config.data.path and config.data.sources:
+        raise ConfigError(f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: at most one of the two")
     if bool(config.model.preset) == bool(config.model.path):
         raise ConfigError(f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: exactly one of the two")
     tokens = config.planner.tokens_per_rank
-    if tokens != "auto" and not re.fullmatch(r"[1-9]\d*", tokens):
+    if tokens != "auto" and not re.fullmatch(r"[1-9][0-9]{0,17}", tokens):
         raise ConfigError(f"planner.tokens_per_rank: got {tokens!r}; allowed: auto, or a whole number of at least 1")
     if config.data.min_pixels > config.data.max_pixels:
         raise ConfigError(f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels ({config.data.max_pixels})")
@@ -227,6 +103,8 @@ def check(config: Config) -> None:
         raise ConfigError(f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers ({config.cluster.num_workers})")
     if bool(config.eval.path) != bool(config.eval.every_steps):
         raise ConfigError(f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or neither")
+    if not config.run.dir:
+        raise ConfigError("run.dir: got nothing; allowed: a folder or URI that every node reaches")
 
 
 def dump(config: Config) -> str:
@@ -239,9 +117,9 @@ def help_text(command: str, purpose: str) -> str:
     lines = [f"usage: {command} [--config FILE] [model=NAME] [data=NAME] [cluster=NAME] [key=value ...]", "", purpose, ""]
     for group in CHOICES:
         lines.append(f"  {group}=NAME  one of: {', '.join(_choice_names(group)) or '(none)'}")
-    for dotted, value, spec in _walk(Config(), ):
-        allowed = f" ({'|'.join(map(str, spec['choices']))})" if spec["choices"] else ""
-        head = f"  {dotted}={'' if value in ('', [], None) else value}{allowed}"
+    for dotted, value, spec in _walk(Config()):
+        allowed = f" ({'|'.join(spec['choices'])})" if spec["choices"] else ""
+        head = f"  {dotted}={'' if value in ('', []) else value}{allowed}"
         lines.append(f"{head:<58} {spec['text']}" if len(head) < 58 else f"{head}\n{'':<59}{spec['text']}")
     lines += ["", *textwrap.wrap("Exit status: 0 on success, 2 on a bad configuration, 1 on failure.")]
     return "\n".join(lines)
@@ -259,6 +137,18 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"--config: {path} holds {type(tree).__name__}; allowed: sections with keys")
     return {str(name): value for name, value in tree.items()}
+
+
+def _choices(tree: Any) -> dict[str, Any]:
+    """The `choices:` of a file, {group: name}."""
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"choices: got {tree!r}; allowed: {', '.join(CHOICES)}, each with a name")
+    for group in tree:
+        if group not in CHOICES:
+            raise ConfigError(f"choices.{group}: no such choice; allowed: {', '.join(CHOICES)}")
+    return dict(tree)
 
 
 def _choice_names(group: str) -> list[str]:
@@ -279,11 +169,17 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _value(name: str, text: str) -> Any:
-    """The value of an override, read as YAML (so that lists and numbers work)."""
+    """The value of an override, read as YAML (so that lists and numbers work); text that stands for a string is taken as it is."""
+    kind = _types().get(name)
+    if not text:
+        return [] if kind not in (int, float, str, bool) else "" if kind is str else None
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
     except Exception as error:  # as in _read
+        if kind is str:
+            return text
         raise ConfigError(f"{name}: {text!r} is not a YAML value: {_first_line(error)}") from None
+    return text if kind is str and not isinstance(value, str) and value is not None else value
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -299,25 +195,27 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _set(config: Any, dotted: str, value: Any, origin: str) -> None:
-    known = [name for name, _, _ in _walk(Config())]
-    if dotted not in known:
-        inside = [name for name in known if name.startswith(f"{dotted}.")]
+    types = _types()
+    if dotted not in types:
+        inside = [name for name in types if name.startswith(f"{dotted}.")]
         if inside:
             raise ConfigError(f"{dotted}: a section, not a key ({origin}); allowed: {', '.join(inside)}")
         section = dotted.rpartition(".")[0]
-        near = [name for name in known if name.rpartition(".")[0] == section] or sorted({name.split(".")[0] for name in known})
+        near = [name for name in types if name.rpartition(".")[0] == section] or sorted({name.split(".")[0] for name in types})
         raise ConfigError(f"{dotted}: no such key ({origin}); allowed: {', '.join(near)}")
-    expected = _type_name(dotted)
+    kind = types[dotted]
+    allowed = _allowed(dotted, kind)
     if value is None:
-        raise ConfigError(f"{dotted}: got nothing ({origin}); allowed: {expected}")
-    if isinstance(value, str) and "${" in value:
-        raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: a plain value, without ${{...}}")
-    if expected == "a whole number" and isinstance(value, (bool, float)) or expected == "a number" and isinstance(value, bool):
-        raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: {expected}")
+        raise ConfigError(f"{dotted}: got nothing ({origin}); allowed: {allowed}")
+    if any("${" in text or text == "???" for text in _texts(value)):
+        raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: a plain value, without ${{...}} or ???")
+    mixed = kind in (bool, int, float) and isinstance(value, bool) != (kind is bool) and not isinstance(value, str)
+    if mixed or (kind is int and isinstance(value, float)):  # OmegaConf would turn true into 1, 2 into true and 1.0 into 1
+        raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: {allowed}")
     try:
         OmegaConf.update(config, dotted, value, merge=False)
-    except (ConfigKeyError, ValidationError, OmegaConfBaseException, TypeError, ValueError):
-        raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: {expected}") from None
+    except (OmegaConfBaseException, TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{dotted}: got {_brief(value)} ({origin}); allowed: {allowed}") from None
 
 
 def _walk(node: Any, prefix: str = "") -> list[tuple[str, Any, dict[str, Any]]]:
@@ -332,27 +230,47 @@ def _walk(node: Any, prefix: str = "") -> list[tuple[str, Any, dict[str, Any]]]:
     return found
 
 
-def _type_name(dotted: str) -> str:
-    owner: Any = Config
-    *sections, name = dotted.split(".")
-    for section in sections:
-        owner = get_type_hints(owner)[section]
-    spec = {item.name: item.metadata for item in fields(owner)}[name]
-    if spec["choices"]:
-        return ", ".join(map(str, spec["choices"]))
+def _types(owner: Any = Config, prefix: str = "") -> dict[str, Any]:
+    """{dotted key: its type} of the schema."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(owner).items():
+        found |= _types(kind, f"{prefix}{name}.") if is_dataclass(kind) else {f"{prefix}{name}": kind}
+    return found
+
+
+def _allowed(dotted: str, kind: Any) -> str:
+    choices = {name: spec["choices"] for name, _, spec in _walk(Config())}[dotted]
+    if choices:
+        return ", ".join(choices)
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list[str]: "a list of names"}
-    return names.get(get_type_hints(owner)[name], "a list of {path: ..., weight: ...}")
+    return names.get(kind, "a list of {path: ..., weight: ...}")
+
+
+def _texts(value: Any) -> list[str]:
+    """Every string inside a value."""
+    if isinstance(value, (list, dict)):
+        return [text for inner in (value.values() if isinstance(value, dict) else value) for text in _texts(inner)]
+    return [value] if isinstance(value, str) else []
 
 
 def _check_value(dotted: str, value: Any, spec: dict[str, Any]) -> None:
     if spec["choices"] and value not in spec["choices"]:
-        raise ConfigError(f"{dotted}: got {value!r}; allowed: {', '.join(map(str, spec['choices']))}")
+        raise ConfigError(f"{dotted}: got {value!r}; allowed: {', '.join(spec['choices'])}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         limits = [(spec["minimum"], "at least", lambda v, m: v >= m), (spec["above"], "more than", lambda v, m: v > m),
-                  (spec["maximum"], "at most", lambda v, m: v <= m)]
-        wanted = " and ".join(f"{word} {limit:g}" for limit, word, _ in limits if limit is not None)
-        if not math.isfinite(value) or any(limit is not None and not holds(value, limit) for limit, _, holds in limits):
-            raise ConfigError(f"{dotted}: got {value!r}; allowed: {wanted or 'a finite number'}")
+                  (spec["maximum"], "at most", lambda v, m: v <= m), (spec["below"], "less than", lambda v, m: v < m)]
+        limits = [limit for limit in limits if limit[0] is not None]
+        wanted = " and ".join(f"{word} {limit}" for limit, word, _ in limits)
+        finite = math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63
+        if not finite or any(not holds(value, limit) for limit, _, holds in limits):
+            raise ConfigError(f"{dotted}: got {_brief(value)}; allowed: {wanted or 'a finite number'}")
+
+
+def _brief(value: Any) -> str:
+    """A value as an error shows it; a number of a thousand digits would drown the message (and Python refuses to print it)."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "a number of more than 18 digits"
+    return repr(value)
 
 
 def _first_line(error: BaseException) -> str:

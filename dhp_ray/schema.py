@@ -1,0 +1,147 @@
+"""The keys of a run's configuration: for each its default, its meaning and the values that it admits.
+
+Section and field names are those of the command line: `Train.learning_rate` is `train.learning_rate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """One line for the user: the key, what is wrong with its value, and what is allowed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))  # one line, whatever the value was
+
+
+def key(default: Any, text: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, above: float | None = None,
+        maximum: float | None = None, below: float | None = None) -> Any:
+    """A field of the schema: its default, its line in `--help`, and the values that it admits."""
+    metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class Run:
+    dir: str = key("runs/default", "folder or URI of the run's files; every node must reach it")
+    steps: int = key(0, "optimizer steps in all; 0: as many as `run.epochs` take", minimum=0)
+    epochs: int = key(1, "passes over the data when run.steps is 0", minimum=1)
+    resume: str = key("auto", "auto continues the run in run.dir; never refuses a folder that holds one", choices=("auto", "never"))
+
+
+@dataclass(kw_only=True)
+class Synthetic:
+    num_samples: int = key(512, "samples that jobs/prepare_data.py writes", minimum=1)
+    short_median_tokens: float = key(110.0, "median length of the short samples", above=0)
+    short_sigma: float = key(0.5, "spread (sigma of the logarithm) of the short samples", minimum=0)
+    long_fraction: float = key(0.06, "share of long samples", minimum=0, maximum=1)
+    long_median_tokens: float = key(900.0, "median length of the long samples", above=0)
+    long_sigma: float = key(0.5, "spread (sigma of the logarithm) of the long samples", minimum=0)
+    max_tokens: int = key(1800, "longest sample", minimum=64)
+    rows_per_group: int = key(32, "rows of a parquet row group: the unit that the stream shuffles", minimum=1)
+
+
+@dataclass(kw_only=True)
+class Source:
+    path: str = key("", "file or folder of this source")
+    weight: float = key(1.0, "share of this source in the mixture", above=0)
+
+
+@dataclass(kw_only=True)
+class Data:
+    format: str = key("synthetic", "layout of the samples", choices=("llava", "parquet", "webdataset", "synthetic"))
+    path: str = key("", "file or folder of the samples")
+    image_root: str = key("", "folder that image names are relative to; empty: the folder of data.path")
+    sources: list[Source] = key([], "several sources mixed by weight, in place of data.path: [{path: a, weight: 1}, ...]")
+    min_pixels: int = key(3136, "an image with fewer pixels is scaled up to this many", minimum=1)
+    max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1)
+    on_error: str = key("skip", "a bad sample is left out and listed in skipped.jsonl, or ends the run", choices=("skip", "fail"))
+    synthetic: Synthetic = field(default_factory=Synthetic)
+
+
+@dataclass(kw_only=True)
+class Batch:
+    global_samples: int = key(16, "samples of one optimizer step (per device x accumulation x devices elsewhere)", minimum=1)
+    drop_last: bool = key(False, "leave out an epoch's last batch when it is not full")
+
+
+@dataclass(kw_only=True)
+class Model:
+    preset: str = key("", "a model built from a configuration of ours, with fresh weights (see conf/model)")
+    path: str = key("", "local Hugging Face folder with safetensors, tokenizer and image processor")
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    num_workers: int = key(2, "workers (ranks) at start", minimum=1)
+    min_workers: int = key(1, "a run already going waits for capacity below this many", minimum=1)
+    max_workers: int = key(0, "a run already going grows to at most this many; 0: cluster.num_workers", minimum=0)
+    device: str = key("auto", "where workers compute", choices=("auto", "cpu", "cuda", "npu"))
+    cpus_per_worker: float = key(1.0, "CPUs that each worker reserves", above=0)
+    start_timeout_s: float = key(10.0, "seconds to wait for room for num_workers (600 with an autoscaler)", above=0)
+
+
+@dataclass(kw_only=True)
+class Planner:
+    name: str = key("dhp", "planner; `jobs/plan.py --help` lists them")
+    sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch", choices=("step", "micro_batch"))
+    cost: str = key("", "cost file; empty: conf/cost/<device>.yaml")
+    tokens_per_rank: str = key("auto", "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
+
+
+@dataclass(kw_only=True)
+class Comm:
+    transport: str = key("pool", "process groups made for each plan, or the ring over one parent group", choices=("pool", "parent"))
+    pool_groups: int = key(64, "process groups kept at most; a plan's further ones use the parent group", minimum=1)
+    timeout_s: float = key(600.0, "seconds after which a collective counts as stuck", above=0)
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    every_steps: int = key(20, "save after this many steps; 0: only at the end", minimum=0)
+    keep: int = key(2, "newest checkpoints kept", minimum=1)
+
+
+@dataclass(kw_only=True)
+class Eval:
+    path: str = key("", "held-out samples, in the form of data.format")
+    every_steps: int = key(0, "evaluate after this many steps; 0: never", minimum=0)
+
+
+@dataclass(kw_only=True)
+class Train:
+    learning_rate: float = key(1e-3, "peak learning rate", above=0)
+    vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate", minimum=0)
+    warmup_steps: int = key(0, "steps of linear warm-up", minimum=0)
+    schedule: str = key("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    min_learning_rate_ratio: float = key(0.1, "where the cosine ends, as a share of the peak", minimum=0, maximum=1)
+    weight_decay: float = key(0.01, "AdamW's decay of matrices; biases and norms have none", minimum=0)
+    adam_beta1: float = key(0.9, "AdamW's first beta", minimum=0, below=1)
+    adam_beta2: float = key(0.95, "AdamW's second beta", minimum=0, below=1)
+    adam_eps: float = key(1e-8, "AdamW's epsilon", above=0)
+    clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0)
+    precision: str = key("fp32", "computing type; master weights and moments are fp32", choices=("fp32", "bf16"))
+    freeze: list[str] = key([], "parts left as they are: vision, language")
+    activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
+    bucket_mb: float = key(64.0, "megabytes of gradients reduced in one collective", above=0)
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Everything that a run is made from. Section and key names are those of the command line."""
+
+    run: Run = field(default_factory=Run)
+    seed: int = key(0, "seed of weights and data order", minimum=0, maximum=2**32 - 1)
+    data: Data = field(default_factory=Data)
+    batch: Batch = field(default_factory=Batch)
+    model: Model = field(default_factory=Model)
+    cluster: Cluster = field(default_factory=Cluster)
+    planner: Planner = field(default_factory=Planner)
+    comm: Comm = field(default_factory=Comm)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    eval: Eval = field(default_factory=Eval)
+    train: Train = field(default_factory=Train)
