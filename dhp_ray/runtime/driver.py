@@ -55,11 +55,13 @@ class Driver:
         try:
             self.session: Session = yield from open_session(self.config, self.group, self.store)
             yield from self._train()
-        except (RunError, PlanError, ConfigError, DataError, StorageError) as error:
-            yield Finished("", f"{error}{self._way_back()}")
+        except ConfigError as error:
+            yield Finished("", str(error), status=2)
+        except (RunError, PlanError, DataError, StorageError) as error:
+            yield Finished("", f"{error}{self._way_back()}", status=1)
         except Exception as error:  # a defect of ours: one line for the user, the traceback for the report of it
             traceback.print_exc()
-            yield Finished("", f"driver: {type(error).__name__}: {error}{self._way_back()}")
+            yield Finished("", f"driver: {type(error).__name__}: {error}{self._way_back()}", status=1)
 
     def _train(self) -> Iterator[Message]:
         running = self._launch(self._dispatch(self.session.first_step))

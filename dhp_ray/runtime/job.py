@@ -79,8 +79,8 @@ def _run(config: Config, console: Console) -> int:
         del store
     assert isinstance(last, Finished)
     if last.error:
-        raise RunError(last.error)
-    return 0
+        print(f"error: {last.error}", file=sys.stderr)
+    return last.status
 
 
 def resolve_device(config: Config) -> Accelerator:

@@ -36,10 +36,11 @@ class Notice:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is over. `error` is empty when all went well."""
+    """The run is over. `error` is empty when all went well; `status` is the exit status of the job."""
 
     text: str
     error: str = ""
+    status: int = 0
 
 
 Message = Started | StepDone | Notice | Finished

@@ -12,8 +12,9 @@ import ray
 from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor
 from dhp_ray.data.stream import read_rows
+from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
-from dhp_ray.train.collate import Payload
+from dhp_ray.train.collate import Payload, check_payload, placeholder
 
 
 @dataclass
@@ -24,43 +25,31 @@ class BlockRows:
     rows: list[int]
 
 
-def load_payloads(plan: RankPlan, blocks: Sequence[BlockRows], processor: Processor) -> tuple[dict[str, Payload], dict[str, str]]:
-    """Payloads by sample id, and the reason of each sample whose images do not decode.
-
-    A failed sample still has a payload of the right shape (blank pixels): it keeps its place in the plan.
-    """
+def load_payloads(plan: RankPlan, blocks: Sequence[BlockRows], processor: Processor, adapter: ModelAdapter) -> tuple[dict[str, Payload], dict[str, str]]:
+    """Payloads by sample id, and the reason of each sample that cannot be used; such a one is a placeholder here."""
     rows = {row["id"]: row for block in blocks for row in read_rows(ray.get(block.reference[0]), block.rows)}
     payloads: dict[str, Payload] = {}
     failures: dict[str, str] = {}
     for pack in plan.packs:
-        for sample_id, mine in _images_to_encode(pack, plan.rank).items():
-            row = rows[sample_id]
-            pixels: list[np.ndarray | None] = [None] * len(mine)
-            for place in (place for place, encodes in enumerate(mine) if encodes):
-                pixels[place], error = _pixels(row, place, processor)
-                if error:
-                    failures[sample_id] = f"image {place + 1}: {error}"
-            payloads[sample_id] = Payload(
-                input_ids=np.asarray(row["input_ids"], np.int32), labels=np.asarray(row["labels"], np.int32),
-                grids=np.asarray(row["grids"], np.int64).reshape(-1, 3), pixels=pixels)
+        for sample, encoded_here in zip(pack.samples, encoded_images(pack, plan.rank)):
+            try:
+                payload = _payload(rows[sample.id], encoded_here, processor)
+                check_payload(sample, payload, adapter, encoded_here)
+            except Exception as error:  # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
+                payload = placeholder(sample)
+                failures[sample.id] = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix(f"sample {sample.id}: ")
+            payloads[sample.id] = payload
     return payloads, failures
 
 
-def _images_to_encode(pack: RankPack, rank: int) -> dict[str, list[bool]]:
-    """For every sample of the pack, whether this rank encodes each of its images."""
+def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
+    """For every sample of the pack, whether `rank` encodes each of its images."""
     member = pack.ranks.index(rank)
     encoders = iter(pack.encoders)
-    return {sample.id: [next(encoders) == member for _ in sample.vision_grids] for sample in pack.samples}
+    return [tuple(next(encoders) == member for _ in sample.vision_grids) for sample in pack.samples]
 
 
-def _pixels(row: dict[str, Any], place: int, processor: Processor) -> tuple[np.ndarray, str]:
-    """Patches of one image, or blank ones with the reason."""
-    time, height, width = (int(size) for size in row["grids"][place])
-    shape = (time * height * width, processor.patch_dim)
-    try:
-        pixels = decode(row["images"][place], processor)
-    except Exception as error:  # whatever an image decoder raises on foreign bytes makes this a bad sample, with its reason
-        return np.zeros(shape, np.float32), f"does not decode: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    if pixels.shape != shape:
-        return np.zeros(shape, np.float32), f"has {pixels.shape[0]} patches, its header said {shape[0]}"
-    return pixels, ""
+def _payload(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
+    pixels = [decode(image, processor) if here else None for image, here in zip(row["images"], encoded_here)]
+    return Payload(input_ids=np.asarray(row["input_ids"], np.int32), labels=np.asarray(row["labels"], np.int32),
+                   grids=np.asarray(row["grids"], np.int64).reshape(-1, 3), pixels=pixels)

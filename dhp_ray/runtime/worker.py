@@ -49,7 +49,8 @@ class Worker:
     @ray.method(concurrency_group="prefetch")
     def prefetch(self, plan: RankPlan, blocks: list[BlockRows]) -> dict[str, str]:
         """Fetch and decode what this rank needs of a step; returns the samples that failed, with their reasons."""
-        payloads, failures = load_payloads(plan, blocks, self.processor)
+        assert self.rank is not None
+        payloads, failures = load_payloads(plan, blocks, self.processor, self.rank.adapter)
         self.prefetched[plan.step] = (plan, payloads)
         return failures
 

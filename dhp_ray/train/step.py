@@ -47,12 +47,12 @@ class RankStep:
             pack_times=tuple(times), pool=self.transport.counters())
 
     def _run_pack(self, pack: RankPack, rank: int, payloads: Mapping[str, Payload], sums: torch.Tensor, start: float) -> PackTime:
-        inputs = collate(pack, payloads, rank, self.adapter, self.device)
+        inputs = collate(pack, payloads, rank, self.adapter).to(self.device)
         link = self.transport.link(pack.ranks, pack.index)
         begin = perf_counter()
         loss = pack_loss(self.adapter, inputs, link)
         loss.backward()  # type: ignore[no-untyped-call]
-        sums += torch.tensor([loss.item(), int((inputs.labels != -100).sum())], dtype=torch.float64)  # item() waits for the device
+        sums += torch.tensor([loss.item(), inputs.num_valid_tokens], dtype=torch.float64)  # item() waits for the device
         return PackTime(pack.index, begin - start, perf_counter() - start, link.blocked_s)
 
     def _totals(self, sums: torch.Tensor) -> list[float]:

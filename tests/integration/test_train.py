@@ -1,0 +1,146 @@
+"""Whole runs on real conversations: the same loss on every number of workers, going on after a kill, the files of a run."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import ledger, lines, losses, start, train
+
+STEPS, BATCH = 20, 6
+METRICS = {"step", "loss", "num_tokens", "num_samples", "step_time_s", "planning_time_s", "predicted_makespan_s", "measured_makespan_s", "idle_fraction",
+           "num_ranks", "generation", "degrees"}
+
+
+@pytest.fixture(scope="session")
+def nlvr(test_data: Path) -> list[str]:
+    folder = test_data / "nlvr"
+    return ["data=llava", f"data.path={folder / 'conversations.json'}", f"data.image_root={folder}", f"batch.global_samples={BATCH}",
+            "train.adam_eps=1e-6", "train.learning_rate=1e-3", "seed=3"]
+
+
+@pytest.fixture(scope="session")
+def one_worker(ray_cluster: None, nlvr: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train(folder, *nlvr, f"run.steps={STEPS}", "cluster.num_workers=1", "planner.tokens_per_rank=4096", "checkpoint.every_steps=0")
+    return folder
+
+
+def longest(run_dir: Path) -> int:
+    """Tokens of the longest sequence that the run met, from its plan files."""
+    import json
+
+    tokens = [sample["text_tokens"] + sample["vision_tokens"] for plan in sorted((run_dir / "plans").iterdir())
+              for sample in json.loads(plan.read_text())["inputs"]["samples"]]
+    return max(tokens)
+
+
+@pytest.mark.parametrize(("num_workers", "transport"), [(3, "pool"), (3, "parent"), (5, "pool"), (5, "parent")])
+def test_any_number_of_workers_gives_the_loss_of_one(one_worker: Path, nlvr: list[str], tmp_path: Path, num_workers: int, transport: str) -> None:
+    tokens_per_rank = math.ceil(longest(one_worker) / num_workers)
+    train(tmp_path / "run", *nlvr, f"run.steps={STEPS}", f"cluster.num_workers={num_workers}", f"comm.transport={transport}",
+          f"planner.tokens_per_rank={tokens_per_rank}", "checkpoint.every_steps=0")
+    assert ledger(tmp_path / "run") == ledger(one_worker)
+    assert losses(tmp_path / "run") == pytest.approx(losses(one_worker), rel=1e-4)
+    degrees = {int(degree) for line in lines(tmp_path / "run", "metrics.jsonl") for degree in line["degrees"]}
+    assert num_workers in degrees, degrees
+    assert len(degrees) >= 2, degrees
+
+
+def test_a_killed_run_goes_on_where_it_was(ray_cluster: None, nlvr: list[str], tmp_path: Path) -> None:
+    common = [*nlvr, "run.steps=10", "cluster.num_workers=2", "planner.tokens_per_rank=1024", "checkpoint.every_steps=3"]
+    train(tmp_path / "whole", *common)
+    process = start("train.py", f"run.dir={tmp_path / 'killed'}", *common)
+    deadline = time.monotonic() + 120
+    while len(lines(tmp_path / "killed", "ledger.jsonl")) < 5 or not (tmp_path / "killed/checkpoints/step_000003/manifest.json").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    committed = len(lines(tmp_path / "killed", "ledger.jsonl"))
+    assert 5 <= committed < 10
+    ended = train(tmp_path / "killed", *common)
+    assert re.search(r"resuming after step [36]", ended.output)
+    assert ledger(tmp_path / "killed") == ledger(tmp_path / "whole")
+    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def test_a_run_leaves_the_files_of_the_contract(one_worker: Path) -> None:
+    names = {path.name for path in one_worker.iterdir()}
+    assert {"config.yaml", "tensorboard", "checkpoints", "plans", "events.jsonl", "model", "metrics.jsonl", "ledger.jsonl", "cluster.json"} <= names
+    metrics = lines(one_worker, "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert all(set(line) == METRICS for line in metrics)
+    assert [path.name for path in (one_worker / "checkpoints").iterdir()] == [f"step_{STEPS:06d}"]
+    assert {path.name for path in (one_worker / "plans").iterdir()} == {f"step_{step:06d}.json" for step in range(1, STEPS + 1)}
+    assert all(0.0 <= line["idle_fraction"] < 0.5 for line in metrics)  # one rank only waits between packs
+
+
+def test_the_curves_are_read_back_by_tensorboard(one_worker: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(one_worker / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"loss/train", "loss/learning_rate", "loss/gradient_norm", "throughput/tokens_per_s", "throughput/step_time_s", "plan/planning_time_s",
+            "data/data_wait_s", "balance/predicted_makespan_s", "balance/measured_makespan_s", "balance/idle_fraction", "plan/degree_1", "comm/pool_hits"} <= tags
+    assert [point.value for point in events.Scalars("loss/train")] == pytest.approx(losses(one_worker), rel=1e-6)
+
+
+def test_plain_transformers_gives_the_training_codes_loss(one_worker: Path, nlvr: list[str], tmp_path: Path, test_data: Path) -> None:
+    """One more step at a learning rate of (almost) nothing, on one sample, is the training code's loss of the saved model."""
+    import json
+
+    import torch
+    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+    from transformers.image_utils import load_image
+
+    folder = test_data / "nlvr"
+    conversation = next(row for row in json.loads((folder / "conversations.json").read_text()) if isinstance(row["image"], list) and len(row["image"]) == 2)
+    (tmp_path / "one.json").write_text(json.dumps([conversation]))
+    train(tmp_path / "run", *nlvr, f"data.path={tmp_path / 'one.json'}", f"model.path={one_worker / 'model'}", "run.steps=1", "cluster.num_workers=2",
+          "batch.global_samples=1", "planner.tokens_per_rank=512")
+
+    from dhp_ray.data.images import decode
+    from dhp_ray.data.processor import load_processor
+
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(one_worker / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(one_worker / "model")
+    processor = load_processor("", str(one_worker / "model"), 3136, 1003520)
+    images = [(folder / name).read_bytes() for name in conversation["image"]]
+    sizes = [load_image(str(folder / name)).size for name in conversation["image"]]
+    encoded = processor.encode(conversation["conversations"], sizes)
+    input_ids = torch.tensor(encoded.input_ids, dtype=torch.long)[None]
+    assert input_ids.max() < len(tokenizer)
+    with torch.no_grad():
+        output = model(input_ids=input_ids, labels=torch.tensor(encoded.labels, dtype=torch.long)[None],
+                       pixel_values=torch.cat([torch.from_numpy(decode(image, processor)) for image in images]),
+                       image_grid_thw=torch.tensor(encoded.grids), mm_token_type_ids=(input_ids == model.config.image_token_id).int())
+    assert losses(tmp_path / "run")[0] == pytest.approx(output.loss.item(), rel=1e-4)
+
+
+def test_a_killed_worker_ends_the_run_with_one_line_and_a_way_back(ray_cluster: None, nlvr: list[str], tmp_path: Path) -> None:
+    import json
+
+    common = [*nlvr, "run.steps=200", "cluster.num_workers=2", "planner.tokens_per_rank=1024", "checkpoint.every_steps=2"]
+    process = start("train.py", f"run.dir={tmp_path / 'run'}", *common)
+    deadline = time.monotonic() + 120
+    while len(lines(tmp_path / "run", "ledger.jsonl")) < 5:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    victim = json.loads((tmp_path / "run/cluster.json").read_text())["ranks"][1]["pid"]
+    os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    said = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert re.search(rf"rank 1 \(pid {victim} on node \w+\) died; the newest checkpoint is step \d+: start the same command again", said[0])
+    assert "Traceback" not in errors
