@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dhp_ray.storage import Folder, SpooledLog, StorageError, json_text
+
+
+@pytest.fixture(scope="module")
+def object_store() -> Iterator[str]:
+    """`s3://` options of a real S3 server of this process tree."""
+    pytest.importorskip("moto.server", reason="moto is not installed: no S3 server to test against")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_EC2_METADATA_DISABLED": "true"}
+    before = {name: os.environ.get(name) for name in keys}
+    os.environ.update(keys)
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
+                urllib.request.urlopen(request).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline, "moto's server does not answer"
+                time.sleep(0.2)
+        yield f"?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+    finally:
+        server.kill()
+        server.wait()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture(params=["local", "file://", "s3://"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "local":
+        return Folder(str(tmp_path / "run"))
+    if request.param == "file://":
+        return Folder(f"file://{tmp_path}/run")
+    options = request.getfixturevalue("object_store")
+    return Folder(f"s3://bucket/{tmp_path.name}/run{options}")
+
+
+def test_what_is_written_reads_back(folder: Folder) -> None:
+    folder.write("plans/step_000001.json", b"{}")
+    folder.write("plans/step_000001.json", b'{"a": 1}')
+    folder.write("empty", b"")
+    assert folder.read("plans/step_000001.json") == b'{"a": 1}'
+    assert folder.read("empty") == b""
+    assert folder.exists("plans/step_000001.json")
+    assert folder.exists("plans")
+    assert not folder.exists("plans/step_000002.json")
+
+
+def test_names_are_sorted_and_of_one_level(folder: Folder) -> None:
+    assert folder.names() == []
+    assert folder.names("checkpoints") == []
+    for name in ("checkpoints/step_000002/manifest.json", "checkpoints/step_000001/a/b", "checkpoints/notes", "other"):
+        folder.write(name, b"x")
+    assert folder.names("checkpoints") == ["notes", "step_000001", "step_000002"]
+    assert folder.names() == ["checkpoints", "other"]
+
+
+def test_delete_takes_files_folders_and_nothing(folder: Folder) -> None:
+    folder.write("checkpoints/step_000001/shard", b"x")
+    folder.write("checkpoints/step_000002/shard", b"x")
+    folder.write("file", b"x")
+    folder.delete("checkpoints/step_000001")
+    folder.delete("file")
+    folder.delete("nothing")
+    assert folder.names("checkpoints") == ["step_000002"]
+    assert not folder.exists("file")
+
+
+def test_files_and_folders_go_in_and_come_out(folder: Folder, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "inner").mkdir(parents=True)
+    (source / "weights").write_bytes(bytes(range(256)) * 5000)
+    (source / "inner" / "empty").write_bytes(b"")
+    folder.upload(source, "model")
+    folder.upload(source / "weights", "alone/weights")
+    folder.upload(source / "inner" / "empty", "alone/weights.tag")
+    folder.download("model", tmp_path / "back" / "model")
+    folder.download("alone/weights", tmp_path / "single" / "weights")
+    assert (tmp_path / "back/model/weights").read_bytes() == (source / "weights").read_bytes() == (tmp_path / "single/weights").read_bytes()
+    assert (tmp_path / "back/model/inner/empty").read_bytes() == b""
+    assert folder.names("alone") == ["weights", "weights.tag"]
+
+
+def test_upload_replaces_and_adds(folder: Folder, tmp_path: Path) -> None:
+    for rank, content in enumerate((b"a", b"bb")):
+        source = tmp_path / f"rank{rank}"
+        source.mkdir()
+        (source / f"{rank}.distcp").write_bytes(content)
+        (source / "common").write_bytes(content)
+        folder.upload(source, "checkpoints/step_000001")
+    assert folder.names("checkpoints/step_000001") == ["0.distcp", "1.distcp", "common"]
+    assert folder.read("checkpoints/step_000001/common") == b"bb"
+
+
+def test_a_child_is_a_folder_inside(folder: Folder) -> None:
+    child = folder.child("tensorboard")
+    child.write("events", b"x")
+    assert folder.names("tensorboard") == ["events"]
+    assert pickle.loads(pickle.dumps(child)).read("events") == b"x"
+
+
+def test_probe_leaves_nothing(folder: Folder) -> None:
+    folder.probe()
+    assert folder.names() == []
+
+
+def test_a_missing_file_is_one_line_with_its_name(folder: Folder, tmp_path: Path) -> None:
+    for attempt in (lambda: folder.read("plans/missing.json"), lambda: folder.download("plans/missing.json", tmp_path / "x")):
+        with pytest.raises(StorageError, match=r"plans/missing\.json") as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+        assert isinstance(caught.value, OSError)
+
+
+def test_an_upload_of_nothing_is_one_line(folder: Folder, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="absent"):
+        folder.upload(tmp_path / "absent", "x")
+    assert not folder.exists("x")
+
+
+def test_log_appends_reads_truncates_and_continues(folder: Folder) -> None:
+    log = SpooledLog(folder, "ledger.jsonl")
+    for step in range(1, 6):
+        log.append({"step": step, "name": "ü"})
+    assert [line["step"] for line in log.lines()] == [1, 2, 3, 4, 5]
+    log.truncate(lambda line: line["step"] <= 3)
+    log.append({"step": 4})
+    log.close()
+    again = SpooledLog(folder, "ledger.jsonl")
+    assert [line["step"] for line in again.lines()] == [1, 2, 3, 4]
+    again.append({"step": 5})
+    again.close()
+    assert [json.loads(line)["step"] for line in folder.read("ledger.jsonl").decode().splitlines()] == [1, 2, 3, 4, 5]
+
+
+def test_a_line_that_a_crash_cut_short_is_dropped(folder: Folder) -> None:
+    folder.write("ledger.jsonl", b'{"step": 1}\n{"step": 2}\n{"ste')
+    log = SpooledLog(folder, "ledger.jsonl")
+    log.append({"step": 3})
+    assert [line["step"] for line in log.lines()] == [1, 2, 3]
+    log.close()
+    assert folder.read("ledger.jsonl") == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_long_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    folder.write("log", b'{"step": 1}\n' + b"x" * 200_000)
+    assert [line["step"] for line in SpooledLog(folder, "log").lines()] == [1]
+    folder.write("log", b"x" * 200_000)
+    assert list(SpooledLog(folder, "log").lines()) == []
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    folder.write("log", b'{"step": 1}\n[1]\n{"step": 3}\n')
+    with pytest.raises(StorageError, match=r"log: line 2 is not a JSON object"):
+        list(SpooledLog(folder, "log").lines())
+
+
+def test_a_local_line_is_there_at_once_and_an_object_after_flush(folder: Folder) -> None:
+    log = SpooledLog(folder, "metrics.jsonl")
+    log.append({"step": 1})
+    assert folder.exists("metrics.jsonl") == (folder.local_path() is not None)
+    log.flush()
+    assert folder.read("metrics.jsonl") == b'{"step": 1}\n'
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(str(tmp_path))
+    folder.write("cluster.json", b"old")
+
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError, match=r"cluster\.json: cannot be written: No space left"):
+        folder.write("cluster.json", b"new")
+    assert os.listdir(tmp_path) == ["cluster.json"]
+    assert folder.read("cluster.json") == b"old"
+
+
+def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+    """Two processes: one replaces a file over and over, the other finds it whole each time."""
+    program = ("import sys; from dhp_ray.storage import Folder; folder = Folder(sys.argv[1])\n"
+               "for turn in range(60): folder.write('file', bytes([turn]) * 300_000)")
+    folder = Folder(str(tmp_path))
+    folder.write("file", b"\0" * 300_000)
+    writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parent.parent)
+    seen = set()
+    while writer.poll() is None:
+        content = folder.read("file")
+        assert len(content) == 300_000
+        assert len(set(content)) == 1
+        seen.add(content[0])
+    assert writer.returncode == 0
+    assert len(seen) > 1
+
+
+def test_what_a_crash_left_is_not_listed(tmp_path: Path) -> None:
+    (tmp_path / f".cluster.json.{'0' * 32}.tmp").write_bytes(b"half")
+    assert Folder(str(tmp_path)).names() == []
+
+
+def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert Folder("runs/default").local_path() == tmp_path / "runs/default"
+    assert Folder("~/runs").local_path() == tmp_path / "home/runs"
+    assert Folder(f"file://{tmp_path}/x").local_path() == tmp_path / "x"
+    assert Folder("runs").child("a/b").local_path() == tmp_path / "runs/a/b"
+
+
+@pytest.mark.parametrize("uri", ["nonsense://bucket/x", "s3://b ad/x", "s3://bucket/x?no_such_option=1"])
+def test_a_bad_uri_is_one_line(uri: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        Folder(uri)
+    assert str(caught.value).startswith(uri)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_stay_inside_the_folder(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "run"))
+    for name in ("/etc/passwd", "../x", "a/../../x"):
+        with pytest.raises(StorageError, match="not a name inside"):
+            folder.read(name)
+
+
+def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"file/run") as caught:
+        Folder(str(tmp_path / "file" / "run")).probe()
+    assert "\n" not in str(caught.value)
+
+
+def test_json_has_no_nan() -> None:
+    line = json_text({"loss": float("nan"), "norms": [float("inf"), 1.0], "inner": {"x": float("-inf")}, "none": None, "flag": True})
+    assert json.loads(line) == {"loss": None, "norms": [None, 1.0], "inner": {"x": None}, "none": None, "flag": True}
