@@ -1,0 +1,82 @@
+"""The device that a rank computes on, its communication backend, and the Ray resource that reserves it.
+
+Importing this module does not import torch: the driver asks it for resource names alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """`resource` is what one worker reserves of Ray, besides CPUs; None where CPUs are all it needs."""
+
+    name: str
+    backend: str
+    resource: str | None
+
+    def torch_device(self, index: int = 0) -> torch.device:
+        """Ray shows each worker its own device alone, so the index is 0 there."""
+        import torch
+
+        return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, index)
+
+    def activate(self, index: int = 0) -> None:
+        """Make the device this process's current one; NCCL and HCCL take it from there."""
+        import torch
+
+        if self.name == "npu":
+            import torch_npu  # noqa: F401  (importing it adds the device to torch)
+        if self.name != "cpu":
+            torch.get_device_module(self.name).set_device(index)
+
+    def memory_bytes(self, index: int = 0) -> int:
+        """Memory of one device. On the CPU: what this machine (or container) has, shared by all ranks on it."""
+        import torch
+
+        if self.name != "cpu":
+            return int(torch.get_device_module(self.name).mem_get_info(index)[1])
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = Path("/sys/fs/cgroup/memory.max")
+        contained = limit.read_text().strip() if limit.exists() else "max"
+        return physical if contained == "max" else min(physical, int(contained))
+
+
+CPU = Accelerator("cpu", "gloo", None)
+CUDA = Accelerator("cuda", "nccl", "GPU")
+NPU = Accelerator("npu", "hccl", "NPU")
+ACCELERATORS = {accelerator.name: accelerator for accelerator in (CPU, CUDA, NPU)}
+
+
+def choose(name: str) -> Accelerator:
+    """The accelerator called `name`, or with `auto` the best one of this machine: npu, else cuda, else cpu.
+
+    Raises ValueError when the name is unknown, or its device is not to be found here.
+    """
+    if name == "auto":
+        return next(accelerator for accelerator in (NPU, CUDA, CPU) if _available(accelerator))
+    if name not in ACCELERATORS:
+        raise ValueError(f"cluster.device: got {name!r}; allowed: auto, {', '.join(ACCELERATORS)}")
+    if not _available(ACCELERATORS[name]):
+        raise ValueError(f"cluster.device: got {name!r}, but this machine has no {name} device that torch can use; auto takes what there is")
+    return ACCELERATORS[name]
+
+
+def _available(accelerator: Accelerator) -> bool:
+    if accelerator is CPU:
+        return True
+    if accelerator is NPU:
+        if importlib.util.find_spec("torch_npu") is None:
+            return False
+        import torch_npu  # noqa: F401  (importing it adds the device to torch)
+    import torch
+
+    return bool(torch.get_device_module(accelerator.name).is_available())

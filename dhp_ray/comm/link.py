@@ -1,0 +1,105 @@
+"""Point-to-point exchange among the members of one pack, with the time that a member is blocked in it.
+
+    post:  exchange(sends, receives) -> Pending      both directions at once, nothing blocks
+           ... compute on what is already here ...
+    wait:  Pending.wait()                            what this costs is exposed communication: `blocked_s`
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Tag(IntEnum):
+    """What a message carries; keeps exchanges apart that are under way between two ranks at once."""
+
+    RING_FORWARD = 0
+    RING_BACKWARD = 1
+    RING_GRADIENT = 2
+    ROWS_FORWARD = 3
+    ROWS_BACKWARD = 4
+
+
+TAGS_PER_PACK = 16
+
+
+class Link:
+    """One pack's members, seen from one of them. Members are positions in `ranks`, the pack's ring order.
+
+    Over gloo a message is matched by pair and tag. NCCL and HCCL ignore tags and match by order, which is alike on both
+    sides because every rank walks its packs in plan order. Communicators that share ranks are ordered there too: each
+    starts from the current stream, and `wait` makes that stream wait for it before the next pack posts anything.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, pack_index: int = 0) -> None:
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.index = self.ranks.index(rank)
+        self._group = group
+        self._first_tag = pack_index * TAGS_PER_PACK
+        self._blocked_s = 0.0
+        self._events: list[tuple[Any, Any]] = []
+        if self.size > 1 and group is None:
+            raise ValueError(f"link: ranks {self.ranks} need a process group to exchange through")
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds blocked in `wait` so far: of the process on the CPU, of the device's current stream elsewhere.
+
+        On a device this waits for the stream to get there; ask once, at the end of a pack or of a step.
+        """
+        for start, end in self._events:
+            end.synchronize()
+            self._blocked_s += start.elapsed_time(end) / 1000.0
+        self._events.clear()
+        return self._blocked_s
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0) -> Pending:
+        """Start sending each (tensor, member) and receiving into each (tensor, member); all are contiguous.
+
+        Tensors without elements are skipped, on both sides: the sizes that two members expect of each other must agree.
+        Neither kind may be written before `wait`, and what is received is there only after it.
+        """
+        operations = [
+            dist.P2POp(call, tensor, self.ranks[member], group=self._group, tag=self._first_tag + tag)
+            for call, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, member in messages if tensor.numel() > 0
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Pending(self, works, [operation.tensor for operation in operations])
+
+    def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
+        """Wait for all of `works`, and count the time."""
+        if device.type == "cpu":
+            start_s = time.perf_counter()
+            for work in works:
+                work.wait()
+            self._blocked_s += time.perf_counter() - start_s
+            return
+        event = torch.get_device_module(device).Event
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        for work in works:
+            work.wait()
+        end.record()
+        self._events.append((start, end))
+
+
+class Pending:
+    """An exchange under way. It holds the tensors that it reads and writes until `wait` returns."""
+
+    def __init__(self, link: Link, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        self._link, self._works, self._tensors = link, works, tensors
+
+    def wait(self) -> None:
+        """Block until every tensor has been sent and received. A second call does nothing."""
+        if self._works:
+            self._link.wait(self._works, self._tensors[0].device)
+        self._works, self._tensors = (), ()

@@ -1,0 +1,100 @@
+"""A bounded pool of process groups keyed by their ranks.
+
+All ranks of the world keep the same book and create and destroy together, members or not: torch numbers groups by
+how many each process has created, so a rank that stays out of one would name the next differently and hang.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dhp_ray.comm.device import CPU, Accelerator
+
+
+class GroupPool:
+    """At most `capacity` groups at a time; the least recently used goes first.
+
+    `timeout` is that of every group's operations: a new group does not take it from the world's.
+    Counters, alike on all ranks: `hits` and `creations` of groups that plans asked for, `evictions`, and `overflows`,
+    groups that found the pool full of others of the same plan and are left to the parent transport.
+    """
+
+    def __init__(self, capacity: int, timeout: timedelta, accelerator: Accelerator = CPU) -> None:
+        if capacity < 0:
+            raise ValueError(f"comm.pool_capacity: got {capacity}; allowed: at least 0")
+        self.capacity, self.timeout, self.accelerator = capacity, timeout, accelerator
+        self.hits = self.creations = self.evictions = self.overflows = 0
+        self._groups: OrderedDict[tuple[int, ...], dist.ProcessGroup] = OrderedDict()
+
+    def prepare(self, process_groups: Sequence[tuple[int, ...]]) -> None:
+        """Make the groups of a plan ready. Every rank of the world calls this alike, before the plan's first pack."""
+        wanted = list(dict.fromkeys(key_of(ranks) for ranks in process_groups if len(ranks) > 1))
+        for key in wanted:
+            if key in self._groups:
+                self.hits += 1
+                self._groups.move_to_end(key)
+        for key in wanted:
+            if key in self._groups:
+                continue
+            if len(self._groups) >= self.capacity and not self._evict(frozenset(wanted)):
+                self.overflows += 1
+                continue
+            self._groups[key] = dist.new_group(list(key), timeout=self.timeout, backend=self.accelerator.backend)
+            self.creations += 1
+            if dist.get_rank() in key:
+                warm_up(self._groups[key], key, self.accelerator.torch_device())
+
+    def get(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of these ranks, in whatever order they stand; None when it is not in the pool."""
+        return self._groups.get(key_of(ranks))
+
+    def ranks(self) -> list[tuple[int, ...]]:
+        """The groups in the pool (sorted ranks), least recently used first."""
+        return list(self._groups)
+
+    def clear(self) -> None:
+        """Destroy every group. All ranks that are left call this alike."""
+        for key in list(self._groups):
+            self._destroy(key)
+
+    def _evict(self, keep: frozenset[tuple[int, ...]]) -> bool:
+        """Destroy the least recently used group that is not to be kept; False when there is none."""
+        key = next((key for key in self._groups if key not in keep), None)
+        if key is None:
+            return False
+        self._destroy(key)
+        self.evictions += 1
+        return True
+
+    def _destroy(self, key: tuple[int, ...]) -> None:
+        group = self._groups.pop(key)
+        if dist.get_rank() in key:
+            dist.destroy_process_group(group)
+
+
+def key_of(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Packs that walk the same ranks in another ring order share a group."""
+    return tuple(sorted(ranks))
+
+
+def warm_up(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
+    """Exchange one number between every two members: the first batch of a group must involve all of its ranks.
+
+    NCCL and HCCL build a communicator's channels then; a later exchange may leave out members that hold no tokens.
+    """
+    mine = dist.get_rank()
+    others = [rank for rank in ranks if rank != mine]
+    sent = torch.full((1,), float(mine), device=device)
+    received = {rank: torch.empty(1, device=device) for rank in others}
+    operations = [dist.P2POp(dist.isend, sent, rank, group=group) for rank in others]
+    operations += [dist.P2POp(dist.irecv, received[rank], rank, group=group) for rank in others]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    wrong = [rank for rank in others if received[rank].item() != rank]
+    if wrong:
+        raise RuntimeError(f"process group {tuple(ranks)}: rank {mine} received wrong numbers from ranks {wrong}")
