@@ -1,0 +1,187 @@
+"""Context-parallel causal attention: a ring over the members of a pack (Ring Attention, arXiv 2310.01889).
+
+Each member keeps its queries; keys and values travel. At step s a member computes on the shard of member - s and, while
+it does, passes that shard on to the right. Degree 4, member 1, forward:
+
+    step      0             1             2             3
+    compute   shard 1       shard 0       shard 3       shard 2
+    receive   shard 0       shard 3       shard 2       -
+
+Outputs of the steps are merged by their log-sum-exp. In the backward keys and values travel again, and each shard's
+gradient follows one step behind it, summed on the way, until after one full turn it is back at its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dhp_ray.comm.link import Link, Pending, Tag
+from dhp_ray.model.kernels import Segments, kernel_for
+from dhp_ray.model.kernels.segments import add_rows
+from dhp_ray.model.layout import PackLayout
+
+NAME = "dhp_ring"
+
+
+@dataclass
+class PackContext:
+    """The pack that an attention call belongs to: its layout, and the link to its other members (None at degree 1).
+
+    It goes down to the attention as an argument, not as a global, so that recomputation in the backward finds its own
+    pack again. `differentiable`: whether a trainable parameter is upstream of attention on any member. The backward
+    exchanges too, so it must run on all members or on none, whatever each one's own inputs require.
+    """
+
+    layout: PackLayout
+    link: Link | None = None
+    differentiable: bool = True
+    _segments: dict[tuple[int, torch.device], Segments] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        size = 1 if self.link is None else self.link.size
+        if size != self.layout.degree:
+            raise ValueError(f"pack: a layout of degree {self.layout.degree} and a link of {size} members")
+
+    @property
+    def member(self) -> int:
+        return 0 if self.link is None else self.link.index
+
+    def segments(self, source: int, device: torch.device) -> Segments:
+        """What this member's queries see of `source`'s keys; made once, used by every layer."""
+        if (source, device) not in self._segments:
+            self._segments[source, device] = Segments.of(self.layout.blocks(self.member, source), device)
+        return self._segments[source, device]
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:
+    """Causal attention within each sequence of the pack, over all of its members.
+
+    q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the layout's order; L may be 0. H is a
+    multiple of Hk. Returns (1, L, H, D). All members call this alike, forward and backward.
+    """
+    num_tokens = context.layout.num_tokens(context.member)
+    if q.shape[0] != 1 or q.shape[2] != num_tokens or k.shape[2] != num_tokens:
+        raise ValueError(f"ring attention: queries {tuple(q.shape)}, keys {tuple(k.shape)}; wanted (1, heads, {num_tokens}, width)")
+    requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
+    anchor = torch.zeros((), requires_grad=True) if context.differentiable and not requires_grad else None
+    out: Tensor = _RingAttention.apply(*(x[0].transpose(0, 1) for x in (q, k, v)), anchor, scale, context)
+    return out[None]
+
+
+def register() -> None:
+    """Make `dhp_ring` known to transformers; a model takes it by `set_attn_implementation`.
+
+    The pack is passed as `context=` to the language model, which hands it down to every attention layer.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(NAME, _attention_of_transformers)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
+
+
+def _attention_of_transformers(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+                               dropout: float = 0.0, scaling: float | None = None, context: PackContext | None = None,
+                               sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
+    if context is None:
+        raise ValueError(f"attention {NAME}: the model was called without context=PackContext(...)")
+    if attention_mask is not None or dropout != 0.0 or sliding_window is not None:
+        raise ValueError(f"attention {NAME}: causal attention only, without mask, dropout (got {dropout}) or sliding window (got {sliding_window})")
+    return ring_attention(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, context), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The layout says what a token sees; transformers must not build a mask over local tokens."""
+
+
+class _RingAttention(torch.autograd.Function):
+    """q: (L, H, D), k and v: (L, Hk, D) -> (L, H, D). Sums over steps are in fp32 whatever the inputs' type."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, anchor: Tensor | None, scale: float, context: PackContext) -> Tensor:
+        kernel, wide = kernel_for(q.device), torch.promote_types(q.dtype, torch.float32)
+        kv = torch.stack((k, v))
+        out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
+        for source, shard in _travelling(kv, context, Tag.RING_FORWARD):
+            segments = context.segments(source, q.device)
+            if len(segments):
+                shard_k, shard_v = shard[:, segments.key_rows]
+                part, part_lse = kernel.forward(q[segments.query_rows], shard_k, shard_v, segments, scale)
+                if source == context.member:  # comes first, and every token sees itself: all of `out` is written
+                    out, lse = part.to(wide), part_lse
+                else:
+                    _merge(out, lse, part, part_lse, segments)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.scale, ctx.context = scale, context
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse = ctx.saved_tensors
+        context: PackContext = ctx.context
+        kernel, wide, gradient = kernel_for(q.device), lse.dtype, gradient.contiguous()
+        d_q, d_kv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
+        pending: Pending | None = None
+        for source, shard in _travelling(kv, context, Tag.RING_BACKWARD):
+            segments = context.segments(source, q.device)
+            rows, key_rows = segments.query_rows, segments.key_rows
+            if len(segments):
+                shard_k, shard_v = shard[:, key_rows]
+                part_q, part_k, part_v = kernel.backward(gradient[rows], q[rows], shard_k, shard_v, out[rows], lse[:, rows], segments, ctx.scale)
+                add_rows(d_q, rows, part_q)
+            if pending is not None:
+                pending.wait()
+            if len(segments):
+                add_rows(d_kv[0], key_rows, part_k)
+                add_rows(d_kv[1], key_rows, part_v)
+            if context.link is not None and context.link.size > 1:
+                d_kv, pending = _pass_right(d_kv, source, context, context.link, Tag.RING_GRADIENT)
+        if pending is not None:
+            pending.wait()
+        return d_q.to(q.dtype), d_kv[0].to(q.dtype), d_kv[1].to(q.dtype), None, None, None
+
+
+def _travelling(shard: Tensor, context: PackContext, tag: Tag) -> Iterator[tuple[int, Tensor]]:
+    """(member, its shard) of every member, one's own first; the next one travels while the caller computes on this one.
+
+    shard: (2, L, Hk, D), keys and values in one buffer: one message a step, half the latency.
+    """
+    degree = context.layout.degree
+    for step in range(degree - 1):
+        assert context.link is not None
+        source = (context.member - step) % degree
+        arriving, pending = _pass_right(shard, source, context, context.link, tag)
+        yield source, shard
+        pending.wait()
+        shard = arriving
+    yield (context.member + 1) % degree, shard
+
+
+def _pass_right(shard: Tensor, source: int, context: PackContext, link: Link, tag: Tag) -> tuple[Tensor, Pending]:
+    """Start passing `source`'s shard on; the buffer in which the one before it arrives from the left."""
+    num_tokens = context.layout.num_tokens((source - 1) % link.size)
+    arriving = shard.new_empty((2, num_tokens, *shard.shape[2:]))
+    return arriving, link.exchange([(shard, (link.index + 1) % link.size)], [(arriving, (link.index - 1) % link.size)], tag)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, segments: Segments) -> None:
+    """Fold one step's output (Lq, H, D) and log-sum-exp (H, Lq) into those of the steps before, in place.
+
+    softmax over the union of two sets of keys weighs each one's output by exp(its lse - the union's lse).
+    """
+    rows = segments.query_rows
+    before = lse[:, rows]
+    union = torch.logaddexp(before, part_lse)
+    out[rows] = out[rows] * _weights(before - union) + part * _weights(part_lse - union)
+    lse[:, rows] = union
+
+
+def _weights(log_weights: Tensor) -> Tensor:
+    """exp of (H, L), shaped to weigh (L, H, D): (L, H, 1)."""
+    return log_weights.exp().t()[..., None]

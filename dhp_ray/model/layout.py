@@ -1,0 +1,152 @@
+"""Which tokens of a pack lie on which member: intervals of its sequences, and the blocks of attention between members.
+
+Zigzag, here a sequence of 12 tokens at degree 3: 2 x 3 nearly equal chunks, member r has chunks r and 5 - r, so that
+under the causal mask every member computes the same number of scores:
+
+    chunk    0     1     2     3     4     5
+    tokens  0 1   2 3   4 5   6 7   8 9  10 11
+    member   0     1     2     2     1     0
+
+Everything but `zigzag` works on any intervals that cover each token once, whole chunks or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Interval:
+    """Tokens start <= position < stop of one sequence of the pack."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Attention of one member's queries to one member's keys: queries[i] (local offsets) see keys[i].
+
+    A query is in one block at most; keys may be in several. `causal` blocks are square, of the same tokens on both
+    sides; in the others every query sees every key.
+    """
+
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    causal: bool
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """Where the tokens of a pack's sequences (`lengths`, packed one after the other) lie among `degree` members.
+
+    A member's local order is by sequence, then by position. `shards`, the intervals of each member in that order,
+    default to zigzag. Nothing is padded and no interval crosses a sequence; a member may have no tokens at all.
+    """
+
+    lengths: tuple[int, ...]
+    degree: int
+    shards: tuple[tuple[Interval, ...], ...] = ()
+    _num_tokens: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.degree < 1 or not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"pack layout: degree {self.degree}, lengths {self.lengths}; each must be at least 1")
+        if not self.shards:
+            object.__setattr__(self, "shards", zigzag(self.lengths, self.degree))
+        _check_cover(self.lengths, self.degree, self.shards)
+        object.__setattr__(self, "_num_tokens", tuple(sum(piece.stop - piece.start for piece in shard) for shard in self.shards))
+
+    def intervals(self, member: int) -> tuple[Interval, ...]:
+        return self.shards[member]
+
+    def num_tokens(self, member: int) -> int:
+        return self._num_tokens[member]
+
+    def index(self, member: int) -> torch.Tensor:
+        """Positions within the packed sequence of the member's tokens, in local order: (num_tokens(member),), long."""
+        firsts = (0, *accumulate(self.lengths))
+        pieces = [torch.arange(firsts[piece.sequence] + piece.start, firsts[piece.sequence] + piece.stop) for piece in self.shards[member]]
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
+
+    def blocks(self, query_member: int, key_member: int) -> Blocks:
+        """The attention of `query_member`'s tokens to `key_member`'s, in as few blocks as these intervals allow.
+
+        A member's own tokens of a sequence are one causal block: they are sorted by position, gaps do not matter. Those
+        of another member lie wholly before or wholly after each interval of queries, so what it sees is a prefix.
+        """
+        keys_of = _spans(self.shards[key_member])
+        queries: list[slice] = []
+        keys: list[slice] = []
+        if query_member == key_member:
+            for pieces in keys_of.values():
+                queries.append(slice(pieces[0][1].start, pieces[-1][1].stop))
+            return Blocks(tuple(queries), tuple(queries), causal=True)
+        for sequence, pieces in _spans(self.shards[query_member]).items():
+            for interval, local in pieces:
+                seen = [span for other, span in keys_of.get(sequence, ()) if other.stop <= interval.start]
+                if not seen:
+                    continue
+                visible = slice(seen[0].start, seen[-1].stop)
+                if keys and keys[-1] == visible and queries[-1].stop == local.start:
+                    queries[-1] = slice(queries[-1].start, local.stop)
+                else:
+                    queries.append(local)
+                    keys.append(visible)
+        return Blocks(tuple(queries), tuple(keys), causal=False)
+
+
+def zigzag(lengths: Sequence[int], degree: int) -> tuple[tuple[Interval, ...], ...]:
+    """Intervals of each member, as drawn above. Members' totals differ by one token at most, however short the sequences.
+
+    A chunk's share is length // (2 x degree); the tokens left over go one by one to the members that hold least so far.
+    """
+    shards: list[list[Interval]] = [[] for _ in range(degree)]
+    loads = [0] * degree
+    for sequence, length in enumerate(lengths):
+        share, num_left = divmod(length, 2 * degree)
+        sizes = [share] * (2 * degree)
+        neediest = sorted(range(degree), key=loads.__getitem__)
+        for place, member in enumerate((neediest + neediest)[:num_left]):
+            sizes[member if place < degree else 2 * degree - 1 - member] += 1
+        bounds = (0, *accumulate(sizes))
+        for member in range(degree):
+            mirror = 2 * degree - 1 - member
+            early, late = (bounds[member], bounds[member + 1]), (bounds[mirror], bounds[mirror + 1])
+            pieces = [(early[0], late[1])] if early[1] == late[0] else [early, late]
+            shards[member] += [Interval(sequence, start, stop) for start, stop in pieces if stop > start]
+            loads[member] += sizes[member] + sizes[mirror]
+    return tuple(map(tuple, shards))
+
+
+def _spans(shard: Sequence[Interval]) -> dict[int, list[tuple[Interval, slice]]]:
+    """A member's intervals by sequence, each with its place in local order."""
+    spans: dict[int, list[tuple[Interval, slice]]] = {}
+    first = 0
+    for interval in shard:
+        last = first + interval.stop - interval.start
+        spans.setdefault(interval.sequence, []).append((interval, slice(first, last)))
+        first = last
+    return spans
+
+
+def _check_cover(lengths: Sequence[int], degree: int, shards: Sequence[Sequence[Interval]]) -> None:
+    """Raise ValueError unless the shards hold every token once, each member's in order."""
+    if len(shards) != degree:
+        raise ValueError(f"pack layout: {len(shards)} shards for {degree} members")
+    for member, shard in enumerate(shards):
+        if list(shard) != sorted(shard):
+            raise ValueError(f"pack layout: member {member}'s intervals are not sorted by sequence and start")
+    reached = [0] * len(lengths)
+    for interval in sorted(interval for shard in shards for interval in shard):
+        if interval.start != reached[interval.sequence] or not interval.start < interval.stop <= lengths[interval.sequence]:
+            raise ValueError(f"pack layout: {interval} in sequence of {lengths[interval.sequence]} tokens, of which {reached[interval.sequence]} are placed")
+        reached[interval.sequence] = interval.stop
+    for sequence, (placed, length) in enumerate(zip(reached, lengths)):
+        if placed != length:
+            raise ValueError(f"pack layout: sequence {sequence} has {length} tokens, {placed} placed")

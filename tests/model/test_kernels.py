@@ -1,0 +1,93 @@
+import pytest
+import torch
+from torch import Tensor
+
+from dhp_ray.model.kernels import Segments, kernel_for
+from dhp_ray.model.layout import Blocks
+
+SQUARE = Blocks((slice(0, 5), slice(5, 12), slice(12, 13)), (slice(0, 5), slice(5, 12), slice(12, 13)), causal=True)
+OBLONG = Blocks((slice(1, 5), slice(5, 12)), (slice(0, 9), slice(8, 11)), causal=False)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, scale: float) -> tuple[Tensor, Tensor]:
+    """The definition: (rows, H, D) and (H, rows) of the blocks' queries, one after the other."""
+    groups = q.shape[1] // k.shape[1]
+    outs, lses = [], []
+    for queries, keys in zip(blocks.queries, blocks.keys):
+        scores = scale * torch.einsum("qhd,khd->hqk", q[queries], k[keys].repeat_interleave(groups, 1))
+        if blocks.causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        lses.append(scores.logsumexp(-1))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys].repeat_interleave(groups, 1)))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def inputs(dtype: torch.dtype, device: str, num_queries: int = 13, num_keys: int = 13) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    shapes = (num_queries, 6, 16), (num_keys, 2, 16), (num_keys, 2, 16)
+    q, k, v = (torch.randn(shape).to(dtype).to(device) for shape in shapes)
+    return q, k, v
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("blocks", [SQUARE, OBLONG], ids=["causal", "full"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+def test_kernel_equals_the_definition(device: str, blocks: Blocks, dtype: torch.dtype, tolerance: float) -> None:
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("flash attention on CUDA has no fp32")
+    kernel, segments, scale = kernel_for(torch.device(device)), Segments.of(blocks, torch.device(device)), 0.3
+    q, k, v = inputs(dtype, device)
+    leaves = [x.double().cpu().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = dense_attention(*leaves, blocks, scale)
+    gradient = torch.randn(expected.shape).to(dtype)
+    expected.backward(gradient.double())
+
+    rows, key_rows = segments.query_rows, segments.key_rows
+    out, lse = kernel.forward(q[rows], k[key_rows], v[key_rows], segments, scale)
+    torch.testing.assert_close(out.double().cpu(), expected.detach(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse.detach(), atol=tolerance, rtol=tolerance)
+
+    parts = kernel.backward(gradient.to(device), q[rows], k[key_rows], v[key_rows], out, lse, segments, scale)
+    for part, at, leaf in zip(parts, (rows, key_rows, key_rows), leaves):
+        total = torch.zeros(leaf.shape, dtype=torch.float64).index_add_(0, torch.arange(len(leaf))[at], part.double().cpu())
+        torch.testing.assert_close(total, leaf.grad, atol=tolerance * 4, rtol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_backward_takes_the_merged_output_and_log_sum_exp(device: str) -> None:
+    """Half of the keys at a time, with the output over all of them: the gradients of the whole."""
+    kernel, scale, dtype = kernel_for(torch.device(device)), 0.25, torch.float32 if device == "cpu" else torch.bfloat16
+    tolerance = 2e-6 if device == "cpu" else 3e-2
+    q, k, v = inputs(dtype, device, num_queries=7, num_keys=10)
+
+    def segments(num_keys: int) -> Segments:
+        return Segments.of(Blocks((slice(0, 7),), (slice(0, num_keys),), causal=False), torch.device(device))
+
+    out, lse = kernel.forward(q, k, v, segments(10), scale)
+    gradient = torch.randn_like(out)
+    whole = kernel.backward(gradient, q, k, v, out, lse, segments(10), scale)
+    first = kernel.backward(gradient, q, k[:4], v[:4], out, lse, segments(4), scale)
+    second = kernel.backward(gradient, q, k[4:], v[4:], out, lse, segments(6), scale)
+    torch.testing.assert_close(first[0] + second[0], whole[0], atol=tolerance, rtol=tolerance)
+    for place in (1, 2):
+        torch.testing.assert_close(torch.cat((first[place], second[place])), whole[place], atol=tolerance, rtol=tolerance)
+
+
+def test_contiguous_rows_are_views_and_scattered_rows_an_index() -> None:
+    device = torch.device("cpu")
+    whole = Segments.of(SQUARE, device)
+    assert whole.query_rows == slice(0, 13)
+    assert whole.query_offsets == (0, 5, 12, 13)
+    assert (whole.longest_query, whole.longest_key) == (7, 7)
+    scattered = Segments.of(OBLONG, device)
+    assert scattered.query_rows == slice(1, 12)
+    assert isinstance(scattered.key_rows, torch.Tensor)
+    assert scattered.key_rows.tolist() == [*range(9), 8, 9, 10]
+    assert scattered.key_offsets_tensor.tolist() == [0, 9, 12]
+    assert scattered.key_offsets_tensor.dtype == torch.int32
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="no kernel for device 'meta'"):
+        kernel_for(torch.device("meta"))
