@@ -1,0 +1,72 @@
+"""Plans a global batch: which sequences run together, on which ranks, in which order.
+
+    samples -> problem_of -> a planner of PLANNERS -> placements -> priced (cost, encoders, timeline, bound) -> Plan
+
+A pure function of its arguments: same batch, speeds, costs and pool, same plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dhp_ray.planner.bound import lower_bound_s
+from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.encoders import encoders_of
+from dhp_ray.planner.paper import dhp_paper
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, PlanError, Sample, SequenceTooLongError, samples_from_json
+from dhp_ray.planner.problem import Placement, Problem, problem_of
+from dhp_ray.planner.static import static
+from dhp_ray.planner.timeline import idle_fraction, starts_of
+
+__all__ = ["PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanError", "Sample", "SequenceTooLongError", "idle_fraction", "plan_batch", "replay", "starts_of"]
+
+PLANNERS: dict[str, Callable[[Problem], list[Placement]]] = {"dhp": dhp_paper, "dhp_paper": dhp_paper, "static": static}
+
+
+def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",
+               pool: Sequence[tuple[int, ...]] = ()) -> Plan:
+    """The plan of one global batch, validated; `pool` holds the process groups that exist already, least recently used first.
+
+    Raises:
+        SequenceTooLongError: a sequence is beyond the whole cluster.
+        PlanError: no sequences, one without tokens, an unknown planner or mode.
+    """
+    begin = time.perf_counter()
+    if planner not in PLANNERS:
+        raise PlanError(f"planner: got {planner!r}; allowed: {', '.join(PLANNERS)}")
+    if sync not in SYNCS:
+        raise PlanError(f"sync: got {sync!r}; allowed: {', '.join(SYNCS)}")
+    problem = problem_of(samples, cluster, cost, sync, pool)
+    groups = tuple(_priced(problem, placement) for placement in PLANNERS[planner](problem))
+    _, makespan = starts_of(groups, cluster.num_ranks, sync, cost.fixed_s)
+    inputs: dict[str, Any] = {"speeds": list(cluster.speeds), "cost": cost.to_json(), "pool": [list(ranks) for ranks in pool]}
+    plan = Plan(planner, sync, cluster, problem.samples, groups, makespan, lower_bound_s(problem), 0.0, inputs)
+    plan.validate()
+    object.__setattr__(plan, "planning_time_s", time.perf_counter() - begin)
+    return plan
+
+
+def replay(tree: dict[str, Any]) -> Plan:
+    """Plan again from the inputs of a plan file (`Plan.to_json`)."""
+    try:
+        inputs = tree["inputs"]
+        cluster = ClusterSpec(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"], tuple(inputs["speeds"]))
+        samples, cost = samples_from_json(inputs["samples"]), CostModel.from_json(inputs["cost"])
+        return plan_batch(samples, cluster, cost, planner=tree["planner"], sync=tree["sync"], pool=[tuple(ranks) for ranks in inputs["pool"]])
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"plan file: no usable inputs ({error.__class__.__name__}: {error}); it does not replay") from None
+
+
+def _priced(problem: Problem, placement: Placement) -> GroupPlan:
+    """A placement with its predicted time and memory, and its images dealt out among the members."""
+    ranks, rows = placement.ranks, placement.sequences
+    samples, cluster, cost = problem.samples, problem.cluster, problem.cost
+    image_s = [seconds for row in rows for seconds in cost.image_s(samples[row])]
+    if image_s and not any(image_s):  # without vision costs, balance patches
+        image_s = [1e-15 * t * h * w for row in rows for t, h, w in samples[row].vision_grids]
+    encoders, encode_s = encoders_of(image_s, [cluster.speeds[rank] for rank in ranks])
+    lengths = [int(problem.tokens[row]) for row in rows]
+    time_s = cost.pack_time_s(lengths, ranks, cluster, encode_s)
+    return GroupPlan(ranks, Pack(rows), time_s, cost.memory_bytes(sum(lengths), len(ranks), problem.sync), placement.micro_batch, encoders)

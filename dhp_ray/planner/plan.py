@@ -189,7 +189,7 @@ class Plan:
                 busy.add((last, rank))
 
     def to_json(self) -> dict[str, Any]:
-        """The form of a plan file; `inputs` (when given) are what the plan replays from."""
+        """The form of a plan file; `inputs` (when given, here with the samples) are what the plan replays from."""
         tree: dict[str, Any] = {
             "planner": self.planner, "sync": self.sync, "num_ranks": self.cluster.num_ranks,
             "ranks_per_node": self.cluster.ranks_per_node, "tokens_per_rank": self.cluster.tokens_per_rank,
@@ -197,7 +197,7 @@ class Plan:
             "groups": [{"micro_batch": group.micro_batch, "ranks": list(group.ranks), "sequences": list(group.pack.sequences),
                         "predicted_time_s": group.predicted_time_s, "encoders": list(group.encoders)} for group in self.groups],
         }
-        return tree | ({"inputs": self.inputs} if self.inputs else {})
+        return tree | ({"inputs": {"samples": samples_to_json(self.samples)} | self.inputs} if self.inputs else {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,45 @@
+"""When each group of a plan runs.
+
+    sync=step          a group starts when the last of its ranks is free      rank 0  |--a--|---c----|
+                                                                             rank 1  |--a--|-b-|
+    sync=micro_batch   all groups of a micro-batch start together            rank 0  |--a--|...|--c--|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dhp_ray.planner.plan import GroupPlan, Plan
+
+
+def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: float) -> tuple[list[float], float]:
+    """Start of every group, and the time of the whole step, with fixed costs (paid before the packs that they belong to)."""
+    if sync == "micro_batch":
+        return _lockstep(groups, fixed_s)
+    free, starts = [fixed_s] * num_ranks, []
+    for group in groups:
+        ranks = group.ranks
+        start = free[ranks[0]] if len(ranks) == 1 else max([free[rank] for rank in ranks])
+        end = start + group.predicted_time_s
+        for rank in ranks:
+            free[rank] = end
+        starts.append(start)
+    return starts, max(free)
+
+
+def _lockstep(groups: Sequence[GroupPlan], fixed_s: float) -> tuple[list[float], float]:
+    slowest: dict[int, float] = {}
+    for group in groups:
+        slowest[group.micro_batch] = max(slowest.get(group.micro_batch, 0.0), group.predicted_time_s)
+    begin, time = {}, 0.0
+    for micro_batch in sorted(slowest):
+        time += fixed_s
+        begin[micro_batch] = time
+        time += slowest[micro_batch]
+    return [begin[group.micro_batch] for group in groups], time
+
+
+def idle_fraction(plan: Plan) -> float:
+    """Share of rank-time of a plan in which no pack runs."""
+    busy = sum(group.predicted_time_s * group.degree for group in plan.groups)
+    return 1.0 - busy / (plan.predicted_time_s * plan.cluster.num_ranks)

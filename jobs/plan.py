@@ -1,0 +1,168 @@
+"""Plans one global batch of sequence lengths, prints the plan as a table and writes it to a file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from dhp_ray.planner import Plan
+
+HELP = """usage: python jobs/plan.py lengths=FILE.csv num_ranks=N [key=value ...]
+       python jobs/plan.py replay=plan.json
+
+Plans one global batch, prints a table, and writes the plan.
+
+  lengths=FILE.csv       one sequence a row; column num_tokens, and vision_tokens (part of num_tokens) where there is one
+  replay=FILE.json       plan again from the inputs of a plan file, in place of lengths=
+  num_ranks=N            ranks of the cluster
+  ranks_per_node=8       ranks of a node
+  tokens_per_rank=8192   most tokens of one pack on one rank
+  speeds=                speed of each rank, comma-separated (1.0 = nominal); empty: all 1.0
+  sync=step              step: ranks meet at the end of the step; micro_batch: after each micro-batch
+  planner=dhp            {planners}
+  cost=                  cost file; empty: conf/cost/cuda.yaml
+  out=                   write the plan here, as JSON
+  picture=               draw the plan here, as PNG
+
+Exit status: 0 on success, 2 on a bad argument or batch, 1 on failure."""
+
+NAMES = ("dhp", "dhp_paper", "static")
+DEFAULTS = {"lengths": "", "replay": "", "num_ranks": "", "ranks_per_node": "8", "tokens_per_rank": "8192", "speeds": "", "sync": "step", "planner": "dhp",
+            "cost": "", "out": "", "picture": ""}
+
+
+class ArgumentError(ValueError):
+    """One line for the user: the argument, what is wrong with it, what is allowed."""
+
+
+def main(argv: list[str]) -> int:
+    if not argv or {"-h", "--help"} & set(argv):
+        print(HELP.format(planners=", ".join(NAMES)))
+        return 0 if argv else 2
+    try:
+        arguments = read_arguments(argv)
+        plan, fixed_s = replayed(arguments["replay"]) if arguments["replay"] else planned(arguments)
+    except ValueError as error:  # PlanError and ArgumentError: one line each
+        print(f"plan.py: {error}", file=sys.stderr)
+        return 2
+    try:
+        if arguments["out"]:
+            Path(arguments["out"]).write_text(json.dumps(plan.to_json()))
+        if arguments["picture"]:
+            from dhp_ray.report.plan_picture import draw_plan
+
+            draw_plan(plan, fixed_s, arguments["picture"])
+    except OSError as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return 1
+    print_table(plan)
+    return 0
+
+
+def read_arguments(argv: list[str]) -> dict[str, str]:
+    arguments = dict(DEFAULTS)
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if not equals or name not in DEFAULTS:
+            raise ArgumentError(f"{word}: no such argument; allowed: {', '.join(f'{name}=' for name in DEFAULTS)}")
+        arguments[name] = value
+    if bool(arguments["lengths"]) == bool(arguments["replay"]):
+        raise ArgumentError("lengths: give lengths=FILE.csv or replay=FILE.json, one of the two")
+    return arguments
+
+
+def planned(arguments: dict[str, str]) -> tuple[Plan, float]:
+    from dhp_ray.planner import ClusterSpec, CostModel, plan_batch
+
+    num_ranks = whole(arguments, "num_ranks")
+    speeds = numbers(arguments["speeds"])
+    cluster = ClusterSpec(num_ranks, whole(arguments, "ranks_per_node"), whole(arguments, "tokens_per_rank"), speeds)
+    cost = CostModel.load(arguments["cost"] or Path(__file__).resolve().parent.parent / "conf" / "cost" / "cuda.yaml")
+    plan = plan_batch(read_lengths(arguments["lengths"]), cluster, cost, planner=arguments["planner"], sync=arguments["sync"])
+    return plan, cost.fixed_s
+
+
+def replayed(path: str) -> tuple[Plan, float]:
+    from dhp_ray.planner import replay
+
+    try:
+        tree = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"replay: {path} cannot be read: {error}") from None
+    plan = replay(tree)
+    return plan, float(plan.inputs["cost"]["fixed_s"])
+
+
+def read_lengths(path: str) -> list[Any]:
+    """A CSV's sequences; `sequences` of the plan are its row numbers, from 0 after the header."""
+    from dhp_ray.planner import Sample
+
+    samples = []
+    try:
+        with open(path, newline="") as file:
+            rows = csv.DictReader(file)
+            if "num_tokens" not in (rows.fieldnames or ()):
+                raise ArgumentError(f"lengths: {path} has columns {', '.join(rows.fieldnames or ()) or '(none)'}; a column num_tokens is needed")
+            for index, row in enumerate(rows):
+                where = f"lengths: {path} line {rows.line_num}"
+                tokens = count(row["num_tokens"], f"{where}: num_tokens")
+                vision = count(row["vision_tokens"], f"{where}: vision_tokens", 0) if "vision_tokens" in row else 0
+                if vision > tokens:
+                    raise ArgumentError(f"{where}: vision_tokens: got {vision}; allowed: at most num_tokens ({tokens})")
+                samples.append(Sample(str(index), tokens - vision, vision))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ArgumentError(f"lengths: {path} cannot be read: {error}") from None
+    return samples
+
+
+def count(text: str | None, name: str, minimum: int = 1) -> int:
+    try:
+        value = int(text or "")
+    except ValueError:
+        value = minimum - 1
+    if value < minimum:
+        raise ArgumentError(f"{name}: got {text!r}; allowed: a whole number of at least {minimum}")
+    return value
+
+
+def whole(arguments: dict[str, str], name: str) -> int:
+    return count(arguments[name], name)
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(",")) if text else ()
+    except ValueError:
+        raise ArgumentError(f"speeds: got {text!r}; allowed: numbers above 0, comma-separated") from None
+
+
+def print_table(plan: Plan) -> None:
+    """Packs by degree, then the figures of the whole plan."""
+    from dhp_ray.planner import idle_fraction
+
+    print(f"{'degree':>6} {'packs':>7} {'sequences':>10} {'tokens':>11} {'longest':>8} {'mean_s':>9} {'max_s':>9}")
+    for degree, packs in plan.degrees().items():
+        groups = [group for group in plan.groups if group.degree == degree]
+        tokens = [plan.samples[row].num_tokens for group in groups for row in group.pack.sequences]
+        times = [group.predicted_time_s for group in groups]
+        print(f"{degree:>6} {packs:>7} {len(tokens):>10} {sum(tokens):>11} {max(tokens):>8} {sum(times) / packs:>9.4f} {max(times):>9.4f}")
+    gap = plan.predicted_time_s / plan.lower_bound_s - 1 if plan.lower_bound_s else 0.0
+    print(f"planner:         {plan.planner}, sync={plan.sync}")
+    print(f"batch:           {len(plan.samples)} sequences, {sum(sample.num_tokens for sample in plan.samples)} tokens, {plan.cluster.num_ranks} ranks")
+    print(f"micro-batches:   {len({group.micro_batch for group in plan.groups})}")
+    print(f"process groups:  {len(plan.process_groups())}")
+    print(f"predicted time:  {plan.predicted_time_s:.4f} s")
+    print(f"lower bound:     {plan.lower_bound_s:.4f} s (the plan is {100 * gap:.1f} % above)")
+    print(f"idle:            {100 * idle_fraction(plan):.1f} % of rank time")
+    print(f"planning time:   {1e3 * plan.planning_time_s:.1f} ms")
+
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""jobs/plan.py from the command line: table, files, exit statuses."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dhp_ray.planner import PLANNERS
+
+JOB = Path(__file__).parents[2] / "jobs" / "plan.py"
+spec = importlib.util.spec_from_file_location("plan_job", JOB)
+job = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(job)
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("num_tokens,name\n" + "".join(f"{tokens},x\n" for tokens in (20000, 300, 400, 9000, 70)))
+    return path
+
+
+def test_a_plan_is_printed_written_drawn_and_replayed(lengths, tmp_path, capsys):
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert job.main([f"lengths={lengths}", "num_ranks=4", f"out={out}", f"picture={picture}"]) == 0
+    text = capsys.readouterr().out
+    assert "predicted time:" in text
+    assert "5 sequences, 29770 tokens, 4 ranks" in text
+    tree = json.loads(out.read_text())
+    assert {"planner", "sync", "num_ranks", "ranks_per_node", "tokens_per_rank", "predicted_time_s", "lower_bound_s", "planning_time_s", "groups"} <= set(tree)
+    assert sorted(row for group in tree["groups"] for row in group["sequences"]) == [0, 1, 2, 3, 4]
+    assert set(tree["groups"][0]) >= {"micro_batch", "ranks", "sequences", "predicted_time_s"}
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    again = tmp_path / "again.json"
+    assert job.main([f"replay={out}", f"out={again}"]) == 0
+    assert json.loads(again.read_text())["groups"] == tree["groups"]
+
+
+def test_help_names_every_planner_and_is_instant():
+    assert tuple(PLANNERS) == job.NAMES
+    begin = time.perf_counter()
+    text = subprocess.run([sys.executable, str(JOB), "--help"], check=True, capture_output=True, text=True).stdout
+    assert time.perf_counter() - begin < 1.0
+    assert all(name in text for name in (*PLANNERS, *(f"{key}=" for key in job.DEFAULTS)))
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["num_ranks=4"], "lengths: give lengths=FILE.csv or replay=FILE.json"), (["lengths={csv}"], "num_ranks: got ''"),
+    (["lengths={csv}", "num_ranks=four"], "num_ranks: got 'four'; allowed: a whole number of at least 1"),
+    (["lengths={csv}", "num_ranks=4", "rank=1"], "rank=1: no such argument; allowed: lengths="),
+    (["lengths={csv}", "num_ranks=4", "planner=best"], "planner: got 'best'; allowed: dhp"),
+    (["lengths={csv}", "num_ranks=4", "speeds=1,x"], "speeds: got '1,x'"), (["lengths={csv}", "num_ranks=4", "speeds=1"], "1 speeds for 4 ranks"),
+    (["lengths={csv}", "num_ranks=2"], "sample 0: 20000 tokens; the cluster holds at most 16384"),
+    (["lengths=absent.csv", "num_ranks=2"], "absent.csv cannot be read"), (["replay={csv}"], "cannot be read"),
+    (["lengths={csv}", "num_ranks=4", "cost=absent.yaml"], "absent.yaml: cannot be read")])
+def test_bad_arguments_are_one_line_and_exit_2(words, message, lengths, capsys):
+    assert job.main([word.format(csv=lengths) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ("", "line 4: num_tokens: got ''"), ("12.5", "line 3: num_tokens: got '12.5'"), ("0", "line 3: num_tokens: got '0'")])
+def test_a_bad_row_is_named_by_its_line(tmp_path, capsys, row, message):
+    path = tmp_path / "bad.csv"
+    path.write_text(f"num_tokens,name\n7,a\n{row},b\n" if row else "num_tokens,name\n7,a\n8,b\n,c\n")
+    assert job.main([f"lengths={path}", "num_ranks=1"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_without_the_column_is_refused(tmp_path, capsys):
+    (tmp_path / "other.csv").write_text("length\n7\n")
+    assert job.main([f"lengths={tmp_path / 'other.csv'}", "num_ranks=1"]) == 2
+    assert "has columns length; a column num_tokens is needed" in capsys.readouterr().err
