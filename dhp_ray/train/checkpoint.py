@@ -1,0 +1,215 @@
+"""Checkpoints by parameter name: written in the background, read on any number of ranks with any buckets.
+
+    checkpoints/step_000020/
+        parameters.json          state version, and the shape of every trained parameter
+        .metadata, __R_0.distcp  torch.distributed.checkpoint: `value.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each the
+                                 flattened parameter in fp32, of which rank R wrote the intervals that it owns
+        manifest.json            the driver's, written last
+
+Frozen parameters are not in it: the model's own files or seed give them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dhp_ray.storage import Folder
+from dhp_ray.train.engine import FlatEngine
+from dhp_ray.train.optimizer import ShardState
+
+DESCRIPTION = "parameters.json"
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Intervals:
+    """This rank's intervals, by their start, of one flattened tensor of `size` elements, for torch.distributed.checkpoint."""
+
+    size_elements: int
+    parts: dict[int, Tensor]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD,
+                      tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32), size=torch.Size([self.size_elements])))
+            for chunk in self.__create_chunk_list__()]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size([start]), sizes=part.shape) for start, part in self.parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.parts[index.offset[0]]
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """torch looks shards up in tensors only; ours are Intervals."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)  # type: ignore[no-any-return]
+
+
+class Checkpointer:
+    """Saves and loads one rank's part of the state. All ranks call `begin` and `load` alike, in the same order.
+
+    A save runs in a thread of its own on `save_group`, a gloo group that nothing else uses: its collectives never meet
+    training's. Files go to `scratch`, a folder on this node, and from there to the run's `folder`.
+    """
+
+    def __init__(self, engine: FlatEngine, rank: int, world_size: int, save_group: dist.ProcessGroup | None, scratch: Path, folder: Folder) -> None:
+        self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, save_group
+        self.scratch, self.folder = scratch, folder
+        self._thread: Thread | None = None
+        self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
+
+    def begin(self, step: int) -> None:
+        """Copy the state as it is now and start to write it as `checkpoints/step_<step>`; waits for a save under way."""
+        self.finish()
+        staged = ShardState.zeros(self.engine.layout.shard_size, CPU)
+        staged.copy_(self.engine.current)
+        self._thread = Thread(target=self._write, args=(step, staged), name=f"save-{step}", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> tuple[list[int], str]:
+        """Steps whose part of this rank is written, and what went wrong here, each since the last call.
+
+        A save that failed on some ranks is told by those, in one line; the others tell neither success nor failure.
+        """
+        saved: list[int] = []
+        errors: list[str] = []
+        while True:
+            try:
+                step, error = self._results.get_nowait()
+            except Empty:
+                return saved, "; ".join(errors)
+            if error:
+                errors.append(f"step {step}: {error}")
+            else:
+                saved.append(step)
+
+    def finish(self) -> None:
+        """Wait for a save under way; `poll` tells how it went."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait at most `timeout_s` for a save under way, then leave it: it ends when its group is destroyed."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            self._thread = None
+
+    def load(self, name: str) -> None:
+        """Go on from the state in `name`, such as checkpoints/step_000020, saved by any number of ranks.
+
+        Raises:
+            ValueError: it is of another model, or its tensors cannot be read; one line. The engine's state is then as before.
+            StorageError: a file of it is missing; one line.
+        """
+        self.finish()
+        description = json.loads(self.folder.read(f"{name}/{DESCRIPTION}"))
+        compare_shapes(name, {key: tuple(shape) for key, shape in description["shapes"].items()}, self.engine.shapes)
+        state = ShardState.zeros(self.engine.layout.shard_size, CPU)
+        fetched = self.scratch / "load"
+        try:
+            source = self._source(name, state, fetched)
+            dcp.load(self._entries(state), storage_reader=dcp.FileSystemReader(source), planner=_LoadPlanner(flatten_state_dict=False),
+                     process_group=self.group, no_dist=self.world_size == 1)
+        except CheckpointException as error:
+            raise ValueError(f"{name}: cannot be read: {_first_failure(error)}") from None
+        finally:
+            shutil.rmtree(fetched, ignore_errors=True)
+        state.version = int(description["state_version"])
+        self.engine.adopt(state)
+
+    def _entries(self, state: ShardState) -> dict[str, Intervals]:
+        """The pieces of a state by kind and parameter name; they share its memory."""
+        entries: dict[str, Intervals] = {}
+        for kind, tensor in state.tensors().items():
+            for piece in self.engine.pieces():
+                interval = self.engine.layout.interval(piece.name)
+                entry = entries.setdefault(f"{kind}.{piece.name}", Intervals(interval.stop - interval.start, {}))
+                entry.parts[piece.start] = tensor[piece.shard]
+        return entries
+
+    def _write(self, step: int, state: ShardState) -> None:
+        """The thread of a save. A peer must not wait for us: whatever may fail here happens inside torch's steps or after them."""
+        folder = self.scratch / f"step_{step:06d}"
+        try:
+            writer = dcp.FileSystemWriter(folder, sync_files=False)  # the upload is what makes files safe
+            planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.world_size == 1)
+            if self.rank == 0:
+                description = {"state_version": state.version, "shapes": {name: list(shape) for name, shape in self.engine.shapes.items()}}
+                (folder / DESCRIPTION).write_text(json.dumps(description))
+            self.folder.upload(folder, f"checkpoints/step_{step:06d}")
+        except CheckpointException as error:
+            if self.rank in error.failures:
+                self._results.put((step, _one_line(error.failures[self.rank][0])))
+        except BaseException as error:  # told by poll, training goes on
+            self._results.put((step, _one_line(error)))
+        else:
+            self._results.put((step, ""))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _source(self, name: str, state: ShardState, fetched: Path) -> Path:
+        """Where the checkpoint can be read: in place, or a copy of the files that this rank needs."""
+        local = self.folder.local_path()
+        if local is not None:
+            return local / name
+        self.folder.download(f"{name}/.metadata", fetched / ".metadata")
+        metadata = dcp.FileSystemReader(fetched).read_metadata()
+        for file in sorted(needed_files(metadata, self._entries(state))):
+            self.folder.download(f"{name}/{file}", fetched / file)
+        return fetched
+
+
+def compare_shapes(checkpoint: str, saved: dict[str, tuple[int, ...]], model: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError, with the first parameter that differs, unless a checkpoint is of this model."""
+    for name in [*model, *(name for name in saved if name not in model)]:
+        if saved.get(name) != model.get(name):
+            here, there = (str(shapes[name]) if name in shapes else "none" for shapes in (model, saved))
+            raise ValueError(f"{checkpoint}: of another model: trained parameter {name} has shape {here} in the model and {there} in the checkpoint")
+
+
+def needed_files(metadata: Metadata, entries: dict[str, Intervals]) -> set[str]:
+    """Files of a checkpoint that hold any part of `entries`."""
+    files = set()
+    for name, entry in entries.items():
+        stored = metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        for chunk in stored.chunks:
+            start, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+            if any(start < mine + len(part) and mine < stop for mine, part in entry.parts.items()):
+                files.add(metadata.storage_data[MetadataIndex(name, chunk.offsets)].relative_path)
+    return files
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return f"rank {rank}: {_one_line(cause)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")

@@ -1,0 +1,116 @@
+"""AdamW over one rank's shard: fp32 values and both moments, in versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from dhp_ray.train.buckets import Bucket, Piece
+
+UNFINISHED = -1
+"""Version of a state that is being written."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW (arXiv 1711.05101) and the clipping before it; what differs between parameters is asked for by name.
+
+    `learning_rate_of(name)` is the peak; `decays(name)` tells whether `weight_decay` applies. `clip_norm` bounds the
+    global gradient norm; 0 leaves it alone.
+    """
+
+    learning_rate_of: Callable[[str], float]
+    decays: Callable[[str], bool]
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    clip_norm: float
+
+
+@dataclass
+class ShardState:
+    """One version of a rank's shard, fp32 (shard_size,) each. `version` counts the updates since the start of training."""
+
+    value: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    version: int = 0
+
+    @classmethod
+    def zeros(cls, size: int, device: torch.device) -> ShardState:
+        value, exp_avg, exp_avg_sq = torch.zeros(3, size, dtype=torch.float32, device=device).unbind()
+        return cls(value, exp_avg, exp_avg_sq)
+
+    def copy_(self, other: ShardState) -> None:
+        """Take over another state; this one is unfinished until that is done."""
+        self.version = UNFINISHED
+        for mine, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
+            mine.copy_(theirs)
+        self.version = other.version
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"value": self.value, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Intervals of the shard that one learning rate and one decay apply to."""
+
+    learning_rate: float
+    weight_decay: float
+    intervals: tuple[slice, ...]
+
+
+class ShardedAdamW:
+    """Writes the next version of a shard, bucket by bucket."""
+
+    def __init__(self, settings: OptimizerSettings, pieces: Iterable[Piece], buckets: Iterable[Bucket], names: Iterable[str]) -> None:
+        """`names` are those of all parameters, also of those that this rank owns nothing of."""
+        self.settings = settings
+        self.peak_learning_rate = max(settings.learning_rate_of(name) for name in names)
+        by_bucket: dict[int, list[Piece]] = {bucket.shard.start: [] for bucket in buckets}
+        starts = sorted(by_bucket)
+        place = 0
+        for piece in pieces:
+            while place + 1 < len(starts) and piece.offset >= starts[place + 1]:
+                place += 1
+            by_bucket[starts[place]].append(piece)
+        self._groups = {start: self._grouped(found) for start, found in by_bucket.items()}
+
+    def write(self, bucket: Bucket, current: ShardState, following: ShardState, gradient: Tensor, learning_rate_factor: float) -> None:
+        """Write the bucket's part of version v+1 into `following`, from version v in `current`, which is left as it is.
+
+        `gradient` is this rank's slice of the bucket, fp32. Parameters without a gradient have zeros there: their
+        moments fade and their decay applies, as with any other gradient.
+        """
+        for mine, theirs in zip(following.tensors().values(), current.tensors().values(), strict=True):
+            mine[bucket.shard].copy_(theirs[bucket.shard])
+        for group in self._groups[bucket.shard.start]:
+            steps = torch.full((len(group.intervals),), float(current.version), device=gradient.device)
+            adamw(
+                [following.value[interval] for interval in group.intervals],
+                [gradient[interval.start - bucket.shard.start : interval.stop - bucket.shard.start] for interval in group.intervals],
+                [following.exp_avg[interval] for interval in group.intervals],
+                [following.exp_avg_sq[interval] for interval in group.intervals],
+                [], list(steps.unbind()), fused=gradient.device.type in ("cpu", "cuda"), amsgrad=False, maximize=False,
+                beta1=self.settings.betas[0], beta2=self.settings.betas[1], eps=self.settings.eps,
+                lr=group.learning_rate * learning_rate_factor, weight_decay=group.weight_decay)
+
+    def _grouped(self, pieces: list[Piece]) -> list[_Group]:
+        """Pieces by their settings; neighbours are joined over the padding between them, which holds zeros and stays so."""
+        found: dict[tuple[float, float], list[slice]] = {}
+        previous = None
+        for piece in pieces:
+            decay = self.settings.weight_decay if self.settings.decays(piece.name) else 0.0
+            key = (self.settings.learning_rate_of(piece.name), decay)
+            intervals = found.setdefault(key, [])
+            if key == previous:
+                intervals[-1] = slice(intervals[-1].start, piece.shard.stop)
+            else:
+                intervals.append(piece.shard)
+            previous = key
+        return [_Group(learning_rate, decay, tuple(intervals)) for (learning_rate, decay), intervals in found.items()]

@@ -1,0 +1,41 @@
+import math
+from itertools import pairwise
+
+import pytest
+
+from dhp_ray.train.schedule import learning_rate_factor
+
+
+def test_warm_up_then_half_a_cosine():
+    factors = [learning_rate_factor(step, 9, warmup_steps=3, minimum=0.2) for step in range(1, 10)]
+    cosine = [0.2 + 0.8 * (1 + math.cos(math.pi * place / 5)) / 2 for place in range(6)]
+    assert factors == pytest.approx([0.25, 0.5, 0.75, *cosine])
+    assert factors[3] == 1.0
+    assert factors[-1] == pytest.approx(0.2)
+
+
+def test_constant_stays_at_the_peak():
+    assert [learning_rate_factor(step, 6, 2, "constant", 0.1) for step in range(1, 7)] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
+
+
+def test_without_warm_up_the_first_step_has_the_peak():
+    assert learning_rate_factor(1, 100, 0) == 1.0
+
+
+def test_runs_shorter_than_the_warm_up_and_steps_past_the_end():
+    assert learning_rate_factor(2, 2, warmup_steps=10) == pytest.approx(2 / 11)
+    assert learning_rate_factor(1, 1, warmup_steps=0) == 1.0
+    assert learning_rate_factor(50, 10, warmup_steps=0, minimum=0.3) == pytest.approx(0.3)
+
+
+def test_the_cosine_never_rises_nor_leaves_its_bounds():
+    factors = [learning_rate_factor(step, 200, 20, minimum=0.05) for step in range(21, 260)]
+    assert all(earlier >= later for earlier, later in pairwise(factors))
+    assert min(factors) == pytest.approx(0.05)
+
+
+def test_unknown_schedules_and_step_zero_are_refused():
+    with pytest.raises(ValueError, match=r"schedule: got 'linear'; allowed: cosine, constant"):
+        learning_rate_factor(1, 10, 0, "linear")
+    with pytest.raises(ValueError, match="counted from 1"):
+        learning_rate_factor(0, 10, 0)
