@@ -201,7 +201,7 @@ def _set(config: Any, dotted: str, value: Any, origin: str) -> None:
         if inside:
             raise ConfigError(f"{dotted}: a section, not a key ({origin}); allowed: {', '.join(inside)}")
         section = dotted.rpartition(".")[0]
-        near = [name for name in types if name.rpartition(".")[0] == section] or sorted({name.split(".")[0] for name in types})
+        near = [name for name in types if section and name.rpartition(".")[0] == section] or sorted({name.split(".")[0] for name in types})
         raise ConfigError(f"{dotted}: no such key ({origin}); allowed: {', '.join(near)}")
     kind = types[dotted]
     allowed = _allowed(dotted, kind)
@@ -213,7 +213,7 @@ def _set(config: Any, dotted: str, value: Any, origin: str) -> None:
     if mixed or (kind is int and isinstance(value, float)):  # OmegaConf would turn true into 1, 2 into true and 1.0 into 1
         raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: {allowed}")
     try:
-        OmegaConf.update(config, dotted, value, merge=False)
+        OmegaConf.update(config, dotted, value, merge=True)  # merging turns the mappings of a list into its dataclass; a list replaces a list
     except (OmegaConfBaseException, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{dotted}: got {_brief(value)} ({origin}); allowed: {allowed}") from None
 

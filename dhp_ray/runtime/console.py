@@ -68,7 +68,7 @@ def step_line(metrics: Mapping[str, Any], extra: Mapping[str, Any], total_steps:
     degrees = " ".join(f"{degree}x{count}" for degree, count in sorted((int(degree), count) for degree, count in metrics["degrees"].items()))
     words = [place, f"loss {metrics['loss']:.3f}"]
     if "learning_rate" in extra:
-        words.append(f"(lr {_short_exponent(extra['learning_rate'])}, norm {extra['gradient_norm']:.2g})")
+        words.append(f"(lr {_short_exponent(extra['learning_rate'])}, norm {extra['gradient_norm']:.3g})")
     if "eval_loss" in metrics:
         words.append(f"eval loss {metrics['eval_loss']:.3f}")
     words += [f"{_thousands(rate)} tokens/s", f"step {metrics['step_time_s']:.2f} s", f"plan {1e3 * metrics['planning_time_s']:.0f} ms",

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dhp_ray.runtime.tensorboard import ScalarLog, scalars_of
+from dhp_ray.storage import Folder
+
+EXTRA = {"learning_rate": 1e-3, "gradient_norm": 1.5, "applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.01, "lower_bound_s": 0.3,
+         "prefetch_wait_s": 0.0, "pool_hits": 5, "pool_creations": 2, "pool_evictions": 0, "pool_overflows": 0}
+
+
+def metrics(step: int, **changes: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 10.0 / step, "num_tokens": 100, "num_samples": 2, "step_time_s": 0.5, "planning_time_s": 0.001,
+            "predicted_makespan_s": 0.4, "measured_makespan_s": 0.45, "idle_fraction": 0.1, "num_ranks": 4, "generation": 1,
+            "degrees": {"1": 9, "3": 1}} | changes
+
+
+def read_back(path: Path) -> EventAccumulator:
+    return EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def points(path: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, pytest.approx(event.value)) for event in read_back(path).Scalars(tag)]
+
+
+def test_a_step_makes_a_point_on_every_curve(tmp_path: Path) -> None:
+    log = ScalarLog(Folder(str(tmp_path)), first_step=1)
+    log.step(metrics(1), EXTRA)
+    log.step(metrics(2, eval_loss=3.0, degrees={"2": 4}), EXTRA | {"pool_hits": 9})
+    log.close()
+    assert points(tmp_path, "loss/train") == [(1, 10.0), (2, 5.0)]
+    assert points(tmp_path, "loss/eval") == [(2, 3.0)]
+    assert points(tmp_path, "loss/learning_rate") == [(1, 1e-3), (2, 1e-3)]
+    assert points(tmp_path, "throughput/tokens_per_s") == [(1, 200.0), (2, 200.0)]
+    assert points(tmp_path, "balance/idle_fraction") == [(1, 0.1), (2, 0.1)]
+    assert points(tmp_path, "plan/degree_1") == [(1, 9.0), (2, 0.0)]
+    assert points(tmp_path, "plan/degree_2") == [(1, 0.0), (2, 4.0)]
+    assert points(tmp_path, "plan/degree_3") == [(1, 1.0), (2, 0.0)]
+    assert points(tmp_path, "comm/pool_hits") == [(1, 5.0), (2, 9.0)]
+    groups = {tag.split("/")[0] for tag in read_back(tmp_path).Tags()["scalars"]}
+    assert groups == {"loss", "throughput", "balance", "plan", "data", "comm"}
+
+
+def test_every_metric_has_a_curve() -> None:
+    whole = metrics(3, eval_loss=2.0, step_time_s=0.25, num_tokens=123, planning_time_s=0.017)
+    drawn = set(scalars_of(whole, EXTRA).values())
+    for name, value in (whole | EXTRA).items():
+        if name not in ("step", "degrees"):
+            assert float(value) in drawn, name
+
+
+def test_many_ranks_draw_only_the_degrees_that_occur() -> None:
+    tags = scalars_of(metrics(1, num_ranks=512, degrees={"1": 9, "300": 1}), EXTRA)
+    assert sorted(tag for tag in tags if tag.startswith("plan/degree")) == ["plan/degree_1", "plan/degree_300"]
+
+
+def test_a_resumed_run_shows_every_step_once(tmp_path: Path) -> None:
+    """A first process reaches step 7, is killed, and a second goes on from the checkpoint of step 4; then again from step 6."""
+    for first, last, scale in ((1, 7, 1.0), (5, 8, 2.0), (7, 9, 3.0)):
+        log = ScalarLog(Folder(str(tmp_path)), first_step=first)
+        log.text("configuration", f"from {first}")
+        for step in range(first, last + 1):
+            log.step(metrics(step, loss=scale * step), EXTRA)
+    assert points(tmp_path, "loss/train") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 10.0), (6, 12.0), (7, 21.0), (8, 24.0), (9, 27.0)]
+    assert [step for step, _ in points(tmp_path, "plan/degree_3")] == list(range(1, 10))
+
+
+def test_a_run_started_over_shows_nothing_of_the_old_one(tmp_path: Path) -> None:
+    for scale in (1.0, 2.0):
+        log = ScalarLog(Folder(str(tmp_path)), first_step=1)
+        log.step(metrics(1, loss=scale), EXTRA)
+        log.close()
+    assert points(tmp_path, "loss/train") == [(1, 2.0)]
+
+
+def test_what_a_killed_process_wrote_is_there(tmp_path: Path) -> None:
+    program = ("import os, sys; from dhp_ray.runtime.tensorboard import ScalarLog; from dhp_ray.storage import Folder\n"
+               "log = ScalarLog(Folder(sys.argv[1]), 1)\n"
+               "for step in (1, 2, 3): log.scalars(step, {'loss/train': 1.0})\n"
+               "os.kill(os.getpid(), 9)")
+    finished = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parents[2], check=False)
+    assert finished.returncode == -9
+    assert points(tmp_path, "loss/train") == [(1, 1.0), (2, 1.0), (3, 1.0)]
+
+
+def test_text_and_numbers_that_are_none(tmp_path: Path) -> None:
+    log = ScalarLog(Folder(str(tmp_path)), first_step=1)
+    log.text("configuration", "```\nseed: 3\n```")
+    log.step(metrics(1, loss=math.nan), EXTRA | {"gradient_norm": math.inf, "applied": False})
+    log.close()
+    events = read_back(tmp_path)
+    text = events.Tensors("configuration")[0].tensor_proto.string_val[0].decode()
+    assert "seed: 3" in text
+    assert math.isnan(events.Scalars("loss/train")[0].value)
+    assert events.Scalars("loss/gradient_norm")[0].value == math.inf
+    assert events.Scalars("loss/update_applied")[0].value == 0.0
+
+
+def test_an_object_store_gets_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(str(tmp_path / "store"))
+    monkeypatch.setattr(folder, "local_path", lambda: None)  # takes the way of a folder that cannot append
+    log = ScalarLog(folder, first_step=1)
+    log.step(metrics(1), EXTRA)
+    assert folder.names() == []
+    log.flush()
+    assert points(tmp_path / "store", "loss/train") == [(1, 10.0)]
+    log.step(metrics(2), EXTRA)
+    log.close()
+    assert points(tmp_path / "store", "loss/train") == [(1, 10.0), (2, 5.0)]
+    assert len(os.listdir(tmp_path / "store")) == 1
+
+
+def test_torch_is_not_needed() -> None:
+    program = ("import sys, dhp_ray.runtime.tensorboard, dhp_ray.runtime.records, dhp_ray.runtime.console\n"
+               "print([name for name in ('torch', 'ray') if name in sys.modules])")
+    finished = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == "[]"

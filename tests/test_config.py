@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dhp_ray.config import CHOICES, CONF, Config, ConfigError, _types, _walk, check, dump, help_text, load
+from dhp_ray.schema import Source
+
+KEYS = [name for name, _, _ in _walk(Config())]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments that give a valid configuration without any file of conf/."""
+    path = tmp_path_factory.mktemp("config") / "bare.yaml"
+    path.write_text("model: {preset: tiny}\n")
+    return ["--config", str(path)]
+
+
+def refused(argv: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(argv)
+    message = str(caught.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def test_every_name_of_the_contract_is_a_key() -> None:
+    contract = """run.dir run.steps run.epochs run.resume seed data.format data.path data.image_root data.sources data.max_pixels data.on_error
+        batch.global_samples batch.drop_last model.preset model.path cluster.num_workers cluster.min_workers cluster.max_workers cluster.device
+        cluster.cpus_per_worker cluster.start_timeout_s planner.name planner.sync planner.cost planner.tokens_per_rank comm.transport
+        checkpoint.every_steps eval.path eval.every_steps train.learning_rate train.vision_learning_rate train.weight_decay train.adam_eps
+        train.clip_norm train.precision train.freeze train.activation_checkpointing"""
+    assert set(contract.split()) <= set(KEYS)
+    assert list(_types()) == KEYS
+
+
+def test_overrides_win_and_keep_their_types(bare: list[str]) -> None:
+    config = load([*bare, "run.steps=7", "train.learning_rate=3e-4", "batch.drop_last=true", "train.freeze=[vision]", "planner.tokens_per_rank=480",
+                   "run.dir=s3://bucket/x?region=a", "cluster.cpus_per_worker=1", "run.steps=8", "train.weight_decay=0"])
+    assert config.run.steps == 8  # the last of two
+    assert config.train.learning_rate == 3e-4
+    assert config.batch.drop_last is True
+    assert config.train.freeze == ["vision"]
+    assert config.planner.tokens_per_rank == "480"
+    assert config.run.dir == "s3://bucket/x?region=a"
+    assert isinstance(config.cluster.cpus_per_worker, float)
+    assert config.train.weight_decay == 0.0
+
+
+@pytest.mark.parametrize("text", ["1e3", "007", "true", "2020-01-01", "a: b", "[half", "{x", "a=b", "ü ö", "1_000", "C:\\runs", "-", "0x1F"])
+def test_text_for_a_string_is_taken_as_it_is(bare: list[str], text: str) -> None:
+    assert load([*bare, f"run.dir={text}"]).run.dir == text
+
+
+def test_quotes_of_a_string_are_yaml(bare: list[str]) -> None:
+    assert load([*bare, "run.dir='a b'"]).run.dir == "a b"
+    assert load([*bare, "model.preset=''", "model.path=/m"]).model.path == "/m"
+
+
+def test_nothing_after_the_sign_empties_strings_and_lists(bare: list[str]) -> None:
+    config = load([*bare, "data.path=", "train.freeze=", "data.sources=", "model.preset=", "model.path=/m"])
+    assert (config.data.path, config.train.freeze, config.data.sources, config.model.preset) == ("", [], [], "")
+    assert refused([*bare, "run.steps="]) == "run.steps: got nothing (the command line); allowed: a whole number"
+
+
+def test_a_folder_on_the_command_line_replaces_the_preset_of_a_file(bare: list[str], tmp_path: Path) -> None:
+    config = load([*bare, "model.path=/models/qwen"])
+    assert (config.model.preset, config.model.path) == ("", "/models/qwen")
+    path = tmp_path / "folder.yaml"
+    path.write_text("model: {path: /models/qwen}\n")
+    assert load(["--config", str(path), "model.preset=tiny"]).model.path == ""
+    assert "exactly one of the two" in refused([*bare, "model.path=/m", "model.preset=tiny"])
+    assert "exactly one of the two" in refused([*bare, "model.preset="])
+
+
+def test_sources(bare: list[str]) -> None:
+    config = load([*bare, "data.sources=[{path: a, weight: 3}, {path: b}]"])
+    assert config.data.sources == [Source(path="a", weight=3.0), Source(path="b", weight=1.0)]
+    assert load([*bare, "data.path=x", "data.sources="]).data.path == "x"
+    for text, said in [("[{path: a, weight: 0}]", "data.sources[0].weight: got 0.0; allowed: more than 0"),
+                       ("[{path: a}, {weight: 1}]", "data.sources[1].path: got nothing"), ("[{pth: a}]", "a list of {path: ..., weight: ...}"),
+                       ("[a]", "a list of {path: ..., weight: ...}"), ("a", "a list of {path: ..., weight: ...}"),
+                       ("{path: a}", "a list of {path: ..., weight: ...}")]:
+        message = refused([*bare, f"data.sources={text}"])
+        assert message.startswith("data.sources")
+        assert said in message
+    assert refused([*bare, "data.path=x", "data.sources=[{path: a}]"]).startswith("data.sources: got 1 with data.path='x'")
+
+
+@pytest.mark.parametrize(("word", "key", "said"), [
+    ("run.stepz=3", "run.stepz", "no such key (the command line); allowed: run.dir, run.steps"),
+    ("nonsense=3", "nonsense", "no such key (the command line); allowed: batch, checkpoint"),
+    ("run.dir.x=3", "run.dir.x", "no such key"),
+    ("run=3", "run", "a section, not a key"),
+    ("run.steps=three", "run.steps", "got 'three' (the command line); allowed: a whole number"),
+    ("run.steps=1.5", "run.steps", "got 1.5 (the command line); allowed: a whole number"),
+    ("run.steps=1e3", "run.steps", "got 1000.0 (the command line); allowed: a whole number"),
+    ("run.steps=true", "run.steps", "got True (the command line); allowed: a whole number"),
+    ("run.steps=[3]", "run.steps", "got [3] (the command line); allowed: a whole number"),
+    ("run.steps=-1", "run.steps", "got -1; allowed: at least 0"),
+    ("run.steps=null", "run.steps", "got nothing (the command line); allowed: a whole number"),
+    ("run.steps=" + "9" * 5000, "run.steps", ""),
+    ("run.steps=" + "9" * 400, "run.steps", "got a number of more than 18 digits; allowed: at least 0"),
+    ("train.learning_rate=" + "9" * 400, "train.learning_rate", "allowed: a number"),
+    ("train.learning_rate=fast", "train.learning_rate", "got 'fast' (the command line); allowed: a number"),
+    ("train.learning_rate=0", "train.learning_rate", "got 0.0; allowed: more than 0"),
+    ("train.learning_rate=.nan", "train.learning_rate", "got nan; allowed: more than 0"),
+    ("train.learning_rate=.inf", "train.learning_rate", "got inf; allowed: more than 0"),
+    ("train.adam_beta1=1", "train.adam_beta1", "got 1.0; allowed: at least 0 and less than 1"),
+    ("train.min_learning_rate_ratio=1.5", "train.min_learning_rate_ratio", "got 1.5; allowed: at least 0 and at most 1"),
+    ("batch.drop_last=2", "batch.drop_last", "got 2 (the command line); allowed: true or false"),
+    ("batch.drop_last=maybe", "batch.drop_last", "got 'maybe' (the command line); allowed: true or false"),
+    ("batch.global_samples=0", "batch.global_samples", "got 0; allowed: at least 1"),
+    ("seed=-1", "seed", "got -1; allowed: at least 0"),
+    ("seed=4294967296", "seed", "got 4294967296; allowed: at least 0 and at most 4294967295"),
+    ("run.dir=", "run.dir", "got nothing"),
+    ("run.dir=null", "run.dir", "got nothing (the command line); allowed: a string"),
+    ("run.dir=${seed}", "run.dir", "allowed: a plain value, without ${...}"),
+    ("run.dir=???", "run.dir", "allowed: a plain value, without ${...}"),
+    ("train.freeze=['${seed}']", "train.freeze", "allowed: a plain value, without ${...}"),
+    ("run.resume=maybe", "run.resume", "got 'maybe'; allowed: auto, never"),
+    ("data.format=csv", "data.format", "got 'csv'; allowed: llava, parquet"),
+    ("cluster.device=tpu", "cluster.device", "got 'tpu'; allowed: auto, cpu, cuda, npu"),
+    ("cluster.num_workers=0", "cluster.num_workers", "got 0; allowed: at least 1"),
+    ("cluster.min_workers=3", "cluster.min_workers", "got 3; allowed: at most cluster.num_workers (2)"),
+    ("cluster.max_workers=1", "cluster.max_workers", "got 1; allowed: 0, or at least cluster.num_workers (2)"),
+    ("planner.tokens_per_rank=0", "planner.tokens_per_rank", "got '0'; allowed: auto, or a whole number"),
+    ("planner.tokens_per_rank=some", "planner.tokens_per_rank", "got 'some'; allowed: auto, or a whole number"),
+    ("planner.tokens_per_rank=4.5", "planner.tokens_per_rank", "got '4.5'; allowed: auto, or a whole number"),
+    ("data.min_pixels=9999999", "data.min_pixels", "got 9999999; allowed: at most data.max_pixels (1003520)"),
+    ("train.freeze=vision", "train.freeze", "got 'vision' (the command line); allowed: a list of names"),
+    ("train.freeze=[audio]", "train.freeze", "got 'audio'; allowed: vision, language"),
+    ("train.freeze=[[vision]]", "train.freeze", "allowed: vision, language"),
+    ("train.freeze=[vision, language]", "train.freeze", "nothing is left to train"),
+    ("train.freeze=[vision", "train.freeze", "is not a YAML value"),
+    ("eval.every_steps=5", "eval.every_steps", "got 5 with eval.path=''; allowed: both or neither"),
+    ("model=huge", "model", "got 'huge'; allowed: "),
+    ("model=../train", "model", "got '../train'; allowed: "),
+    ("--steps", "--steps", "not understood; allowed: --config FILE, --help and key=value"),
+    ("steps", "steps", "not understood"),
+    ("=3", "=3", "not understood; allowed: key=value"),
+    ("a b=3", "a b=3", "not understood; allowed: key=value"),
+    ("run.dir\n=3", "run.dir =3", "not understood"),
+])
+def test_what_is_wrong_is_said_in_one_line_with_the_key(bare: list[str], word: str, key: str, said: str) -> None:
+    message = refused([*bare, word])
+    assert message.startswith(f"{key}: ")
+    assert said in message
+    assert len(message) < 6000
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("run: {stepz: 3}", "run.stepz: no such key ("), ("run: 3", "run: a section, not a key ("), ("run: {steps: x}", "run.steps: got 'x' ("),
+    ("[1, 2]", "allowed: sections with keys"), ("just text", "no such key ("), ("a: [", "is not YAML"), ("a: 1\na: 2", "is not YAML"),
+    ("\x00", "--config: "),
+    ("choices: tiny", "choices: got 'tiny'; allowed: model, data, cluster"), ("choices: {modle: tiny}", "choices.modle: no such choice"),
+    ("choices: {model: huge}", "model: got 'huge'; allowed: "), ("choices: {model: [tiny]}", "model: got ['tiny']; allowed: "),
+    ("run: {dir: '${seed}'}", "run.dir: got '${seed}'"), ("run: {dir: '${'}", ""), ("seed:", "seed: got nothing"), ("1: 2", "1: no such key"),
+    ("run: {1: 2}", "run.1: no such key"), ("run: {dir: {a: 1}}", "run.dir.a: no such key"),
+])
+def test_a_bad_file_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text + ("" if "model" in text else "\nmodel: {preset: tiny}\n" if ":" in text and "[" not in text else ""))
+    assert said in refused(["--config", str(path)])
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    assert refused(["--config", str(tmp_path / "none.yaml")]) == f"--config: no file {tmp_path / 'none.yaml'}"
+    assert "cannot be read" in refused([f"--config={tmp_path}"])
+    assert refused(["--config"]) == "--config: needs a file"
+    (tmp_path / "latin.yaml").write_bytes(b"run: {dir: \xff\xfe}")
+    assert refused([f"--config={tmp_path / 'latin.yaml'}"]).startswith("--config: ")
+
+
+def test_later_layers_win(tmp_path: Path) -> None:
+    """Schema, then the file, then the choices, then the command line."""
+    path = tmp_path / "run.yaml"
+    path.write_text("choices: {cluster: local}\nmodel: {preset: tiny}\nseed: 3\ncluster: {num_workers: 9, min_workers: 2}\n")
+    local = yaml.safe_load((CONF / "cluster" / "local.yaml").read_text())["cluster"]
+    config = load(["--config", str(path)])
+    assert (config.seed, config.cluster.num_workers, config.cluster.min_workers) == (3, local["num_workers"], 2)
+    assert load(["--config", str(path), "cluster.num_workers=5"]).cluster.num_workers == 5
+
+
+def test_choices_come_from_the_command_line_too(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {preset: tiny}\n")
+    assert load(["--config", str(path)]).cluster.num_workers == Config().cluster.num_workers
+    assert load(["--config", str(path), "cluster=local"]).cluster.num_workers == 4
+
+
+def test_the_embedded_default_uses_every_part_of_the_method() -> None:
+    config = load([])
+    ranks = config.cluster.num_workers
+    tokens = int(config.planner.tokens_per_rank)
+    longest = config.data.synthetic.max_tokens
+    assert tokens * (ranks - 1) < longest <= tokens * ranks  # the longest sample takes all ranks, and all fit
+    assert config.data.synthetic.short_median_tokens < tokens / 2  # short ones are packed
+    assert config.run.steps * config.batch.global_samples <= 2 * config.data.synthetic.num_samples
+    assert (config.model.preset, config.data.format, config.cluster.device) == ("tiny", "synthetic", "cpu")
+    assert config.cluster.cpus_per_worker * (ranks + 1) < 1
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_choice_loads(bare: list[str], path: Path) -> None:
+    if path.parent.name in CHOICES:
+        check(load([*bare, f"{path.parent.name}={path.stem}"]))
+
+
+def test_dump_and_load_give_the_same_back(bare: list[str], tmp_path: Path) -> None:
+    config = load([*bare, "run.dir=s3://b/x?region=a", "train.adam_eps=1e-12", "train.learning_rate=2.5e-5", "train.freeze=[language]",
+                   "data.sources=[{path: '1e3', weight: 0.1}, {path: 'no'}]", "planner.tokens_per_rank=480", "model.path=yes"])
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(config))
+    assert load(["--config", str(path)]) == config
+
+
+def test_help_names_every_key_with_its_choices() -> None:
+    text = help_text("python jobs/train.py", "Train.")
+    for name, _, spec in _walk(Config()):
+        assert f"  {name}=" in text
+        assert spec["text"] in text
+        assert "|".join(spec["choices"]) in text
+    assert "Exit status: 0 on success, 2 on a bad configuration, 1 on failure." in text
+
+
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.dates(), st.sampled_from(["${x}", "???", "${", "auto"]))
+inner_names = st.one_of(st.text(max_size=5), st.integers())
+values = st.recursive(scalars, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(inner_names, inner, max_size=3)), max_leaves=5)
+names = st.one_of(st.sampled_from([*KEYS, *CHOICES, "run", "data.synthetic", "choices", "choices.model"]), st.text(max_size=12))
+fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+def loads_or_is_refused(argv: list[str]) -> Config | None:
+    """A valid configuration, or None after an error of one line that begins with a key. Any other exception fails the test."""
+    said = ""
+    try:
+        config = load(argv)
+    except ConfigError as error:
+        said = str(error)
+    if said:
+        assert re.fullmatch(r"\S.*: \S.*", said)
+        return None
+    check(config)
+    for _, value, _ in _walk(config):
+        assert not isinstance(value, float) or math.isfinite(value)
+    return config
+
+
+@fuzz
+@given(name=names, text=st.one_of(st.text(max_size=20), values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())))
+def test_any_override_loads_or_is_one_line(bare: list[str], tmp_path: Path, name: str, text: str) -> None:
+    config = loads_or_is_refused([*bare, f"{name}={text}"])
+    if config:
+        path = tmp_path / "again.yaml"
+        path.write_text(dump(config), encoding="utf-8", newline="")
+        assert load(["--config", str(path)]) == config
+
+
+@fuzz
+@given(tree=st.dictionaries(names, values, max_size=3))
+def test_any_file_loads_or_is_one_line(tmp_path: Path, tree: dict[str, Any]) -> None:
+    nested: dict[str, Any] = {"model": {"preset": "tiny"}}
+    for name, value in tree.items():
+        section, _, key = name.rpartition(".")
+        place = nested.setdefault(section, {}) if section else nested
+        if isinstance(place, dict):
+            place[key] = value
+    path = tmp_path / "fuzz.yaml"
+    path.write_text(yaml.safe_dump(nested), encoding="utf-8")
+    loads_or_is_refused(["--config", str(path)])
+
+
+@fuzz
+@given(content=st.binary(max_size=60))
+def test_any_bytes_load_or_are_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "fuzz.yaml"
+    path.write_bytes(content)
+    loads_or_is_refused(["--config", str(path)])
