@@ -1,0 +1,97 @@
+"""What the training step asks of a model, whatever its family.
+
+The step calls the three parts one after the other, so that each can have its own layout over the ranks of a pack:
+
+    encode (pixels of my images) -> features -> [exchange] -> decode (my tokens, the features that land on them) -> hidden -> loss_sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from dhp_ray.model.attention import PackContext
+
+PARTS = ("vision", "language")
+
+
+class ModelError(ValueError):
+    """A model that cannot be built or trained; the message is one line."""
+
+
+class ModelAdapter(Protocol):
+    """One model family. Shapes: L local tokens, N images, P patches, V vision tokens, F feature width, D hidden width."""
+
+    module: PreTrainedModel
+    """The Hugging Face model; all trainable state is in its `named_parameters()`."""
+
+    feature_width: int
+    """F: width of a vision feature as it enters the language model."""
+
+    image_token_id: int
+    """The token that one vision token of an image takes in the text."""
+
+    merge_area: int
+    """Patches that make one vision token."""
+
+    patch_dim: int
+    """Values of one patch: channels x frames x height x width."""
+
+    vocabulary_size: int
+
+    def positions(self, input_ids: Tensor, grids: Tensor) -> Tensor:
+        """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images of `grids` (N, 3); int64 on the CPU."""
+        ...
+
+    def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """Features (V, F) of the images whose patches are `pixels` (P, patch_dim), in the order of `grids` (N, 3)."""
+        ...
+
+    def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, features: Tensor, context: PackContext) -> Tensor:
+        """Hidden states (L, D) of a rank's shard of a pack.
+
+        `token_ids` (L,), `positions` (3, L); row i of `features` (K, F) takes the place of local token `slots[i]`.
+        Every member of the pack must call it: attention exchanges over `context`.
+        """
+        ...
+
+    def loss_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Sum, fp32, of the cross entropy of `hidden` (L, D) against `labels` (L,), already shifted; -100 is left out."""
+        ...
+
+    def is_vision(self, parameter_name: str) -> bool:
+        """Whether a parameter belongs to the vision encoder (its projector included)."""
+        ...
+
+    def decays(self, parameter_name: str) -> bool:
+        """Whether weight decay applies: to matrices, not to biases and norms."""
+        ...
+
+    def trains(self, part: str) -> bool:
+        """Whether any parameter of "vision" or of "language" is trained; the same on all ranks."""
+        ...
+
+    def freeze(self, parts: Sequence[str]) -> None:
+        """Leave "vision" or "language" as they are."""
+        ...
+
+    def set_activation_checkpointing(self) -> None:
+        """Recompute each layer's activations in the backward pass."""
+        ...
+
+    def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
+        """Write config and safetensors that `from_pretrained` loads; `parameters` are full fp32 CPU tensors by name."""
+        ...
+
+
+def empty_features(adapter: ModelAdapter) -> Tensor:
+    """Features (0, F) of no image, in the type and on the device that `encode` gives."""
+    parameter = next(adapter.module.parameters())
+    return torch.empty(0, adapter.feature_width, dtype=parameter.dtype, device=parameter.device)

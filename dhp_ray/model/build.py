@@ -1,0 +1,101 @@
+"""Builds a model from a preset or from a local Hugging Face folder: the families that there are, by their config's name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dhp_ray.model.adapter import ModelAdapter, ModelError
+from dhp_ray.model.presets import preset_config
+from dhp_ray.model.qwen2_5_vl import Qwen25VL
+
+FAMILIES: dict[str, Any] = {"qwen2_5_vl": Qwen25VL}
+
+
+def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, seed: int) -> ModelAdapter:
+    """The model in fp32 on the CPU: of a preset, with weights that are the same on every rank, or of a local folder.
+
+    `token_ids` are the special token ids of the preset's tokenizer, by name: image, video, vision_start, vision_end,
+    bos, eos, pad. A folder needs config.json and safetensors; nothing is fetched and no code in it is run.
+
+    Raises:
+        ModelError: one line on what is missing or not supported.
+    """
+    if preset:
+        config = preset_config(preset, token_ids)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            family = _family(config)
+            adapter: ModelAdapter = family(family.model_class(config))
+            return adapter
+    family = _family(read_config(path))
+    check_weights(path)
+    loaded: ModelAdapter = family(_load(family.model_class, path))
+    return loaded
+
+
+def num_parameters(preset: str, path: str, token_ids: Mapping[str, int] | None) -> int:
+    """Parameters of the model that `build_model` would build, without building it."""
+    config = preset_config(preset, token_ids) if preset else read_config(path)
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in _family(config).model_class(config).parameters())
+
+
+def read_config(path: str) -> PreTrainedConfig:
+    """The configuration in a Hugging Face folder."""
+    folder, file = Path(path), Path(path) / "config.json"
+    if not folder.is_dir():
+        raise ModelError(f"model.path: no folder {path}; allowed: a local Hugging Face folder")
+    if not file.is_file():
+        raise ModelError(f"model.path: {path} has no config.json; allowed: a local Hugging Face folder")
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"model.path: {file} is not JSON: {error}") from None
+    name = tree.get("model_type") if isinstance(tree, dict) else None
+    if name not in FAMILIES:
+        raise ModelError(f"model.path: {path} holds a model of type {name!r}; allowed: {', '.join(sorted(FAMILIES))}")
+    config: PreTrainedConfig = FAMILIES[name].config_class.from_dict(tree)
+    return config
+
+
+def check_weights(path: str) -> None:
+    """Refuse a folder whose safetensors are missing, in whole or in part."""
+    folder = Path(path)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"model.path: {index} is not an index of safetensors: {error!r}") from None
+    else:
+        names = ["model.safetensors"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        found = f" (it has {pickles[0]}, which can run code when read)" if pickles else ""
+        raise ModelError(f"model.path: {path} has no {missing[0]}{found}; allowed: weights as safetensors")
+
+
+def _family(config: PreTrainedConfig) -> Any:
+    return FAMILIES[config.model_type]
+
+
+def _load(model_class: Any, path: str) -> PreTrainedModel:
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
+    try:
+        module, report = model_class.from_pretrained(path, output_loading_info=True, **options)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ModelError(f"model.path: {path} cannot be loaded: {(str(error).strip().splitlines() or [type(error).__name__])[0]}") from error
+    # transformers fills what it does not find with random numbers and says so in a log line only
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(f"model.path: {path} lacks {len(missing)} weights, the first is {missing[0]}")
+    loaded: PreTrainedModel = module
+    return loaded

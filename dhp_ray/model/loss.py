@@ -1,0 +1,60 @@
+"""Cross entropy over a large vocabulary, summed over tokens, without ever holding the logits of all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+CHUNK_ELEMENTS = 1 << 25
+"""Logits held at a time: 128 MiB in fp32."""
+
+
+def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_elements: int = CHUNK_ELEMENTS) -> Tensor:
+    """Sum over tokens of the cross entropy between `hidden @ weight.T` and `labels`, as an fp32 scalar.
+
+    Shapes: hidden (L, D), weight (V, D), labels (L,) int64, already shifted. Tokens labelled -100 are left out and cost
+    nothing. Without a valid token the sum is 0 and every gradient is 0, not NaN and not None.
+
+    The gradient of each chunk's logits is turned into gradients of `hidden` and `weight` while the chunk is there
+    (as in Liger Kernel, arXiv 2410.10989, section 3.2), so nothing is computed twice.
+    """
+    rows = (labels != IGNORED).nonzero()[:, 0]
+    num_tokens = max(1, chunk_elements // weight.shape[0])
+    result: Tensor = _CrossEntropySum.apply(hidden.index_select(0, rows), weight, labels[rows], num_tokens, torch.is_grad_enabled())
+    return result
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, with_gradients: bool) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        hidden_gradient = torch.empty_like(hidden) if with_gradients and ctx.needs_input_grad[0] else None
+        # Summed over chunks in fp32, whatever the compute type.
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if with_gradients and ctx.needs_input_grad[1] else None
+        for start in range(0, hidden.shape[0], chunk):
+            part, target = hidden[start:start + chunk], labels[start:start + chunk, None]
+            logits = (part @ weight.T).float()  # (chunk, V)
+            log_sum = logits.logsumexp(1, keepdim=True)
+            total += (log_sum - logits.gather(1, target)).sum()
+            if hidden_gradient is None and weight_gradient is None:
+                continue
+            # d loss / d logits = softmax - one-hot, in place of the logits
+            logits.sub_(log_sum).exp_().scatter_add_(1, target, torch.full_like(log_sum, -1.0))
+            slope = logits.to(hidden.dtype)
+            if hidden_gradient is not None:
+                torch.mm(slope, weight, out=hidden_gradient[start:start + chunk])
+            if weight_gradient is not None:
+                weight_gradient += slope.T @ part
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        scale = gradients[0]
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        return (None if hidden_gradient is None else (hidden_gradient * scale).to(hidden_gradient.dtype),
+                None if weight_gradient is None else (weight_gradient * scale).to(ctx.weight_dtype), None, None, None)

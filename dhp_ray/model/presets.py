@@ -1,0 +1,53 @@
+"""Small models built from a configuration of ours, with fresh weights, over the byte tokenizer's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from transformers import PreTrainedConfig, Qwen2_5_VLConfig
+
+from dhp_ray.model.adapter import ModelError
+
+TOKEN_NAMES = ("image", "video", "vision_start", "vision_end", "bos", "eos", "pad")
+
+
+def tiny(token_ids: Mapping[str, int]) -> Qwen2_5_VLConfig:
+    """Qwen2.5-VL with 0.85 million parameters: 3 layers of width 128, and 2 vision blocks of width 64, the first
+    with window attention (4 x 4 vision tokens) and the second with full attention."""
+    return Qwen2_5_VLConfig(
+        text_config={
+            "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "vocab_size": vocabulary_size(token_ids), "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+            # 16 frequencies of a head: time, height and width take 4, 6 and 6 (Qwen2.5-VL's 16, 24, 24 of 64)
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
+            # no pad_token_id: an embedding with a padding index drops that token's gradient
+            "bos_token_id": token_ids["bos"], "eos_token_id": token_ids["eos"],
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 128, "patch_size": 14, "spatial_merge_size": 2,
+            "temporal_patch_size": 2, "window_size": 112, "fullatt_block_indexes": [1], "initializer_range": 0.02,
+        },
+        image_token_id=token_ids["image"], video_token_id=token_ids["video"],
+        vision_start_token_id=token_ids["vision_start"], vision_end_token_id=token_ids["vision_end"], tie_word_embeddings=True)
+
+
+PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {"tiny": tiny}
+
+
+def preset_config(name: str, token_ids: Mapping[str, int] | None) -> PreTrainedConfig:
+    """The configuration of a preset over a tokenizer with these special token ids.
+
+    Raises:
+        ModelError: an unknown preset, or token ids that lack a name.
+    """
+    if name not in PRESETS:
+        raise ModelError(f"model.preset: got {name!r}; allowed: {', '.join(sorted(PRESETS))}")
+    missing = [token for token in TOKEN_NAMES if token not in (token_ids or {})]
+    if token_ids is None or missing:
+        raise ModelError(f"model.preset: {name} needs the tokenizer's ids of {', '.join(missing)}")
+    return PRESETS[name](token_ids)
+
+
+def vocabulary_size(token_ids: Mapping[str, int]) -> int:
+    """256 bytes and the special tokens that follow them, rounded up to a multiple of 8."""
+    return (max(255, *token_ids.values()) // 8 + 1) * 8

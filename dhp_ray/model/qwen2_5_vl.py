@@ -1,0 +1,144 @@
+"""Qwen2.5-VL through transformers, unchanged: context parallelism comes in as an attention function of its registry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from dhp_ray.model import attention
+from dhp_ray.model.adapter import PARTS, ModelError, empty_features
+from dhp_ray.model.attention import PackContext
+from dhp_ray.model.loss import cross_entropy_sum
+
+ATTENTION = {"text_config": "dhp_ring", "vision_config": "sdpa"}
+# "dynamic" and "longrope" choose frequencies by the longest position that a call sees, so shards of one sequence would differ.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+class Qwen25VL:
+    """`ModelAdapter` of Qwen2.5-VL (arXiv 2502.13923)."""
+
+    model_class = Qwen2_5_VLForConditionalGeneration
+    config_class = Qwen2_5_VLConfig
+
+    def __init__(self, module: Qwen2_5_VLForConditionalGeneration) -> None:
+        check(module.config)
+        attention.register()
+        module.set_attn_implementation(ATTENTION)
+        self.module = module.train()
+        vision: Any = module.config.vision_config
+        text: Any = module.config.text_config
+        self.feature_width: int = vision.out_hidden_size
+        self.image_token_id: int = module.config.image_token_id
+        self.merge_area: int = vision.spatial_merge_size ** 2
+        self.patch_dim: int = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
+        self.vocabulary_size: int = text.vocab_size
+        self._num_dimensions = {name: parameter.ndim for name, parameter in module.named_parameters()}
+
+    def positions(self, input_ids: Tensor, grids: Tensor) -> Tensor:
+        """M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1) of one sequence, by the model's own function: (3, L) int64."""
+        if not len(grids):
+            return torch.arange(len(input_ids)).expand(3, -1)
+        input_ids = input_ids.long()
+        kinds = (input_ids == self.image_token_id).int()  # 0 text, 1 image; clips are images too, one a frame
+        positions, _ = self.module.model.get_rope_index(input_ids[None], kinds[None], image_grid_thw=grids.long())
+        return positions[:, 0]
+
+    def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        if not len(grids):
+            return empty_features(self)
+        visual = self.module.model.visual
+        features: Tensor = visual(pixels.to(visual.dtype), grid_thw=grids).pooler_output
+        return features
+
+    def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, features: Tensor, context: PackContext) -> Tensor:
+        language_model = self.module.model.language_model
+        embeddings = language_model.embed_tokens(token_ids)
+        # Also without a row to write: it ties this rank's backward pass to the exchange that `features` came from.
+        embeddings = embeddings.index_copy(0, slots, features.to(embeddings.dtype))
+        if not len(token_ids):
+            return self._follow(embeddings, context)
+        output = language_model(
+            inputs_embeds=embeddings[None], position_ids=positions[:, None], attention_mask={"full_attention": None}, use_cache=False, context=context)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _follow(self, hidden: Tensor, context: PackContext) -> Tensor:
+        """Take part in every layer's exchange without a token of one's own: transformers' layers cannot reshape (0, D).
+
+        `hidden` (0, D) runs through each layer's attention alone, recomputed in the backward pass where the layers are, so
+        that the exchanges come in the other members' order.
+        """
+        text: Any = self.module.config.text_config
+        width = text.hidden_size // text.num_attention_heads
+
+        def attend(hidden: Tensor) -> Tensor:
+            q = hidden.reshape(1, text.num_attention_heads, 0, width)
+            k = v = hidden.reshape(1, text.num_key_value_heads, 0, width)
+            return attention.ring_attention(q, k, v, width ** -0.5, context).reshape_as(hidden)
+
+        for layer in self.module.model.language_model.layers:
+            recomputes = layer.gradient_checkpointing and torch.is_grad_enabled()
+            hidden = checkpoint(attend, hidden, use_reentrant=False) if recomputes else attend(hidden)
+        return hidden
+
+    def loss_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy_sum(hidden, self.module.lm_head.weight, labels)
+
+    def is_vision(self, parameter_name: str) -> bool:
+        return parameter_name.startswith("model.visual.")
+
+    def decays(self, parameter_name: str) -> bool:
+        return self._num_dimensions[parameter_name] > 1
+
+    def trains(self, part: str) -> bool:
+        return any(parameter.requires_grad for name, parameter in self.module.named_parameters() if self.is_vision(name) == (part == "vision"))
+
+    def freeze(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            if part not in PARTS:
+                raise ModelError(f"train.freeze: got {part!r}; allowed: {', '.join(PARTS)}")
+            for name, parameter in self.module.named_parameters():
+                if self.is_vision(name) == (part == "vision"):
+                    parameter.requires_grad_(False)
+
+    def set_activation_checkpointing(self) -> None:
+        self.module.activation_checkpointing_enable({"use_reentrant": False})
+        # transformers also makes every embedding require a gradient, which only the reentrant kind needs. With a frozen encoder
+        # its features would then want a backward pass on the ranks that have images, and on no other: the exchange would hang.
+        self.module.disable_input_require_grads()
+
+    def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
+        """Write config.json, generation_config.json and safetensors in the Hugging Face form, in fp32."""
+        expected = [name for name, _ in self.module.named_parameters()]
+        missing = sorted(set(expected) - set(parameters))
+        if missing:
+            raise ModelError(f"model: cannot save: no value for {len(missing)} parameters, the first is {missing[0]}")
+        # A model without memory gives its form: the live one's parameters may be bf16 views of the engine's buffer.
+        with torch.device("meta"):
+            form = self.model_class(self.module.config.__class__.from_dict(self.module.config.to_dict()))
+        form.generation_config = self.module.generation_config
+        form.save_pretrained(folder, state_dict={name: parameters[name].float().contiguous() for name in expected})
+
+
+def check(config: Qwen2_5_VLConfig) -> None:
+    """Refuse what context parallelism here does not compute.
+
+    Raises:
+        ModelError: sliding windows, dropout, or rotary frequencies that depend on the call.
+    """
+    text: Any = config.text_config
+    kinds = sorted(set(text.layer_types) - {"full_attention"})
+    if text.use_sliding_window or kinds:
+        raise ModelError(f"model: layers of {', '.join(kinds) or 'sliding windows'} (use_sliding_window={text.use_sliding_window}); allowed: full_attention")
+    if text.attention_dropout:
+        raise ModelError(f"model: attention_dropout is {text.attention_dropout}; allowed: 0")
+    rope_type = text.rope_parameters.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise ModelError(f"model: rope_type is {rope_type!r}; allowed: {', '.join(ROPE_TYPES)}")

@@ -1,0 +1,184 @@
+"""Turns the payloads of a pack into the inputs of one of its ranks.
+
+Every member computes the layout of the whole pack alike, from token ids and grids alone, so nothing has to be agreed on:
+
+    packed sequence   t t I I I t | t I I t t t        labels shifted and positions counted per sequence, before sharding
+    member 0          ^ ^       ^   ^         ^        its intervals (PackLayout), in local order
+    feature rows          0 1 2       3 4              encoded by the members that `RankPack.encoders` names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.layout import PackLayout
+from dhp_ray.model.loss import IGNORED
+from dhp_ray.planner.plan import RankPack, Sample
+
+
+@dataclass(kw_only=True)
+class Payload:
+    """What one sample brings to a pack: token ids (L,) int32, labels (L,) int32 unshifted with -100 where masked, grids
+    (N, 3), and for every image its patches (P, patch_dim) float32, or None where another rank encodes it.
+
+    `masked` makes it a placeholder: its tokens keep their place, its images are not encoded and it adds nothing to the loss.
+    All ranks of the pack must agree on it.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    grids: np.ndarray
+    pixels: list[np.ndarray | None]
+    masked: bool = False
+
+
+@dataclass(kw_only=True)
+class PackInputs:
+    """One rank's part of a pack. L local tokens; P patches and N images that this rank encodes; K local image tokens."""
+
+    index: int
+    layout: PackLayout
+    member: int
+    token_ids: Tensor
+    """(L,) int64."""
+    labels: Tensor
+    """(L,) int64, shifted, -100 where masked."""
+    positions: Tensor
+    """(3, L) int64."""
+    pixels: Tensor
+    """(P, patch_dim) fp32."""
+    grids: Tensor
+    """(N, 3) int64."""
+    slots: Tensor
+    """(K,) int64: the local token that each received feature row takes, in the order of receipt."""
+    send_index: list[Tensor]
+    """For every member, the rows of my features that it needs, in its order of receipt."""
+    receive_counts: list[int]
+    """For every member, how many feature rows come from it."""
+    num_images: int
+    """Images that the whole pack encodes."""
+    num_valid_tokens: int
+    """Labels of this rank that count."""
+
+    def to(self, device: torch.device) -> PackInputs:
+        """The same inputs on a device."""
+        names = ("token_ids", "labels", "positions", "pixels", "grids", "slots")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names},
+                       send_index=[rows.to(device, non_blocking=True) for rows in self.send_index])
+
+
+def placeholder(sample: Sample) -> Payload:
+    """A payload that keeps a sample's place when the sample cannot be used: as many tokens, none of which counts."""
+    return Payload(input_ids=np.zeros(sample.num_tokens, np.int32), labels=np.full(sample.num_tokens, IGNORED, np.int32),
+                   grids=np.zeros((0, 3), np.int64), pixels=[], masked=True)
+
+
+def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encoded_here: tuple[bool, ...] = ()) -> None:
+    """Refuse a payload that is not what was planned; a rank calls it a batch ahead, before others depend on the sample.
+
+    `encoded_here` says of each image whether this rank encodes it and so needs its pixels.
+
+    Raises:
+        ValueError: one line that names the sample.
+    """
+    ids, where = payload.input_ids, f"sample {sample.id}"
+    if len(ids) != sample.num_tokens or len(payload.labels) != len(ids):
+        raise ValueError(f"{where}: {len(ids)} token ids and {len(payload.labels)} labels; planned: {sample.num_tokens} of each")
+    if payload.masked:
+        return
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < adapter.vocabulary_size:
+        raise ValueError(f"{where}: token ids from {ids.min()} to {ids.max()}; the model has 0 to {adapter.vocabulary_size - 1}")
+    grids = tuple((int(time), int(height), int(width)) for time, height, width in payload.grids)
+    if grids != tuple(sample.vision_grids) or len(payload.pixels) != len(grids):
+        raise ValueError(f"{where}: {len(payload.pixels)} images of grids {grids}; planned: {tuple(sample.vision_grids)}")
+    wanted = [time * height * width // adapter.merge_area for time, height, width in grids]
+    runs = [len(list(group)) for is_image, group in groupby((ids == adapter.image_token_id).tolist()) if is_image]
+    if runs != wanted:
+        raise ValueError(f"{where}: runs of {runs} image tokens; its images take {wanted}")
+    for image, (needed, pixels, (time, height, width)) in enumerate(zip(encoded_here, payload.pixels, grids)):
+        expected = (time * height * width, adapter.patch_dim)
+        if needed and (pixels is None or pixels.shape != expected):
+            raise ValueError(f"{where}: image {image} has patches {None if pixels is None else pixels.shape}; its grid takes {expected}")
+
+
+def collate(pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: ModelAdapter) -> PackInputs:
+    """The inputs of `rank`'s part of a pack, on the CPU.
+
+    Raises:
+        ValueError: one line that names the sample whose payload is missing or not what was planned.
+    """
+    member, degree = pack.ranks.index(rank), len(pack.ranks)
+    layout = PackLayout(tuple(sample.num_tokens for sample in pack.samples), degree)
+    whole = _packed(pack, payloads, member, adapter)
+    indices = [layout.index(other) for other in range(degree)]
+    mine = indices[member]
+
+    # feature_of[position] is the image token's row among the features of the member that encodes it; owner_of[position] is that member.
+    owner_of, feature_of = whole.owner_of, whole.feature_of
+    send_index = [feature_of[index][owner_of[index] == member] for index in indices]
+    slots = [(owner_of[mine] == other).nonzero()[:, 0] for other in range(degree)]
+    labels = whole.labels[mine]
+    return PackInputs(
+        index=pack.index, layout=layout, member=member, token_ids=whole.token_ids[mine], labels=labels, positions=whole.positions[:, mine],
+        pixels=whole.pixels, grids=whole.grids, slots=torch.cat(slots), send_index=send_index, receive_counts=[len(rows) for rows in slots],
+        num_images=whole.num_images, num_valid_tokens=int((labels != IGNORED).sum()))
+
+
+@dataclass(kw_only=True)
+class _Whole:
+    """A pack before sharding, with the pixels and grids of this rank's images alone."""
+
+    token_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    owner_of: Tensor
+    feature_of: Tensor
+    pixels: Tensor
+    grids: Tensor
+    num_images: int
+
+
+def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapter: ModelAdapter) -> _Whole:
+    token_ids, labels, positions, owner_of, feature_of = [], [], [], [], []
+    pixels, grids, num_rows = [], [], [0] * len(pack.ranks)
+    first_image = num_images = 0
+    for sample in pack.samples:
+        if sample.id not in payloads:
+            raise ValueError(f"sample {sample.id}: no payload for pack {pack.index}")
+        payload = payloads[sample.id]
+        encoders = pack.encoders[first_image:first_image + len(sample.vision_grids)]
+        first_image += len(sample.vision_grids)
+        if payload.masked:
+            payload, encoders = placeholder(sample), ()
+        check_payload(sample, payload, adapter, tuple(encoder == member for encoder in encoders))
+        ids = torch.from_numpy(payload.input_ids.astype(np.int64))
+        shifted = np.full(len(ids), IGNORED, np.int64)
+        shifted[:-1] = payload.labels[1:]
+        owner, feature = torch.full_like(ids, -1), torch.full_like(ids, -1)
+        start_of_image = (ids == adapter.image_token_id).nonzero()[:, 0] if encoders else ids[:0]
+        for grid, encoder, patches in zip(payload.grids, encoders, payload.pixels):
+            count = int(np.prod(grid)) // adapter.merge_area
+            place, start_of_image = start_of_image[:count], start_of_image[count:]
+            owner[place] = encoder
+            feature[place] = torch.arange(num_rows[encoder], num_rows[encoder] + count)
+            num_rows[encoder] += count
+            if encoder == member:
+                pixels.append(torch.from_numpy(np.ascontiguousarray(patches, dtype=np.float32)))
+                grids.append([int(value) for value in grid])
+        num_images += len(encoders)
+        token_ids.append(ids)
+        labels.append(torch.from_numpy(shifted))
+        positions.append(adapter.positions(ids, torch.from_numpy(np.asarray(payload.grids, np.int64).reshape(-1, 3))))
+        owner_of.append(owner)
+        feature_of.append(feature)
+    return _Whole(
+        token_ids=torch.cat(token_ids), labels=torch.cat(labels), positions=torch.cat(positions, 1), owner_of=torch.cat(owner_of),
+        feature_of=torch.cat(feature_of), pixels=torch.cat(pixels) if pixels else torch.empty(0, adapter.patch_dim),
+        grids=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3), num_images=num_images)

@@ -1,0 +1,33 @@
+"""Runs one rank's part of a pack: the vision encoder, the exchange of its features, the language model, the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dhp_ray.comm.link import Link
+from dhp_ray.comm.rows import exchange_rows
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.attention import PackContext
+from dhp_ray.train.collate import PackInputs
+
+
+def pack_loss(adapter: ModelAdapter, inputs: PackInputs, link: Link) -> Tensor:
+    """Token-sum loss, an fp32 scalar, of this rank's shard of a pack. `inputs` are on the model's device.
+
+    Every member of the pack must call it and then `backward()` on the result: with gradients enabled that may always
+    be called, also where nothing of the pack is trained. Only the pack's own members exchange anything.
+    """
+    # Whether there is a backward pass upstream of each exchange: from what the pack holds, so the same on all its members.
+    trains_features = torch.is_grad_enabled() and adapter.trains("vision") and inputs.num_images > 0
+    trains_hidden = trains_features or (torch.is_grad_enabled() and adapter.trains("language"))
+    with torch.set_grad_enabled(trains_features):
+        features = adapter.encode(inputs.pixels, inputs.grids)
+    if inputs.num_images:
+        features = exchange_rows(features, inputs.send_index, inputs.receive_counts, link, differentiable=trains_features)
+    context = PackContext(inputs.layout, link, differentiable=trains_hidden)
+    hidden = adapter.decode(inputs.token_ids, inputs.positions, inputs.slots, features, context)
+    loss = adapter.loss_sum(hidden, inputs.labels)
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        loss.requires_grad_()
+    return loss

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dhp_ray.model.adapter import ModelError
+from dhp_ray.model.build import build_model, num_parameters
+from tests.packs import TOKEN_IDS
+
+
+def saved(folder: Path) -> Path:
+    adapter = build_model("tiny", "", TOKEN_IDS, 0)
+    adapter.save(folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+    return folder
+
+
+def test_a_preset_is_made_by_its_seed_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first = build_model("tiny", "", TOKEN_IDS, 7)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(2)
+    second = build_model("tiny", "", TOKEN_IDS, 7)
+    other = build_model("tiny", "", TOKEN_IDS, 8)
+    weights, same, different = (dict(adapter.module.named_parameters()) for adapter in (first, second, other))
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert not torch.equal(weights["model.language_model.embed_tokens.weight"], different["model.language_model.embed_tokens.weight"])
+    assert weights["model.language_model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_the_tiny_preset() -> None:
+    adapter = build_model("tiny", "", TOKEN_IDS, 0)
+    assert (adapter.merge_area, adapter.patch_dim, adapter.feature_width, adapter.image_token_id) == (4, 3 * 2 * 14 * 14, 128, 261)
+    assert adapter.vocabulary_size == 264
+    assert num_parameters("tiny", "", TOKEN_IDS) == sum(parameter.numel() for parameter in adapter.module.parameters()) < 1_000_000
+    vision = adapter.module.config.vision_config
+    assert vision.depth == 2
+    assert list(vision.fullatt_block_indexes) == [1]
+
+
+def test_a_folder_of_safetensors_in_shards(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    files = {name: f"model-0000{1 + (index % 2)}-of-00002.safetensors" for index, name in enumerate(names)}
+    for file in sorted(set(files.values())):
+        save_file({name: weights[name] for name in names if files[name] == file}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    built = dict(build_model("", str(folder), None, 3).module.named_parameters())
+    expected = dict(build_model("tiny", "", TOKEN_IDS, 0).module.named_parameters())
+    assert all(torch.equal(built[name], expected[name]) for name in expected)
+    assert num_parameters("", str(folder), None) == sum(parameter.numel() for parameter in expected.values())
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]* has no model-00002-of-00002.safetensors; allowed: weights as safetensors$"):
+        build_model("", str(folder), None, 0)
+
+
+def test_a_missing_folder() -> None:
+    with pytest.raises(ModelError, match=r"^model.path: no folder /nowhere; allowed: a local Hugging Face folder$"):
+        build_model("", "/nowhere", None, 0)
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]* has no config.json; allowed: a local Hugging Face folder$"):
+        build_model("", str(tmp_path), None, 0)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]*config.json is not JSON: [^\n]*$"):
+        build_model("", str(tmp_path), None, 0)
+
+
+def test_an_unknown_family_runs_no_code(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "other_vl", "auto_map": {"AutoModel": "code.Model"}}))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]* holds a model of type 'other_vl'; allowed: qwen2_5_vl$"):
+        build_model("", str(tmp_path), None, 0)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_without_safetensors(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]* has no model.safetensors; allowed: weights as safetensors$"):
+        build_model("", str(folder), None, 0)
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]* has no model.safetensors \(it has pytorch_model.bin[^\n]*\); allowed: weights as safetensors$"):
+        build_model("", str(folder), None, 0)
+
+
+def test_a_weight_that_is_missing_or_of_another_shape_is_not_made_up(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
+    save_file({key: value for key, value in weights.items() if key != name}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]* lacks 1 weights, the first is model.language_model.layers.1.mlp.up_proj.weight$"):
+        build_model("", str(folder), None, 0)
+    save_file(weights | {name: weights[name][:5].contiguous()}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]*$"):
+        build_model("", str(folder), None, 0)
+
+
+def test_broken_safetensors(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]* cannot be loaded: [^\n]*$"):
+        build_model("", str(folder), None, 0)
+
+
+def test_an_unknown_preset_and_token_ids_that_lack_a_name() -> None:
+    with pytest.raises(ModelError, match=r"^model.preset: got 'huge'; allowed: tiny$"):
+        build_model("huge", "", TOKEN_IDS, 0)
+    with pytest.raises(ModelError, match=r"^model.preset: tiny needs the tokenizer's ids of video, eos$"):
+        build_model("tiny", "", {name: token for name, token in TOKEN_IDS.items() if name not in ("video", "eos")}, 0)

@@ -1,0 +1,111 @@
+"""Small samples with images, packs of them, and what plain transformers computes for them: the reference of the model's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.build import build_model
+from dhp_ray.planner.plan import Grid, RankPack, Sample
+from dhp_ray.train.collate import Payload
+
+TOKEN_IDS = {"bos": 256, "pad": 256, "eos": 258, "vision_start": 259, "vision_end": 260, "image": 261, "video": 262}
+
+
+def make_sample(name: str, parts: Sequence[int | Grid], first_label: int | None = None) -> tuple[Sample, Payload]:
+    """A sample of text runs (their length) and images (their grid); labels count from `first_label`, by default every third token is masked."""
+    random = np.random.default_rng(sum(map(ord, name)))
+    ids: list[int] = []
+    grids: list[Grid] = []
+    pixels: list[np.ndarray | None] = []
+    for part in parts:
+        if isinstance(part, int):
+            ids += random.integers(0, 256, part).tolist()
+            continue
+        grids.append(part)
+        patches = part[0] * part[1] * part[2]
+        pixels.append(random.standard_normal((patches, 3 * 2 * 14 * 14), dtype=np.float32))
+        ids += [TOKEN_IDS["vision_start"], *[TOKEN_IDS["image"]] * (patches // 4), TOKEN_IDS["vision_end"]]
+    input_ids = np.array(ids, np.int32)
+    labels = np.where(input_ids < 256, input_ids, -100).astype(np.int32)
+    if first_label is None:
+        labels[::3] = -100
+    else:
+        labels[:first_label] = -100
+    vision_tokens = int((input_ids == TOKEN_IDS["image"]).sum())
+    return (Sample(name, len(ids) - vision_tokens, vision_tokens, tuple(grids)),
+            Payload(input_ids=input_ids, labels=labels, grids=np.array(grids, np.int64).reshape(-1, 3), pixels=pixels))
+
+
+def make_pack(index: int, ranks: Sequence[int], samples: Sequence[Sample], encoders: Sequence[int] | None = None) -> RankPack:
+    """A pack on `ranks`; by default its images are encoded by the members in turn."""
+    images = sum(len(sample.vision_grids) for sample in samples)
+    members = tuple(image % len(ranks) for image in range(images)) if encoders is None else tuple(encoders)
+    return RankPack(index, tuple(ranks), tuple(samples), members, 1.0)
+
+
+def rough_model(seed: int = 0, tie_word_embeddings: bool = True) -> ModelAdapter:
+    """The tiny preset with weights far from their start, so that attention is not uniform and no bias is zero."""
+    adapter = build_model("tiny", "", TOKEN_IDS, seed)
+    if not tie_word_embeddings:
+        config = type(adapter.module.config).from_dict(adapter.module.config.to_dict() | {"tie_word_embeddings": False})
+        adapter = type(adapter)(type(adapter.module)(config))  # type: ignore[call-arg]
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in adapter.module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.06)
+    return adapter
+
+
+def plain_copy(adapter: ModelAdapter) -> Qwen2_5_VLForConditionalGeneration:
+    """The same weights in a model of plain transformers, with its own attention."""
+    config = type(adapter.module.config).from_dict(adapter.module.config.to_dict())
+    module = Qwen2_5_VLForConditionalGeneration(config)
+    module.load_state_dict(adapter.module.state_dict())
+    module.set_attn_implementation("sdpa")
+    return module
+
+
+def plain_loss(module: Qwen2_5_VLForConditionalGeneration, payload: Payload) -> tuple[Tensor, int]:
+    """Mean loss of one sample by transformers' own forward, and its number of valid tokens."""
+    ids = torch.from_numpy(payload.input_ids.astype(np.int64))[None]
+    labels = torch.from_numpy(payload.labels.astype(np.int64))[None]
+    images = {}
+    if len(payload.grids):
+        images = {"pixel_values": torch.from_numpy(np.concatenate([patches for patches in payload.pixels if patches is not None])),
+                  "image_grid_thw": torch.from_numpy(payload.grids), "mm_token_type_ids": (ids == TOKEN_IDS["image"]).int()}
+    return module(input_ids=ids, labels=labels, **images).loss, int((labels[:, 1:] != -100).sum())
+
+
+def plain_gradients(module: Qwen2_5_VLForConditionalGeneration, payloads: Sequence[Payload]) -> tuple[float, dict[str, Tensor]]:
+    """Token-sum loss and its gradients, sample by sample; zeros where nothing flows."""
+    module.zero_grad()
+    total = 0.0
+    for payload in payloads:
+        mean, count = plain_loss(module, payload)
+        if count:
+            (mean * count).backward()
+            total += mean.item() * count
+    return total, {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone() for name, parameter in module.named_parameters()}
+
+
+def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """Largest difference over the largest element, of each tensor of `wanted`; the difference itself where that is zero."""
+    return {name: ((found[name] - tensor).abs().max() / (tensor.abs().max() or 1.0)).item() for name, tensor in wanted.items()}
+
+
+def own_payloads(pack: RankPack, payloads: Mapping[str, Payload], rank: int) -> dict[str, Payload]:
+    """The payloads of a pack as `rank` holds them: with the pixels of the images that it encodes, and no others."""
+    member, own, first = pack.ranks.index(rank), {}, 0
+    for sample in pack.samples:
+        encoders = pack.encoders[first:first + len(sample.vision_grids)]
+        first += len(encoders)
+        payload = payloads[sample.id]
+        own[sample.id] = replace(payload, pixels=[patches if encoder == member else None for patches, encoder in zip(payload.pixels, encoders)])
+    return own

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.planner.plan import RankPack, Sample
+from dhp_ray.train.collate import PackInputs, Payload, check_payload, collate, placeholder
+from tests.packs import TOKEN_IDS, make_pack, make_sample, own_payloads, rough_model
+
+
+@pytest.fixture(scope="module")
+def adapter() -> ModelAdapter:
+    return rough_model()
+
+
+def three_samples() -> tuple[list[Sample], dict[str, Payload]]:
+    made = [make_sample("a", [3, (1, 4, 8), 9, (1, 4, 4), 5]), make_sample("b", [17]), make_sample("c", [(2, 4, 6), 4])]
+    return [sample for sample, _ in made], {sample.id: payload for sample, payload in made}
+
+
+def shards(pack: RankPack, payloads: dict[str, Payload], adapter: ModelAdapter) -> list[PackInputs]:
+    """Every member's inputs, each with the pixels of its own images alone."""
+    return [collate(pack, own_payloads(pack, payloads, rank), rank, adapter) for rank in pack.ranks]
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 5])
+def test_shards_hold_every_token_once_with_its_label_and_position(degree: int, adapter: ModelAdapter) -> None:
+    samples, payloads = three_samples()
+    pack = make_pack(4, [10 + member for member in range(degree)], samples)
+    inputs = shards(pack, payloads, adapter)
+    total = sum(sample.num_tokens for sample in samples)
+    ids, labels, positions = torch.full((total,), -1), torch.full((total,), -1), torch.full((3, total), -1)
+    for part in inputs:
+        index = part.layout.index(part.member)
+        assert (ids[index] == -1).all()
+        ids[index], labels[index], positions[:, index] = part.token_ids, part.labels, part.positions
+        assert part.num_valid_tokens == int((part.labels != -100).sum())
+        assert part.index == 4
+        assert part.num_images == 3
+
+    start = 0
+    for sample in samples:
+        payload, stop = payloads[sample.id], start + sample.num_tokens
+        assert ids[start:stop].tolist() == payload.input_ids.tolist()
+        # the last token of a sequence predicts nothing: its neighbour is another sequence
+        assert labels[start:stop].tolist() == [*payload.labels[1:].tolist(), -100]
+        expected = adapter.positions(torch.from_numpy(payload.input_ids), torch.from_numpy(payload.grids))
+        assert torch.equal(positions[:, start:stop], expected)
+        start = stop
+
+
+@pytest.mark.parametrize("encoders", [(0, 1, 2), (2, 2, 2), (2, 0, 1), (1, 0, 0)])
+def test_every_image_token_gets_its_own_feature(encoders: tuple[int, ...], adapter: ModelAdapter) -> None:
+    samples, payloads = three_samples()
+    inputs = shards(make_pack(0, [0, 1, 2], samples, encoders), payloads, adapter)
+    # Stand for a feature by (image, token of that image); member m's features are those of its images in order.
+    counts = [8, 4, 12]
+    features = [[(image, token) for image in range(3) if encoders[image] == member for token in range(counts[image])] for member in range(3)]
+    placed: dict[int, tuple[int, int]] = {}
+    for receiver in inputs:
+        assert [len(sender.send_index[receiver.member]) for sender in inputs] == receiver.receive_counts
+        received = [features[sender.member][row] for sender in inputs for row in sender.send_index[receiver.member].tolist()]
+        whole = receiver.layout.index(receiver.member)[receiver.slots].tolist()
+        assert (receiver.token_ids[receiver.slots] == TOKEN_IDS["image"]).all()
+        assert len(received) == len(whole) == int((receiver.token_ids == TOKEN_IDS["image"]).sum())
+        placed |= dict(zip(whole, received))
+    packed = np.concatenate([payloads[sample.id].input_ids for sample in samples])
+    expected = [(image, token) for image in range(3) for token in range(counts[image])]
+    assert [placed[position] for position in np.flatnonzero(packed == TOKEN_IDS["image"])] == expected
+
+
+def test_a_rank_gets_the_pixels_of_its_own_images_alone(adapter: ModelAdapter) -> None:
+    samples, payloads = three_samples()
+    inputs = shards(make_pack(0, [5, 3], samples, (1, 0, 1)), payloads, adapter)
+    assert inputs[0].grids.tolist() == [[1, 4, 4]]
+    assert inputs[1].grids.tolist() == [[1, 4, 8], [2, 4, 6]]
+    assert torch.equal(inputs[0].pixels, torch.from_numpy(payloads["a"].pixels[1]))
+    assert torch.equal(inputs[1].pixels, torch.from_numpy(np.concatenate([payloads["a"].pixels[0], payloads["c"].pixels[0]])))
+
+
+def test_a_placeholder_keeps_its_place_and_counts_for_nothing(adapter: ModelAdapter) -> None:
+    samples, payloads = three_samples()
+    whole = shards(make_pack(0, [0, 1], samples), payloads, adapter)
+    for masked in (replace(payloads["a"], masked=True), placeholder(samples[0])):
+        inputs = shards(make_pack(0, [0, 1], samples, (0, 0, 1)), payloads | {"a": masked}, adapter)
+        for part, before in zip(inputs, whole):
+            assert torch.equal(part.layout.index(part.member), before.layout.index(part.member))
+            first = part.layout.index(part.member) < samples[0].num_tokens
+            assert (part.labels[first] == -100).all()
+            assert torch.equal(part.labels[~first], before.labels[~first])
+            assert part.num_images == 1
+            assert sum(part.receive_counts) == int((part.token_ids[~first] == TOKEN_IDS["image"]).sum())
+        assert len(inputs[0].pixels) == 0
+        assert inputs[1].grids.tolist() == [[2, 4, 6]]
+
+
+def test_inputs_move_to_a_device(adapter: ModelAdapter) -> None:
+    samples, payloads = three_samples()
+    moved = shards(make_pack(0, [0, 1], samples), payloads, adapter)[0].to(torch.device("meta"))
+    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)] + moved.send_index
+    assert len(tensors) == 6 + 2
+    assert all(tensor.is_meta for tensor in tensors)
+
+
+def test_a_payload_that_is_not_what_was_planned_is_named(adapter: ModelAdapter) -> None:
+    sample, payload = make_sample("odd", [3, (1, 4, 8), 9])
+    check_payload(sample, payload, adapter, (True,))
+    cut = replace(payload, input_ids=payload.input_ids[:-1], labels=payload.labels[:-1])
+    text = payload.input_ids.copy()
+    text[4] = 65  # the first image token
+    wide = payload.input_ids.copy()
+    wide[0] = 264
+    broken = {
+        r"21 token ids and 21 labels; planned: 22 of each": cut,
+        r"22 token ids and 21 labels; planned: 22 of each": replace(payload, labels=payload.labels[:-1]),
+        r"token ids from \d+ to 264; the model has 0 to 263": replace(payload, input_ids=wide),
+        r"1 images of grids \(\(1, 8, 4\),\); planned: \(\(1, 4, 8\),\)": replace(payload, grids=payload.grids[:, [0, 2, 1]]),
+        r"runs of \[7\] image tokens; its images take \[8\]": replace(payload, input_ids=text),
+        r"image 0 has patches None; its grid takes \(32, 1176\)": replace(payload, pixels=[None]),
+        r"image 0 has patches \(31, 1176\); its grid takes \(32, 1176\)": replace(payload, pixels=[payload.pixels[0][:31]]),
+    }
+    for message, bad in broken.items():
+        with pytest.raises(ValueError, match=f"^sample odd: {message}$"):
+            check_payload(sample, bad, adapter, (True,))
+        with pytest.raises(ValueError, match=f"^sample odd: {message}$"):
+            collate(make_pack(0, [0], [sample]), {"odd": bad}, 0, adapter)
+    check_payload(sample, replace(payload, pixels=[None]), adapter, (False,))
+    with pytest.raises(ValueError, match=r"^sample odd: no payload for pack 0$"):
+        collate(make_pack(0, [0], [sample]), {}, 0, adapter)
