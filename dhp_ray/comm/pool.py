@@ -26,7 +26,7 @@ class GroupPool:
 
     def __init__(self, capacity: int, timeout: timedelta, accelerator: Accelerator = CPU) -> None:
         if capacity < 0:
-            raise ValueError(f"comm.pool_capacity: got {capacity}; allowed: at least 0")
+            raise ValueError(f"comm.pool_groups: got {capacity}; allowed: at least 0")
         self.capacity, self.timeout, self.accelerator = capacity, timeout, accelerator
         self.hits = self.creations = self.evictions = self.overflows = 0
         self._groups: OrderedDict[tuple[int, ...], dist.ProcessGroup] = OrderedDict()

@@ -1,0 +1,122 @@
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dhp_ray.comm.link import Link
+from tests.ranks import run_ranks
+
+
+def everyone(rank: int, pack_index: int = 0, ranks: tuple[int, ...] | None = None) -> Link:
+    return Link(ranks or tuple(range(dist.get_world_size())), rank, dist.group.WORLD, pack_index)
+
+
+def pass_right(rank: int) -> list[tuple[float, ...]]:
+    """Around the ring in the pack's order, which is not that of the ranks: 2 -> 0 -> 1 -> 2."""
+    link = everyone(rank, ranks=(2, 0, 1))
+    received = torch.empty(3)
+    link.exchange([(torch.full((3,), float(rank)), (link.index + 1) % 3)], [(received, (link.index - 1) % 3)]).wait()
+    return [tuple(received.tolist()), (link.size, link.index)]
+
+
+def test_members_are_places_in_ring_order() -> None:
+    assert run_ranks(pass_right, 3) == [[(2.0, 2.0, 2.0), (3, 1)], [(0.0, 0.0, 0.0), (3, 2)], [(1.0, 1.0, 1.0), (3, 0)]]
+
+
+def uneven(rank: int) -> list[list[float]]:
+    """Each sends `its rank` numbers to each: rank 0 has nothing to send, and nobody waits for it."""
+    link = everyone(rank)
+    others = [member for member in range(3) if member != rank]
+    received = {member: torch.zeros(member) for member in others}
+    sends = [(torch.arange(rank) + 10.0 * rank, member) for member in others]
+    link.exchange(sends, [(received[member], member) for member in others]).wait()
+    return [received[member].tolist() for member in others]
+
+
+def test_empty_tensors_are_not_sent() -> None:
+    assert run_ranks(uneven, 3) == [[[10.0], [20.0, 21.0]], [[], [20.0, 21.0]], [[], [10.0]]]
+
+
+def two_packs_at_once(rank: int) -> list[float]:
+    """Sent in one order, received in another: packs, and kinds of message within one, are kept apart."""
+    first, second = everyone(rank, 0), everyone(rank, 1)
+    if rank == 0:
+        sends = [link.exchange([(torch.tensor([value]), 1)], [], tag) for link, tag, value in ((second, 1, 3.0), (first, 0, 1.0), (second, 0, 2.0))]
+        for pending in sends:  # a send ends when the other side has posted its receive
+            pending.wait()
+        return []
+    boxes = [torch.zeros(1) for _ in range(3)]
+    for box, link, tag in zip(boxes, (first, second, second), (0, 0, 1)):
+        link.exchange([], [(box, 0)], tag).wait()
+    return [box.item() for box in boxes]
+
+
+def test_packs_and_tags_are_kept_apart() -> None:
+    assert run_ranks(two_packs_at_once, 2) == [[], [1.0, 2.0, 3.0]]
+
+
+def late_peer(rank: int) -> tuple[float, float]:
+    link, received = everyone(rank), torch.empty(1000)
+    dist.barrier()
+    time.sleep(0.5 if rank == 1 else 0.0)
+    before_s = time.perf_counter()
+    pending = link.exchange([(torch.ones(1000), 1 - rank)], [(received, 1 - rank)])
+    posting_s = time.perf_counter() - before_s
+    time.sleep(0.1)  # computing while the exchange is under way is not blocked time
+    pending.wait()
+    blocked_s = link.blocked_s
+    pending.wait()
+    assert link.blocked_s == blocked_s
+    return posting_s, blocked_s
+
+
+def test_a_late_peer_shows_as_blocked_time() -> None:
+    (posting_s, waited_s), (_, late_s) = run_ranks(late_peer, 2)
+    assert posting_s < 0.2
+    assert 0.25 < waited_s < 0.8
+    assert late_s < 0.2
+
+
+def test_a_pack_of_one_exchanges_nothing() -> None:
+    link = Link((3,), 3, None)
+    link.exchange([], []).wait()
+    assert (link.size, link.index, link.blocked_s) == (1, 0, 0.0)
+
+
+def test_a_pack_of_two_needs_a_group() -> None:
+    with pytest.raises(ValueError, match=r"ranks \(0, 1\) need a process group"):
+        Link((0, 1), 0, None)
+
+
+def silent_peer(rank: int) -> str:
+    """A peer that never answers ends the wait after the group's timeout, with torch's own error."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    link = Link((0, 1), rank, group)
+    if rank == 1:
+        time.sleep(2.0)
+        return ""
+    pending = link.exchange([], [(torch.empty(4), 1)])
+    try:
+        pending.wait()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_silent_peer_times_out() -> None:
+    assert "timed out" in run_ranks(silent_peer, 2)[0].lower()
+
+
+@pytest.mark.gpu
+def test_blocked_time_on_a_device_is_its_streams() -> None:
+    link = Link((0,), 0, None)
+    device = torch.device("cuda", 0)
+
+    class Sleep:
+        def wait(self) -> None:
+            torch.cuda._sleep(200_000_000)
+
+    link.wait([Sleep()], device)  # type: ignore[list-item]
+    assert 0.02 < link.blocked_s < 2.0

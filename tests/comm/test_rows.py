@@ -1,0 +1,108 @@
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dhp_ray.comm.device import CPU
+from dhp_ray.comm.link import Link
+from dhp_ray.comm.rows import exchange_rows
+from dhp_ray.comm.transport import open_transport
+from tests.ranks import run_ranks
+
+TIMEOUT = timedelta(seconds=20)
+WIDTH = 5
+
+
+def random_needs(num_members: int, seed: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Rows of every owner, and needs[owner][reader], the same on all ranks; some own or need nothing, some rows go to many."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [0 if owner == seed % num_members and num_members > 1 else 3 + owner for owner in range(num_members)]
+    rows = [torch.randn(count, WIDTH, generator=generator) for count in counts]
+
+    def need(count: int) -> Tensor:
+        size = int(torch.randint(0, 6, (), generator=generator)) if count else 0
+        return torch.randint(0, max(count, 1), (size,), generator=generator)
+
+    return rows, [[need(count) for _ in range(num_members)] for count in counts]
+
+
+def errors_of_exchange(rank: int, transport_name: str, recompute: bool) -> list[float]:
+    """Errors of the result and of the rows' gradient against indexing the whole matrix."""
+    world = dist.get_world_size()
+    transport = open_transport(transport_name, rank, world, CPU, 2, TIMEOUT)
+    ranks = tuple(reversed(range(world)))
+    transport.prepare([ranks])
+    errors = []
+    for seed in range(6):
+        link = transport.link(ranks, seed)
+        me = link.index
+        rows, needs = random_needs(world, seed)
+        generator = torch.Generator().manual_seed(100 + seed)
+        whole = [x.clone().requires_grad_() for x in rows]
+        results = [torch.cat([whole[owner][needs[owner][reader]] for owner in range(world)]) for reader in range(world)]
+        weights = [torch.randn(x.shape, generator=generator) for x in results]
+        sum((x * weight).sum() for x, weight in zip(results, weights)).backward()
+
+        mine = rows[me].clone().requires_grad_()
+        counts = [len(needs[owner][me]) for owner in range(world)]
+
+        def run(x: Tensor, link: Link = link, index: list[Tensor] = needs[me], counts: list[int] = counts) -> Tensor:
+            return exchange_rows(x * 2 / 2, index, counts, link) * 1
+
+        out = checkpoint(run, mine, use_reentrant=False) if recompute else run(mine)
+        (out * weights[me]).sum().backward()
+        assert out.shape == (sum(counts), WIDTH)
+        assert mine.grad is not None
+        assert whole[me].grad is not None
+        errors += [float((a - b).abs().max()) for a, b in ((out, results[me]), (mine.grad, whole[me].grad)) if a.numel()]
+    transport.close()
+    return errors
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("transport_name", ["pool", "parent"])
+def test_exchange_equals_indexing_the_whole(num_ranks: int, transport_name: str) -> None:
+    for errors in run_ranks(errors_of_exchange, num_ranks, transport_name, False):
+        assert len(errors) >= 6
+        assert max(errors) < 1e-6
+
+
+def test_exchange_recomputed_in_the_backward() -> None:
+    assert max(max(errors) for errors in run_ranks(errors_of_exchange, 3, "pool", True)) < 1e-6
+
+
+def one_owner(rank: int) -> list[float]:
+    """Rank 0 owns all rows, rank 1 needs two of them, rank 2 none: every backward runs, or rank 0 would wait for ever."""
+    rows = torch.ones(4, WIDTH, requires_grad=True) if rank == 0 else torch.zeros(0, WIDTH)
+    send_index = [torch.tensor(wanted if rank == 0 else [], dtype=torch.long) for wanted in ([3], [1, 3], [])]
+    out = exchange_rows(rows, send_index, [len([[3], [1, 3], []][rank]), 0, 0], Link((0, 1, 2), rank, dist.group.WORLD))
+    assert out.requires_grad
+    (out.sum() * (rank + 1)).backward()
+    return rows.grad[:, 0].tolist() if rows.grad is not None else []
+
+
+def test_members_without_rows_take_part_in_the_backward() -> None:
+    assert run_ranks(one_owner, 3) == [[0.0, 2.0, 0.0, 3.0], [], []]
+
+
+def frozen_rows(rank: int, dtype: torch.dtype) -> tuple[bool, list[float], torch.dtype]:
+    rows = torch.full((1, WIDTH), float(rank)).to(dtype)
+    index = [torch.zeros(1, dtype=torch.long)] * 2
+    out = exchange_rows(rows, index, [1, 1], Link((0, 1), rank, dist.group.WORLD), differentiable=False)
+    return out.requires_grad, out[:, 0].tolist(), out.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_nobody_trains_have_no_backward(dtype: torch.dtype) -> None:
+    assert run_ranks(frozen_rows, 2, dtype) == [(False, [0.0, 1.0], dtype)] * 2
+
+
+def test_wrong_counts_are_refused() -> None:
+    link, nothing = Link((0,), 0, None), torch.zeros(0, dtype=torch.long)
+    with pytest.raises(ValueError, match="2 send indices and 1 counts for 1 members"):
+        exchange_rows(torch.zeros(1, 1), [nothing, nothing], [0], link)
+    with pytest.raises(ValueError, match="member 0 keeps 0 of its own rows and expects 2"):
+        exchange_rows(torch.zeros(1, 1), [nothing], [2], link)
