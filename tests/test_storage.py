@@ -3,46 +3,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dhp_ray.storage import Folder, SpooledLog, StorageError, json_text
-
-
-@pytest.fixture(scope="module")
-def object_store() -> Iterator[str]:
-    """`s3://` options of a real S3 server of this process tree."""
-    pytest.importorskip("moto.server", reason="moto is not installed: no S3 server to test against")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_EC2_METADATA_DISABLED": "true"}
-    before = {name: os.environ.get(name) for name in keys}
-    os.environ.update(keys)
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
-                urllib.request.urlopen(request).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline, "moto's server does not answer"
-                time.sleep(0.2)
-        yield f"?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
-    finally:
-        server.kill()
-        server.wait()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @pytest.fixture(params=["local", "file://", "s3://"])

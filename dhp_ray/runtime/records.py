@@ -52,8 +52,6 @@ class RunRecords:
         if self._check_steps(self._metrics) < self._last_step:
             raise StorageError(f"{folder.uri}/metrics.jsonl: lines are missing; ledger.jsonl has committed {self._last_step} steps")
         self._skipped_ids = {(line["epoch"], line["id"]) for line in self._skipped.lines()}
-        self.config = self._read_config()
-        """The folder's config.yaml, by section; empty before the first start."""
 
     @property
     def last_step(self) -> int:
@@ -63,9 +61,21 @@ class RunRecords:
     @property
     def holds_run(self) -> bool:
         """Whether a run has been started in this folder."""
-        return self._last_step > 0 or bool(self.config)
+        return self._last_step > 0 or self.folder.exists("config.yaml")
 
-    def open_config(self, config: Config) -> None:
+    def stored_config(self) -> dict[str, Any]:
+        """The folder's config.yaml as dotted keys and values; empty before the first start."""
+        if not self.folder.exists("config.yaml"):
+            return {}
+        try:
+            tree = yaml.safe_load(self.folder.read("config.yaml"))
+        except yaml.YAMLError:
+            tree = None
+        if not isinstance(tree, dict):
+            raise StorageError(f"{self.folder.uri}/config.yaml: does not hold a configuration")
+        return _dotted(tree)
+
+    def write_config(self, config: Config) -> None:
         """Write the resolved configuration; in a folder with a run, only when the run can go on under it.
 
         Raises:
@@ -73,12 +83,11 @@ class RunRecords:
         """
         if config.run.resume == "never" and self.holds_run:
             raise ConfigError(f"run.resume: got 'never' with a run of {self.last_step} steps in {self.folder.uri}; allowed: auto, or another run.dir")
-        stored = _dotted(self.config)
+        stored = self.stored_config()
         for name, value in _dotted(asdict(config)).items():
             if name.startswith(FIXED) and stored.get(name, value) != value:
                 raise ConfigError(f"{name}: got {value!r}; the run in {self.folder.uri} has {stored[name]!r}; allowed: that value, or another run.dir")
         self.folder.write("config.yaml", dump(config).encode())
-        self.config = asdict(config)
 
     def commit(self, step: int, sample_ids: Sequence[str], metrics: Mapping[str, Any]) -> None:
         """Record that `step` has been applied: one line in metrics.jsonl, then one in ledger.jsonl.
@@ -154,17 +163,6 @@ class RunRecords:
         self.flush()
         for log in (self._events, self._skipped, self._metrics, self._ledger):
             log.close()
-
-    def _read_config(self) -> dict[str, Any]:
-        if not self.folder.exists("config.yaml"):
-            return {}
-        try:
-            tree = yaml.safe_load(self.folder.read("config.yaml"))
-        except yaml.YAMLError:
-            tree = None
-        if not isinstance(tree, dict):
-            raise StorageError(f"{self.folder.uri}/config.yaml: does not hold a configuration")
-        return tree
 
     def _check_steps(self, log: SpooledLog) -> int:
         """The last step of a log whose lines must be of steps 1, 2, 3, ..."""

@@ -198,20 +198,20 @@ def test_events_plans_and_membership(tmp_path: Path) -> None:
 
 def test_the_configuration_is_saved_and_loads_again(tmp_path: Path) -> None:
     records = open_records(tmp_path)
-    assert records.config == {}
-    records.open_config(config(seed=7, train__freeze=["vision"], train__adam_eps=1e-6))
+    assert records.stored_config() == {}
+    records.write_config(config(seed=7, train__freeze=["vision"], train__adam_eps=1e-6))
     loaded = load(["--config", str(tmp_path / "config.yaml")])
     assert (loaded.seed, loaded.train.freeze, loaded.train.adam_eps) == (7, ["vision"], 1e-6)
     again = open_records(tmp_path)
     assert again.holds_run
-    assert again.config == records.config
-    assert again.config["train"]["adam_eps"] == 1e-6
+    assert again.stored_config()["train.adam_eps"] == 1e-6
+    assert again.stored_config()["train.freeze"] == ["vision"]
 
 
 def test_other_keys_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
-    open_records(tmp_path).open_config(config())
+    open_records(tmp_path).write_config(config())
     changed = config(run__steps=100, cluster__num_workers=5, train__learning_rate=2e-4, planner__tokens_per_rank="960", comm__transport="parent")
-    open_records(tmp_path).open_config(changed)
+    open_records(tmp_path).write_config(changed)
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert stored["run"]["steps"] == 100
     assert stored["planner"]["tokens_per_rank"] == "960"
@@ -223,15 +223,15 @@ def test_other_keys_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
     ("train__freeze", "train.freeze", ["vision"])])
 def test_what_decides_the_steps_must_stay(tmp_path: Path, name: str, key: str, value: Any) -> None:
     first = config(data__sources=[Source(path="a", weight=0.3), Source(path="b")])
-    open_records(tmp_path).open_config(first)
-    open_records(tmp_path).open_config(first)  # nothing differs after a round through the file
+    open_records(tmp_path).write_config(first)
+    open_records(tmp_path).write_config(first)  # nothing differs after a round through the file
     before = (tmp_path / "config.yaml").read_text()
     changed = config(data__sources=[Source(path="a", weight=0.3), Source(path="b")])
     section, _, field = name.rpartition("__")
     old = getattr(getattr(first, section) if section else first, field)
     setattr(getattr(changed, section) if section else changed, field, value)
     with pytest.raises(ConfigError) as caught:
-        open_records(tmp_path).open_config(changed)
+        open_records(tmp_path).write_config(changed)
     message = str(caught.value)
     assert message.startswith(f"{key}: got {value!r}; the run in {tmp_path}")
     assert "\n" not in message
@@ -240,30 +240,53 @@ def test_what_decides_the_steps_must_stay(tmp_path: Path, name: str, key: str, v
 
 
 def test_a_key_that_the_old_file_lacks_is_taken_as_it_is(tmp_path: Path) -> None:
-    open_records(tmp_path).open_config(config())
+    open_records(tmp_path).write_config(config())
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
     del stored["data"]["min_pixels"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
-    open_records(tmp_path).open_config(config())
+    open_records(tmp_path).write_config(config())
 
 
 def test_resume_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:
     fresh = config(run__resume="never")
     records = open_records(tmp_path)
-    records.open_config(fresh)
+    records.write_config(fresh)
     commit(records, 1, 2)
     with pytest.raises(ConfigError, match=r"run\.resume: got 'never' with a run of 2 steps"):
-        open_records(tmp_path).open_config(fresh)
+        open_records(tmp_path).write_config(fresh)
 
 
 def test_a_damaged_configuration_is_one_line(tmp_path: Path) -> None:
     for text in ("[1, 2]", "a: [", "\x00"):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(StorageError, match=r"config\.yaml: does not hold a configuration"):
-            open_records(tmp_path)
+            open_records(tmp_path).stored_config()
 
 
 def test_a_configuration_with_sources_survives_the_file(tmp_path: Path) -> None:
     wanted = config(data__sources=[Source(path="a", weight=3), Source(path="b")])
-    open_records(tmp_path).open_config(wanted)
+    open_records(tmp_path).write_config(wanted)
     assert load(["--config", str(tmp_path / "config.yaml")]) == wanted
+
+
+def test_a_run_on_an_object_store(object_store: str, tmp_path: Path) -> None:
+    """The same files; what was not uploaded before a crash is gone, from both logs alike."""
+    folder = Folder(f"s3://bucket/{tmp_path.name}/run{object_store}")
+    records = RunRecords(folder)
+    records.write_config(config())
+    records.skip("x", "unreadable", 1)
+    commit(records, 1, 5)
+    records.flush()
+    commit(records, 6, 7)  # never uploaded
+    again = RunRecords(folder)
+    assert again.last_step == 5
+    assert again.holds_run
+    again.truncate(4)
+    third = RunRecords(folder)
+    assert third.last_step == 4
+    assert not third.skip("x", "unreadable", 5)
+    commit(third, 5, 6)
+    third.close()
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        assert [json.loads(line)["step"] for line in folder.read(name).decode().splitlines()] == [1, 2, 3, 4, 5, 6]
+    assert folder.names() == ["config.yaml", "ledger.jsonl", "metrics.jsonl", "skipped.jsonl"]
