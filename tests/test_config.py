@@ -82,6 +82,10 @@ def test_a_folder_on_the_command_line_replaces_the_preset_of_a_file(bare: list[s
     assert "exactly one of the two" in refused([*bare, "model.preset="])
 
 
+def test_evaluation_is_not_there_yet(bare: list[str]) -> None:
+    assert "not there yet" in refused([*bare, "eval.every_steps=5", "eval.path=held_out.json"])
+
+
 def test_sources(bare: list[str]) -> None:
     config = load([*bare, "data.sources=[{path: a, weight: 3}, {path: b}]"])
     assert config.data.sources == [Source(path="a", weight=3.0), Source(path="b", weight=1.0)]
@@ -143,6 +147,9 @@ def test_sources(bare: list[str]) -> None:
     ("train.freeze=[vision, language]", "train.freeze", "nothing is left to train"),
     ("train.freeze=[vision", "train.freeze", "is not a YAML value"),
     ("eval.every_steps=5", "eval.every_steps", "got 5 with eval.path=''; allowed: both or neither"),
+    ("data.format=webdataset", "data.format", "got 'webdataset', which is not there yet; allowed: llava, parquet, synthetic"),
+    ("planner.sync=micro_batch", "planner.sync", "got 'micro_batch', which is not there yet; allowed: step"),
+    ("cluster.max_workers=3", "cluster.max_workers", "got 3, which is not there yet; allowed: 0"),
     ("model=huge", "model", "got 'huge'; allowed: "),
     ("model=../train", "model", "got '../train'; allowed: "),
     ("--steps", "--steps", "not understood; allowed: --config FILE, --help and key=value"),
