@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import ray
 
+from dhp_ray.config import Config
+from dhp_ray.data.errors import DataError
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan
@@ -26,22 +28,33 @@ class Dispatched:
 class Dispatcher:
     """Plans batch after batch for one membership of the group."""
 
-    def __init__(self, stream: Stream, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, planner: str, sync: str, global_samples: int, epochs: int) -> None:
-        self.stream, self.group, self.cluster, self.cost = stream, group, cluster, cost
-        self.planner, self.sync, self.global_samples, self.epochs = planner, sync, global_samples, epochs
+    def __init__(self, stream: Stream, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config) -> None:
+        self.stream, self.group, self.cluster, self.cost, self.config = stream, group, cluster, cost, config
 
     def dispatch(self, step: int) -> Dispatched | None:
         """Plan the next batch and send it out; None when the last epoch is over."""
-        batch = self.stream.next_batch(self.global_samples)
-        while batch is None and self.stream.epoch + 1 < self.epochs:
-            self.stream.start_epoch(self.stream.epoch + 1)
-            batch = self.stream.next_batch(self.global_samples)
+        batch = self._next_batch()
         if batch is None:
             return None
-        plan = plan_batch(batch.samples, self.cluster, self.cost, planner=self.planner, sync=self.sync)
+        planner = self.config.planner
+        plan = plan_batch(batch.samples, self.cluster, self.cost, planner=planner.name, sync=planner.sync)
         rank_plans = [plan.rank_plan(step, rank) for rank in range(self.cluster.num_ranks)]
-        prefetches = [worker.prefetch.remote(rank_plan, blocks_of(rank_plan, batch)) for worker, rank_plan in zip(self.group.workers, rank_plans)]
+        prefetches: list[ray.ObjectRef] = [
+            worker.prefetch.remote(rank_plan, blocks_of(rank_plan, batch)) for worker, rank_plan in zip(self.group.workers, rank_plans)]
         return Dispatched(step, batch, plan, prefetches)
+
+    def _next_batch(self) -> Batch | None:
+        """The next batch of this epoch or the one after; None after `run.epochs`, unless `run.steps` says how far to go."""
+        run, batch = self.config.run, self.stream.next_batch(self.config.batch.global_samples)
+        while batch is None:
+            if not run.steps and self.stream.epoch + 1 >= run.epochs:
+                return None
+            self.stream.start_epoch(self.stream.epoch + 1)
+            batch = self.stream.next_batch(self.config.batch.global_samples)
+            if batch is None:
+                raise DataError(f"batch.global_samples: got {self.config.batch.global_samples}; no epoch has so many usable samples, and "
+                                "batch.drop_last=true leaves a smaller batch out")
+        return batch
 
     def failures(self, dispatched: Dispatched) -> dict[str, str]:
         """Samples that no longer can be used, with reasons: known on all ranks before the step starts."""

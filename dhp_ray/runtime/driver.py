@@ -16,14 +16,13 @@ import ray
 from ray.actor import ActorHandle
 
 from dhp_ray.config import Config, ConfigError
-from dhp_ray.data.formats import DataError
+from dhp_ray.data.errors import DataError
 from dhp_ray.planner.plan import PlanError, StepResult
-from dhp_ray.runtime.checkpoints import Checkpoints, Manifest
+from dhp_ray.runtime.checkpoints import Manifest
 from dhp_ray.runtime.dispatch import Dispatched
 from dhp_ray.runtime.group import WorkerGroup
 from dhp_ray.runtime.measures import TimeScale, step_extra, step_metrics
 from dhp_ray.runtime.messages import Finished, Message, Notice, RunError, StepDone
-from dhp_ray.runtime.records import RunRecords
 from dhp_ray.runtime.start import Session, open_session
 from dhp_ray.storage import Folder, StorageError
 
@@ -39,7 +38,6 @@ class Running:
     data_wait_s: float
 
 
-@ray.remote
 class Driver:
     """Owns the schedule, the data stream and the ledger of one run."""
 

@@ -38,18 +38,18 @@ class WorkerGroup:
         nodes = [member["node_id"] for member in self.members]
         return max(nodes.count(node) for node in nodes)
 
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory that every rank has at least. The ranks of a node share its memory on the CPU."""
+        return min(member["memory_bytes"] // (self.ranks_per_node if member["device"] == "cpu" else 1) for member in self.members)
+
     def membership(self) -> list[dict[str, Any]]:
         """The ranks of this generation, as cluster.json lists them."""
         return [{"rank": rank, **{name: member[name] for name in ("pid", "node_id", "device")}} for rank, member in enumerate(self.members)]
 
     def join(self, generation: int, store: tuple[str, int], checkpoint: str) -> list[int]:
         """All workers enter a generation; the state version of each."""
-        sharing = [sum(other["node_id"] == member["node_id"] for other in self.members) for member in self.members]
-        calls = []
-        for rank, worker in enumerate(self.workers):
-            member = self.members[rank]
-            memory_bytes = member["memory_bytes"] // (sharing[rank] if member["device"] == "cpu" else 1)
-            calls.append(worker.join.remote(Membership(rank, len(self.workers), generation, *store), memory_bytes, checkpoint))
+        calls = [worker.join.remote(Membership(rank, len(self.workers), generation, *store), checkpoint) for rank, worker in enumerate(self.workers)]
         return self.collect(calls)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:

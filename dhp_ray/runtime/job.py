@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dhp_ray.comm.device import Accelerator, choose
+from dhp_ray.comm.device import ACCELERATORS, Accelerator
 from dhp_ray.config import Config
 from dhp_ray.runtime.console import Console
 from dhp_ray.runtime.messages import Finished, Message, RunError
@@ -60,10 +60,10 @@ def _run(config: Config, console: Console) -> int:
 
     accelerator = resolve_device(config)
     room = reserve(config, accelerator)
-    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    address = (ray.util.get_node_ip_address(), store.port)
+    host = ray.util.get_node_ip_address()
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     workers = start_workers(config, accelerator, room)
-    driver = start_driver(config, workers, address)
+    driver: Any = start_driver(config, workers, (host, store.port))
     last: Message | None = None
     try:
         for reference in driver.run.remote():
@@ -89,9 +89,8 @@ def resolve_device(config: Config) -> Accelerator:
     name = config.cluster.device
     if name == "auto":
         name = "npu" if resources.get("NPU") else "cuda" if resources.get("GPU") else "cpu"
-    accelerator = choose(name, local=False)
-    config.cluster.device = accelerator.name
-    return accelerator
+    config.cluster.device = name
+    return ACCELERATORS[name]
 
 
 def reserve(config: Config, accelerator: Accelerator) -> PlacementGroup:
@@ -110,23 +109,25 @@ def reserve(config: Config, accelerator: Accelerator) -> PlacementGroup:
 
 
 def start_workers(config: Config, accelerator: Accelerator, room: PlacementGroup) -> list[ActorHandle]:
-    from dhp_ray.runtime.worker import Worker
+    from dhp_ray.runtime.worker import CONCURRENCY_GROUPS, Worker
 
+    actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)  # type: ignore[call-overload]
     options: dict[str, Any] = {"num_cpus": config.cluster.cpus_per_worker}
     if accelerator.resource == "GPU":
         options["num_gpus"] = 1
     elif accelerator.resource:
         options["resources"] = {accelerator.resource: 1}
     return [
-        Worker.options(scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=place), **options).remote(config)
+        actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=place), **options).remote(config)
         for place in range(config.cluster.num_workers)
     ]
 
 
-def start_driver(config: Config, workers: list[ActorHandle], store: tuple[str, int]) -> ActorHandle:
+def start_driver(config: Config, workers: list[ActorHandle], store: tuple[str, int]) -> Any:
     from dhp_ray.runtime.driver import Driver
 
-    return Driver.options(num_cpus=0, resources={"node:__internal_head__": 0.001}).remote(config, workers, store)
+    actor: Any = ray.remote(Driver)
+    return actor.options(num_cpus=0, resources={"node:__internal_head__": 0.001}).remote(config, workers, store)
 
 
 def _first_line(error: BaseException) -> str:

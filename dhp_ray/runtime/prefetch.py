@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import ray
 
+from dhp_ray.config import Config
 from dhp_ray.data.images import decode
-from dhp_ray.data.processor import Processor
+from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.stream import read_rows
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
@@ -23,6 +24,10 @@ class BlockRows:
 
     reference: list[ray.ObjectRef] = field(repr=False)
     rows: list[int]
+
+
+def processor_spec(config: Config) -> ProcessorSpec:
+    return ProcessorSpec(config.model.preset, config.model.path, config.data.min_pixels, config.data.max_pixels)
 
 
 def load_payloads(plan: RankPlan, blocks: Sequence[BlockRows], processor: Processor, adapter: ModelAdapter) -> tuple[dict[str, Payload], dict[str, str]]:

@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.config import Config
-from dhp_ray.data.tokenizer import preset_token_ids
+from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.build import build_model
 from dhp_ray.storage import Folder
 from dhp_ray.train.checkpoint import Checkpointer
-from dhp_ray.train.engine import FlatEngine, OptimizerSettings, resident_bytes
+from dhp_ray.train.engine import FlatEngine, OptimizerSettings
 from dhp_ray.train.schedule import learning_rate_factor
 from dhp_ray.train.step import RankStep
 
@@ -36,14 +35,19 @@ class Membership:
     store_port: int
 
 
+def token_ids(config: Config) -> dict[str, int] | None:
+    """The special token ids that a preset is built over; a model folder has its own."""
+    return special_token_ids(byte_tokenizer()) if config.model.preset else None
+
+
 class Rank:
     """One member of the group.
 
     Raises:
-        ValueError: one line, when the model cannot be had or its resident state does not fit the device.
+        ValueError: one line, when the model cannot be had.
     """
 
-    def __init__(self, config: Config, membership: Membership, accelerator: Accelerator, memory_bytes: int) -> None:
+    def __init__(self, config: Config, membership: Membership, accelerator: Accelerator) -> None:
         self.config, self.membership = config, membership
         self.device = accelerator.torch_device()
         timeout = timedelta(seconds=config.comm.timeout_s)
@@ -54,12 +58,11 @@ class Rank:
             **({"device_id": self.device} if accelerator.name == "cuda" else {}))  # type: ignore[arg-type]
         world = dist.group.WORLD if membership.world_size > 1 else None
         self.save_group = dist.new_group(list(range(membership.world_size)), backend="gloo", timeout=timeout)
-        self.adapter = build_model(config.model.preset, config.model.path, preset_token_ids() if config.model.preset else None, config.seed)
+        self.adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
         self.adapter.freeze(config.train.freeze)
         if config.train.activation_checkpointing:
             self.adapter.set_activation_checkpointing()
-        self._check_memory(memory_bytes)
-        self.adapter.module.to(self.device)
+        self.adapter.module.to(self.device)  # type: ignore[arg-type]
         self.engine = FlatEngine(self.adapter.module, self._optimizer_settings(), world, membership.world_size, membership.rank,
                                  config.train.precision, int(config.train.bucket_mb * 2**20))
         transport = open_transport(config.comm.transport, membership.rank, membership.world_size, accelerator, config.comm.pool_groups, timeout)
@@ -90,10 +93,3 @@ class Rank:
             learning_rate_of=lambda name: vision if self.adapter.is_vision(name) else train.learning_rate,
             decays=self.adapter.decays, weight_decay=train.weight_decay, betas=(train.adam_beta1, train.adam_beta2),
             eps=train.adam_eps, clip_norm=train.clip_norm)
-
-    def _check_memory(self, memory_bytes: int) -> None:
-        parameters = sum(p.numel() for p in self.adapter.module.parameters())
-        needed = resident_bytes(parameters, self.membership.world_size, self.config.train.precision)
-        if needed > memory_bytes:
-            raise ValueError(f"model of {parameters / 1e9:.2f} B parameters: planner.sync=step keeps {needed / 2**30:.1f} GiB on each rank, "
-                             f"a rank has {memory_bytes / 2**30:.1f} GiB; use more or larger devices, or a smaller model")

@@ -18,6 +18,9 @@ from dhp_ray.runtime.records import RunRecords
 from dhp_ray.runtime.tensorboard import ScalarLog
 from dhp_ray.storage import Folder
 
+MEMORY_SHARE = 0.9
+"""Share of a device's memory that is planned with; the rest is the allocator's and the communicators'."""
+
 
 @dataclass
 class Session:
@@ -55,6 +58,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
         group.describe(config.cluster.device, probe)
     finally:
         folder.delete(probe)
+    check_memory(group)
     config.planner.tokens_per_rank = str(tokens_per_rank(config, records, cost, group))
     records.write_config(config)
     checkpoints.discard_after(newest.step if newest else 0)
@@ -69,8 +73,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
         stream.restore(newest.cursor)
     steps = config.run.steps
     total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
-    epochs = 2**31 if steps else config.run.epochs
-    dispatcher = Dispatcher(stream, group, cluster, cost, planner_name, config.planner.sync, config.batch.global_samples, epochs)
+    dispatcher = Dispatcher(stream, group, cluster, cost, config)
     first_step = newest.step + 1 if newest else 1
     scalars = ScalarLog(folder.child("tensorboard"), first_step)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
@@ -86,12 +89,20 @@ def tokens_per_rank(config: Config, records: RunRecords, cost: CostModel, group:
     stored = records.stored_config().get("planner.tokens_per_rank", "auto")
     if stored != "auto":
         return int(stored)
-    sharing = group.ranks_per_node if config.cluster.device == "cpu" else 1
-    memory_bytes = min(member["memory_bytes"] for member in group.members) / sharing
-    tokens = int(cost.tokens_that_fit(memory_bytes))
-    if tokens < 1:
-        raise RunError(f"planner.tokens_per_rank: auto finds no room for a token in {memory_bytes / 2**30:.1f} GiB a rank; give a number")
-    return tokens
+    resident_bytes = max(member["resident_bytes"] for member in group.members)
+    free_bytes = MEMORY_SHARE * group.memory_bytes - resident_bytes
+    if not cost.memory_bytes_per_token:
+        raise RunError("planner.tokens_per_rank: got auto, and the cost file has no memory_bytes_per_token; allowed: a number")
+    return int(free_bytes / cost.memory_bytes_per_token)
+
+
+def check_memory(group: WorkerGroup) -> None:
+    """Refuse a model whose resident state leaves no room on a rank."""
+    for rank, member in enumerate(group.members):
+        if member["resident_bytes"] > MEMORY_SHARE * group.memory_bytes:
+            raise RunError(
+                f"model of {member['num_parameters'] / 1e9:.2f} B parameters: planner.sync=step keeps {member['resident_bytes'] / 2**30:.1f} GiB on each rank, "
+                f"rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; use more or larger devices, or a smaller model")
 
 
 def _opening(config: Config, group: WorkerGroup, stream: Stream, resumed_step: int) -> tuple[str, ...]:

@@ -10,18 +10,22 @@ from time import perf_counter
 from typing import Any
 
 import ray
+import torch
 
 from dhp_ray.comm.device import choose
 from dhp_ray.config import Config
-from dhp_ray.data.processor import load_processor
+from dhp_ray.model.build import num_parameters
 from dhp_ray.planner.plan import RankPlan, StepResult
-from dhp_ray.runtime.prefetch import BlockRows, load_payloads
-from dhp_ray.runtime.rank import Membership, Rank
+from dhp_ray.runtime.prefetch import BlockRows, load_payloads, processor_spec
+from dhp_ray.runtime.rank import Membership, Rank, token_ids
 from dhp_ray.storage import Folder
 from dhp_ray.train.collate import Payload
+from dhp_ray.train.engine import resident_bytes
+
+CONCURRENCY_GROUPS = {"prefetch": 1}
+"""Threads beside the one that trains."""
 
 
-@ray.remote(concurrency_groups={"prefetch": 1, "control": 1})
 class Worker:
     """A long-lived member of the worker group, one a rank."""
 
@@ -36,12 +40,16 @@ class Worker:
         self.accelerator.activate()
         Folder(self.config.run.dir).read(probe)
         context = ray.get_runtime_context()
-        return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name, "memory_bytes": self.accelerator.memory_bytes()}
+        parameters = num_parameters(self.config.model.preset, self.config.model.path, token_ids(self.config))
+        return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name, "memory_bytes": self.accelerator.memory_bytes(),
+                "num_parameters": parameters,
+                "resident_bytes": resident_bytes(parameters, self.config.cluster.num_workers, self.config.train.precision)}
 
-    def join(self, membership: Membership, memory_bytes: int, checkpoint: str) -> int:
+    def join(self, membership: Membership, checkpoint: str) -> int:
         """Enter a generation, with the state of a checkpoint when one is named; returns the state version."""
-        self.processor = load_processor(self.config.model.preset, self.config.model.path, self.config.data.min_pixels, self.config.data.max_pixels)
-        self.rank = Rank(self.config, membership, self.accelerator, memory_bytes)
+        torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # counts for this thread, which also runs the steps
+        self.processor = processor_spec(self.config).load()
+        self.rank = Rank(self.config, membership, self.accelerator)
         if checkpoint:
             self.rank.checkpointer.load(checkpoint)
         return self.rank.engine.state_version
