@@ -1,0 +1,252 @@
+import json
+import shutil
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from dhp_ray.storage import Folder
+from dhp_ray.train.checkpoint import Checkpointer, compare_shapes, needed_files
+from dhp_ray.train.optimizer import ShardState
+from tests.train.networks import Network, make_engine, run_tensors, train_step, whole
+
+KINDS = ("value", "exp_avg", "exp_avg_sq")
+NAME = "checkpoints/step_000003"
+
+
+class LateCheckpointer(Checkpointer):
+    """Begins to write only when it may: by then training has gone on."""
+
+    def _write(self, step, state):
+        self.may_write.wait()
+        super()._write(step, state)
+
+
+class FarFolder(Folder):
+    """A folder that cannot be read in place, as on an object store."""
+
+    def local_path(self):
+        return None
+
+
+def make_checkpointer(engine, rank, world_size, run_dir, kind=Checkpointer, folder_kind=Folder):
+    group = dist.new_group(list(range(world_size)), backend="gloo")
+    scratch = Path(run_dir) / f"scratch_{world_size}_{rank}"
+    return kind(engine, rank, world_size, group, scratch, folder_kind(f"{run_dir}/run"))
+
+
+def state_of(engine):
+    return {kind: whole(engine, kind) for kind in KINDS}
+
+
+def save_while_training(rank, world_size, run_dir):
+    network = Network()
+    engine = make_engine(network, rank, world_size, 400)
+    checkpointer = make_checkpointer(engine, rank, world_size, run_dir, LateCheckpointer)
+    checkpointer.may_write = Event()
+    for step in range(3):
+        train_step(engine, network, step, rank, world_size)
+    saved = state_of(engine)
+    checkpointer.begin(3)
+    for step in range(3, 5):
+        train_step(engine, network, step, rank, world_size)
+    early = checkpointer.poll()
+    checkpointer.may_write.set()
+    train_step(engine, network, 5, rank, world_size)  # its collectives run beside the save's
+    checkpointer.finish()
+    return saved, early, checkpointer.poll(), checkpointer.poll(), state_of(engine), engine.state_version, list(checkpointer.scratch.glob("*"))
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    """A run folder with a checkpoint of step 3 by four ranks, and what they told."""
+    run_dir = tmp_path_factory.mktemp("saved")
+    return run_dir, run_tensors(save_while_training, 4, 4, str(run_dir))
+
+
+def test_a_save_holds_the_values_of_its_beginning_while_training_goes_on(saved_run):
+    run_dir, results = saved_run
+    for _, early, polled, again, _, version, left_over in results:
+        assert early == ([], "")
+        assert polled == ([3], "")
+        assert again == ([], "")
+        assert version == 6
+        assert left_over == []
+    saved, final = results[0][0], results[0][4]
+    assert not torch.equal(saved["value"]["out.weight"], final["value"]["out.weight"])
+    names = sorted(path.name for path in (run_dir / "run" / NAME).iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp", "parameters.json"]
+    description = json.loads((run_dir / "run" / NAME / "parameters.json").read_text())
+    assert description["state_version"] == 3
+    assert description["shapes"]["scale"] == []
+
+
+def load_checkpoint(rank, world_size, run_dir, bucket_bytes, folder_kind=Folder, precision="fp32"):
+    network = Network()
+    engine = make_engine(network, rank, world_size, bucket_bytes, precision)
+    checkpointer = make_checkpointer(engine, rank, world_size, run_dir, folder_kind=folder_kind)
+    checkpointer.load(NAME)
+    state, version, full = state_of(engine), engine.state_version, engine.full_parameters()
+    resident = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    for step in range(3, 6):
+        train_step(engine, network, step, rank, world_size)
+    return state, version, full, resident, state_of(engine)
+
+
+@pytest.mark.parametrize(("world_size", "bucket_bytes"), [(4, 400), (3, 4), (2, 10**6), (1, 100), (5, 1000)])
+def test_a_save_of_four_ranks_loads_bit_exact_on_others_with_other_buckets(saved_run, world_size, bucket_bytes):
+    run_dir, saved = saved_run
+    results = run_tensors(load_checkpoint, world_size, world_size, str(run_dir), bucket_bytes)
+    for state, version, _, resident, _ in results:
+        assert version == 3
+        for kind in KINDS:
+            assert state[kind].keys() == saved[0][0][kind].keys()
+            assert all(torch.equal(state[kind][name], saved[0][0][kind][name]) for name in state[kind]), kind
+        assert all(torch.equal(resident[name].flatten(), state["value"][name]) for name in resident)
+    assert all(torch.equal(tensor.flatten(), results[0][0]["value"][name]) for name, tensor in results[0][2].items())
+    if (world_size, bucket_bytes) == (4, 400):  # the same sums in the same order
+        for kind in KINDS:
+            assert all(torch.equal(results[0][4][kind][name], saved[0][4][kind][name]) for name in saved[0][4][kind]), "goes on as if never stopped"
+
+
+def test_bf16_goes_on_from_the_fp32_state(saved_run):
+    run_dir, saved = saved_run
+    for state, version, _, resident, _ in run_tensors(load_checkpoint, 2, 2, str(run_dir), 400, Folder, "bf16"):
+        assert version == 3
+        assert all(torch.equal(state["value"][name], saved[0][0]["value"][name]) for name in resident)
+        assert all(torch.equal(resident[name].flatten(), state["value"][name].bfloat16()) for name in resident)
+
+
+def test_from_an_object_store_each_rank_fetches_the_files_that_it_needs(saved_run):
+    run_dir, saved = saved_run
+    for state, version, *_ in run_tensors(load_checkpoint, 3, 3, str(run_dir), 1000, FarFolder):
+        assert version == 3
+        assert all(torch.equal(state[kind][name], saved[0][0][kind][name]) for kind in KINDS for name in state[kind])
+    assert not list(run_dir.glob("scratch_3_*/load"))
+
+
+def own_files(rank, world_size, run_dir):
+    checkpointer = make_checkpointer(make_engine(Network(), rank, world_size, 400), rank, world_size, run_dir)
+    metadata = dcp.FileSystemReader(f"{run_dir}/run/{NAME}").read_metadata()
+    return needed_files(metadata, checkpointer._entries(ShardState.zeros(checkpointer.engine.layout.shard_size, torch.device("cpu"))))
+
+
+def test_equal_ranks_need_their_own_file_alone(saved_run):
+    assert run_tensors(own_files, 4, 4, str(saved_run[0])) == [{f"__{rank}_0.distcp"} for rank in range(4)]
+
+
+def fail_then_save(rank, world_size, run_dir, blocked):
+    network = Network()
+    engine = make_engine(network, rank, world_size)
+    checkpointer = make_checkpointer(engine, rank, world_size, run_dir)
+    obstacle = checkpointer.scratch if blocked == "scratch" else Path(run_dir) / "run" / "checkpoints"
+    if rank == 1:
+        obstacle.parent.mkdir(parents=True, exist_ok=True)
+        obstacle.write_text("a file where a folder should be")
+    dist.barrier()
+    train_step(engine, network, 0, rank, world_size)
+    checkpointer.begin(1)
+    train_step(engine, network, 1, rank, world_size)
+    checkpointer.finish()
+    first = checkpointer.poll()
+    dist.barrier()
+    if rank == 1:
+        obstacle.unlink()
+    dist.barrier()
+    train_step(engine, network, 2, rank, world_size)
+    saved = state_of(engine)
+    checkpointer.begin(3)
+    checkpointer.finish()
+    second = checkpointer.poll()
+    train_step(engine, network, 3, rank, world_size)
+    dist.barrier()
+    checkpointer.load(NAME)
+    loaded = state_of(engine)
+    same = all(torch.equal(saved[kind][name], loaded[kind][name]) for kind in KINDS for name in saved[kind])
+    return first, second, same, engine.state_version
+
+
+def test_a_node_that_cannot_write_is_told_and_the_next_save_works(tmp_path):
+    results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "scratch")
+    (saved, error), *_ = results[1]
+    assert saved == []
+    assert error.startswith("step 1: ")
+    assert "scratch_3_1" in error
+    assert "\n" not in error
+    assert [results[rank][0] for rank in (0, 2)] == [([], "")] * 2, "the others have not failed, and have saved nothing"
+    assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
+
+
+def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp_path):
+    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "run")
+    for (saved, error), *_ in results:
+        assert saved == []
+        assert error.startswith("step 1: StorageError: ")
+        assert f"{tmp_path}/run/checkpoints/step_000001/" in error
+        assert "\n" not in error
+    assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
+
+
+def load_another(rank, world_size, run_dir, change):
+    network = Network(tied=change != "untied", width=8 if change == "width" else 6)
+    if change == "frozen":
+        network.visual.requires_grad_(False)
+    engine = make_engine(network, rank, world_size)
+    checkpointer = make_checkpointer(engine, rank, world_size, run_dir)
+    before = state_of(engine)
+    try:
+        checkpointer.load(NAME)
+    except ValueError as error:
+        after = state_of(engine)
+        return str(error), all(torch.equal(before[kind][name], after[kind][name]) for kind in KINDS for name in before[kind])
+    return "no error", False
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ("width", "trained parameter embed.weight has shape (31, 8) in the model and (31, 6) in the checkpoint"),
+    ("untied", "trained parameter head.weight has shape (31, 6) in the model and none in the checkpoint"),
+    ("frozen", "trained parameter visual.weight has shape none in the model and (6, 3) in the checkpoint"),
+])
+def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved_run, change, message):
+    for text, unchanged in run_tensors(load_another, 2, 2, str(saved_run[0]), change):
+        assert text == f"{NAME}: of another model: {message}"
+        assert unchanged
+
+
+def test_a_damaged_file_is_told_on_every_rank_and_changes_nothing(saved_run, tmp_path):
+    shutil.copytree(saved_run[0] / "run", tmp_path / "run")
+    (tmp_path / "run" / NAME / "__2_0.distcp").write_bytes(b"cut short")
+    for text, unchanged in run_tensors(load_another, 2, 2, str(tmp_path), "none"):
+        assert text.startswith(f"{NAME}: cannot be read: rank 0: ")
+        assert "\n" not in text
+        assert unchanged
+
+
+def test_a_missing_checkpoint_names_its_file(tmp_path):
+    engine = make_engine(Network(), 0, 1)
+    with pytest.raises(OSError, match=f"{NAME}/parameters.json"):
+        Checkpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(str(tmp_path))).load(NAME)
+
+
+def test_one_rank_needs_no_process_group(tmp_path):
+    network = Network()
+    engine = make_engine(network, 0, 1)
+    train_step(engine, network, 0, 0, 1)
+    checkpointer = Checkpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(str(tmp_path / "run")))
+    checkpointer.begin(1)
+    checkpointer.begin(2)  # waits for the first
+    checkpointer.close()
+    assert checkpointer.poll() == ([1, 2], "")
+    fresh = make_engine(Network(), 0, 1, 10**6)
+    Checkpointer(fresh, 0, 1, None, tmp_path / "scratch", Folder(str(tmp_path / "run"))).load("checkpoints/step_000002")
+    assert fresh.state_version == 1
+    assert all(torch.equal(whole(fresh, kind)[name], whole(engine, kind)[name]) for kind in KINDS for name in engine.shapes)
+
+
+def test_shapes_are_compared_in_the_order_of_the_model():
+    compare_shapes("c", {"a": (1,), "b": (2,)}, {"b": (2,), "a": (1,)})
+    with pytest.raises(ValueError, match=r"parameter b has shape \(3,\) in the model and \(2,\) in the checkpoint"):
+        compare_shapes("c", {"a": (1,), "b": (2,), "extra": ()}, {"b": (3,), "a": (9,)})
