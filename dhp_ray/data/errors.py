@@ -1,0 +1,16 @@
+"""What can be wrong with data: the whole set, or one row of it."""
+
+from __future__ import annotations
+
+
+class DataError(ValueError):
+    """Data that a run cannot use at all; the message is one line: which file or key, what is wrong, what is allowed."""
+
+
+class RowError(ValueError):
+    """One row that cannot be used; the message is one line and becomes the reason in skipped.jsonl."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the error's name when it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,65 @@
+"""Images: their size from the header, and their patches as the model's own image processor makes them."""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
+
+from dhp_ray.data.errors import RowError, first_line
+
+if TYPE_CHECKING:
+    from dhp_ray.data.processor import Processor
+
+# Raster formats only: Pillow also opens documents, whose pixels an outside program would have to draw.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """(width, height) in pixels of an encoded image, upright as its EXIF orientation says. Reads headers, decodes no pixel.
+
+    Raises:
+        RowError: the header cannot be read.
+    """
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            # PngImageFile.getexif decodes the pixels to reach chunks that follow them: only if there are any.
+            exif = image.getexif() if _has_late_metadata(data) else Image.Image.getexif(image)
+            turned = exif.get(ExifTags.Base.Orientation) in _TURNED
+    except Exception as error:  # image readers raise errors of many kinds on foreign bytes; each makes this row a bad one
+        reason = "not an image of a known format" if isinstance(error, Image.UnidentifiedImageError) else first_line(error)
+        raise RowError(f"header cannot be read: {reason}; allowed: {', '.join(FORMATS)}") from None
+    return (height, width) if turned else (width, height)
+
+
+def decode(data: bytes, processor: Processor) -> np.ndarray:
+    """Patches of an encoded image, float32 of shape (P, patch_dim), in the order of the model's own image processor.
+
+    The picture is turned upright and made RGB first, as `transformers.image_utils.load_image` does.
+
+    Raises:
+        Exception: whatever Pillow raises on bytes that do not decode.
+    """
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    values = processor.image_processor(images=[upright], return_tensors="np")["pixel_values"]
+    return np.asarray(values, dtype=np.float32)
+
+
+def _has_late_metadata(data: bytes) -> bool:
+    """Whether a PNG has chunks that may hold an orientation behind its pixels."""
+    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return False
+    position, in_pixels = 8, False
+    while position + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, position)
+        in_pixels = in_pixels or kind == b"IDAT"
+        if in_pixels and kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+            return True
+        position += length + 12
+    return False

@@ -1,0 +1,256 @@
+"""Conversations to token ids, labels and grids, by the model's own tokenizer, chat template and image processor.
+
+Only headers of images are needed here: every image's tokens follow from its size. Nothing here imports torch
+until `Processor.image_processor` is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dhp_ray.data.conversation import IMAGE_MARK, Turn, turns_of
+from dhp_ray.data.errors import DataError, RowError, first_line
+from dhp_ray.data.tokenizer import CHAT_TEMPLATE, STRUCTURE_TOKENS, byte_tokenizer, special_token_ids
+from dhp_ray.planner.plan import Grid
+
+IGNORE = -100
+MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A sequence as the model sees it: ids and labels int32 of length L (labels unshifted, -100 masked), grids of its images."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    grids: tuple[Grid, ...]
+    vision_tokens: int
+
+    @property
+    def text_tokens(self) -> int:
+        return len(self.input_ids) - self.vision_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorSpec:
+    """What a processor is loaded from; small, so that it travels to actors in place of the processor."""
+
+    preset: str = ""
+    path: str = ""
+    min_pixels: int = 3136
+    max_pixels: int = 1003520
+
+    def load(self) -> Processor:
+        return load_processor(self.preset, self.path, self.min_pixels, self.max_pixels)
+
+
+@dataclass
+class Processor:
+    """A tokenizer with its chat template, and the sizes by which the image processor cuts patches."""
+
+    tokenizer: Any
+    chat_template: str
+    image_settings: dict[str, Any] = field(repr=False)
+    min_pixels: int
+    max_pixels: int
+
+    def __post_init__(self) -> None:
+        self.patch_size = int(self.image_settings.get("patch_size", 14))
+        self.temporal_patch_size = int(self.image_settings.get("temporal_patch_size", 2))
+        self.merge_size = int(self.image_settings.get("merge_size", 2))
+        self.token_ids = special_token_ids(self.tokenizer)
+        present = set(self.tokenizer.get_vocab())
+        named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token)
+        self._reserved = tuple(token for token in dict.fromkeys((*STRUCTURE_TOKENS, *named)) if token and token in present)
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one patch: 3 colours x frames x height x width."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @cached_property
+    def image_processor(self) -> Any:
+        """The image processor of the Qwen2-VL family, on Pillow (imports torch)."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        settings = {name: value for name, value in self.image_settings.items() if name not in ("size", "min_pixels", "max_pixels")}
+        return Qwen2VLImageProcessorPil(**settings, size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels})
+
+    def grid_of(self, width: int, height: int) -> Grid:
+        """Patches (time, height, width) of an image of this many pixels.
+
+        Raises:
+            RowError: the image is more than 200 times as long as it is wide.
+        """
+        rows, columns = smart_resize(height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels)
+        return (1, rows // self.patch_size, columns // self.patch_size)
+
+    def encode(self, conversation: Sequence[Mapping[str, Any]], image_sizes: Sequence[tuple[int, int]]) -> Encoded:
+        """Ids, labels and grids of a LLaVA conversation (turns with from and value) whose `<image>` marks stand for images of these (width, height).
+
+        Labels are the ids of the assistant's turns with their end token, and -100 elsewhere.
+
+        Raises:
+            RowError: roles, marks or texts that cannot be encoded.
+        """
+        turns = turns_of(conversation, len(image_sizes), self._reserved)
+        grids = tuple(self.grid_of(width, height) for width, height in image_sizes)
+        counts = [time * height * width // self.merge_size**2 for time, height, width in grids]
+        text, spans = self._render(turns)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
+        ids = np.asarray(encoding["input_ids"], np.int32)
+        starts, stops = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2).T
+        labels = np.full_like(ids, IGNORE)
+        for start, stop in spans:
+            inside = (starts >= start) & (stops <= stop) & (stops > starts)
+            labels[inside] = ids[inside]
+        # The template writes one token an image; the model wants one for every merged patch.
+        marks = ids == self.token_ids["image"]
+        if int(marks.sum()) != len(grids):
+            raise RowError(f"{int(marks.sum())} image tokens for {len(grids)} images after the chat template")
+        repeats = np.ones_like(ids)
+        repeats[marks] = counts
+        return Encoded(np.repeat(ids, repeats), np.repeat(labels, repeats), grids, sum(counts))
+
+    def save(self, folder: str | Path) -> None:
+        """Write every file that `AutoProcessor`, `AutoTokenizer` and `AutoImageProcessor` read from a model's folder."""
+        target = Path(folder)
+        self.tokenizer.chat_template = self.chat_template
+        self.tokenizer.save_pretrained(str(target))
+        settings = {name: value for name, value in self.image_settings.items() if name not in ("min_pixels", "max_pixels")}
+        size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        processor = {"processor_class": "Qwen2_5_VLProcessor"}
+        _write_json(target / "preprocessor_config.json", settings | processor | {"image_processor_type": "Qwen2VLImageProcessor", "size": size})
+        video = settings | processor | {"video_processor_type": "Qwen2VLVideoProcessor", "size": size}
+        _write_json(target / "video_preprocessor_config.json", {name: value for name, value in video.items() if name != "image_processor_type"})
+        _write_json(target / "processor_config.json", processor)
+        # Older readers know the template by this file only.
+        _write_json(target / "chat_template.json", {"chat_template": self.chat_template})
+
+    def _render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of the chat template, and the [start, stop) of what the assistant writes in it.
+
+        What the assistant writes is what the template adds, once its turn is known, to the prompt that asks for it:
+        so any template works whose text of the first turns is a prefix of the whole.
+        """
+        messages = [turn.message() for turn in turns]
+        text = self._template(messages, prompt=False)
+        spans = []
+        for index, turn in enumerate(turns):
+            if turn.role != "assistant":
+                continue
+            prompt = self._template(messages[:index], prompt=True)
+            through = text if index + 1 == len(messages) else self._template(messages[: index + 1], prompt=False)
+            if not through.startswith(prompt) or not text.startswith(through):
+                raise RowError(f"turn {index + 1}: the chat template rewrites earlier turns; allowed: a template that only appends")
+            spans.append((len(prompt), len(through.rstrip())))
+        return text, spans
+
+    def _template(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
+        text = self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=prompt)
+        assert isinstance(text, str)
+        return text
+
+
+def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int) -> Processor:
+    """The processor of a preset (byte-level tokenizer), or of the model in a local folder.
+
+    Raises:
+        DataError: the folder lacks a file, or is not of the Qwen2-VL family.
+    """
+    if preset:
+        return Processor(byte_tokenizer(), CHAT_TEMPLATE, dict(PRESET_IMAGE_SETTINGS), min_pixels, max_pixels)
+    folder = Path(path)
+    if not folder.is_dir():
+        raise DataError(f"model.path: no folder {path}")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise DataError(f"model.path: {path} has no tokenizer that loads: {first_line(error)}") from None
+    if not tokenizer.is_fast:
+        raise DataError(f"model.path: {path} has no fast tokenizer; allowed: a folder with tokenizer.json")
+    template = _folder_template(folder) or tokenizer.chat_template
+    if not isinstance(template, str):
+        raise DataError(f"model.path: {path} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json")
+    processor = Processor(tokenizer, template, _folder_image_settings(folder), min_pixels, max_pixels)
+    probe = [{"from": role, "value": text} for role, text in (("human", f"{IMAGE_MARK}a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))]
+    try:
+        processor.encode(probe, [(56, 56)])
+    except RowError as error:
+        raise DataError(f"model.path: {path}: {error}") from None
+    return processor
+
+
+PRESET_IMAGE_SETTINGS: dict[str, Any] = {
+    "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3, "rescale_factor": 1 / 255,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """(height, width) in multiples of `factor`, near the picture's shape, with pixels between the bounds (Qwen2-VL, section 2.1).
+
+    Raises:
+        RowError: the aspect ratio is above 200.
+    """
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_ASPECT_RATIO:
+        raise RowError(f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most {MAX_ASPECT_RATIO}")
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rows * columns < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def _folder_template(folder: Path) -> str | None:
+    """The processor's own template, which comes before the tokenizer's."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if (folder / "chat_template.json").is_file():
+        return _read_json(folder / "chat_template.json").get("chat_template")
+    return None
+
+
+def _folder_image_settings(folder: Path) -> dict[str, Any]:
+    for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+        if (folder / name).is_file():
+            tree = _read_json(folder / name)
+            settings = tree if section is None else tree.get(section)
+            if isinstance(settings, dict):
+                break
+    else:
+        raise DataError(f"model.path: {folder} has no preprocessor_config.json")
+    kind = str(settings.get("image_processor_type", ""))
+    if not kind.startswith("Qwen2VLImageProcessor") and not kind.startswith("Qwen2_5_VLImageProcessor"):
+        raise DataError(f"model.path: {folder} has the image processor {kind or '(none)'}; allowed: Qwen2VLImageProcessor")
+    known = set(PRESET_IMAGE_SETTINGS)
+    return PRESET_IMAGE_SETTINGS | {name: value for name, value in settings.items() if name in known}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.path: {path} is not JSON: {first_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise DataError(f"model.path: {path} holds {type(tree).__name__}; allowed: an object")
+    return tree
+
+
+def _write_json(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,111 @@
+"""The reading stage: a fragment to one block of payload. It runs in Ray Data's tasks, one fragment each.
+
+A row that cannot be used keeps its place in the block, with the reason in `error`, and never breaks the block.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dhp_ray.data import formats
+from dhp_ray.data.errors import RowError, first_line
+from dhp_ray.data.images import image_size
+from dhp_ray.data.index import Fragment
+from dhp_ray.data.processor import Processor, ProcessorSpec
+
+PAYLOAD = pa.schema([
+    ("position", pa.int64()),  # place of the fragment in the epoch's order
+    ("row", pa.int64()),  # place of the row in the fragment's order
+    ("id", pa.string()),
+    ("text_tokens", pa.int64()),
+    ("vision_tokens", pa.int64()),
+    ("grids", pa.list_(pa.list_(pa.int32()))),  # (time, height, width) of every image, in patches
+    ("error", pa.string()),  # why the row cannot be used; empty when it can
+    ("input_ids", pa.list_(pa.int32())),
+    ("labels", pa.list_(pa.int32())),
+    ("images", pa.list_(pa.large_binary())),  # encoded, as stored
+])
+LENGTH_COLUMNS = ["position", "row", "id", "text_tokens", "vision_tokens", "grids", "error"]
+
+
+@dataclass(frozen=True)
+class ReadFragments:
+    """Maps items {position, number, epoch, fragment} to blocks of `PAYLOAD`, rows in the order of (seed, epoch, number)."""
+
+    processor: ProcessorSpec
+    image_root: str
+    seed: int
+    max_tokens: int
+
+    def __call__(self, items: pa.Table) -> pa.Table:
+        processor = _loaded(self.processor)
+        blocks = []
+        for item in items.to_pylist():
+            fragment: Fragment = pickle.loads(item["fragment"])
+            rows = formats.read_rows(fragment)
+            order = row_order(self.seed, item["epoch"], item["number"], len(rows))
+            records = [{"position": item["position"], "row": place} | self._record(rows[row], processor) for place, row in enumerate(order)]
+            blocks.append(pa.table({name: [record[name] for record in records] for name in PAYLOAD.names}, schema=PAYLOAD))
+        return pa.concat_tables(blocks).combine_chunks()
+
+    def _record(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
+        try:
+            return {"id": row.id, "error": ""} | self._payload(row, processor)
+        except RowError as error:
+            reason = str(error)
+        except Exception as error:  # foreign rows fail in ways that no list names; a bad row must not take its block with it
+            reason = f"{type(error).__name__}: {first_line(error)}"
+        return {"id": row.id, "error": reason, "text_tokens": 0, "vision_tokens": 0, "grids": [], "input_ids": [], "labels": [], "images": []}
+
+    def _payload(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
+        if row.error:
+            raise RowError(row.error)
+        conversation = formats.conversation_of(row.fields)
+        images = formats.images_of(row.fields, self.image_root)
+        sizes = []
+        for number, image in enumerate(images, 1):
+            try:
+                sizes.append(image_size(image))
+            except RowError as error:
+                raise RowError(f"image {number}: {error}") from None
+        encoded = processor.encode(conversation, sizes)
+        num_tokens = len(encoded.input_ids)
+        if self.max_tokens and num_tokens > self.max_tokens:
+            raise RowError(f"{num_tokens} tokens; the cluster holds at most {self.max_tokens} in one sequence")
+        return {"text_tokens": encoded.text_tokens, "vision_tokens": encoded.vision_tokens, "grids": [list(grid) for grid in encoded.grids],
+                "input_ids": encoded.input_ids, "labels": encoded.labels, "images": images}
+
+
+def fragment_order(seed: int, epoch: int, num_fragments: int) -> list[int]:
+    """The fragments of an epoch, in the order in which they are read."""
+    return [int(number) for number in np.random.default_rng([seed, epoch]).permutation(num_fragments)]
+
+
+def row_order(seed: int, epoch: int, number: int, num_rows: int) -> list[int]:
+    """The rows of a fragment, in the order in which an epoch reads them."""
+    return [int(row) for row in np.random.default_rng([seed, epoch, number]).permutation(num_rows)]
+
+
+def read_rows(table: pa.Table, rows: list[int]) -> list[dict[str, Any]]:
+    """Payload of these rows of a block: numpy ids (L,), labels (L,) and grids (N, 3), encoded images as bytes."""
+    found = []
+    for row in rows:
+        record = {name: table[name][row] for name in table.column_names}
+        found.append({
+            "id": record["id"].as_py(), "error": record["error"].as_py(),
+            "text_tokens": record["text_tokens"].as_py(), "vision_tokens": record["vision_tokens"].as_py(),
+            "input_ids": np.array(record["input_ids"].values, np.int32), "labels": np.array(record["labels"].values, np.int32),
+            "grids": np.array(record["grids"].as_py(), np.int64).reshape(-1, 3), "images": record["images"].as_py()})
+    return found
+
+
+@lru_cache(maxsize=2)
+def _loaded(spec: ProcessorSpec) -> Processor:
+    """One processor a process: Ray hands the next fragments to the same processes."""
+    return spec.load()

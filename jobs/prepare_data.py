@@ -1,0 +1,74 @@
+"""Writes the synthetic training set to data.path: `python jobs/prepare_data.py [--config FILE] [key=value ...]`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from dhp_ray.config import Config, ConfigError, help_text, load
+
+PURPOSE = "Write the synthetic training set (data.synthetic.*) to data.path. Does nothing when the same set is there already."
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0 when the set is in place, 2 on a bad configuration, 1 on failure."""
+    if {"--help", "-h"} & set(arguments):
+        print(help_text("python jobs/prepare_data.py", PURPOSE))
+        return 0
+    try:
+        config = load(arguments)
+        path = target(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        prepare(path, config)
+    except (OSError, ValueError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def target(config: Config) -> Path:
+    """The file to write."""
+    data = config.data
+    if data.format != "synthetic":
+        raise ConfigError(f"data.format: got {data.format}; allowed here: synthetic (other data is read as it is)")
+    if not data.path.endswith(".parquet"):
+        raise ConfigError(f"data.path: got {data.path!r}; allowed here: a file name ending in .parquet")
+    if Path(data.path).is_dir():
+        raise ConfigError(f"data.path: {data.path} is a folder; allowed here: a file name ending in .parquet")
+    return Path(data.path)
+
+
+def prepare(path: Path, config: Config) -> None:
+    """Write the set, or say that it is there.
+
+    Raises:
+        ValueError: the file that is there was not written by this program.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from dhp_ray.data.synthetic import parameters, stored_parameters, write
+
+    wanted = parameters(config.data, config.seed)
+    if path.exists():
+        stored = stored_parameters(path)
+        if stored is None:
+            raise ValueError(f"data.path: {path} holds other data; allowed: a name that is free, or a set written by this program")
+        if stored == wanted:
+            print(f"{path}: {wanted['num_samples']} samples are there already")
+            return
+        changed = next(key for key in wanted | stored if stored.get(key) != wanted.get(key))
+        print(f"{path}: replacing a set with {changed}={stored.get(changed)} by one with {changed}={wanted.get(changed)}")
+    started = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task("rendering samples", total=wanted["num_samples"])
+        write(path, config.data, config.seed, lambda done: progress.update(task, completed=done))
+    print(f"{path}: {wanted['num_samples']} samples, {path.stat().st_size / 1e6:.1f} MB, written in {time.monotonic() - started:.1f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
