@@ -85,6 +85,8 @@ def check(config: Config) -> None:
             raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
     if config.data.path and config.data.sources:
         raise ConfigError(f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: at most one of the two")
+    if config.data.format in ("llava", "parquet") and not (config.data.path or config.data.sources):
+        raise ConfigError(f"data.path: got nothing with data.format={config.data.format}; allowed: a file or folder")
     if bool(config.model.preset) == bool(config.model.path):
         raise ConfigError(f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: exactly one of the two")
     tokens = config.planner.tokens_per_rank

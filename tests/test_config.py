@@ -150,6 +150,7 @@ def test_sources(bare: list[str]) -> None:
     ("data.format=webdataset", "data.format", "got 'webdataset', which is not there yet; allowed: llava, parquet, synthetic"),
     ("planner.sync=micro_batch", "planner.sync", "got 'micro_batch', which is not there yet; allowed: step"),
     ("cluster.max_workers=3", "cluster.max_workers", "got 3, which is not there yet; allowed: 0"),
+    ("data.format=llava", "data.path", "got nothing with data.format=llava; allowed: a file or folder"),
     ("model=huge", "model", "got 'huge'; allowed: "),
     ("model=../train", "model", "got '../train'; allowed: "),
     ("--steps", "--steps", "not understood; allowed: --config FILE, --help and key=value"),
@@ -220,7 +221,7 @@ def test_the_embedded_default_uses_every_part_of_the_method() -> None:
 @pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
 def test_every_choice_loads(bare: list[str], path: Path) -> None:
     if path.parent.name in CHOICES:
-        check(load([*bare, f"{path.parent.name}={path.stem}"]))
+        load([*bare, f"{path.parent.name}={path.stem}", "data.path=somewhere"])
 
 
 def test_dump_and_load_give_the_same_back(bare: list[str], tmp_path: Path) -> None:
