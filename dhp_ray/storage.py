@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -156,13 +157,22 @@ class SpooledLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._drop_torn_line()
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  stays open for the log's life
+            _sync_folder(self._path.parent)
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one line. Numbers that JSON does not have (NaN, infinities) become null."""
+        text = json_text(line).encode() + b"\n"
         with _told(str(self._path), "cannot be written"):
-            self._file.write(json_text(line).encode() + b"\n")  # one write of a whole line: threads and crashes do not interleave
-            if not self._spooled:
-                os.fsync(self._file.fileno())
+            file = self._file.fileno()
+            end = os.fstat(file).st_size
+            try:
+                if os.write(file, text) != len(text):  # one write of a whole line, so that threads' lines do not mix
+                    raise OSError(errno.ENOSPC, "the disk took only a part of the line")
+                if not self._spooled:
+                    os.fsync(file)
+            except OSError:
+                os.ftruncate(file, end)  # the next line must not continue half of this one
+                raise
         self._changed = True
 
     def lines(self) -> Iterator[dict[str, Any]]:
@@ -254,11 +264,19 @@ def _replacing(target: Path) -> Iterator[Path]:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-    directory = os.open(target.parent, os.O_RDONLY)  # the new name itself must survive a loss of power
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the names in `folder` on the disk: a new file must survive a loss of power, not only its content."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network and user-space file systems have no such call
+            raise
     finally:
-        os.close(directory)
+        os.close(handle)
 
 
 def _checked(name: str) -> str:

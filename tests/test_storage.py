@@ -129,6 +129,19 @@ def test_a_line_that_a_crash_cut_short_is_dropped(folder: Folder) -> None:
     assert folder.read("ledger.jsonl") == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
+def test_a_line_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    """A real limit on the size of files, in a process of its own; Python gets an error there, not the signal."""
+    program = ("import resource, sys; from dhp_ray.storage import Folder, SpooledLog, StorageError\n"
+               "log = SpooledLog(Folder(sys.argv[1]), 'log'); log.append({'step': 1})\n"
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))\n"
+               "for line in ({'text': 'x' * 100}, {'step': 2}, {'text': 'x' * 100}):\n"
+               "    try: log.append(line)\n"
+               "    except StorageError as error: print(error)")
+    finished = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
+    assert finished.stdout.splitlines() == [f"{tmp_path}/log: cannot be written: the disk took only a part of the line"] * 2
+    assert list(SpooledLog(Folder(str(tmp_path)), "log").lines()) == [{"step": 1}, {"step": 2}]
+
+
 def test_a_long_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     folder.write("log", b'{"step": 1}\n' + b"x" * 200_000)
