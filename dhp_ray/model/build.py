@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from dhp_ray.model.adapter import ModelAdapter, ModelError
 from dhp_ray.model.presets import preset_config
@@ -27,6 +28,7 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
     Raises:
         ModelError: one line on what is missing or not supported.
     """
+    logging.disable_progress_bar()  # of reading and writing weights, once for every rank
     if preset:
         config = preset_config(preset, token_ids)
         with torch.random.fork_rng(devices=[]):

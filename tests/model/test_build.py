@@ -60,6 +60,32 @@ def test_a_folder_of_safetensors_in_shards(tmp_path: Path) -> None:
         build_model("", str(folder), None, 0)
 
 
+def test_a_folder_in_the_form_of_the_published_models(tmp_path: Path) -> None:
+    """Flat configuration, older weight names, bf16, a generation configuration: kept through a load and a save."""
+    module = build_model("tiny", "", TOKEN_IDS, 0).module
+    tree = module.config.to_dict()
+    text, vision = tree.pop("text_config"), tree.pop("vision_config")
+    for section in (text, vision):
+        for key in ("rope_parameters", "layer_types", "model_type"):
+            section.pop(key, None)
+    tree = text | tree | {"vision_config": vision, "torch_dtype": "bfloat16", "rope_theta": 1e4,
+                          "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
+    generation = {"bos_token_id": 256, "pad_token_id": 256, "do_sample": True, "eos_token_id": [258, 256], "repetition_penalty": 1.05, "temperature": 0.000001}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    weights = {name: parameter.detach().bfloat16() for name, parameter in module.named_parameters()}
+    save_file({name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): value for name, value in weights.items()},
+              tmp_path / "model.safetensors", {"format": "pt"})
+    adapter = build_model("", str(tmp_path), None, 0)
+    loaded = dict(adapter.module.named_parameters())
+    assert all(loaded[name].dtype == torch.float32 and torch.equal(loaded[name], weights[name].float()) for name in weights)
+    assert adapter.module.config.text_config.rope_parameters["mrope_section"] == [4, 6, 6]
+    adapter.save(tmp_path / "saved", loaded)
+    assert json.loads((tmp_path / "saved/generation_config.json").read_text()).items() >= generation.items()
+    again = dict(build_model("", str(tmp_path / "saved"), None, 0).module.named_parameters())
+    assert all(torch.equal(again[name], loaded[name]) for name in loaded)
+
+
 def test_a_missing_folder() -> None:
     with pytest.raises(ModelError, match=r"^model.path: no folder /nowhere; allowed: a local Hugging Face folder$"):
         build_model("", "/nowhere", None, 0)

@@ -26,7 +26,6 @@ def walk(rank: int, num_ranks: int, transport_name: str, packs: list[RankPack], 
          checkpointing: bool, tie: bool) -> dict[str, Any]:
     """Run a rank's packs as a step does; on rank 0, the errors against plain transformers of the summed loss and gradients."""
     adapter = rough_model(tie_word_embeddings=tie)
-    plain = plain_copy(adapter)
     adapter.freeze(freeze)
     if checkpointing:
         adapter.set_activation_checkpointing()
@@ -54,7 +53,7 @@ def walk(rank: int, num_ranks: int, transport_name: str, packs: list[RankPack], 
     if rank != 0:
         return {}
     counted = [payload for payload in payloads.values() if not payload.masked]
-    expected, wanted = plain_gradients(plain, counted)
+    expected, wanted = plain_gradients(plain_copy(adapter), counted)
     frozen = [name for name in wanted if ("vision" if adapter.is_vision(name) else "language") in freeze]
     assert not any(found[name].any() for name in frozen)
     errors = relative_errors(found, {name: gradient for name, gradient in wanted.items() if name not in frozen})
