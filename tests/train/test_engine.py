@@ -26,7 +26,7 @@ def train(rank, world_size, steps, bucket_bytes=400, precision="fp32", clip_norm
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_twenty_steps_equal_adamw_on_summed_gradients(world_size):
     expected, states, norms = plain_training(Network(), 20)
-    results = run_tensors(train, world_size, world_size, 20)
+    results = run_tensors(train, world_size, world_size, 20, 1600)
     found, _, moments, updates, version = results[0]
     assert version == 20
     assert [update.gradient_norm for update in updates] == pytest.approx(norms, rel=TOLERANCE)
@@ -41,18 +41,18 @@ def test_twenty_steps_equal_adamw_on_summed_gradients(world_size):
     assert all(torch.equal(results[0][1][name], found[name]) for name in expected)
 
 
-@pytest.mark.parametrize("bucket_bytes", [4, 100, 1000, 10**9])
+@pytest.mark.parametrize("bucket_bytes", [4, 500, 10**9])
 def test_buckets_of_any_size_give_the_same(bucket_bytes):
-    expected, _, norms = plain_training(Network(), 4, clip_norm=0.05)
-    found, _, _, updates, _ = run_tensors(train, 3, 3, 4, bucket_bytes, "fp32", 0.05)[0]
+    expected, _, norms = plain_training(Network(), 3, clip_norm=0.05)
+    found, _, _, updates, _ = run_tensors(train, 3, 3, 3, bucket_bytes, "fp32", 0.05)[0]
     assert [update.gradient_norm for update in updates] == pytest.approx(norms, rel=TOLERANCE)
     assert max(error(found[name], expected[name]) for name in expected) < TOLERANCE
 
 
 def test_clipping_bounds_the_norm_of_the_mean_gradient():
-    expected, _, norms = plain_training(Network(), 6, clip_norm=0.05)
-    unclipped, _, _ = plain_training(Network(), 6)
-    found, _, _, updates, _ = run_tensors(train, 2, 2, 6, 400, "fp32", 0.05)[0]
+    expected, _, norms = plain_training(Network(), 4, clip_norm=0.05)
+    unclipped, _, _ = plain_training(Network(), 4)
+    found, _, _, updates, _ = run_tensors(train, 2, 2, 4, 1600, "fp32", 0.05)[0]
     assert min(norms) > 0.05, "clipping is active in every step"
     assert [update.gradient_norm for update in updates] == pytest.approx(norms, rel=TOLERANCE)
     assert max(error(found[name], expected[name]) for name in expected) < TOLERANCE
@@ -64,8 +64,8 @@ def test_frozen_parameters_stay_and_take_no_gradient_memory(world_size):
     reference = Network()
     for parameter in reference.visual.parameters():
         parameter.requires_grad_(False)
-    expected, _, norms = plain_training(reference, 5)
-    found, _, _, updates, _ = run_tensors(train, world_size, world_size, 5, 400, "fp32", 0.0, True, ("visual",))[0]
+    expected, _, norms = plain_training(reference, 3)
+    found, _, _, updates, _ = run_tensors(train, world_size, world_size, 3, 1600, "fp32", 0.0, True, ("visual",))[0]
     assert [update.gradient_norm for update in updates] == pytest.approx(norms, rel=TOLERANCE)
     assert found.keys() == expected.keys(), "frozen ones are saved too"
     assert torch.equal(found["visual.weight"], Network().visual.weight)
@@ -161,8 +161,8 @@ def test_a_non_finite_gradient_of_one_rank_skips_the_update_on_all(bad_value):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_bf16_computes_in_bf16_and_keeps_fp32_masters(world_size):
-    expected, _, norms = plain_training(Network(), 20)
-    found, resident, _, updates, _ = run_tensors(train, world_size, world_size, 20, 400, "bf16")[0]
+    expected, _, norms = plain_training(Network(), 8)
+    found, resident, _, updates, _ = run_tensors(train, world_size, world_size, 8, 1600, "bf16")[0]
     assert [update.gradient_norm for update in updates] == pytest.approx(norms, rel=0.1)
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 0.05
     assert all(tensor.dtype == torch.float32 for tensor in found.values())
