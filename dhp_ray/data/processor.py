@@ -171,6 +171,7 @@ def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int) -> 
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(f"model.path: no folder {path}")
+    from jinja2 import TemplateError
     from transformers import AutoTokenizer
 
     try:
@@ -186,8 +187,8 @@ def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int) -> 
     probe = [{"from": role, "value": text} for role, text in (("human", f"{IMAGE_MARK}a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))]
     try:
         processor.encode(probe, [(56, 56)])
-    except RowError as error:
-        raise DataError(f"model.path: {path}: {error}") from None
+    except (RowError, TemplateError) as error:
+        raise DataError(f"model.path: {path}: its chat template cannot be used: {first_line(error)}") from None
     return processor
 
 

@@ -12,7 +12,9 @@ it takes its time from training.
 
 from __future__ import annotations
 
+import logging
 import pickle
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ __all__ = ["Batch", "Skipped", "Stream", "read_rows"]
 STAGE_CPUS = 0.25
 WINDOW_FRAGMENTS = 32
 Cursor = dict[str, int]
+# Ray Data reports every execution, one a window here, and that its progress bars are off.
+_LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,11 @@ class Stream:
         self._path = data.path
         self._seed = seed
         self._drop_last = drop_last
+        self._windows: deque[Iterator[ray.ObjectRef]] = deque()
+        # Reading that still goes on when the interpreter ends would keep it from ending.
+        weakref.finalize(self, self._windows.clear)
+        for name, level in _LOG_LEVELS.items():
+            logging.getLogger(name).setLevel(level)
         self._start(epoch=0, position=0, row=0)
 
     def next_batch(self, num_samples: int) -> Batch | None:
@@ -147,7 +156,7 @@ class Stream:
         self.epoch, self._position, self._row = epoch, position, row
         self._order = fragment_order(self._seed, epoch, len(self.fragments))
         self._entries: deque[_Entry] = deque()
-        self._windows: deque[Iterator[ray.ObjectRef]] = deque()
+        self._windows.clear()
         self._planned = self._fetched = position  # fragments given to a window, and blocks taken from one
 
     def _peek(self) -> _Entry | None:

@@ -1,0 +1,40 @@
+"""Small real inputs that several tests of the data path share."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from dhp_ray.data.processor import Processor, load_processor
+
+MIN_PIXELS, MAX_PIXELS = 3136, 1003520
+
+
+def processor() -> Processor:
+    return load_processor("tiny", "", MIN_PIXELS, MAX_PIXELS)
+
+
+def picture(width: int, height: int, form: str = "PNG", **options: Any) -> bytes:
+    """A gradient, so that turned or cut pixels show."""
+    image = Image.linear_gradient("L").resize((width, height)).convert("RGB")
+    image.paste((200, 30, 30), (0, 0, max(1, width // 3), max(1, height // 4)))
+    stream = io.BytesIO()
+    image.save(stream, format=form, **options)
+    return stream.getvalue()
+
+
+def talk(*texts: str) -> list[dict[str, str]]:
+    """A conversation: the user and the assistant in turn."""
+    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> Path:
+    """As JSON, or JSONL by the file's name."""
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(lines) if path.suffix == ".jsonl" else "[\n" + ",\n".join(lines) + "\n]", encoding="utf-8")
+    return path

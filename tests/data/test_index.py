@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dhp_ray.data.errors import DataError
+from dhp_ray.data.formats import read_rows
+from dhp_ray.data.index import ROWS_PER_FRAGMENT, data_files, image_root, index_fragments
+from dhp_ray.schema import Data, Source
+from tests.data.samples import talk, write_rows
+
+
+def llava(path: Path, **keys: str) -> Data:
+    return Data(format="llava", path=str(path), **keys)
+
+
+def rows_of(data: Data) -> list[dict]:
+    return [dict(row.fields) for fragment in index_fragments(data) for row in read_rows(fragment)]
+
+
+def ids_of(data: Data) -> list[str]:
+    return [row.id for fragment in index_fragments(data) for row in read_rows(fragment)]
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(rows=st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=40), indent=st.sampled_from([None, 2]),
+       ascii_only=st.booleans(), lines=st.booleans(), mark=st.booleans())
+def test_any_json_is_read_row_by_row(rows: list[dict], indent: int | None, ascii_only: bool, lines: bool, mark: bool, tmp_path: Path) -> None:
+    rows = [{"conversations": talk("a", "b"), **row} for row in rows]
+    path = tmp_path / "rows.json"
+    text = "\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in rows) if lines else json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
+    path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + text.encode("utf-8", "surrogatepass"))
+    fragments = index_fragments(llava(path))
+    assert [fragment.num_rows for fragment in fragments[:-1]] == [ROWS_PER_FRAGMENT] * (len(fragments) - 1)
+    assert [fragment.first_row for fragment in fragments] == list(range(0, len(rows), ROWS_PER_FRAGMENT))
+    assert rows_of(llava(path)) == json.loads(json.dumps(rows))
+
+
+def test_json_and_jsonl_hold_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"id": f"r{number}", "conversations": talk("größer {[\"", "]}\\")} for number in range(70)]
+    assert rows_of(llava(write_rows(tmp_path / "a.json", rows))) == rows_of(llava(write_rows(tmp_path / "a.jsonl", rows))) == rows
+
+
+def test_a_folder_is_read_by_name(tmp_path: Path) -> None:
+    for name in ("b.json", "a.jsonl", "_draft.json", ".hidden.json", "notes.txt"):
+        write_rows(tmp_path / name, [{"id": name, "conversations": []}])
+    assert ids_of(llava(tmp_path)) == ["a.jsonl", "b.json"]
+    assert data_files(llava(tmp_path)) == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.json")]
+
+
+def test_every_row_has_a_name_of_its_own(tmp_path: Path) -> None:
+    rows = [{"id": name, "conversations": []} for name in ("a", "b", "a", None, 7, "7", "", "a#000002", ["x"])] + [{"conversations": []}]
+    write_rows(tmp_path / "one.json", rows)
+    write_rows(tmp_path / "two.json", rows[:1])
+    names = ids_of(llava(tmp_path))
+    assert names == ["a", "b", "a#000002", "one#000003", "7", "7#000005", "one#000006", "a#000002#000007", "one#000008", "one#000009", "a#000000"]
+    assert len(set(names)) == len(names)
+
+
+def test_a_row_that_is_not_json_keeps_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "a", "conversations": []}\n{"id": "b", \n[1]\n\n{"id": "c", "conversations": []}\n')
+    rows = [row for fragment in index_fragments(llava(path)) for row in read_rows(fragment)]
+    assert [(row.id, bool(row.error)) for row in rows] == [("a", False), ("rows#000001", True), ("rows#000002", True), ("c", False)]
+    assert rows[1].error.startswith("the row is not JSON: ")
+    assert rows[2].error == "the row holds list; allowed: an object"
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("", "is empty"), (" \n ", "is empty"), ("hello", "is not JSON"), ("{'id': 1}", "is not JSON"), ("[1, 2]", "is not JSON: expected an object"),
+    ('[{"conversations": []} {"conversations": []}]', "is not JSON: expected an object at byte 22"), ('[{"conversations": []}', "does not end"),
+    ('[{"conversations": []}, ]', "is not JSON"), ('[{"conversations": []}] x', "text after the array, at byte 23"),
+    ('[{"conversations": [}', "is not JSON"), ("[]", "holds no rows"), ('[{"id": 1, "text": "a"}]', "no row has conversations"), ('"text"', "holds str as its first row"),
+    ("\x00\x01\x02", "is not JSON"),
+])
+def test_what_is_not_llava_is_refused_in_one_line(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        index_fragments(llava(path))
+    assert str(caught.value).startswith("data.path: ")
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("data", "message"), [
+    (Data(format="llava", path=""), "data.path: empty; allowed: a file or a folder"),
+    (Data(format="llava", path="/absent/rows.json"), "data.path: no file or folder /absent/rows.json"),
+    (Data(format="synthetic", path="/absent/rows.parquet"), "/absent/rows.parquet; jobs/prepare_data.py writes it"),
+    (Data(format="webdataset", path="/absent"), "data.format: webdataset is not read yet; allowed: llava, parquet, synthetic"),
+    (Data(format="llava", path="/absent", sources=[Source(path="a")]), "data.sources: mixing"),
+])
+def test_what_is_not_there_is_refused_in_one_line(data: Data, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        index_fragments(data)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no file of the format llava; allowed: names ending in \.json or \.jsonl"):
+        index_fragments(llava(tmp_path))
+
+
+def test_a_fragment_of_parquet_is_a_row_group(tmp_path: Path) -> None:
+    table = pa.table({"id": [f"r{number}" for number in range(10)] , "conversations": [talk("a", "b")] * 10, "source": ["x"] * 10})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=4)
+    data = Data(format="parquet", path=str(tmp_path / "rows.parquet"))
+    fragments = index_fragments(data)
+    assert [(fragment.first_row, fragment.num_rows, fragment.row_group) for fragment in fragments] == [(0, 4, 0), (4, 4, 1), (8, 2, 2)]
+    assert [row.id for row in read_rows(fragments[1])] == ["r4", "r5", "r6", "r7"]
+    assert set(read_rows(fragments[0])[0].fields) == {"id", "conversations"}
+
+
+@pytest.mark.parametrize(("columns", "message"), [
+    ({"id": ["a"], "text": ["b"]}, r"has no column conversations \(it has id, text\); allowed: id, image or images, conversations"),
+    ({"conversations": [1]}, "column conversations holds int64; allowed: a list of structs"),
+    ({"conversations": ["[]"], "image": [1]}, "column image holds int64; allowed: bytes"),
+])
+def test_parquet_without_the_columns_is_refused(columns: dict, message: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=message):
+        index_fragments(Data(format="parquet", path=str(tmp_path)))
+
+
+def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_text("hello")
+    with pytest.raises(DataError, match="is not parquet"):
+        index_fragments(Data(format="parquet", path=str(tmp_path)))
+
+
+def test_the_image_root_is_the_folder_of_the_data(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.json", [])
+    (tmp_path / "pictures").mkdir()
+    assert image_root(llava(path)) == image_root(llava(tmp_path)) == str(tmp_path)
+    assert image_root(llava(path, image_root=str(tmp_path / "pictures"))) == str(tmp_path / "pictures")
+    with pytest.raises(DataError, match="data.image_root: no folder"):
+        image_root(llava(path, image_root=str(tmp_path / "absent")))

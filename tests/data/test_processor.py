@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.image_utils import load_image
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_resize
+from transformers.processing_utils import ProcessorMixin
+
+from dhp_ray.data.conversation import turns_of
+from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.images import decode, image_size
+from dhp_ray.data.processor import Processor, load_processor, smart_resize
+from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
+from tests.data.samples import MAX_PIXELS, MIN_PIXELS, processor, talk
+
+PROCESSOR = processor()
+
+
+class OwnProcessor(Qwen2_5_VLProcessor):
+    """The model's own processor without its video part, which needs torchvision."""
+
+    def __init__(self, image_processor: object = None, tokenizer: PreTrainedTokenizerFast | None = None, chat_template: str | None = None) -> None:
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        assert tokenizer is not None
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def word_tokenizer(folder: Path) -> Path:
+    """A folder like a real model's: byte-level BPE with merges over words, as Qwen's tokenizer splits them."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    split = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(split), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    corpus = ["Is this sentence true of the image? There is a blue block\n\n over a yellow block. true false assistant user system\n"] * 9
+    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR.image_settings | {"image_processor_type": "Qwen2VLImageProcessor"}))
+    return folder
+
+
+def own_processor(folder: Path, ours: Processor) -> OwnProcessor:
+    """Made of the same folder by transformers alone."""
+    images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil",
+                                                size={"shortest_edge": ours.min_pixels, "longest_edge": ours.max_pixels})
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return OwnProcessor(images, tokenizer, tokenizer.chat_template)
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([(3136, 1003520), (3136, 50176), (12544, 12544)]))
+def test_smart_resize_is_that_of_transformers(height: int, width: int, bounds: tuple[int, int]) -> None:
+    if max(height, width) / min(height, width) > 200:
+        with pytest.raises(RowError, match="aspect ratio"):
+            smart_resize(height, width, 28, *bounds)
+    else:
+        assert smart_resize(height, width, 28, *bounds) == reference_resize(height, width, 28, *bounds)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_ids_pixels_and_grids_equal_the_models_own_on_real_images(kind: str, test_data: Path, tmp_path: Path) -> None:
+    if kind == "words":
+        ours = load_processor("", str(word_tokenizer(tmp_path)), MIN_PIXELS, MAX_PIXELS)
+    else:
+        ours = PROCESSOR
+        ours.save(tmp_path)
+    own = own_processor(tmp_path, ours)
+    folder = test_data / "nlvr"
+    rows = json.loads((folder / "conversations.json").read_text())
+    longest = max(rows, key=lambda row: len(row["image"]) if isinstance(row["image"], list) else 1)
+    for row in [*rows[:6], longest]:
+        names = row["image"] if isinstance(row["image"], list) else [row["image"]]
+        images = [(folder / name).read_bytes() for name in names]
+        encoded = ours.encode(row["conversations"], [image_size(image) for image in images])
+        text = own.apply_chat_template([turn.message() for turn in turns_of(row["conversations"], len(images), ())], tokenize=False)
+        expected = own(text=[text], images=[load_image(str(folder / name)) for name in names], return_tensors="np")
+        assert np.array_equal(encoded.input_ids, expected["input_ids"][0])
+        assert np.array_equal(np.array(encoded.grids), expected["image_grid_thw"])
+        assert np.array_equal(np.concatenate([decode(image, ours) for image in images]), expected["pixel_values"])
+        assert encoded.vision_tokens == int((expected["input_ids"] == own.image_token_id).sum())
+        assert encoded.text_tokens + encoded.vision_tokens == expected["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_labels_are_what_a_marked_template_says(kind: str, tmp_path: Path) -> None:
+    """Transformers reports the assistant's tokens of a template that marks them with {% generation %}: an independent way to the mask."""
+    ours = PROCESSOR if kind == "bytes" else load_processor("", str(word_tokenizer(tmp_path)), MIN_PIXELS, MAX_PIXELS)
+    marked = """{%- for message in messages -%}{%- if loop.first and message['role'] != 'system' -%}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}{%- endif -%}{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}{{- '\\n' -}}{%- endfor -%}"""
+    conversation = talk("Is this true?", "true", "And\n this: größer?", "Ja, größer – 3 > 2.", "assistant", " a blue block. ", "x", "<|b|>")
+    encoded = ours.encode([{"from": "system", "value": "true false"}, *conversation], [])
+    messages = [{"role": "system", "content": "true false"}] + [
+        {"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": turn["value"]} for turn in conversation]
+    expected = ours.tokenizer.apply_chat_template(messages, chat_template=marked, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    assert encoded.input_ids.tolist() == expected["input_ids"]
+    assert (encoded.labels != -100).tolist() == [bool(flag) for flag in expected["assistant_masks"]]
+    assert np.array_equal(encoded.labels[encoded.labels != -100], encoded.input_ids[encoded.labels != -100])
+
+
+def test_labels_are_the_answers_and_their_end_token() -> None:
+    encoded = PROCESSOR.encode(talk("<image>\nWhich?", "the left", "Sure?", "yes"), [(56, 84)])
+    assert PROCESSOR.tokenizer.decode(encoded.labels[encoded.labels != -100]) == "the left<|im_end|>yes<|im_end|>"
+    assert encoded.grids == ((1, 6, 4),)
+    assert encoded.vision_tokens == 6
+    assert int((encoded.input_ids == PROCESSOR.token_ids["image"]).sum()) == 6
+    assert encoded.input_ids.dtype == encoded.labels.dtype == np.int32
+
+
+@pytest.mark.parametrize(("conversation", "sizes", "reason"), [
+    ([], [], "the conversation is empty"),
+    ([{"from": "human", "value": "a"}], [], "no turn of the assistant"),
+    (talk("a", "b")[1:], [], "the assistant speaks first"),
+    ([{"from": "tool", "value": "a"}], [], "turn 1 is from 'tool'; allowed: human, user, gpt, assistant, system"),
+    (["a"], [], "turn 1 holds str"),
+    (talk("a", ""), [], "turn 2 has no text"),
+    ([{"from": "human", "value": 3}], [], "turn 1 has no text"),
+    (talk("<image>", "b"), [], "1 <image> marks for 0 images"),
+    (talk("a", "b"), [(56, 56)], "0 <image> marks for 1 images"),
+    (talk("<image>a", "<image>"), [(56, 56), (56, 56)], "turn 2: <image> in a turn of the assistant"),
+    (talk("<image>", "b"), [(5700, 28)], "aspect ratio 203.571; allowed: at most 200"),
+    (talk("a<|image_pad|>", "b"), [], r"turn 1 spells the special token <\|image_pad\|>"),
+    (talk("a", "b<|im_end|>\n<|im_start|>user\n"), [], "turn 2 spells the special token"),
+    (talk("a\ud800", "b"), [], "turn 1 is not UTF-8 text"),
+])
+def test_what_cannot_be_encoded_is_a_bad_row(conversation: list, sizes: list[tuple[int, int]], reason: str) -> None:
+    with pytest.raises(RowError, match=reason) as caught:
+        PROCESSOR.encode(conversation, sizes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
+    PROCESSOR.save(tmp_path)
+    loaded = load_processor("", str(tmp_path), MIN_PIXELS, 50176)
+    conversation = talk("<image>\nWhich?", "the left")
+    assert np.array_equal(loaded.encode(conversation, [(56, 56)]).input_ids, PROCESSOR.encode(conversation, [(56, 56)]).input_ids)
+    assert loaded.grid_of(1000, 1000) == (1, 16, 16)  # the configuration's max_pixels, not the folder's
+    assert {path.name for path in tmp_path.iterdir()} >= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json",
+                                                         "video_preprocessor_config.json", "processor_config.json"}
+
+
+def test_auto_processor_loads_a_saved_processor(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision", reason="AutoProcessor needs torchvision, which does not import here", exc_type=Exception)
+    from transformers import AutoProcessor
+
+    PROCESSOR.save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    loaded = AutoProcessor.from_pretrained(tmp_path, local_files_only=True)
+    assert type(loaded).__name__ == "Qwen2_5_VLProcessor"
+    assert loaded.chat_template == CHAT_TEMPLATE
+
+
+def test_the_processors_own_template_comes_first(tmp_path: Path) -> None:
+    word_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE.replace("helpful", "terse")}))
+    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    assert "You are a terse assistant." in loaded.tokenizer.decode(loaded.encode(talk("a", "b"), []).input_ids)
+
+
+@pytest.mark.parametrize(("break_it", "message"), [
+    (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer that loads"),
+    (lambda folder: (folder / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
+    (lambda folder: (folder / "preprocessor_config.json").write_text("{"), "is not JSON"),
+    (lambda folder: (folder / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}'), "CLIPImageProcessor; allowed"),
+    (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
+    (lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ loop.length }}{% endfor %}"), "the chat template rewrites|image tokens"),
+    (lambda folder: (folder / "chat_template.jinja").write_text("{% for %}"), "chat template"),
+])
+def test_a_folder_that_lacks_something_is_refused_in_one_line(break_it, message: str, tmp_path: Path) -> None:  # noqa: ANN001
+    break_it(word_tokenizer(tmp_path))
+    with pytest.raises(DataError, match=message) as caught:
+        load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("model.path: ")
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="model.path: no folder"):
+        load_processor("", str(tmp_path / "absent"), MIN_PIXELS, MAX_PIXELS)
+
+
+def test_the_reading_side_needs_no_torch() -> None:
+    code = ("import sys; from dhp_ray.data import reader, stream; from dhp_ray.data.processor import load_processor\n"
+            "load_processor('tiny', '', 3136, 1003520).encode([{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}], [])\n"
+            "assert 'torch' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
