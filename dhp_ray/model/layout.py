@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Interval:
+class Interval(NamedTuple):
     """Tokens start <= position < stop of one sequence of the pack."""
 
     sequence: int
@@ -57,9 +57,10 @@ class PackLayout:
     def __post_init__(self) -> None:
         if self.degree < 1 or not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"pack layout: degree {self.degree}, lengths {self.lengths}; each must be at least 1")
-        if not self.shards:
+        if self.shards:
+            _check_cover(self.lengths, self.degree, self.shards)
+        else:
             object.__setattr__(self, "shards", zigzag(self.lengths, self.degree))
-        _check_cover(self.lengths, self.degree, self.shards)
         object.__setattr__(self, "_num_tokens", tuple(sum(piece.stop - piece.start for piece in shard) for shard in self.shards))
 
     def intervals(self, member: int) -> tuple[Interval, ...]:

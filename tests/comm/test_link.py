@@ -58,25 +58,24 @@ def test_packs_and_tags_are_kept_apart() -> None:
 
 
 def late_peer(rank: int) -> tuple[float, float]:
+    """(seconds from posting to the end, seconds blocked) of an exchange that rank 1 enters a second late."""
     link, received = everyone(rank), torch.empty(1000)
     dist.barrier()
-    time.sleep(0.5 if rank == 1 else 0.0)
-    before_s = time.perf_counter()
+    time.sleep(1.0 if rank == 1 else 0.0)
+    start_s = time.perf_counter()
     pending = link.exchange([(torch.ones(1000), 1 - rank)], [(received, 1 - rank)])
-    posting_s = time.perf_counter() - before_s
-    time.sleep(0.1)  # computing while the exchange is under way is not blocked time
+    time.sleep(0.3)  # computing while the exchange is under way
     pending.wait()
-    blocked_s = link.blocked_s
+    total_s, blocked_s = time.perf_counter() - start_s, link.blocked_s
     pending.wait()
     assert link.blocked_s == blocked_s
-    return posting_s, blocked_s
+    return total_s, blocked_s
 
 
 def test_a_late_peer_shows_as_blocked_time() -> None:
-    (posting_s, waited_s), (_, late_s) = run_ranks(late_peer, 2)
-    assert posting_s < 0.2
-    assert 0.25 < waited_s < 0.8
-    assert late_s < 0.2
+    (total_s, blocked_s), (_, blocked_of_late_s) = run_ranks(late_peer, 2)
+    assert 0.4 < blocked_s < total_s - 0.25  # what it computed meanwhile is not blocked time
+    assert blocked_of_late_s < blocked_s / 2
 
 
 def test_a_pack_of_one_exchanges_nothing() -> None:
@@ -92,10 +91,9 @@ def test_a_pack_of_two_needs_a_group() -> None:
 
 def silent_peer(rank: int) -> str:
     """A peer that never answers ends the wait after the group's timeout, with torch's own error."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     link = Link((0, 1), rank, group)
     if rank == 1:
-        time.sleep(2.0)
         return ""
     pending = link.exchange([], [(torch.empty(4), 1)])
     try:

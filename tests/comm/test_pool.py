@@ -76,7 +76,7 @@ def test_evicted_groups_give_back_sockets_and_threads() -> None:
 
 def timeout_of_a_new_group(rank: int) -> str:
     """The pool's timeout holds for its groups, whatever the world's is."""
-    pool = GroupPool(1, timedelta(seconds=1))
+    pool = GroupPool(1, timedelta(seconds=3))
     pool.prepare([(0, 1)])
     if rank == 1:
         dist.barrier()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp_ray.model.kernels import Segments, kernel_for
+from dhp_ray.model.kernels import Segments, cuda, kernel_for
 from dhp_ray.model.layout import Blocks
 
 SQUARE = Blocks((slice(0, 5), slice(5, 12), slice(12, 13)), (slice(0, 5), slice(5, 12), slice(12, 13)), causal=True)
@@ -72,6 +72,25 @@ def test_backward_takes_the_merged_output_and_log_sum_exp(device: str) -> None:
     torch.testing.assert_close(first[0] + second[0], whole[0], atol=tolerance, rtol=tolerance)
     for place in (1, 2):
         torch.testing.assert_close(torch.cat((first[place], second[place])), whole[place], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("blocks", [SQUARE, OBLONG], ids=["causal", "full"])
+def test_cuda_kernel_fits_torchs_operators(blocks: Blocks) -> None:
+    """Without a GPU, on tensors without data: the operators take these arguments and give these shapes."""
+    device = torch.device("meta")
+    segments = Segments.of(blocks, torch.device("cpu"))
+    num_queries, num_keys = segments.query_offsets[-1], segments.key_offsets[-1]
+    q, k = (torch.empty(rows, heads, 16, dtype=torch.bfloat16, device=device) for rows, heads in ((num_queries, 6), (num_keys, 2)))
+    out, lse = cuda.forward(q, k, k, segments, 0.3)
+    assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((6, num_queries), torch.float32)
+    assert [part.shape for part in cuda.backward(out, q, k, k, out, lse, segments, 0.3)] == [q.shape, k.shape, k.shape]
+
+
+def test_cuda_kernel_refuses_fp32() -> None:
+    q = torch.empty(13, 6, 16)
+    with pytest.raises(ValueError, match=r"computes in bf16, got torch\.float32"):
+        cuda.forward(q, q, q, Segments.of(SQUARE, torch.device("cpu")), 0.3)
 
 
 def test_contiguous_rows_are_views_and_scattered_rows_an_index() -> None:

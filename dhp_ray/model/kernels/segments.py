@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -42,11 +43,11 @@ class Segments:
     def __len__(self) -> int:
         return len(self.query_offsets) - 1
 
-    @property
+    @cached_property
     def longest_query(self) -> int:
         return max(stop - start for start, stop in pairwise(self.query_offsets))
 
-    @property
+    @cached_property
     def longest_key(self) -> int:
         return max(stop - start for start, stop in pairwise(self.key_offsets))
 
