@@ -146,6 +146,38 @@ def test_a_masked_placeholder_changes_nothing_for_the_others(freeze: list[str]) 
             masked=("0.0", "1.0"), freeze=freeze)
 
 
+def run_in_bf16(rank: int, pack: RankPack, payloads: dict[str, Payload]) -> dict[str, float]:
+    # oneDNN's bf16 products take AMX instructions, which some virtual machines advertise and then refuse.
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    adapter = rough_model()
+    plain = plain_copy(adapter)
+    for parameter in adapter.module.parameters():
+        parameter.data = parameter.data.bfloat16()  # as the engine does; the rotary tables stay fp32
+    transport = open_transport("parent", rank, len(pack.ranks), choose("cpu"), 16, timedelta(seconds=30))
+    loss = pack_loss(adapter, collate(pack, own_payloads(pack, payloads, rank), rank, adapter), transport.link(pack.ranks, pack.index))
+    loss.backward()
+    assert loss.dtype == torch.float32
+    found = {}
+    for name, parameter in adapter.module.named_parameters():
+        found[name] = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.float()
+        dist.all_reduce(found[name])
+    total = loss.detach()
+    dist.all_reduce(total)
+    if rank != 0:
+        return {}
+    expected, wanted = plain_gradients(plain, list(payloads.values()))
+    angles = {name: 1.0 - torch.cosine_similarity(found[name].flatten(), wanted[name].flatten(), 0).item() for name in wanted}
+    return {"loss": abs(total.item() - expected) / expected, "gradient": max(angles.values())}
+
+
+def test_bf16_stays_near_fp32() -> None:
+    made = [make_sample("a", [23, (1, 4, 8), 40, (1, 8, 6), 31]), make_sample("b", [57])]
+    pack = make_pack(0, [0, 1, 2], [sample for sample, _ in made])
+    errors = run_ranks(run_in_bf16, 3, pack, {sample.id: payload for sample, payload in made})[0]
+    assert errors["loss"] < 2e-3, errors
+    assert errors["gradient"] < 5e-3, errors
+
+
 def evaluate(rank: int, pack: RankPack, payloads: dict[str, Payload]) -> tuple[float, bool, float]:
     adapter = rough_model()
     transport = open_transport("pool", rank, 3, choose("cpu"), 16, timedelta(seconds=30))
