@@ -140,7 +140,7 @@ class Checkpointer:
         try:
             source = self._source(name, state, fetched)
             dcp.load(self._entries(state), storage_reader=dcp.FileSystemReader(source), planner=_LoadPlanner(flatten_state_dict=False),
-                     process_group=self.group, no_dist=self.world_size == 1)
+                     process_group=self.group, no_dist=self.group is None)
         except CheckpointException as error:
             raise ValueError(f"{name}: cannot be read: {_first_failure(error)}") from None
         finally:
@@ -164,7 +164,7 @@ class Checkpointer:
         try:
             writer = dcp.FileSystemWriter(folder, sync_files=False)  # the upload is what makes files safe
             planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.world_size == 1)
+            dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)
             if self.rank == 0:
                 description = {"state_version": state.version, "shapes": {name: list(shape) for name, shape in self.engine.shapes.items()}}
                 (folder / DESCRIPTION).write_text(json.dumps(description))

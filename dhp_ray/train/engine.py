@@ -139,7 +139,7 @@ class FlatEngine:
     def full_parameters(self) -> dict[str, Tensor]:
         """All parameters as fp32 CPU tensors by name, on rank 0; empty on the others. Every rank calls this.
 
-        Trained ones are the fp32 masters, frozen ones as they compute. Names of tied parameters appear once.
+        Trained ones are the fp32 masters, frozen ones as they were given. Names of tied parameters appear once.
         """
         found = torch.empty(self.layout.size if self.rank == 0 else 0, dtype=torch.float32)
         for bucket in self.layout.buckets:
@@ -150,7 +150,8 @@ class FlatEngine:
         if self.rank != 0:
             return {}
         trained = {name: self._view(found, name) for name in self.parameters}
-        return trained | {name: parameter.detach().float().cpu().clone() for name, parameter in self.frozen.items()}
+        frozen = {name: self._frozen_originals.get(name, parameter.detach()) for name, parameter in self.frozen.items()}
+        return trained | {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in frozen.items()}
 
     def _take_over(self) -> None:
         """Move the parameters into the flat buffers, one after the other so that no second copy of all of them is held."""
@@ -167,8 +168,12 @@ class FlatEngine:
                 parameter.grad = self._view(self._gradient, name)  # autograd adds to it in place
             else:
                 parameter.register_post_accumulate_grad_hook(_adder(self._view(self._gradient, name)))
-        for parameter in self.frozen.values():
-            parameter.data = parameter.data.to(self.compute_type)
+        self._frozen_originals: dict[str, Tensor] = {}  # of rank 0, where the computing type would lose digits: they are exported as they came
+        for name, parameter in self.frozen.items():
+            original = parameter.data
+            parameter.data = original.to(self.compute_type)
+            if self.rank == 0 and not torch.equal(parameter.data.to(original.dtype), original):
+                self._frozen_originals[name] = original.cpu()
 
     def _view(self, buffer: Tensor, name: str) -> Tensor:
         return buffer[self.layout.interval(name)].view(self.layout.shapes[name])

@@ -77,6 +77,14 @@ def test_frozen_parameters_stay_and_take_no_gradient_memory(world_size):
     assert network.visual.weight.grad is None
 
 
+def test_frozen_parameters_compute_in_bf16_and_are_exported_as_they_came():
+    network = Network()
+    network.visual.requires_grad_(False)
+    engine = make_engine(network, 0, 1, precision="bf16")
+    assert network.visual.weight.dtype == torch.bfloat16
+    assert torch.equal(engine.full_parameters()["visual.weight"], Network().visual.weight)
+
+
 def test_an_untied_head_is_a_parameter_of_its_own():
     expected, _, _ = plain_training(Network(tied=False), 3)
     found = run_tensors(train, 2, 2, 3, 400, "fp32", 0.0, False)[0][0]
@@ -249,6 +257,57 @@ def test_a_failure_inside_the_update_leaves_the_version_whole(broken_part):
         assert version == 1
         assert back, "rebuild on a working group brings the parameters back"
     assert max(error(results[0][4][name], expected[name]) for name in expected) < TOLERANCE
+
+
+class LoggedWork:
+    def __init__(self, work, log, name):
+        self.work, self.log, self.name = work, log, name
+
+    def wait(self):
+        self.log.append(f"wait {self.name}")
+        self.work.wait()
+
+
+def order_of_collectives(rank, world_size):
+    """What an update starts and waits for, bucket by bucket."""
+    network = Network()
+    engine = make_engine(network, rank, world_size, 1000)
+    log: list[str] = []
+    reduce_scatter, gather_into, write = engine._reduce_scatter, engine._gather_into, engine.optimizer.write
+    starts = [bucket.start for bucket in engine.layout.buckets]
+
+    def logged_reduce_scatter(bucket):
+        name = f"reduce {starts.index(bucket.start)}"
+        log.append(f"start {name}")
+        return LoggedWork(reduce_scatter(bucket), log, name)
+
+    def logged_gather_into(whole, mine):
+        name = f"gather {starts.index(whole.storage_offset())}"
+        log.append(f"start {name}")
+        return LoggedWork(gather_into(whole, mine), log, name)
+
+    def logged_write(bucket, *arguments):
+        log.append(f"write {starts.index(bucket.start)}")
+        write(bucket, *arguments)
+
+    engine._reduce_scatter, engine._gather_into, engine.optimizer.write = logged_reduce_scatter, logged_gather_into, logged_write
+    train_step(engine, network, 0, rank, world_size)
+    return log
+
+
+def test_the_next_bucket_is_under_way_while_one_is_worked_on():
+    expected = [
+        "start reduce 0", "start reduce 1",
+        "wait reduce 0", "start reduce 2",
+        "wait reduce 1", "start reduce 3",
+        "wait reduce 2", "wait reduce 3",
+        "write 0", "start gather 0",
+        "write 1", "start gather 1",
+        "write 2", "start gather 2", "wait gather 0",
+        "write 3", "start gather 3", "wait gather 1",
+        "wait gather 2", "wait gather 3",
+    ]
+    assert run_tensors(order_of_collectives, 2, 2) == [expected, expected]
 
 
 def test_the_learning_rate_factor_scales_all_rates():
