@@ -12,7 +12,7 @@ from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan
 from dhp_ray.runtime.group import WorkerGroup
-from dhp_ray.runtime.prefetch import BlockRows
+from dhp_ray.runtime.messages import BlockRows
 
 
 @dataclass

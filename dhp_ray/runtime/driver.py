@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Driver:
     """Owns the schedule, the data stream and the ledger of one run."""
 
     def __init__(self, config: Config, workers: list[ActorHandle], store: tuple[str, int]) -> None:
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
         self.config, self.store = config, store
         self.group = WorkerGroup(workers)
         self.scale = TimeScale()

@@ -10,8 +10,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from dhp_ray.runtime.messages import RunError
-from dhp_ray.runtime.rank import Membership
+from dhp_ray.runtime.messages import Membership, RunError
 
 GRACE_S = 5.0
 """A killed rank makes its peers raise first; its own death is known to Ray a little later."""

@@ -1,13 +1,34 @@
-"""What the driver tells the job's process, and the errors that end a run."""
+"""What the driver tells the workers and the job's process, and the errors that end a run. No torch here: the driver needs none."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import ray
 
 
 class RunError(RuntimeError):
     """A failure that ends the run; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A rank's place in one generation of the group, and the store where the generation meets."""
+
+    rank: int
+    world_size: int
+    generation: int
+    store_host: str
+    store_port: int
+
+
+@dataclass
+class BlockRows:
+    """Rows of one block in the object store. The reference is nested in a list, so that Ray hands it on unresolved."""
+
+    reference: list[ray.ObjectRef] = field(repr=False)
+    rows: list[int]
 
 
 @dataclass(frozen=True)

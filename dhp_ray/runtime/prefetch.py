@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,11 @@ import ray
 from dhp_ray.config import Config
 from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor, ProcessorSpec
-from dhp_ray.data.stream import read_rows
+from dhp_ray.data.reader import read_rows
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
+from dhp_ray.runtime.messages import BlockRows
 from dhp_ray.train.collate import Payload, check_payload, placeholder
-
-
-@dataclass
-class BlockRows:
-    """Rows of one block in the object store. The reference is nested in a list, so that Ray hands it on unresolved."""
-
-    reference: list[ray.ObjectRef] = field(repr=False)
-    rows: list[int]
 
 
 def processor_spec(config: Config) -> ProcessorSpec:

@@ -6,7 +6,6 @@ Plain torch: a Ray worker wraps one (`worker.py`), and benchmarks run the same o
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,22 +16,12 @@ from dhp_ray.comm.transport import open_transport
 from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.build import build_model
+from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder
 from dhp_ray.train.checkpoint import Checkpointer
 from dhp_ray.train.engine import FlatEngine, OptimizerSettings
 from dhp_ray.train.schedule import learning_rate_factor
 from dhp_ray.train.step import RankStep
-
-
-@dataclass(frozen=True)
-class Membership:
-    """A rank's place in one generation of the group, and the store where the generation meets."""
-
-    rank: int
-    world_size: int
-    generation: int
-    store_host: str
-    store_port: int
 
 
 def token_ids(config: Config) -> dict[str, int] | None:

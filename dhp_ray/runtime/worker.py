@@ -16,8 +16,9 @@ from dhp_ray.comm.device import choose
 from dhp_ray.config import Config
 from dhp_ray.model.build import num_parameters
 from dhp_ray.planner.plan import RankPlan, StepResult
-from dhp_ray.runtime.prefetch import BlockRows, load_payloads, processor_spec
-from dhp_ray.runtime.rank import Membership, Rank, token_ids
+from dhp_ray.runtime.messages import BlockRows, Membership
+from dhp_ray.runtime.prefetch import load_payloads, processor_spec
+from dhp_ray.runtime.rank import Rank, token_ids
 from dhp_ray.storage import Folder
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import resident_bytes
