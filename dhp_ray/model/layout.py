@@ -94,7 +94,7 @@ class PackLayout:
                 if not seen:
                     continue
                 visible = slice(seen[0].start, seen[-1].stop)
-                if keys and keys[-1] == visible and queries[-1].stop == local.start:
+                if keys and keys[-1] == visible:  # then of this sequence, and next to the queries before
                     queries[-1] = slice(queries[-1].start, local.stop)
                 else:
                     queries.append(local)

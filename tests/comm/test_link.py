@@ -26,8 +26,9 @@ def test_members_are_places_in_ring_order() -> None:
 
 
 def uneven(rank: int) -> list[list[float]]:
-    """Each sends `its rank` numbers to each: rank 0 has nothing to send, and nobody waits for it."""
+    """Each sends `its rank` numbers to each: rank 0 has nothing to send, and need not be asked whether it has."""
     link = everyone(rank)
+    link.exchange([(torch.zeros(0), 1)] if rank == 0 else [], []).wait()
     others = [member for member in range(3) if member != rank]
     received = {member: torch.zeros(member) for member in others}
     sends = [(torch.arange(rank) + 10.0 * rank, member) for member in others]
@@ -43,7 +44,7 @@ def two_packs_at_once(rank: int) -> list[float]:
     """Sent in one order, received in another: packs, and kinds of message within one, are kept apart."""
     first, second = everyone(rank, 0), everyone(rank, 1)
     if rank == 0:
-        sends = [link.exchange([(torch.tensor([value]), 1)], [], tag) for link, tag, value in ((second, 1, 3.0), (first, 0, 1.0), (second, 0, 2.0))]
+        sends = [link.exchange([(torch.tensor([value]), 1)], [], tag) for link, tag, value in ((second, 1, 3.0), (second, 0, 2.0), (first, 0, 1.0))]
         for pending in sends:  # a send ends when the other side has posted its receive
             pending.wait()
         return []

@@ -99,8 +99,9 @@ def test_ring_in_bf16() -> None:
 
 
 def ring_over_other_layout(rank: int) -> float:
-    """Nothing in the ring assumes chunks: whole blocks of tokens may go to any member."""
-    shards = ((Interval(0, 0, 3), Interval(0, 20, 31), Interval(1, 0, 4)), (Interval(0, 10, 20), Interval(1, 4, 5)), (Interval(0, 3, 10),))
+    """Nothing in the ring assumes chunks: whole blocks of tokens may go to any member, and see some keys more than once."""
+    shards = ((Interval(0, 4, 8), Interval(0, 12, 31), Interval(1, 0, 4)), (Interval(0, 0, 2), Interval(0, 8, 12), Interval(1, 4, 5)), (Interval(0, 2, 4),))
+    assert PackLayout((31, 5), 3, shards).blocks(0, 1).keys == (slice(0, 2), slice(0, 6))
     transport = open_transport("parent", rank, 3, CPU, 0, TIMEOUT)
     return run_pack(PackContext(PackLayout((31, 5), 3, shards), transport.link((2, 0, 1), 0)))
 
@@ -155,6 +156,18 @@ def test_all_members_take_part_in_the_backward() -> None:
     errors = run_ranks(one_member_requires_no_gradient, 3)
     assert errors[1] > 0.0
     assert max(errors) < 1e-5
+
+
+def test_a_gradient_without_memory_of_its_own() -> None:
+    """The gradient of a sum is one number, expanded: kernels must not read it as if it were laid out."""
+    inputs = packed_inputs((9, 4))
+    context = PackContext(PackLayout((9, 4), 1))
+    gradients = []
+    for weight in (torch.ones(()).expand(1, 13, HEADS, WIDTH), torch.ones(1, 13, HEADS, WIDTH)):
+        leaves = [x.transpose(0, 1)[None].clone().requires_grad_() for x in inputs[:3]]
+        ring_attention(*leaves, SCALE, context).backward(weight)
+        gradients.append(leaves[1].grad)
+    assert torch.equal(*gradients)
 
 
 def forward_without_gradient(rank: int) -> bool:
