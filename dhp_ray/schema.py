@@ -91,6 +91,7 @@ class Planner:
     sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch", choices=("step", "micro_batch"))
     cost: str = key("", "cost file; empty: conf/cost/<device>.yaml")
     tokens_per_rank: str = key("auto", "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
+    max_sequence_tokens: int = key(0, "longest sequence admitted, fixed for the run; 0: tokens_per_rank x cluster.num_workers at its first start", minimum=0)
 
 
 @dataclass(kw_only=True)

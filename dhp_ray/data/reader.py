@@ -32,6 +32,8 @@ PAYLOAD = pa.schema([
     ("images", pa.list_(pa.large_binary())),  # encoded, as stored
 ])
 LENGTH_COLUMNS = ["position", "row", "id", "text_tokens", "vision_tokens", "grids", "error"]
+UNREADABLE = -1
+"""In place of `row`: the fragment's file is gone or damaged; `id` is the file."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,23 @@ class ReadFragments:
     processor: ProcessorSpec
     image_root: str
     seed: int
-    max_tokens: int
+    max_tokens: int = 0
 
     def __call__(self, items: pa.Table) -> pa.Table:
         processor = _loaded(self.processor)
         blocks = []
         for item in items.to_pylist():
             fragment: Fragment = pickle.loads(item["fragment"])
-            rows = formats.read_rows(fragment)
+            try:
+                rows = formats.read_rows(fragment)
+            except (OSError, pa.ArrowException) as error:
+                # Told as data: an error raised here would reach the driver as text, in several layers.
+                records = [_unusable(fragment.path, first_line(error)) | {"position": item["position"], "row": UNREADABLE}]
+                blocks.append(_block(records))
+                continue
             order = row_order(self.seed, item["epoch"], item["number"], len(rows))
             records = [{"position": item["position"], "row": place} | self._record(rows[row], processor) for place, row in enumerate(order)]
-            blocks.append(pa.table({name: [record[name] for record in records] for name in PAYLOAD.names}, schema=PAYLOAD))
+            blocks.append(_block(records))
         return pa.concat_tables(blocks).combine_chunks()
 
     def _record(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
@@ -61,7 +69,7 @@ class ReadFragments:
             reason = str(error)
         except Exception as error:  # foreign rows fail in ways that no list names; a bad row must not take its block with it
             reason = f"{type(error).__name__}: {first_line(error)}"
-        return {"id": row.id, "error": reason, "text_tokens": 0, "vision_tokens": 0, "grids": [], "input_ids": [], "labels": [], "images": []}
+        return _unusable(row.id, reason)
 
     def _payload(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
         if row.error:
@@ -103,6 +111,14 @@ def read_rows(table: pa.Table, rows: list[int]) -> list[dict[str, Any]]:
             "input_ids": np.array(record["input_ids"].values, np.int32), "labels": np.array(record["labels"].values, np.int32),
             "grids": np.array(record["grids"].as_py(), np.int64).reshape(-1, 3), "images": record["images"].as_py()})
     return found
+
+
+def _unusable(name: str, reason: str) -> dict[str, Any]:
+    return {"id": name, "error": reason, "text_tokens": 0, "vision_tokens": 0, "grids": [], "input_ids": [], "labels": [], "images": []}
+
+
+def _block(records: list[dict[str, Any]]) -> pa.Table:
+    return pa.table({name: [record[name] for record in records] for name in PAYLOAD.names}, schema=PAYLOAD)
 
 
 @lru_cache(maxsize=2)

@@ -17,16 +17,16 @@ import pickle
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 import ray
 import ray.data
 
-from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import LENGTH_COLUMNS, ReadFragments, fragment_order, read_rows
+from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments, fragment_order, read_rows
 from dhp_ray.planner.plan import Sample
 from dhp_ray.schema import Data, Model
 
@@ -90,7 +90,8 @@ class Stream:
         processor = ProcessorSpec(model.preset, model.path, data.min_pixels, data.max_pixels)
         processor.load()  # a model folder without a tokenizer is the user's error, and shows here
         self.num_rows = sum(fragment.num_rows for fragment in self.fragments)
-        self._reader = ReadFragments(processor, image_root(data), seed, max_tokens)
+        self.max_tokens = max_tokens  # may be set until the first batch is asked for
+        self._reader = ReadFragments(processor, image_root(data), seed)
         self._path = data.path
         self._seed = seed
         self._drop_last = drop_last
@@ -177,13 +178,11 @@ class Stream:
 
     def _fetch(self) -> None:
         """Take the next block's reference and the lengths of its rows."""
-        try:
-            while (reference := next(self._windows[0], None)) is None:
-                self._windows.popleft()
-            lengths = ray.get(_lengths.remote(reference)).to_pylist()
-        except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error
-            raise DataError(f"data.path: {self._path} cannot be read: {first_line(cause)}") from None
+        while (reference := next(self._windows[0], None)) is None:
+            self._windows.popleft()
+        lengths = ray.get(_lengths.remote(reference)).to_pylist()
+        if lengths[0]["row"] == UNREADABLE:
+            raise DataError(f"data.path: {lengths[0]['id']} cannot be read: {lengths[0]['error']}")
         assert all(entry["position"] == self._fetched for entry in lengths), "Ray Data returned blocks out of order"
         number = self._order[self._fetched]
         first = self._row if self._fetched == self._position else 0
@@ -206,7 +205,8 @@ class Stream:
         dataset.context.print_on_execution_start = False
         dataset.context.target_max_block_size = None  # one block a fragment, however large
         tasks = max(1, int(ray.cluster_resources().get("CPU", 1)) // 4)
-        blocks = dataset.map_batches(self._reader, batch_size=None, batch_format="pyarrow", num_cpus=STAGE_CPUS, compute=ray.data.TaskPoolStrategy(size=tasks))
+        reader = replace(self._reader, max_tokens=self.max_tokens)
+        blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=STAGE_CPUS, compute=ray.data.TaskPoolStrategy(size=tasks))
         return (entry.ref for bundle in blocks.iter_internal_ref_bundles() for entry in bundle.blocks)
 
 

@@ -75,8 +75,8 @@ class RunRecords:
             raise StorageError(f"{self.folder.uri}/config.yaml: does not hold a configuration")
         return _dotted(tree)
 
-    def write_config(self, config: Config) -> None:
-        """Write the resolved configuration; in a folder with a run, only when the run can go on under it.
+    def compare_config(self, config: Config) -> None:
+        """Whether this folder's run, if it holds one, can go on under a configuration.
 
         Raises:
             ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's.
@@ -87,6 +87,10 @@ class RunRecords:
         for name, value in _dotted(asdict(config)).items():
             if name.startswith(FIXED) and stored.get(name, value) != value:
                 raise ConfigError(f"{name}: got {value!r}; the run in {self.folder.uri} has {stored[name]!r}; allowed: that value, or another run.dir")
+
+    def write_config(self, config: Config) -> None:
+        """Write the resolved configuration; raises ConfigError as `compare_config` does."""
+        self.compare_config(config)
         self.folder.write("config.yaml", dump(config).encode())
 
     def commit(self, step: int, sample_ids: Sequence[str], metrics: Mapping[str, Any]) -> None:

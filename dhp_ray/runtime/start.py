@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dhp_ray.config import CONF, Config, ConfigError, dump
 from dhp_ray.data.stream import Stream
@@ -43,13 +44,16 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
     """
     folder = Folder(config.run.dir)
     folder.probe()
-    records = RunRecords(folder)
-    checkpoints = Checkpoints(folder, config.checkpoint.keep)
+    records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)
+    records.compare_config(config)
     newest = checkpoints.newest()
-    planner_name = config.planner.name
-    if planner_name not in PLANNERS:
-        raise ConfigError(f"planner.name: got {planner_name!r}; allowed: {', '.join(PLANNERS)}")
+    resumed_step = newest.step if newest else 0
+    if config.planner.name not in PLANNERS:
+        raise ConfigError(f"planner.name: got {config.planner.name!r}; allowed: {', '.join(PLANNERS)}")
     cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{config.cluster.device}.yaml"))
+    stream = Stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
+    if newest:
+        stream.restore(newest.cursor)
 
     yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
     probe = f".reach-{uuid.uuid4().hex}"
@@ -59,41 +63,46 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
     finally:
         folder.delete(probe)
     check_memory(group)
-    config.planner.tokens_per_rank = str(tokens_per_rank(config, records, cost, group))
+    resolve_limits(config, records.stored_config(), cost, group)
+    stream.max_tokens = config.planner.max_sequence_tokens
     records.write_config(config)
-    checkpoints.discard_after(newest.step if newest else 0)
-    records.truncate(newest.step if newest else 0)
+    checkpoints.discard_after(resumed_step)
+    records.truncate(resumed_step)
 
     generation = 1
-    group.join(generation, store, checkpoints.name(newest.step) if newest else "")
+    group.join(generation, store, checkpoints.name(resumed_step) if newest else "")
     records.cluster(generation, group.membership())
     cluster = ClusterSpec(len(group.workers), group.ranks_per_node, int(config.planner.tokens_per_rank))
-    stream = Stream(config.data, config.model, config.seed, cluster.max_tokens, config.batch.drop_last)
-    if newest:
-        stream.restore(newest.cursor)
     steps = config.run.steps
     total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
     dispatcher = Dispatcher(stream, group, cluster, cost, config)
-    first_step = newest.step + 1 if newest else 1
-    scalars = ScalarLog(folder.child("tensorboard"), first_step)
+    scalars = ScalarLog(folder.child("tensorboard"), resumed_step + 1)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
-    records.event("started", generation=generation, step=first_step, num_ranks=cluster.num_ranks)
-    yield Started(_opening(config, group, stream, newest.step if newest else 0), first_step, total_steps)
-    return Session(records, checkpoints, scalars, dispatcher, generation, first_step, total_steps)
+    records.event("started", generation=generation, step=resumed_step + 1, num_ranks=cluster.num_ranks)
+    yield Started(_opening(config, group, stream, resumed_step), resumed_step + 1, total_steps)
+    return Session(records, checkpoints, scalars, dispatcher, generation, resumed_step + 1, total_steps)
 
 
-def tokens_per_rank(config: Config, records: RunRecords, cost: CostModel, group: WorkerGroup) -> int:
-    """`planner.tokens_per_rank`; auto is resolved once, at the first start, and read back from the run folder later."""
-    if config.planner.tokens_per_rank != "auto":
-        return int(config.planner.tokens_per_rank)
-    stored = records.stored_config().get("planner.tokens_per_rank", "auto")
-    if stored != "auto":
-        return int(stored)
-    resident_bytes = max(member["resident_bytes"] for member in group.members)
-    free_bytes = MEMORY_SHARE * group.memory_bytes - resident_bytes
-    if not cost.memory_bytes_per_token:
-        raise RunError("planner.tokens_per_rank: got auto, and the cost file has no memory_bytes_per_token; allowed: a number")
-    return int(free_bytes / cost.memory_bytes_per_token)
+def resolve_limits(config: Config, stored: Mapping[str, Any], cost: CostModel, group: WorkerGroup) -> None:
+    """Fix the run's limits at its first start; later starts read them back from the run folder (`stored`).
+
+    Raises:
+        RunError: auto finds no number.
+    """
+    planner = config.planner
+    if planner.tokens_per_rank == "auto":
+        planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or tokens_that_fit(cost, group))
+    if not planner.max_sequence_tokens:
+        planner.max_sequence_tokens = int(stored.get("planner.max_sequence_tokens") or int(planner.tokens_per_rank) * len(group.workers))
+
+
+def tokens_that_fit(cost: CostModel, group: WorkerGroup) -> int:
+    """Tokens of a pack that a rank's memory holds beside the resident state."""
+    free_bytes = MEMORY_SHARE * group.memory_bytes - max(member["resident_bytes"] for member in group.members)
+    tokens = int(free_bytes / cost.memory_bytes_per_token) if cost.memory_bytes_per_token else 0
+    if tokens < 1:
+        raise RunError("planner.tokens_per_rank: got auto, and memory_bytes_per_token of the cost file gives no number; allowed: a number of tokens")
+    return tokens
 
 
 def check_memory(group: WorkerGroup) -> None:

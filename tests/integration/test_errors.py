@@ -34,8 +34,8 @@ def conversations(test_data: Path, tmp_path: Path) -> Path:
 
 
 def llava(folder: Path) -> list[str]:
-    return ["data=llava", f"data.path={folder / 'rows.json'}", f"data.image_root={folder}", f"run.dir={folder / 'run'}", "run.steps=2", "batch.global_samples=4",
-            "cluster.num_workers=1", "planner.tokens_per_rank=4096"]
+    return ["data=llava", f"data.path={folder / 'rows.json'}", f"data.image_root={folder}", f"run.dir={folder / 'run'}", "run.steps=2",
+            "batch.global_samples=4", "cluster.num_workers=1", "planner.tokens_per_rank=4096"]
 
 
 def test_a_wrong_key() -> None:
