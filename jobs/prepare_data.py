@@ -24,8 +24,11 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         prepare(path, config)
-    except (OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: data.path: {path} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -2,7 +2,7 @@
 
     document  lines of words                    "read"     the words
     chart     a title over coloured bars        "tallest"  the title and the colour of the tallest bar
-    clip      a square moving over a board      "path"     the first frame's title and the square's cells, frame by frame
+    clip      a square moving over a board      "path"     the title, which runs over the frames, and the square's cells
 
 Lengths, in tokens of the byte-level tokenizer and merged patches, follow a mixture of two lognormals (short samples
 and a long tail, `data.synthetic.*`). Each sample is built to a length drawn from it: pictures take their share, and
@@ -158,11 +158,12 @@ def _clip(random: np.random.Generator, num_tokens: int) -> Pictures:
 
     def draw(title: str) -> list[Image.Image]:
         frames = []
+        letters = (size[0] // LETTER_WIDTH) * (size[1] // LINE_HEIGHT)
         for frame, (x, y) in enumerate(cells):
             image = Image.new("RGB", size, "white")
             step = size[0] / BOARD
             ImageDraw.Draw(image).rectangle([x * step, y * step, (x + 1) * step - 1, (y + 1) * step - 1], fill=colour)
-            frames.append(_written(image, title if frame == 0 else ""))
+            frames.append(_written(image, title[frame * letters : (frame + 1) * letters]))
         return frames
 
     return Pictures([size] * num_frames, draw, "path", ": " + " ".join(f"{'abc'[x]}{y + 1}" for x, y in cells))

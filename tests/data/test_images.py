@@ -71,7 +71,7 @@ def test_no_pixel_is_decoded_for_the_size(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("data", [b"", b"not an image", b"\x89PNG\r\n\x1a\n", picture(9, 9)[:20], b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"])
 def test_an_unreadable_header_is_a_bad_row(data: bytes) -> None:
-    with pytest.raises(RowError, match="header cannot be read: .*; allowed: PNG") as caught:
+    with pytest.raises(RowError, match=r"header cannot be read: .*; allowed: PNG") as caught:
         image_size(data)
     assert "\n" not in str(caught.value)
 

@@ -28,7 +28,8 @@ def ids_of(data: Data) -> list[str]:
     return [row.id for fragment in index_fragments(data) for row in read_rows(fragment)]
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+LEAVES = st.none() | st.booleans() | st.integers() | st.text()
+JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -79,7 +80,8 @@ def test_a_row_that_is_not_json_keeps_its_place(tmp_path: Path) -> None:
     ("", "is empty"), (" \n ", "is empty"), ("hello", "is not JSON"), ("{'id': 1}", "is not JSON"), ("[1, 2]", "is not JSON: expected an object"),
     ('[{"conversations": []} {"conversations": []}]', "is not JSON: expected an object at byte 22"), ('[{"conversations": []}', "does not end"),
     ('[{"conversations": []}, ]', "is not JSON"), ('[{"conversations": []}] x', "text after the array, at byte 23"),
-    ('[{"conversations": [}', "is not JSON"), ("[]", "holds no rows"), ('[{"id": 1, "text": "a"}]', "no row has conversations"), ('"text"', "holds str as its first row"),
+    ('[{"conversations": [}', "is not JSON"), ("[]", "holds no rows"),
+    ('[{"id": 1, "text": "a"}]', "no row has conversations"), ('"text"', "holds str as its first row"),
     ("\x00\x01\x02", "is not JSON"),
 ])
 def test_what_is_not_llava_is_refused_in_one_line(content: str, message: str, tmp_path: Path) -> None:
@@ -141,5 +143,5 @@ def test_the_image_root_is_the_folder_of_the_data(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     assert image_root(llava(path)) == image_root(llava(tmp_path)) == str(tmp_path)
     assert image_root(llava(path, image_root=str(tmp_path / "pictures"))) == str(tmp_path / "pictures")
-    with pytest.raises(DataError, match="data.image_root: no folder"):
+    with pytest.raises(DataError, match=r"data\.image_root: no folder"):
         image_root(llava(path, image_root=str(tmp_path / "absent")))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -178,10 +179,10 @@ def test_the_processors_own_template_comes_first(tmp_path: Path) -> None:
     (lambda folder: (folder / "preprocessor_config.json").write_text("{"), "is not JSON"),
     (lambda folder: (folder / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}'), "CLIPImageProcessor; allowed"),
     (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
-    (lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ loop.length }}{% endfor %}"), "the chat template rewrites|image tokens"),
+    (lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ loop.length }}{% endfor %}"), "the chat template rewrites"),
     (lambda folder: (folder / "chat_template.jinja").write_text("{% for %}"), "chat template"),
 ])
-def test_a_folder_that_lacks_something_is_refused_in_one_line(break_it, message: str, tmp_path: Path) -> None:  # noqa: ANN001
+def test_a_folder_that_lacks_something_is_refused_in_one_line(break_it: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     break_it(word_tokenizer(tmp_path))
     with pytest.raises(DataError, match=message) as caught:
         load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
@@ -190,7 +191,7 @@ def test_a_folder_that_lacks_something_is_refused_in_one_line(break_it, message:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="model.path: no folder"):
+    with pytest.raises(DataError, match=r"model\.path: no folder"):
         load_processor("", str(tmp_path / "absent"), MIN_PIXELS, MAX_PIXELS)
 
 

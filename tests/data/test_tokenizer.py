@@ -58,5 +58,5 @@ def test_a_tokenizer_without_image_token_is_refused() -> None:
     from transformers import PreTrainedTokenizerFast
 
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
-    with pytest.raises(DataError, match="no token <|image_pad|>"):
+    with pytest.raises(DataError, match=r"no token <\|image_pad\|>"):
         special_token_ids(other)
