@@ -125,7 +125,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse = ctx.saved_tensors
         context: PackContext = ctx.context
-        kernel, wide, gradient = kernel_for(q.device), lse.dtype, gradient.contiguous()
+        kernel, wide = kernel_for(q.device), lse.dtype
         d_q, d_kv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
         pending: Pending | None = None
         for source, shard in _travelling(kv, context, Tag.RING_BACKWARD):
