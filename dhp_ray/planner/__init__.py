@@ -13,16 +13,18 @@ from typing import Any
 
 from dhp_ray.planner.bound import lower_bound_s
 from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.encoders import encoders_of
+from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.paper import dhp_paper
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, PlanError, Sample, SequenceTooLongError, samples_from_json
+from dhp_ray.planner.plan import ClusterSpec, Plan, PlanError, Sample, SequenceTooLongError, samples_from_json
+from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
 from dhp_ray.planner.problem import Placement, Problem, problem_of
 from dhp_ray.planner.static import static
 from dhp_ray.planner.timeline import idle_fraction, starts_of
 
-__all__ = ["PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanError", "Sample", "SequenceTooLongError", "idle_fraction", "plan_batch", "replay", "starts_of"]
+__all__ = ["PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanError", "Sample", "SequenceTooLongError", "idle_fraction", "plan_batch", "replay", "starts_of",
+           "warm_up"]
 
-PLANNERS: dict[str, Callable[[Problem], list[Placement]]] = {"dhp": dhp_paper, "dhp_paper": dhp_paper, "static": static}
+PLANNERS: dict[str, Callable[[Problem], list[Placement]]] = {"dhp": dhp, "dhp_paper": dhp_paper, "static": static}
 
 
 def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",
@@ -39,13 +41,24 @@ def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
     if sync not in SYNCS:
         raise PlanError(f"sync: got {sync!r}; allowed: {', '.join(SYNCS)}")
     problem = problem_of(samples, cluster, cost, sync, pool)
-    groups = tuple(_priced(problem, placement) for placement in PLANNERS[planner](problem))
-    _, makespan = starts_of(groups, cluster.num_ranks, sync, cost.fixed_s)
+    placements = PLANNERS[planner](problem)
+    times, encoders = times_of(problem, placements)
+    groups, makespan = groups_of(problem, placements, times, encoders), makespan_of(problem, placements, times)
     inputs: dict[str, Any] = {"speeds": list(cluster.speeds), "cost": cost.to_json(), "pool": [list(ranks) for ranks in pool]}
     plan = Plan(planner, sync, cluster, problem.samples, groups, makespan, lower_bound_s(problem), 0.0, inputs)
     plan.validate()
     object.__setattr__(plan, "planning_time_s", time.perf_counter() - begin)
     return plan
+
+
+def warm_up() -> float:
+    """Compile the loops (in a thread, while workers start); returns the seconds that it took. Planning before that compiles what it needs by itself."""
+    begin = time.perf_counter()
+    cost = CostModel(1e-9, 1e-4, 1e5, 0.1, {2: 1e10})
+    samples = [Sample(str(length), length) for length in (30, 5, 5)]
+    for sync in SYNCS:
+        plan_batch(samples, ClusterSpec(4, 2, 10), cost, sync=sync)
+    return time.perf_counter() - begin
 
 
 def replay(tree: dict[str, Any]) -> Plan:
@@ -57,16 +70,3 @@ def replay(tree: dict[str, Any]) -> Plan:
         return plan_batch(samples, cluster, cost, planner=tree["planner"], sync=tree["sync"], pool=[tuple(ranks) for ranks in inputs["pool"]])
     except (KeyError, TypeError) as error:
         raise PlanError(f"plan file: no usable inputs ({error.__class__.__name__}: {error}); it does not replay") from None
-
-
-def _priced(problem: Problem, placement: Placement) -> GroupPlan:
-    """A placement with its predicted time and memory, and its images dealt out among the members."""
-    ranks, rows = placement.ranks, placement.sequences
-    samples, cluster, cost = problem.samples, problem.cluster, problem.cost
-    image_s = [seconds for row in rows for seconds in cost.image_s(samples[row])]
-    if image_s and not any(image_s):  # without vision costs, balance patches
-        image_s = [1e-15 * t * h * w for row in rows for t, h, w in samples[row].vision_grids]
-    encoders, encode_s = encoders_of(image_s, [cluster.speeds[rank] for rank in ranks])
-    lengths = [int(problem.tokens[row]) for row in rows]
-    time_s = cost.pack_time_s(lengths, ranks, cluster, encode_s)
-    return GroupPlan(ranks, Pack(rows), time_s, cost.memory_bytes(sum(lengths), len(ranks), problem.sync), placement.micro_batch, encoders)

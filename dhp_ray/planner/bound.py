@@ -11,61 +11,115 @@ attention hides communication, a pack may hide more than its sequences do alone;
 sequences of a pack hide they also compute).
 
 With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long), with fixed_s for as many micro-batches as the tokens need.
-O(sequences x degrees x 40), over the distinct lengths only.
+
+For each T, a sequence's least degree d(T) is a short scan and a(T) relaxes to the least charge per token over all degrees from d(T) on, which does not depend
+on the sequence: O(sequences + ranks) memory, some 40 trials of O(sequences).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.items import Items, items_of
 from dhp_ray.planner.problem import Problem
+
+
+class Limits(NamedTuple):
+    """What d ranks can do at best, for d = 0 (unused) to N: `pace` is the d-th fastest speed, `encode_pace` the sum of the d fastest.
+
+    `charge_s`: least seconds of area that a token pays beyond its compute on d ranks or more.
+    """
+
+    pace: np.ndarray
+    encode_pace: np.ndarray
+    transfer_s: np.ndarray
+    hidden: np.ndarray
+    once_s: np.ndarray
+    charge_s: np.ndarray
 
 
 def lower_bound_s(problem: Problem) -> float:
     """Seconds that no plan of this batch can beat, fixed costs included."""
-    cluster, cost = problem.cluster, problem.cost
-    speeds = np.sort(np.array(cluster.speeds))
-    total_speed = float(speeds.sum())
-    time, area = _times_and_areas(problem, speeds)
-    order = np.argsort(time, axis=1, kind="stable")
-    time = np.take_along_axis(time, order, axis=1)
-    area = np.minimum.accumulate(np.take_along_axis(area, order, axis=1), axis=1)
-    shortest = float(time[:, 0].max())
-    low = max(shortest, float(area[:, -1].sum()) / total_speed)
-    high = max(low, float(area[:, 0].sum()) / total_speed)
-    rows = np.arange(len(time))
-    for _ in range(40):
+    micro_batches = 1
+    if problem.sync == "micro_batch":
+        micro_batches = -(-int(problem.tokens.sum()) // problem.cluster.max_tokens)
+    makespan = _bound(items_of(problem), limits_of(problem), float(sum(problem.cluster.speeds)))
+    return float(makespan) + problem.cost.fixed_s * micro_batches
+
+
+def limits_of(problem: Problem) -> Limits:
+    cluster, tables = problem.cluster, problem.tables
+    fastest = np.sort(np.array(cluster.speeds))[::-1]
+    degrees = np.arange(cluster.num_ranks + 1)
+    pace = fastest[np.maximum(degrees, 1) - 1]
+    slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
+    transfer = np.where(degrees > cluster.ranks_per_node, tables.transfer_s[1], tables.transfer_s.min(axis=0))
+    once = tables.latency_s + tables.pack_s
+    charge = (0.0 if tables.hidden.any() else 1.0) * transfer * slowest_sum + once * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
+    charge = np.minimum.accumulate(charge[:0:-1])[::-1]
+    return Limits(pace, np.concatenate([[1.0], np.cumsum(fastest)]), transfer, tables.hidden, once, np.concatenate([[0.0], charge]))
+
+
+@compiled
+def _least_time(items: Items, item: int, degree: int, limits: Limits) -> float:
+    pace = limits.pace[degree]
+    exposed = limits.transfer_s[degree] * items.tokens[item] - limits.hidden[degree] * items.attention_s[item] / pace
+    encode = max(items.vision_s[item] / limits.encode_pace[degree], items.image_s[item] / limits.pace[1])
+    return items.language_s[item] / degree / pace + encode + max(0.0, exposed) + limits.once_s[degree]
+
+
+@compiled
+def _shortest(items: Items, item: int, floor_s: float, limits: Limits) -> float:
+    """Least time of an item over all degrees, or any time at or below `floor_s`."""
+    best = np.inf
+    for degree in range(items.minimum_degree[item], len(limits.pace)):
+        best = min(best, _least_time(items, item, degree, limits))
+        if best <= floor_s:
+            break
+    return best
+
+
+@compiled
+def _fits(items: Items, rows: np.ndarray, area: float, limits: Limits, makespan: float, total_speed: float) -> bool:
+    """Whether the areas of `rows` on the degrees that meet the makespan fit beside `area`."""
+    for item in rows:
+        degree = max(items.minimum_degree[item], int(items.language_s[item] / (makespan * limits.pace[1])))
+        while _least_time(items, item, degree, limits) > makespan * (1 + 1e-12):
+            degree += 1
+            if degree == len(limits.pace):
+                return False
+        area += items.language_s[item] + items.vision_s[item] + items.tokens[item] * limits.charge_s[degree]
+    return area <= makespan * total_speed
+
+
+@compiled
+def _bound(items: Items, limits: Limits, total_speed: float) -> float:
+    low, high = 0.0, 0.0
+    for item in range(len(items.tokens)):
+        low += (items.language_s[item] + items.vision_s[item] + items.tokens[item] * limits.charge_s[items.minimum_degree[item]]) / total_speed
+    for item in range(len(items.tokens)):
+        low = max(low, _shortest(items, item, low, limits))
+    rows, count, area = np.zeros(len(items.tokens), dtype=np.int64), 0, 0.0
+    for item in range(len(items.tokens)):
+        degree = items.minimum_degree[item]
+        if _least_time(items, item, degree, limits) > low:
+            rows[count] = item
+            count += 1
+        else:  # meets every makespan that is left as it is
+            area += items.language_s[item] + items.vision_s[item] + items.tokens[item] * limits.charge_s[degree]
+    rows = rows[:count]
+    if _fits(items, rows, area, limits, low, total_speed):
+        return low
+    high = low
+    while not _fits(items, rows, area, limits, high, total_speed):
+        low, high = high, high * 1.2
+    while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        last = np.maximum((time <= middle * (1 + 1e-12)).sum(axis=1) - 1, 0)
-        if area[rows, last].sum() <= middle * total_speed:
+        if _fits(items, rows, area, limits, middle, total_speed):
             high = middle
         else:
             low = middle
-        if high - low <= 1e-9 * high:
-            break
-    micro_batches = 1
-    if problem.sync == "micro_batch":
-        micro_batches = -(-int(problem.tokens.sum()) // cluster.max_tokens)
-    return low + cost.fixed_s * micro_batches
-
-
-def _times_and_areas(problem: Problem, speeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(K, N) least time alone and least area of each sequence at degrees 1 to N; infinite where it does not fit."""
-    cluster, tables = problem.cluster, problem.tables
-    num_ranks = cluster.num_ranks
-    degrees = np.arange(1, num_ranks + 1)
-    fastest = speeds[::-1]  # at best the d fastest ranks; the slowest of them sets the pace
-    pace = fastest[degrees - 1]
-    slowest_sum = np.cumsum(speeds)[degrees - 1]
-    transfer = tables.transfer_s.min(axis=0)[1:]
-    if num_ranks > cluster.ranks_per_node:
-        transfer = np.where(degrees > cluster.ranks_per_node, tables.transfer_s[1, 1:], transfer)
-    tokens, work = problem.tokens[:, None], problem.work_s[:, None]
-    exposed = np.maximum(0.0, transfer * tokens - tables.hidden[1:] * problem.attention_s[:, None] / pace)
-    encode = np.maximum(problem.vision_s[:, None] / np.cumsum(fastest), problem.image_s[:, None] / fastest[0])
-    time = problem.language_s[:, None] / degrees / pace + encode + exposed + tables.latency_s[1:] + tables.pack_s
-    share = tokens / (cluster.tokens_per_rank * degrees)
-    once = np.minimum(1.0, share) * (tables.latency_s[1:] + tables.pack_s)
-    area = work + ((0.0 if tables.hidden.any() else 1.0) * transfer * tokens + once) * slowest_sum
-    misfit = degrees < problem.minimum_degree[:, None]
-    return np.where(misfit, np.inf, time), np.where(misfit, np.inf, area)
+    return low

@@ -161,17 +161,18 @@ class Plan:
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
-        seen = sorted(row for group in self.groups for row in group.pack.sequences)
-        if seen != list(range(len(self.samples))):
+        seen = [row for group in self.groups for row in group.pack.sequences]
+        if sorted(seen) != list(range(len(self.samples))):
             raise PlanError(f"plan: {len(seen)} placements for {len(self.samples)} sequences; each must run exactly once")
+        lengths = [sample.text_tokens + sample.vision_tokens for sample in self.samples]
         for index, group in enumerate(self.groups):
-            tokens = sum(self.samples[row].num_tokens for row in group.pack.sequences)
-            if not group.ranks or len(set(group.ranks)) != group.degree or not all(0 <= rank < self.cluster.num_ranks for rank in group.ranks):
+            tokens = sum([lengths[row] for row in group.pack.sequences])
+            if not group.ranks or len(set(group.ranks)) != group.degree or min(group.ranks) < 0 or max(group.ranks) >= self.cluster.num_ranks:
                 raise PlanError(f"plan: group {index} has ranks {group.ranks}; each must be one of {self.cluster.num_ranks}, once")
             if tokens > group.degree * self.cluster.tokens_per_rank:
                 raise PlanError(f"plan: group {index} holds {tokens} tokens on {group.degree} ranks of {self.cluster.tokens_per_rank} tokens")
-            images = sum(len(self.samples[row].vision_grids) for row in group.pack.sequences)
-            if len(group.encoders) != images or not all(0 <= member < group.degree for member in group.encoders):
+            images = sum([len(self.samples[row].vision_grids) for row in group.pack.sequences])
+            if len(group.encoders) != images or (images and not (min(group.encoders) >= 0 and max(group.encoders) < group.degree)):
                 raise PlanError(f"plan: group {index} has {images} images and encoders {group.encoders}")
         if self.sync == "micro_batch":
             self._validate_lockstep()

@@ -45,6 +45,7 @@ class Problem:
     vision_s: np.ndarray
     image_s: np.ndarray
     minimum_degree: np.ndarray
+    num_images: int
 
     @property
     def work_s(self) -> np.ndarray:
@@ -69,10 +70,11 @@ def problem_of(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
         raise SequenceTooLongError(samples[longest].id, int(tokens[longest]), cluster.max_tokens)
     attention = cost.quadratic_s * tokens.astype(np.float64) ** 2
     vision, image = np.zeros(len(samples)), np.zeros(len(samples))
-    if cost.vision_linear_s or cost.vision_quadratic_s:
+    num_images = sum([len(sample.vision_grids) for sample in samples])
+    if num_images and (cost.vision_linear_s or cost.vision_quadratic_s):
         for row, sample in enumerate(samples):
             if sample.vision_grids:
                 seconds = cost.image_s(sample)
                 vision[row], image[row] = sum(seconds), max(seconds)
     return Problem(tuple(samples), cluster, cost, sync, tuple(pool), cost.tables(cluster.num_ranks), tokens, attention + cost.linear_s * tokens, attention,
-                   vision, image, -(-tokens // cluster.tokens_per_rank))
+                   vision, image, -(-tokens // cluster.tokens_per_rank), num_images)

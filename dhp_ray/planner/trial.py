@@ -1,0 +1,87 @@
+"""One trial of `sync=step`: can every item find room under a makespan?
+
+    1. skeleton   items that take longer than `smallest` on one rank, largest first, on the windows that waste least
+    2. fill       the others into the holes and tails, best fit
+    3. mop up     what fits in no bin goes on several ranks, after everything else
+
+If that fails, all items as large as the largest one left over join the skeleton, and the trial goes on, `rounds` times at most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.fill import busy_of, fill
+from dhp_ray.planner.items import Items, Machine
+from dhp_ray.planner.skeleton import Sets, Skeleton, place_skeleton
+
+
+class Choices(NamedTuple):
+    """Ways to try, one a row. `large`: an item longer than this share of the makespan belongs to the skeleton from the start. `gap_weight`: see `skeleton`.
+    `order`: the row of `orders` (items, largest first or nearly so) that it takes them in."""
+
+    large: np.ndarray
+    gap_weight: np.ndarray
+    order: np.ndarray
+    orders: np.ndarray
+
+
+class Effort(NamedTuple):
+    """How hard a trial tries: choices, rounds of each, items that it mops up at most."""
+
+    choices: int
+    rounds: int
+    leftover: int
+
+
+class Found(NamedTuple):
+    """Room for every item: in the skeleton, in a bin (`rest` largest first, and `bins`), or in `last`, after them. `choice` is -1 if there is none."""
+
+    choice: int
+    makespan_s: float
+    skeleton: Skeleton
+    rest: np.ndarray
+    bins: np.ndarray
+    last: Skeleton
+
+
+PREFER_LATE = 1e-6
+
+
+@compiled
+def try_makespan(items: Items, single_s: np.ndarray, makespan: float, machine: Machine, pool: Sets, reuse_s: float, choices: Choices, begin: int,
+                 effort: Effort) -> Found:
+    """The first of `effort.choices` choices, from `begin` on, that finds room for every item.
+
+    `single_s`: each item's time on one rank, infinite where it does not fit.
+    """
+    idle = np.zeros(len(machine.speeds))
+    none = np.zeros(0, dtype=np.int64)
+    no_pool = Sets(none, np.zeros(1, dtype=np.int64))
+    skeleton = place_skeleton(items, none, 0.0, makespan, machine, idle, no_pool, 1.0, 0.0, 0.0)
+    last = skeleton
+    for step in range(effort.choices):
+        choice = (begin + step) % len(choices.large)
+        order = choices.orders[choices.order[choice]]
+        smallest = choices.large[choice] * makespan
+        for _ in range(effort.rounds):
+            skeleton = place_skeleton(items, order, smallest, makespan, machine, idle, pool, choices.gap_weight[choice], PREFER_LATE, reuse_s)
+            if not skeleton.placed:
+                break
+            rest = order[single_s[order] <= smallest]
+            bins = fill(items, rest, skeleton, makespan, machine)
+            left = rest[bins < 0]
+            if len(left) <= effort.leftover:
+                busy = busy_of(items, rest, bins, skeleton, machine)
+                last = place_skeleton(items, left, 0.0, makespan, machine, busy, no_pool, 1.0, PREFER_LATE, 0.0)
+                if last.placed:
+                    return Found(choice, makespan, skeleton, rest[bins >= 0], bins[bins >= 0], last)
+            largest = left[0]
+            for item in left:
+                if single_s[item] > single_s[largest]:
+                    largest = item
+            smallest = single_s[largest] * (1 - 1e-9)
+    return Found(-1, makespan, skeleton, none, none, last)
