@@ -27,7 +27,10 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, tim
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port = free_port()
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # ours until all ranks are done: no port is picked before it is taken
+    port = store.port
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
@@ -73,7 +76,8 @@ def _rank_main(pipe: Connection, function: Callable[..., Any], rank: int, num_ra
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
         result = function(rank, *arguments)
         dist.barrier()
         pipe.send((False, result))
