@@ -31,6 +31,7 @@ def image_size(data: bytes) -> tuple[int, int]:
             # PngImageFile.getexif decodes the pixels to reach chunks that follow them: only if there are any.
             exif = image.getexif() if _has_late_metadata(data) else Image.Image.getexif(image)
             turned = exif.get(ExifTags.Base.Orientation) in _TURNED
+            turned = turned and image.format != "TIFF"  # Pillow has turned the size of these itself
     except Exception as error:  # image readers raise errors of many kinds on foreign bytes; each makes this row a bad one
         reason = "not an image of a known format" if isinstance(error, Image.UnidentifiedImageError) else first_line(error)
         raise RowError(f"header cannot be read: {reason}; allowed: {', '.join(FORMATS)}") from None

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dhp_ray.data.conversation import IMAGE_MARK, Turn, turns_of
+from dhp_ray.data.conversation import Turn, turns_of
 from dhp_ray.data.errors import DataError, RowError, first_line
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, STRUCTURE_TOKENS, byte_tokenizer, special_token_ids
 from dhp_ray.planner.plan import Grid
@@ -70,6 +70,7 @@ class Processor:
         present = set(self.tokenizer.get_vocab())
         named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token)
         self._reserved = tuple(token for token in dict.fromkeys((*STRUCTURE_TOKENS, *named)) if token and token in present)
+        self._opening, self._closing = self._answer_frame()
 
     @property
     def patch_dim(self) -> int:
@@ -136,23 +137,41 @@ class Processor:
         _write_json(target / "chat_template.json", {"chat_template": self.chat_template})
 
     def _render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the chat template, and the [start, stop) of what the assistant writes in it.
-
-        What the assistant writes is what the template adds, once its turn is known, to the prompt that asks for it:
-        so any template works whose text of the first turns is a prefix of the whole.
-        """
-        messages = [turn.message() for turn in turns]
-        text = self._template(messages, prompt=False)
-        spans = []
-        for index, turn in enumerate(turns):
-            if turn.role != "assistant":
-                continue
-            prompt = self._template(messages[:index], prompt=True)
-            through = text if index + 1 == len(messages) else self._template(messages[: index + 1], prompt=False)
-            if not through.startswith(prompt) or not text.startswith(through):
-                raise RowError(f"turn {index + 1}: the chat template rewrites earlier turns; allowed: a template that only appends")
-            spans.append((len(prompt), len(through.rstrip())))
+        """The text of the chat template, and the [start, stop) of every answer with its end token in it."""
+        text = self._template([turn.message() for turn in turns], prompt=False)
+        answers = [turn.text for turn in turns if turn.role == "assistant"]
+        if text.count(self._opening) != len(answers):
+            raise RowError(f"the chat template writes {text.count(self._opening)} turns of the assistant; the conversation has {len(answers)}")
+        spans, position = [], 0
+        for answer in answers:
+            start = text.index(self._opening, position) + len(self._opening)
+            written = next((form for form in (answer, answer.strip()) if text.startswith(form + self._closing, start)), None)
+            if written is None:
+                raise RowError("the chat template changes an answer; allowed: a template that writes it as it is, or stripped")
+            position = start + len(written) + len(self._closing)
+            spans.append((start, position))
         return text, spans
+
+    def _answer_frame(self) -> tuple[str, str]:
+        """What the template writes before an answer (its prompt for one) and as the answer's end.
+
+        Learnt from a probe: an answer is what the text gains, beyond the prompt, once the answer is known.
+        """
+        messages: list[dict[str, Any]] = []
+        frames = set()
+        for number in range(2):
+            messages.append({"role": "user", "content": f"question {number}"})
+            asked, prompt = self._template(messages, prompt=False), self._template(messages, prompt=True)
+            messages.append({"role": "assistant", "content": f"answer {number}"})
+            answered = self._template(messages, prompt=False)
+            start = len(prompt) + len(f"answer {number}")
+            if not prompt.startswith(asked) or not answered.startswith(f"{prompt}answer {number}"):
+                raise DataError("model.path: its chat template rewrites earlier turns; allowed: a template that only appends")
+            frames.add((prompt[len(asked) :], answered[start:].rstrip()))
+        opening, closing = frames.pop()
+        if frames or not opening:
+            raise DataError("model.path: its chat template writes answers in different ways; allowed: one opening and one end for all")
+        return opening, closing
 
     def _template(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
         text = self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=prompt)
@@ -183,13 +202,10 @@ def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int) -> 
     template = _folder_template(folder) or tokenizer.chat_template
     if not isinstance(template, str):
         raise DataError(f"model.path: {path} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json")
-    processor = Processor(tokenizer, template, _folder_image_settings(folder), min_pixels, max_pixels)
-    probe = [{"from": role, "value": text} for role, text in (("human", f"{IMAGE_MARK}a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))]
     try:
-        processor.encode(probe, [(56, 56)])
-    except (RowError, TemplateError) as error:
+        return Processor(tokenizer, template, _folder_image_settings(folder), min_pixels, max_pixels)
+    except TemplateError as error:
         raise DataError(f"model.path: {path}: its chat template cannot be used: {first_line(error)}") from None
-    return processor
 
 
 PRESET_IMAGE_SETTINGS: dict[str, Any] = {

@@ -149,9 +149,8 @@ class Stream:
         self._start(epoch, 0, 0)
 
     def close(self) -> None:
-        """Stop reading ahead."""
-        self._windows.clear()
-        self._entries.clear()
+        """Stop reading ahead; a later call reads again from where the next batch begins."""
+        self._start(self.epoch, self._position, self._row)
 
     def _start(self, epoch: int, position: int, row: int) -> None:
         self.epoch, self._position, self._row = epoch, position, row

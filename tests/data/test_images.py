@@ -41,7 +41,7 @@ def test_the_header_gives_the_size(form: str) -> None:
     assert image_size(picture(123, 45, form)) == (123, 45)
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_size_is_that_of_the_upright_picture(form: str, orientation: int, tmp_path: Path) -> None:
     data = turned(form, orientation)

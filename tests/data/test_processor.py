@@ -154,6 +154,13 @@ def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
                                                          "video_preprocessor_config.json", "processor_config.json"}
 
 
+def test_transformers_reads_the_sizes_of_a_saved_processor(tmp_path: Path) -> None:
+    load_processor("tiny", "", 12544, 50176).save(tmp_path)
+    loaded = AutoImageProcessor.from_pretrained(tmp_path, local_files_only=True, backend="pil")
+    assert (loaded.size["shortest_edge"], loaded.size["longest_edge"]) == (12544, 50176)
+    assert (loaded.patch_size, loaded.temporal_patch_size, loaded.merge_size) == (14, 2, 2)
+
+
 def test_auto_processor_loads_a_saved_processor(tmp_path: Path) -> None:
     pytest.importorskip("torchvision", reason="AutoProcessor needs torchvision, which does not import here", exc_type=Exception)
     from transformers import AutoProcessor
@@ -163,6 +170,22 @@ def test_auto_processor_loads_a_saved_processor(tmp_path: Path) -> None:
     loaded = AutoProcessor.from_pretrained(tmp_path, local_files_only=True)
     assert type(loaded).__name__ == "Qwen2_5_VLProcessor"
     assert loaded.chat_template == CHAT_TEMPLATE
+
+
+def test_a_template_that_strips_answers_is_followed(tmp_path: Path) -> None:
+    word_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{{- message['content'] -}}", "{{- message['content'] | trim -}}"))
+    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    encoded = loaded.encode(talk("a", "  true "), [])
+    assert loaded.tokenizer.decode(encoded.labels[encoded.labels != -100]) == "true<|im_end|>"
+
+
+def test_a_template_that_writes_other_answers_makes_bad_rows(tmp_path: Path) -> None:
+    word_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{{- message['content'] -}}", "{{- message['content'] | replace('true', 'yes') -}}"))
+    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    with pytest.raises(RowError, match="the chat template changes an answer"):
+        loaded.encode(talk("a", "true"), [])
 
 
 def test_the_processors_own_template_comes_first(tmp_path: Path) -> None:
@@ -179,7 +202,7 @@ def test_the_processors_own_template_comes_first(tmp_path: Path) -> None:
     (lambda folder: (folder / "preprocessor_config.json").write_text("{"), "is not JSON"),
     (lambda folder: (folder / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}'), "CLIPImageProcessor; allowed"),
     (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
-    (lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ loop.length }}{% endfor %}"), "the chat template rewrites"),
+    (lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ loop.length }}{% endfor %}"), "template rewrites earlier turns"),
     (lambda folder: (folder / "chat_template.jinja").write_text("{% for %}"), "chat template"),
 ])
 def test_a_folder_that_lacks_something_is_refused_in_one_line(break_it: Callable[[Path], object], message: str, tmp_path: Path) -> None:

@@ -104,9 +104,16 @@ def test_a_restored_cursor_goes_on_exactly(stream: Stream, rows: Path) -> None:
         restored = open_stream(rows)
         restored.restore(json.loads(json.dumps(undisturbed[place].cursor)))
         assert told(epoch_of(restored, 9)) == told(undisturbed[place + 1 :])
-        restored.start_epoch(1)
-        assert restored.next_batch(9).epoch == 1  # type: ignore[union-attr]
         restored.close()
+
+
+def test_a_closed_stream_reads_again_from_its_place(stream: Stream, rows: Path) -> None:
+    undisturbed = epoch_of(stream, 9)
+    closed = open_stream(rows)
+    seen = [closed.next_batch(9)]
+    closed.close()
+    assert closed.cursor == undisturbed[0].cursor
+    assert told([*seen, *epoch_of(closed, 9)]) == told(undisturbed)  # type: ignore[list-item]
 
 
 def test_a_cursor_of_other_data_is_refused(stream: Stream) -> None:
@@ -125,7 +132,9 @@ def test_the_last_batch_is_left_out_when_it_is_not_full(ray_cluster: None, rows:
 def test_samples_beyond_the_cluster_are_skipped(ray_cluster: None, rows: Path) -> None:
     lengths = sorted((sample.num_tokens, sample.id) for batch in epoch_of(open_stream(rows)) for sample in batch.samples)
     limit, _ = lengths[-5]
-    batches = epoch_of(open_stream(rows, max_tokens=limit))
+    limited = open_stream(rows)
+    limited.max_tokens = limit
+    batches = epoch_of(limited)
     assert sorted(sample.id for batch in batches for sample in batch.samples) == sorted(name for length, name in lengths if length <= limit)
     reasons = {item.id: item.reason for batch in batches for item in batch.skipped}
     for length, name in lengths:
