@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "dhp_ray.model.build", "dhp_ray.train.pack"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "dhp_ray.model.build", "dhp_ray.runtime.rank"]
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Call `function(rank, *arguments)` on `num_ranks` ranks of one gloo world; the results, by rank.
+    """Call `function(rank, *arguments)` on `num_ranks` ranks of one gloo world; the results, by rank. Fails as `run_processes` does."""
+    return run_processes(_in_world, num_ranks, num_ranks, timeout_s, function, arguments, timeout_s=timeout_s)
+
+
+def run_processes(function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Call `function(rank, port, *arguments)` in `num_ranks` processes that can meet at a store on `port` of this machine; the results, by rank.
 
     `function` must be importable (defined at a module's top level). Processes are forked from a server that has
     imported torch once, so that a call takes a fraction of a second. Fails when a rank raises, dies or is late.
@@ -30,11 +28,10 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, tim
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # ours until all ranks are done: no port is picked before it is taken
-    port = store.port
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(theirs, function, rank, num_ranks, port, timeout_s, arguments), daemon=True)
+        process = context.Process(target=_process_main, args=(theirs, function, rank, store.port, arguments), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -70,16 +67,22 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(pipe: Connection, function: Callable[..., Any], rank: int, num_ranks: int, port: int, timeout_s: float, arguments: tuple[Any, ...]) -> None:
+def _process_main(pipe: Connection, function: Callable[..., Any], rank: int, port: int, arguments: tuple[Any, ...]) -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
-        result = function(rank, *arguments)
-        dist.barrier()
-        pipe.send((False, result))
+        pipe.send((False, function(rank, port, *arguments)))
     except BaseException:
         pipe.send((True, traceback.format_exc()))
+
+
+def _in_world(rank: int, port: int, num_ranks: int, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    result = function(rank, *arguments)
+    dist.barrier()
+    return result
