@@ -138,6 +138,7 @@ class Driver:
             yield from self._note_saves(rank, saved_steps, error)
         self.group.call("export", "model")
         self.group.call("leave")
+        self.session.dispatcher.stream.close()
         self.session.scalars.close()
         self.session.records.close()
         yield Finished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
