@@ -32,7 +32,7 @@ Plans one global batch, prints a table, and writes the plan.
 
 Exit status: 0 on success, 2 on a bad argument or batch, 1 on failure."""
 
-NAMES = ("dhp", "dhp_paper", "static")
+NAMES = ("dhp", "dhp_paper", "static", "static_best", "pow2")
 DEFAULTS = {"lengths": "", "replay": "", "num_ranks": "", "ranks_per_node": "8", "tokens_per_rank": "8192", "speeds": "", "sync": "step", "planner": "dhp",
             "cost": "", "out": "", "picture": ""}
 

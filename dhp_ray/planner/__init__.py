@@ -16,15 +16,18 @@ from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.paper import dhp_paper
 from dhp_ray.planner.plan import ClusterSpec, Plan, PlanError, Sample, SequenceTooLongError, samples_from_json
+from dhp_ray.planner.pow2 import pow2
 from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
 from dhp_ray.planner.problem import Placement, Problem, problem_of
 from dhp_ray.planner.static import static
+from dhp_ray.planner.static_best import static_best
 from dhp_ray.planner.timeline import idle_fraction, starts_of
 
 __all__ = ["PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanError", "Sample", "SequenceTooLongError", "idle_fraction", "plan_batch", "replay", "starts_of",
            "warm_up"]
 
-PLANNERS: dict[str, Callable[[Problem], list[Placement]]] = {"dhp": dhp, "dhp_paper": dhp_paper, "static": static}
+PLANNERS: dict[str, Callable[[Problem], list[Placement]]] = {
+    "dhp": dhp, "dhp_paper": dhp_paper, "static": static, "static_best": static_best, "pow2": pow2}
 
 
 def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",

@@ -106,23 +106,33 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class RankPack:
-    """A pack as one of its ranks sees it. `index` is the pack's place in the plan."""
+    """A pack as one of its ranks sees it. `index` is the pack's place in the plan; `micro_batch` counts from 0 without gaps."""
 
     index: int
     ranks: tuple[int, ...]
     samples: tuple[Sample, ...]
     encoders: tuple[int, ...]
     predicted_time_s: float
+    micro_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's ordered slice of a plan, and every process group of the plan (ranks alike on all ranks, in plan order)."""
+    """One rank's ordered slice of a plan, and every process group of the plan (ranks alike on all ranks, in plan order).
+
+    `encodes` tells, for each micro-batch of a plan in lockstep, whether any rank's pack in it has an image; it is empty with sync=step.
+    """
 
     step: int
     rank: int
     process_groups: tuple[tuple[int, ...], ...]
     packs: tuple[RankPack, ...]
+    encodes: tuple[bool, ...] = ()
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a plan in lockstep; 0 with sync=step."""
+        return len(self.encodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +164,14 @@ class Plan:
         return dict(sorted(counts.items()))
 
     def rank_plan(self, step: int, rank: int) -> RankPlan:
+        numbers = sorted({group.micro_batch for group in self.groups}) if self.sync == "micro_batch" else []
+        encoding = {group.micro_batch for group in self.groups if group.encoders}
+        place = {number: index for index, number in enumerate(numbers)}
         packs = tuple(
-            RankPack(index, group.ranks, tuple(self.samples[row] for row in group.pack.sequences), group.encoders, group.predicted_time_s)
+            RankPack(index, group.ranks, tuple(self.samples[row] for row in group.pack.sequences), group.encoders, group.predicted_time_s,
+                     place.get(group.micro_batch, 0))
             for index, group in enumerate(self.groups) if rank in group.ranks)
-        return RankPlan(step, rank, self.process_groups(), packs)
+        return RankPlan(step, rank, self.process_groups(), packs, tuple(number in encoding for number in numbers))
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""

@@ -29,8 +29,6 @@ VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))
 WIDEN = (1e-3, 3e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.32, 0.64, 1.3, 2.6, 5.2, 10.0, 100.0, 1e4)
 """Makespans that are tried first, above the lower bound, as a share of it."""
 
-QUICK = Effort(choices=2, rounds=1, leftover=64)
-
 TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
 """Items x ranks: up to TINY with shuffled orders, up to SMALL thorough from 0.1 % above the bound, up to LARGE from 1 %; beyond, always quick."""
 
@@ -52,6 +50,7 @@ class Search:
                 rows.append((*VARIANTS[shuffled % len(VARIANTS)], shuffled))
         large, gap_weight, order = zip(*rows)
         self.choices = Choices(np.array(large), np.array(gap_weight), np.array(order), np.stack(orders))
+        self.quick = Effort(choices=2, rounds=1, leftover=max(64, len(work) // 16))
         self.thorough = Effort(choices=len(rows), rounds=4, leftover=len(work))
         self.begin = 0
 
@@ -59,7 +58,7 @@ class Search:
         """The shortest makespan found."""
         tolerance_s = bound_s * (1e-3 if self.size > SMALL else 2e-4)
         best, failed_s = self.widen(bound_s)
-        best = self.bisect(best, failed_s, tolerance_s, QUICK)
+        best = self.bisect(best, failed_s, tolerance_s, self.quick)
         if self.size <= LARGE and best.makespan_s > bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
             best = self.bisect(best, bound_s, tolerance_s, self.thorough)
         return best
@@ -68,7 +67,7 @@ class Search:
         """The first makespan above the bound that can be had, and the last that cannot."""
         failed_s = bound_s
         for share in WIDEN:
-            found = self.trial(bound_s * (1 + share), QUICK)
+            found = self.trial(bound_s * (1 + share), self.quick)
             if found:
                 return found, failed_s
             failed_s = bound_s * (1 + share)
