@@ -38,6 +38,14 @@ class Accelerator:
         if self.name != "cpu":
             torch.get_device_module(self.name).set_device(index)
 
+    def compute_in(self, precision: str) -> None:
+        """Say which type this process is going to compute in, before its first product: oneDNN reads this setting once.
+
+        Its bf16 kernels take AMX instructions, which some virtual machines advertise and then kill the process for.
+        """
+        if self.name == "cpu" and precision == "bf16":
+            os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
     def memory_bytes(self, index: int = 0) -> int:
         """Memory of one device. On the CPU: what this machine (or container) has, shared by all ranks on it."""
         import torch

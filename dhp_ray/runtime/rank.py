@@ -38,6 +38,7 @@ class Rank:
 
     def __init__(self, config: Config, membership: Membership, accelerator: Accelerator) -> None:
         self.config, self.membership = config, membership
+        accelerator.compute_in(config.train.precision)
         self.device = accelerator.torch_device()
         timeout = timedelta(seconds=config.comm.timeout_s)
         store = dist.TCPStore(membership.store_host, membership.store_port, is_master=False, timeout=timeout)
