@@ -1,0 +1,78 @@
+"""The worker group against real actors: order by node, and one line when a rank raises or dies."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import pytest
+import ray
+
+from dhp_ray.runtime.group import WorkerGroup
+from dhp_ray.runtime.messages import RunError
+
+
+class Member:
+    """Does what it is told, as a worker that is somewhere and may fail."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+
+    def describe(self, device: str, probe: str) -> dict[str, Any]:
+        return {"pid": os.getpid(), "node_id": self.node_id, "device": device, "memory_bytes": 800, "num_parameters": 1, "resident_bytes": 1}
+
+    def act(self, what: dict[int, str]) -> int:
+        deed = what.get(os.getpid(), "answer")
+        if deed == "raise":
+            raise ValueError("step 7: this rank's own words\nand a second line")
+        if deed == "defect":
+            raise KeyError("missing")
+        if deed == "die":
+            os._exit(1)
+        if deed == "peer lost":  # what gloo says on the other ranks, some time before Ray knows of the death
+            raise RuntimeError("Connection closed by peer")
+        time.sleep(0.2)
+        return os.getpid()
+
+
+@pytest.fixture
+def group(ray_cluster: None) -> Any:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
+    actor = ray.remote(num_cpus=0)(Member)
+    group = WorkerGroup([actor.remote(node_id) for node_id in ("b", "a", "b")])
+    group.describe("cpu", "")
+    yield group
+    for worker in group.workers:
+        ray.kill(worker)
+
+
+def pids(group: WorkerGroup) -> list[int]:
+    return [member["pid"] for member in group.members]
+
+
+def test_ranks_of_a_node_are_neighbours(group: WorkerGroup) -> None:
+    assert [member["node_id"] for member in group.members] == ["b", "b", "a"]
+    assert group.ranks_per_node == 2
+    assert group.memory_bytes == 400  # two ranks share a node's memory
+    assert [rank["rank"] for rank in group.membership()] == [0, 1, 2]
+    assert group.call("act", {}) == pids(group)
+
+
+def test_the_rank_that_raises_is_named_with_its_own_words(group: WorkerGroup) -> None:
+    with pytest.raises(RunError) as caught:
+        group.call("act", {pids(group)[1]: "raise"})
+    assert str(caught.value) == f"rank 1 (pid {pids(group)[1]} on node b): step 7: this rank's own words"
+
+
+def test_a_defect_is_named_with_its_type(group: WorkerGroup) -> None:
+    with pytest.raises(RunError, match=r"rank 2 \(pid \d+ on node a\): KeyError: 'missing'"):
+        group.call("act", {pids(group)[2]: "defect"})
+
+
+def test_the_death_of_a_rank_explains_what_its_peers_say(group: WorkerGroup) -> None:
+    first, second, third = pids(group)
+    with pytest.raises(RunError) as caught:
+        group.call("act", {first: "peer lost", second: "peer lost", third: "die"})
+    assert str(caught.value) == f"rank 2 (pid {third} on node a) died"
