@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from dhp_ray.config import Config, ConfigError, help_text, load
 
 PURPOSE = "Write the synthetic training set (data.synthetic.*) to data.path. Does nothing when the same set is there already."
