@@ -161,7 +161,8 @@ def train_world(config: Config, plans: Sequence[Plan], corpus: Corpus, num_ranks
     return Outcome(steps, parameters, [pool for _, _, pool in results], perf_counter() - begin)
 
 
-def _train(rank: int, port: int, num_ranks: int, config: Config, plans: list[Plan], corpus: Corpus) -> tuple[list[StepResult], dict[str, np.ndarray], dict[str, int]]:
+def _train(rank: int, port: int, num_ranks: int, config: Config, plans: list[Plan],
+           corpus: Corpus) -> tuple[list[StepResult], dict[str, np.ndarray], dict[str, int]]:
     from dhp_ray.runtime.messages import Membership
     from dhp_ray.runtime.rank import Rank
 

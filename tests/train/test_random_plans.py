@@ -1,0 +1,164 @@
+"""Any plan that is valid ends, with the right gradients: random groups, ring orders, encoders and samples, each under a watchdog."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.cases import SYNCS, TRANSPORTS
+from dhp_ray.comm.device import CPU
+from dhp_ray.config import Config, load
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample
+from dhp_ray.runtime.messages import Membership
+from dhp_ray.runtime.rank import Rank
+from dhp_ray.train.collate import Payload
+from tests.packs import make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
+from tests.ranks import run_processes
+from tests.train.networks import whole
+
+WATCHDOG_S = 60
+TOLERANCE = 2e-5
+SAMPLES = [
+    make_sample("word", [2]), make_sample("token", [1]), make_sample("short", [7]), make_sample("text", [40]), make_sample("long", [150]),
+    make_sample("image", [20, (1, 4, 8), 30]), make_sample("images", [9, (1, 4, 6), 40, (1, 4, 4), 2, (1, 8, 6), 5]), make_sample("picture", [(1, 8, 8), 12]),
+    make_sample("first", [(1, 2, 2), 1]), make_sample("clip", [(2, 4, 6), 3]), make_sample("wide", [4, (1, 2, 20), 60]),
+    make_sample("masked", [50], first_label=50), make_sample("unseen", [10, (1, 4, 4), 10], first_label=26),
+]
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks and settings under which plans run one after the other."""
+
+    num_ranks: int
+    sync: str
+    transport: str
+    recomputes: bool = False
+    freeze: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks}-{self.sync}-{self.transport}{'-recomputed' * self.recomputes}{f'-{self.freeze}_frozen' * bool(self.freeze)}"
+
+
+WORLDS = [World(*values) for values in product((3, 5), SYNCS, TRANSPORTS, (False, True), ("", "vision", "language"))]
+FEW = [World(num_ranks, sync, transport, recomputes, freeze) for sync in SYNCS for num_ranks, transport, recomputes, freeze in (
+    (3, "pool", True, ""), (5, "parent", False, "vision"), (3, "parent", True, "language"), (5, "pool", False, ""))]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with rough weights, and the gradients of every sample by plain transformers."""
+    folder = tmp_path_factory.mktemp("reference")
+    adapter = rough_model()
+    plain = plain_copy(adapter)
+    adapter.save(folder / "model", {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+    torch.save({sample.id: plain_gradients(plain, [payload]) for sample, payload in SAMPLES}, folder / "gradients")
+    return folder
+
+
+@pytest.mark.parametrize("world", FEW, ids=str)
+def test_random_plans(reference: Path, world: World) -> None:
+    check(reference, world, [random_plan(seed, world) for seed in seeds(world, 24 // len(FEW))])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_two_hundred_random_plans(reference: Path, world: World) -> None:
+    share, rest = divmod(200, len(WORLDS))
+    check(reference, world, [random_plan(seed, world) for seed in seeds(world, share + (WORLDS.index(world) < rest))])
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_more_groups_than_the_pool_holds(reference: Path, sync: str) -> None:
+    world = World(5, sync, "pool")
+    plans = [random_plan(seed, world) for seed in range(1000, 1005)]
+    assert max(len(plan.process_groups()) for plan in plans) > 2
+    pools = check(reference, world, plans, "comm.pool_groups=2")
+    assert pools[0]["evictions"] > 0
+    assert pools[0]["overflows"] > 0
+
+
+def seeds(world: World, count: int) -> range:
+    first = 100 * WORLDS.index(world)
+    return range(first, first + count)
+
+
+def random_plan(seed: int, world: World) -> Plan:
+    """Groups of any ranks in any ring order, packs of one to three samples, each sample at most once, any encoders."""
+    random = np.random.default_rng(seed)
+    places = [int(place) for place in random.permutation(len(SAMPLES))]
+    if seed % 5 == 0:  # some batches have no image at all
+        places = [place for place in places if not SAMPLES[place][0].vision_grids]
+    samples: list[Sample] = []
+    groups: list[GroupPlan] = []
+    micro_batch, busy = 0, set[int]()
+    for _ in range(random.integers(1, 2 * world.num_ranks + 1)):
+        taken, places = places[: (size := int(random.integers(1, 4)))], places[size:]
+        if not taken:
+            break
+        ranks = tuple(int(rank) for rank in random.permutation(world.num_ranks)[: random.integers(1, world.num_ranks + 1)])
+        if busy & set(ranks) or random.random() < 0.2:
+            micro_batch, busy = micro_batch + (len(busy) > 0), set()
+        busy |= set(ranks)
+        images = sum(len(SAMPLES[place][0].vision_grids) for place in taken)
+        encoders = tuple(int(member) for member in random.integers(0, len(ranks), images))
+        groups.append(GroupPlan(ranks, Pack(tuple(range(len(samples), len(samples) + len(taken)))), 1.0, 0.0, micro_batch if world.sync == "micro_batch" else 0,
+                                encoders))
+        samples += [SAMPLES[place][0] for place in taken]
+    plan = Plan("random", world.sync, ClusterSpec(world.num_ranks, world.num_ranks, 10_000), tuple(samples), tuple(groups), 1.0, 1.0)
+    plan.validate()
+    return plan
+
+
+def check(reference: Path, world: World, plans: Sequence[Plan], *settings: str) -> list[dict[str, int]]:
+    """Run the plans at equal weights and hold each one's loss and gradients against the reference; the ranks' pool counters."""
+    config = load([f"model.path={reference / 'model'}", "model.preset=", f"planner.sync={world.sync}", f"comm.transport={world.transport}",
+                   f"train.activation_checkpointing={str(world.recomputes).lower()}", f"train.freeze=[{world.freeze}]", "comm.timeout_s=60", "run.dir=unused",
+                   "train.adam_beta1=0", "train.clip_norm=0", *settings])
+    results = run_processes(run_plans, world.num_ranks, world.num_ranks, config, list(plans), reference, timeout_s=WATCHDOG_S * (len(plans) + 1))
+    assert len(results[0][0]) == len(plans)
+    for plan, errors in zip(plans, results[0][0]):
+        assert errors["loss"] < TOLERANCE, (plan.groups, errors)
+        assert errors["gradient"] < TOLERANCE, (plan.groups, errors)
+    pools = [pool for _, pool in results]
+    assert all(pool == pools[0] for pool in pools), pools
+    return pools
+
+
+def run_plans(rank: int, port: int, num_ranks: int, config: Config, plans: list[Plan], reference: Path) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    member = Rank(config, Membership(rank, num_ranks, 1, "127.0.0.1", port), CPU)
+    payloads = {sample.id: payload for sample, payload in SAMPLES}
+    wanted: dict[str, tuple[float, dict[str, torch.Tensor]]] = torch.load(reference / "gradients") if rank == 0 else {}
+    found = []
+    for number, plan in enumerate(plans):
+        faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)  # a rank that hangs says where, and dies
+        rank_plan = plan.rank_plan(number, rank)
+        own = {name: payload for pack in rank_plan.packs for name, payload in own_payloads(pack, payloads, rank).items()}
+        result = member.stepper.run(rank_plan, own, 0.0)  # at a learning rate of 0 the weights stay, and with beta1 = 0 the first moment is the gradient
+        gradients = whole(member.engine, "exp_avg")
+        faulthandler.cancel_dump_traceback_later()
+        if rank == 0:
+            found.append(compare(plan, payloads, wanted, result.loss_sum, result.num_valid_tokens, gradients))
+    pool = member.stepper.transport.counters()
+    member.close()
+    return found, pool
+
+
+def compare(plan: Plan, payloads: dict[str, Payload], wanted: dict[str, tuple[float, dict[str, torch.Tensor]]], loss_sum: float, num_valid_tokens: int,
+            gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Errors of a plan's loss sum and of its gradients of the mean."""
+    assert num_valid_tokens == sum(int((payloads[sample.id].labels[1:] != -100).sum()) for sample in plan.samples)
+    loss = sum(wanted[sample.id][0] for sample in plan.samples)
+    expected = {name: sum(wanted[sample.id][1][name].double() for sample in plan.samples).flatten() / max(1, num_valid_tokens) for name in gradients}
+    errors = relative_errors(gradients, expected)
+    worst = max(errors, key=errors.__getitem__)
+    return {"loss": abs(loss_sum - loss) / (abs(loss) or 1.0), "gradient": errors[worst], "worst": worst}
