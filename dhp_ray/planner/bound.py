@@ -6,7 +6,8 @@ at least the least area a(T) over those degrees, where area is rank-seconds weig
     sum of a_i(T) <= T * sum of speeds     and     t_i(d) <= T for some d, for every i
 
 Both hold from some T on, and that T is the bound. The area of a sequence at degree d is its compute, plus its communication on the d slowest ranks, plus its
-share of what a pack pays once (latency, pack_s): a pack of degree d holds at most d * tokens_per_rank tokens, so each token carries 1 / that many. Where
+share of what a pack pays once (latency, pack_s): a pack of degree d holds at most d * tokens_per_rank tokens, so each token carries 1 / that many. Members of
+a group are held to the pace of its slowest, so with unequal speeds compute takes at least the area of d neighbours in speed. Where
 attention hides communication, a pack may hide more than its sequences do alone; the area then keeps compute only (times alone still hold: what the other
 sequences of a pack hide they also compute).
 
@@ -30,7 +31,8 @@ from dhp_ray.planner.problem import Problem
 class Limits(NamedTuple):
     """What d ranks can do at best, for d = 0 (unused) to N: `pace` is the d-th fastest speed, `encode_pace` the sum of the d fastest.
 
-    `charge_s`: least seconds of area that a token pays beyond its compute on d ranks or more.
+    On d ranks or more, `charge_s` is the least area in seconds that a token pays beyond its compute, and `stretch` the least area over compute: 1 but for
+    unequal speeds, where a group's members are held to the pace of its slowest.
     """
 
     pace: np.ndarray
@@ -39,6 +41,7 @@ class Limits(NamedTuple):
     hidden: np.ndarray
     once_s: np.ndarray
     charge_s: np.ndarray
+    stretch: np.ndarray
 
 
 def lower_bound_s(problem: Problem) -> float:
@@ -60,7 +63,28 @@ def limits_of(problem: Problem) -> Limits:
     once = tables.latency_s + tables.pack_s
     charge = (0.0 if tables.hidden.any() else 1.0) * transfer * slowest_sum + once * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
     charge = np.minimum.accumulate(charge[:0:-1])[::-1]
-    return Limits(pace, np.concatenate([[1.0], np.cumsum(fastest)]), transfer, tables.hidden, once, np.concatenate([[0.0], charge]))
+    stretch = np.ones(len(degrees)) if fastest[0] == fastest[-1] else _stretch(fastest)
+    return Limits(pace, np.concatenate([[1.0], np.cumsum(fastest)]), transfer, tables.hidden, once, np.concatenate([[0.0], charge]), stretch)
+
+
+@compiled
+def _stretch(fastest: np.ndarray) -> np.ndarray:
+    """For d ranks or more: the least of (sum of speeds) / (d * slowest speed) over all sets; the best sets are neighbours by speed.
+
+    O(N^2) time, O(N) memory.
+    """
+    num_ranks = len(fastest)
+    stretch = np.ones(num_ranks + 1)
+    for degree in range(num_ranks, 0, -1):
+        best, total = np.inf, 0.0
+        for last in range(num_ranks):
+            total += fastest[last]
+            if last >= degree:
+                total -= fastest[last - degree]
+            if last >= degree - 1:
+                best = min(best, total / (degree * fastest[last]))
+        stretch[degree] = best if degree == num_ranks else min(best, stretch[degree + 1])
+    return np.maximum(stretch * (1 - 1e-12), 1.0)
 
 
 @compiled
@@ -69,6 +93,12 @@ def _least_time(items: Items, item: int, degree: int, limits: Limits) -> float:
     exposed = limits.transfer_s[degree] * items.tokens[item] - limits.hidden[degree] * items.attention_s[item] / pace
     encode = max(items.vision_s[item] / limits.encode_pace[degree], items.image_s[item] / limits.pace[1])
     return items.language_s[item] / degree / pace + encode + max(0.0, exposed) + limits.once_s[degree]
+
+
+@compiled
+def _least_area(items: Items, item: int, degree: int, limits: Limits) -> float:
+    """On `degree` ranks or more. Images go to the members as they please, so their area is not stretched."""
+    return items.language_s[item] * limits.stretch[degree] + items.vision_s[item] + items.tokens[item] * limits.charge_s[degree]
 
 
 @compiled
@@ -91,7 +121,7 @@ def _fits(items: Items, rows: np.ndarray, area: float, limits: Limits, makespan:
             degree += 1
             if degree == len(limits.pace):
                 return False
-        area += items.language_s[item] + items.vision_s[item] + items.tokens[item] * limits.charge_s[degree]
+        area += _least_area(items, item, degree, limits)
     return area <= makespan * total_speed
 
 
@@ -99,7 +129,7 @@ def _fits(items: Items, rows: np.ndarray, area: float, limits: Limits, makespan:
 def _bound(items: Items, limits: Limits, total_speed: float) -> float:
     low, high = 0.0, 0.0
     for item in range(len(items.tokens)):
-        low += (items.language_s[item] + items.vision_s[item] + items.tokens[item] * limits.charge_s[items.minimum_degree[item]]) / total_speed
+        low += _least_area(items, item, items.minimum_degree[item], limits) / total_speed
     for item in range(len(items.tokens)):
         low = max(low, _shortest(items, item, low, limits))
     rows, count, area = np.zeros(len(items.tokens), dtype=np.int64), 0, 0.0
@@ -109,7 +139,7 @@ def _bound(items: Items, limits: Limits, total_speed: float) -> float:
             rows[count] = item
             count += 1
         else:  # meets every makespan that is left as it is
-            area += items.language_s[item] + items.vision_s[item] + items.tokens[item] * limits.charge_s[degree]
+            area += _least_area(items, item, degree, limits)
     rows = rows[:count]
     if _fits(items, rows, area, limits, low, total_speed):
         return low

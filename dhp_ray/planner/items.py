@@ -30,6 +30,7 @@ class Machine(NamedTuple):
     ranks_per_node: int
     tokens_per_rank: int
     uniform: bool
+    fastest: float
     tables: Tables
 
 
@@ -49,7 +50,7 @@ def items_of_packs(problem: Problem, packs: Sequence[Sequence[int]]) -> Items:
 
 def machine_of(problem: Problem) -> Machine:
     speeds = np.array(problem.cluster.speeds)
-    return Machine(speeds, problem.cluster.ranks_per_node, problem.cluster.tokens_per_rank, bool((speeds == 1.0).all()), problem.tables)
+    return Machine(speeds, problem.cluster.ranks_per_node, problem.cluster.tokens_per_rank, bool((speeds == 1.0).all()), float(speeds.max()), problem.tables)
 
 
 @compiled
@@ -62,11 +63,14 @@ def time_s(items: Items, item: int, degree: int, crosses: int, speed: float, tab
 
 @compiled
 def least_degree(items: Items, item: int, time_limit_s: float, machine: Machine) -> int:
-    """The fewest nominal ranks that run an item within a time, inside a node where they fit; 0 if none do. O(1) but where communication rules."""
+    """The fewest ranks, were all as fast as the fastest, that run an item within a time, inside a node where they fit; 0 if none do.
+
+    O(1) but where communication rules.
+    """
     num_ranks = len(machine.speeds)
-    degree = max(items.minimum_degree[item], int(items.language_s[item] / time_limit_s))
+    degree = max(items.minimum_degree[item], int(items.language_s[item] / (time_limit_s * machine.fastest)))
     while degree <= num_ranks:
-        if time_s(items, item, degree, 1 if degree > machine.ranks_per_node else 0, 1.0, machine.tables) <= time_limit_s:
+        if time_s(items, item, degree, 1 if degree > machine.ranks_per_node else 0, machine.fastest, machine.tables) <= time_limit_s:
             return degree
         degree += 1
     return 0

@@ -18,9 +18,10 @@ import numpy as np
 
 from dhp_ray.planner.fill import packs_of_bins
 from dhp_ray.planner.items import Items, Machine, items_of, items_of_packs, machine_of
+from dhp_ray.planner.known_sets import Sets
 from dhp_ray.planner.packing import best_fit_decreasing
 from dhp_ray.planner.problem import Placement, Problem
-from dhp_ray.planner.skeleton import Sets, Skeleton
+from dhp_ray.planner.skeleton import Skeleton
 from dhp_ray.planner.trial import Choices, Effort, Found, try_makespan
 
 VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))
@@ -59,7 +60,7 @@ class Search:
         tolerance_s = bound_s * (1e-3 if self.size > SMALL else 2e-4)
         best, failed_s = self.widen(bound_s)
         best = self.bisect(best, failed_s, tolerance_s, self.quick)
-        if self.size <= LARGE and best.makespan_s > bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
+        if self.size <= (LARGE if self.machine.uniform else TINY) and best.makespan_s > bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
             best = self.bisect(best, bound_s, tolerance_s, self.thorough)
         return best
 

@@ -16,7 +16,8 @@ import numpy as np
 from dhp_ray.planner.compiled import compiled
 from dhp_ray.planner.fill import busy_of, fill
 from dhp_ray.planner.items import Items, Machine
-from dhp_ray.planner.skeleton import Sets, Skeleton, place_skeleton
+from dhp_ray.planner.known_sets import Sets
+from dhp_ray.planner.skeleton import Skeleton, place_skeleton
 
 
 class Choices(NamedTuple):
@@ -48,9 +49,6 @@ class Found(NamedTuple):
     last: Skeleton
 
 
-PREFER_LATE = 1e-6
-
-
 @compiled
 def try_makespan(items: Items, single_s: np.ndarray, makespan: float, machine: Machine, pool: Sets, reuse_s: float, choices: Choices, begin: int,
                  effort: Effort) -> Found:
@@ -61,14 +59,14 @@ def try_makespan(items: Items, single_s: np.ndarray, makespan: float, machine: M
     idle = np.zeros(len(machine.speeds))
     none = np.zeros(0, dtype=np.int64)
     no_pool = Sets(none, np.zeros(1, dtype=np.int64))
-    skeleton = place_skeleton(items, none, 0.0, makespan, machine, idle, no_pool, 1.0, 0.0, 0.0)
+    skeleton = place_skeleton(items, none, 0.0, makespan, machine, idle, no_pool, 1.0, 0.0)
     last = skeleton
     for step in range(effort.choices):
         choice = (begin + step) % len(choices.large)
         order = choices.orders[choices.order[choice]]
         smallest = choices.large[choice] * makespan
         for _ in range(effort.rounds):
-            skeleton = place_skeleton(items, order, smallest, makespan, machine, idle, pool, choices.gap_weight[choice], PREFER_LATE, reuse_s)
+            skeleton = place_skeleton(items, order, smallest, makespan, machine, idle, pool, choices.gap_weight[choice], reuse_s)
             if not skeleton.placed:
                 break
             rest = order[single_s[order] <= smallest]
@@ -76,7 +74,7 @@ def try_makespan(items: Items, single_s: np.ndarray, makespan: float, machine: M
             left = rest[bins < 0]
             if len(left) <= effort.leftover:
                 busy = busy_of(items, rest, bins, skeleton, machine)
-                last = place_skeleton(items, left, 0.0, makespan, machine, busy, no_pool, 1.0, PREFER_LATE, 0.0)
+                last = place_skeleton(items, left, 0.0, makespan, machine, busy, no_pool, 1.0, 0.0)
                 if last.placed:
                     return Found(choice, makespan, skeleton, rest[bins >= 0], bins[bins >= 0], last)
             largest = left[0]

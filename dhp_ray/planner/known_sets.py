@@ -1,0 +1,47 @@
+"""Sets of ranks that exist as process groups (the pool's, and those that this plan has made), to be used again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.items import Items, Machine, time_s
+from dhp_ray.planner.windows import Window
+
+
+class Sets(NamedTuple):
+    """Set i is ranks[first[i]:first[i + 1]], ascending."""
+
+    ranks: np.ndarray
+    first: np.ndarray
+
+
+@compiled
+def best_set(items: Items, item: int, lowest: int, highest: int, makespan: float, machine: Machine, free: np.ndarray, known: Sets, num_sets: int,
+             gap_weight: float, limit: float, chosen: np.ndarray) -> Window:
+    """Of the first `num_sets` known sets of `lowest` to `highest` ranks, the one that wastes least (`windows`), at most `limit`; degree 0 if there is none."""
+    best = Window(limit, 0, 0.0)
+    for index in range(num_sets):
+        members = known.ranks[known.first[index]:known.first[index + 1]]
+        degree = len(members)
+        if degree < lowest or degree > highest:
+            continue
+        start = 0.0
+        for rank in members:
+            start = max(start, free[rank])
+        if start >= makespan:
+            continue
+        slowest, speed_sum, idle = np.inf, 0.0, 0.0
+        for rank in members:
+            slowest = min(slowest, machine.speeds[rank])
+            speed_sum += machine.speeds[rank]
+            idle += (start - free[rank]) * machine.speeds[rank]
+        crosses = 1 if members[0] // machine.ranks_per_node != members[-1] // machine.ranks_per_node else 0
+        time = time_s(items, item, degree, crosses, slowest, machine.tables)
+        cost = gap_weight * idle + time * speed_sum - items.language_s[item] - items.vision_s[item]
+        if start + time <= makespan and cost <= best.cost:
+            best = Window(cost, degree, start)
+            chosen[:degree] = members
+    return best
