@@ -59,6 +59,11 @@ class Data:
     sources: list[Source] = key([], "several sources mixed by weight, in place of data.path: [{path: a, weight: 1}, ...]")
     min_pixels: int = key(3136, "an image with fewer pixels is scaled up to this many", minimum=1)
     max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1)
+    max_decoded_pixels: int = key(64_000_000, "an image, or a video's frames, with more pixels than this is refused, before it is decoded", minimum=1)
+    max_file_mb: float = key(512.0, "a larger image or video file is refused", above=0)
+    video_fps: float = key(2.0, "frames a second taken from a video", above=0)
+    max_frames: int = key(768, "frames taken from a video at most; a longer one's are further apart", minimum=4)
+    max_video_seconds: float = key(3600.0, "a longer video is refused", above=0)
     on_error: str = key("skip", "a bad sample is left out and listed in skipped.jsonl, or ends the run", choices=("skip", "fail"))
     synthetic: Synthetic = field(default_factory=Synthetic)
 

@@ -1,71 +1,140 @@
-"""LLaVA conversations: their turns, checked, and the messages that chat templates take."""
+"""Conversations in the forms that data sets have: their turns, checked, and the messages that chat templates take.
+
+    LLaVA    [{"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]
+    OpenAI   [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, ...]
+
+A mark (`<image>`, `<video>`) or a part without a source stands for the row's next image or video; a part may also name its own.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dhp_ray.data.errors import RowError, first_line
 
-IMAGE_MARK = "<image>"
+IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
+MARKS = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
+MEDIA = tuple(MARKS.values())
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_MARK = re.compile("|".join(f"({re.escape(mark)})" for mark in MARKS))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a turn: `kind` is text, image or video. `source` is where an image or video comes from, None for the row's next one."""
+
+    kind: str
+    text: str = ""
+    source: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side says. `role` is system, user or assistant; `<image>` in `text` stands for the next image."""
+    """What one side says; `role` is system, user or assistant."""
 
     role: str
-    text: str
+    parts: tuple[Part, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
+
+    @property
+    def media(self) -> list[Part]:
+        return [part for part in self.parts if part.kind != "text"]
 
     def message(self) -> dict[str, Any]:
-        """The turn as chat templates take it, images as parts between the texts around them."""
-        if IMAGE_MARK not in self.text:
+        """The turn as chat templates take it, images and videos as parts between the texts around them."""
+        if not self.media:
             return {"role": self.role, "content": self.text}
-        parts: list[dict[str, Any]] = []
-        for index, text in enumerate(self.text.split(IMAGE_MARK)):
-            parts += [{"type": "image"}] if index else []
-            parts += [{"type": "text", "text": text}] if text else []
-        return {"role": self.role, "content": parts}
+        return {"role": self.role, "content": [{"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind} for part in self.parts]}
 
 
-def turns_of(conversation: Sequence[Mapping[str, Any]], num_images: int, reserved: Sequence[str]) -> list[Turn]:
-    """The turns of `[{"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]`.
+def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] = ()) -> list[Turn]:
+    """The turns of a conversation in either form.
 
     Raises:
-        RowError: an empty conversation, an unknown role, nothing that the assistant says, other marks than images, or
-            a text that spells one of the `reserved` tokens.
+        RowError: an empty conversation, an unknown role, nothing that the assistant says, images that someone else than the
+            user shows, or a text that spells one of the `reserved` tokens.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
-        raise RowError("the conversation is empty; allowed: a list of turns with from and value")
+        raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")
     turns = [_turn(number, turn, reserved) for number, turn in enumerate(conversation, 1)]
     spoken = [turn.role for turn in turns if turn.role != "system"]
     if "assistant" not in spoken:
         raise RowError("no turn of the assistant: nothing to learn from")
     if spoken[0] != "user":
         raise RowError("the assistant speaks first; allowed: a turn of the user before it")
-    marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
-    if marks != num_images:
-        raise RowError(f"{marks} {IMAGE_MARK} marks for {num_images} images; allowed: as many marks as images")
     return turns
+
+
+def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
+    """Refuse a row whose marks (of parts without a source of their own) are not as many as its images and videos.
+
+    Raises:
+        RowError: too many or too few of a kind.
+    """
+    for mark, kind in MARKS.items():
+        marks = sum(part.kind == kind and part.source is None for turn in turns for part in turn.parts)
+        if marks != counts.get(kind, 0):
+            raise RowError(f"{marks} {mark} marks for {counts.get(kind, 0)} {kind}s; allowed: as many marks as {kind}s")
 
 
 def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
     if not isinstance(turn, Mapping):
-        raise RowError(f"turn {number} holds {type(turn).__name__}; allowed: an object with from and value")
-    role, text = turn.get("from"), turn.get("value")
+        raise RowError(f"turn {number} holds {type(turn).__name__}; allowed: an object with from and value, or role and content")
+    openai = turn.get("role") is not None and turn.get("from") is None
+    role, content = (turn.get("role"), turn.get("content")) if openai else (turn.get("from"), turn.get("value"))
     if not isinstance(role, str) or role not in ROLES:
-        raise RowError(f"turn {number} is from {role!r}; allowed: {', '.join(ROLES)}")
-    if not isinstance(text, str) or not text:
-        raise RowError(f"turn {number} has no text in value")
+        raise RowError(f"turn {number} is from {_brief(role)}; allowed: {', '.join(ROLES)}")
+    if isinstance(content, str):
+        parts = _marked(content)
+    elif openai and isinstance(content, Sequence) and not isinstance(content, bytes):
+        parts = [part for item in content for part in [_part(number, item)] if part.kind != "text" or part.text]
+    else:
+        parts = []
+    if not parts:
+        raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
+    result = Turn(ROLES[role], tuple(parts))
     try:
-        text.encode("utf-8")
+        result.text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RowError(f"turn {number} is not UTF-8 text: {first_line(error)}") from None
-    found = next((token for token in reserved if token in text), None)
+    found = next((token for token in reserved if token in result.text), None)
     if found:
         raise RowError(f"turn {number} spells the special token {found}; allowed: text without special tokens")
-    if ROLES[role] != "user" and IMAGE_MARK in text:
-        raise RowError(f"turn {number}: {IMAGE_MARK} in a turn of the {ROLES[role]}; allowed: in turns of the user")
-    return Turn(ROLES[role], text)
+    if result.media and result.role != "user":
+        raise RowError(f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of the user")
+    return result
+
+
+def _marked(text: str) -> list[Part]:
+    """Text and marks in their order."""
+    return [Part(MARKS[piece]) if piece in MARKS else Part("text", piece) for piece in _MARK.split(text) if piece]
+
+
+def _part(number: int, item: Any) -> Part:
+    """One part of OpenAI's content: {"type": "text" | "image" | "image_url" | "video", ...}; keys that hold null count as absent."""
+    if isinstance(item, str):
+        return Part("text", item)
+    if not isinstance(item, Mapping):
+        raise RowError(f"turn {number} has a part that holds {type(item).__name__}; allowed: an object with type")
+    kind = item.get("type")
+    if kind == "text" and isinstance(item.get("text"), str):
+        return Part("text", item["text"])
+    if kind in ("image_url", "video_url"):
+        value = item.get(kind)
+        url = value.get("url") if isinstance(value, Mapping) else value
+        if not isinstance(url, str):
+            raise RowError(f"turn {number} has a part {kind} without url")
+        return Part(kind.removesuffix("_url"), source={"url": url})
+    if kind in MEDIA:
+        return Part(kind, source=next((item[name] for name in (kind, "path", "bytes") if item.get(name) is not None), None))
+    raise RowError(f"turn {number} has a part of the type {_brief(kind)}; allowed: text, image, image_url, video")
+
+
+def _brief(value: Any) -> str:
+    return repr(value)[:100]

@@ -1,25 +1,23 @@
-"""Rows as they are stored, LLaVA JSON or parquet, to conversations and encoded images.
+"""Rows as they are stored, JSON or parquet.
 
     id             name of the sample (optional; see data/index.py)
-    conversations  [{"from": "human" | "gpt" | "system", "value": "<image>\\nWhat is this?"}, ...]; in parquet also as a JSON string
+    conversations  LLaVA's turns (data/conversation.py); in parquet also as a JSON string
+    messages       OpenAI's messages, likewise; used where there are no conversations
     image, images  a file name below the image root, encoded bytes, {"bytes": ..., "path": ...}, or a list of these
+    video, videos  likewise
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from dhp_ray.data.errors import RowError, first_line
-from dhp_ray.data.index import PARQUET_COLUMNS, Fragment
+from dhp_ray.data.index import CONVERSATION_COLUMNS, ROW_COLUMNS, Fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,55 +50,16 @@ def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
         RowError: there are none.
     """
-    turns = fields.get("conversations")
+    name = next((name for name in CONVERSATION_COLUMNS if fields.get(name) is not None), None)
+    turns = fields.get(name) if name else None
     if isinstance(turns, str):
         try:
             turns = json.loads(turns)
-        except ValueError as error:
-            raise RowError(f"conversations is not JSON: {first_line(error)}") from None
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"{name} is not JSON: {first_line(error)}") from None
     if not isinstance(turns, list):
-        raise RowError("no conversations; allowed: a list of turns with from and value")
+        raise RowError("no conversations; allowed: conversations, a list of turns with from and value, or messages, with role and content")
     return turns
-
-
-def images_of(fields: Mapping[str, Any], image_root: str) -> list[bytes]:
-    """The encoded images of a row, in order. Reads files below `image_root`.
-
-    Raises:
-        RowError: an image that is missing, or lies outside of the root.
-    """
-    if fields.get("video") or fields.get("videos"):
-        raise RowError("the row has a video; allowed: its frames as images")
-    values = fields.get("images")
-    if values is None:
-        values = fields.get("image")
-    if values is None:
-        return []
-    values = values if isinstance(values, list) else [values]
-    images = []
-    for number, value in enumerate(values, 1):
-        try:
-            images.append(_image(value, image_root))
-        except RowError as error:
-            raise RowError(f"image {number}: {error}") from None
-    return images
-
-
-def resolve(image_root: str, name: str) -> Path:
-    """The file that `name` means below the root, links followed.
-
-    Raises:
-        RowError: a URL, an absolute name, or one that leads out of the root.
-    """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|data:", name):
-        raise RowError(f"{name[:80]} is a URL; allowed: a file name below data.image_root")
-    if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
-        raise RowError(f"{name[:200]!r} is not a relative file name; allowed: one below data.image_root, without '..'")
-    root = Path(os.path.realpath(image_root))
-    path = Path(os.path.realpath(root / name))
-    if not path.is_relative_to(root):
-        raise RowError(f"{name} leads out of data.image_root ({image_root}); allowed: files below it")
-    return path
 
 
 def _json_rows(fragment: Fragment) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -118,25 +77,7 @@ def _json_rows(fragment: Fragment) -> Iterator[tuple[Mapping[str, Any], str]]:
 
 def _parquet_rows(fragment: Fragment) -> Iterator[tuple[Mapping[str, Any], str]]:
     with pq.ParquetFile(fragment.path) as file:
-        columns = [name for name in PARQUET_COLUMNS if name in file.schema_arrow.names]
+        columns = [name for name in ROW_COLUMNS if name in file.schema_arrow.names]
         table = file.read_row_group(fragment.row_group, columns=columns)
     for fields in table.to_pylist():
         yield fields, ""
-
-
-def _image(value: Any, image_root: str) -> bytes:
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, str):
-        raise RowError(f"got {type(value).__name__}; allowed: a file name or encoded bytes")
-    path = resolve(image_root, value)
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
-            raise RowError(f"{value} is not a file")
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise RowError(f"{value}: no such file below data.image_root ({image_root})") from None
-    except OSError as error:
-        raise RowError(f"{value}: {error.strerror}") from None

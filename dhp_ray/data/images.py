@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import io
 import struct
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
 from dhp_ray.data.errors import RowError, first_line
+from dhp_ray.data.media import Limits
 
 if TYPE_CHECKING:
     from dhp_ray.data.processor import Processor
 
+MAX_DECODED_PIXELS = Limits().max_decoded_pixels
 # Raster formats only: Pillow also opens documents, whose pixels an outside program would have to draw.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `image_size` refuses earlier; Pillow's own error, at twice its limit, stays
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
-def image_size(data: bytes) -> tuple[int, int]:
+def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, int]:
     """(width, height) in pixels of an encoded image, upright as its EXIF orientation says. Reads headers, decodes no pixel.
 
     Raises:
-        RowError: the header cannot be read.
+        RowError: the header cannot be read, or tells of more than `max_pixels` pixels.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
+            if width * height > max_pixels:  # before any look at metadata: that of a PNG may lie behind its pixels
+                raise RowError(f"{width}x{height} pixels; allowed: at most {max_pixels} (data.max_decoded_pixels)")
             # PngImageFile.getexif decodes the pixels to reach chunks that follow them: only if there are any.
             exif = image.getexif() if _has_late_metadata(data) else Image.Image.getexif(image)
             turned = exif.get(ExifTags.Base.Orientation) in _TURNED
             turned = turned and image.format != "TIFF"  # Pillow has turned the size of these itself
+    except RowError:
+        raise
     except Exception as error:  # image readers raise errors of many kinds on foreign bytes; each makes this row a bad one
         reason = "not an image of a known format" if isinstance(error, Image.UnidentifiedImageError) else first_line(error)
         raise RowError(f"header cannot be read: {reason}; allowed: {', '.join(FORMATS)}") from None
@@ -47,6 +55,8 @@ def decode(data: bytes, processor: Processor) -> np.ndarray:
         Exception: whatever Pillow raises on bytes that do not decode.
     """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        if image.width * image.height > processor.limits.max_decoded_pixels:
+            raise ValueError(f"{image.width}x{image.height} pixels; allowed: at most {processor.limits.max_decoded_pixels}")
         upright = ImageOps.exif_transpose(image).convert("RGB")
     values = processor.image_processor(images=[upright], return_tensors="np")["pixel_values"]
     return np.asarray(values, dtype=np.float32)

@@ -22,7 +22,9 @@ from dhp_ray.data.errors import DataError, first_line
 from dhp_ray.schema import Data
 
 ROWS_PER_FRAGMENT = 32
-PARQUET_COLUMNS = ("id", "conversations", "image", "images", "video", "videos")
+CONVERSATION_COLUMNS = ("conversations", "messages")
+MEDIA_COLUMNS = ("image", "images", "video", "videos")
+ROW_COLUMNS = ("id", *CONVERSATION_COLUMNS, *MEDIA_COLUMNS)
 _SUFFIXES = {"llava": (".json", ".jsonl"), "parquet": (".parquet",), "synthetic": (".parquet",)}
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 
@@ -115,13 +117,13 @@ def _scan_json(path: str, names: _Names) -> list[Fragment]:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         for row, (start, stop) in enumerate(_row_spans(text, path)):
             fields = _parse(text[start:stop], path, row)
-            has_conversations = has_conversations or "conversations" in fields
+            has_conversations = has_conversations or any(column in fields for column in CONVERSATION_COLUMNS)
             name = names.claim(fields.get("id"), path, row)
             if name:
                 renamed[row] = name
             spans.append((start, stop))
     if spans and not has_conversations:
-        raise DataError(f"data.path: {path}: no row has conversations; allowed: LLaVA rows with id, image and conversations")
+        raise DataError(f"data.path: {path}: no row has conversations; allowed: rows with id, image and conversations (or messages)")
     return [Fragment(path, "json", first, len(part), spans=tuple(part),
                      names=tuple((row - first, renamed[row]) for row in range(first, first + len(part)) if row in renamed))
             for first in range(0, len(spans), ROWS_PER_FRAGMENT) for part in [spans[first : first + ROWS_PER_FRAGMENT]]]
@@ -196,13 +198,16 @@ def _scan_parquet(path: str, names: _Names) -> list[Fragment]:
 
 
 def _check_columns(schema: pa.Schema, path: str) -> None:
-    if "conversations" not in schema.names:
-        raise DataError(f"data.path: {path} has no column conversations (it has {', '.join(schema.names)}); allowed: id, image or images, conversations")
-    kind = schema.field("conversations").type
-    turns = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not (turns and pa.types.is_struct(kind.value_type)) and not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
-        raise DataError(f"data.path: {path}: column conversations holds {kind}; allowed: a list of structs with from and value, or JSON text")
-    for name in ("image", "images"):
+    present = [name for name in CONVERSATION_COLUMNS if name in schema.names]
+    if not present:
+        raise DataError(f"data.path: {path} has no column conversations or messages (it has {', '.join(schema.names)}); "
+                        "allowed: id, image or images, video or videos, conversations or messages")
+    for name in present:
+        kind = schema.field(name).type
+        turns = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        if not (turns and pa.types.is_struct(kind.value_type)) and not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
+            raise DataError(f"data.path: {path}: column {name} holds {kind}; allowed: a list of structs (from and value, or role and content), or JSON text")
+    for name in MEDIA_COLUMNS:
         if name in schema.names and not _holds_images(schema.field(name).type):
             raise DataError(f"data.path: {path}: column {name} holds {schema.field(name).type}; allowed: bytes, string, struct with bytes, or a list of these")
 

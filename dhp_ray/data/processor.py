@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,23 +17,37 @@ from typing import Any
 
 import numpy as np
 
-from dhp_ray.data.conversation import Turn, turns_of
+from dhp_ray.data.conversation import Turn, check_counts, turns_of
 from dhp_ray.data.errors import DataError, RowError, first_line
+from dhp_ray.data.media import Limits
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, STRUCTURE_TOKENS, byte_tokenizer, special_token_ids
+from dhp_ray.data.video import MIN_FRAMES, Clip
 from dhp_ray.planner.plan import Grid
+from dhp_ray.schema import Data, Model
 
 IGNORE = -100
 MAX_ASPECT_RATIO = 200
+SLICE_TOKENS = 4096
+"""A longer video is cut in time into entries of at most so many tokens, for several members to encode: a frame pair's patches see no other's."""
+
+Size = tuple[int, int] | Clip
+"""Of an image (width, height) in pixels, or of a video."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A sequence as the model sees it: ids and labels int32 of length L (labels unshifted, -100 masked), grids of its images."""
+    """A sequence as the model sees it: ids and labels int32 of length L (labels unshifted, -100 masked), grids of its images.
+
+    A long video has several grids, one after the other in time. For each grid, `media` is the number of its image or video
+    in the text, and `seconds` is what one step in time of a video lasts; 0 for an image.
+    """
 
     input_ids: np.ndarray
     labels: np.ndarray
     grids: tuple[Grid, ...]
     vision_tokens: int
+    media: tuple[int, ...]
+    seconds: tuple[float, ...]
 
     @property
     def text_tokens(self) -> int:
@@ -47,9 +62,14 @@ class ProcessorSpec:
     path: str = ""
     min_pixels: int = 3136
     max_pixels: int = 1003520
+    limits: Limits = field(default_factory=Limits)
+
+    @classmethod
+    def of(cls, model: Model, data: Data) -> ProcessorSpec:
+        return cls(model.preset, model.path, data.min_pixels, data.max_pixels, Limits.of(data))
 
     def load(self) -> Processor:
-        return load_processor(self.preset, self.path, self.min_pixels, self.max_pixels)
+        return load_processor(self.preset, self.path, self.min_pixels, self.max_pixels, self.limits)
 
 
 @dataclass
@@ -61,6 +81,7 @@ class Processor:
     image_settings: dict[str, Any] = field(repr=False)
     min_pixels: int
     max_pixels: int
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         self.patch_size = int(self.image_settings.get("patch_size", 14))
@@ -85,26 +106,44 @@ class Processor:
         settings = {name: value for name, value in self.image_settings.items() if name not in ("size", "min_pixels", "max_pixels")}
         return Qwen2VLImageProcessorPil(**settings, size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels})
 
-    def grid_of(self, width: int, height: int) -> Grid:
-        """Patches (time, height, width) of an image of this many pixels.
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """(height, width) in pixels that an image or a frame of this many pixels is scaled to.
 
         Raises:
-            RowError: the image is more than 200 times as long as it is wide.
+            RowError: it is more than 200 times as long as it is wide.
         """
-        rows, columns = smart_resize(height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels)
+        return smart_resize(height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels)
+
+    def grid_of(self, width: int, height: int) -> Grid:
+        """Patches (time, height, width) of an image of this many pixels."""
+        rows, columns = self.resized(width, height)
         return (1, rows // self.patch_size, columns // self.patch_size)
 
-    def encode(self, conversation: Sequence[Mapping[str, Any]], image_sizes: Sequence[tuple[int, int]]) -> Encoded:
-        """Ids, labels and grids of a LLaVA conversation (turns with from and value) whose `<image>` marks stand for images of these (width, height).
+    def turns(self, conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
+        """The turns of a conversation, whose texts spell no special token.
+
+        Raises:
+            RowError: roles or texts that cannot be encoded.
+        """
+        return turns_of(conversation, self._reserved)
+
+    def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:
+        """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in their order.
 
         Labels are the ids of the assistant's turns with their end token, and -100 elsewhere.
 
         Raises:
             RowError: roles, marks or texts that cannot be encoded.
         """
-        turns = turns_of(conversation, len(image_sizes), self._reserved)
-        grids = tuple(self.grid_of(width, height) for width, height in image_sizes)
-        counts = [time * height * width // self.merge_size**2 for time, height, width in grids]
+        turns = self.turns(conversation)
+        check_counts(turns, Counter(_kind(size) for size in sizes))
+        return self.encode_turns(turns, sizes)
+
+    def encode_turns(self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS) -> Encoded:
+        """As `encode`, of turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens, or one step in time."""
+        pieces = [piece for number, size in enumerate(sizes) for piece in self._pieces(number, size, slice_tokens)]
+        grids = tuple(grid for grid, _, _ in pieces)
+        counts = np.bincount([number for _, number, _ in pieces], [math.prod(grid) // self.merge_size**2 for grid in grids], len(sizes)).astype(np.int64)
         text, spans = self._render(turns)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
         ids = np.asarray(encoding["input_ids"], np.int32)
@@ -113,13 +152,24 @@ class Processor:
         for start, stop in spans:
             inside = (starts >= start) & (stops <= stop) & (stops > starts)
             labels[inside] = ids[inside]
-        # The template writes one token an image; the model wants one for every merged patch.
-        marks = ids == self.token_ids["image"]
-        if int(marks.sum()) != len(grids):
-            raise RowError(f"{int(marks.sum())} image tokens for {len(grids)} images after the chat template")
+        # The template writes one token an image or video; the model wants one for every merged patch.
+        marks = (ids == self.token_ids["image"]) | (ids == self.token_ids["video"])
+        if ids[marks].tolist() != [self.token_ids[_kind(size)] for size in sizes]:
+            raise RowError(f"{int(marks.sum())} image and video tokens after the chat template, for {len(sizes)} images and videos, or in another order")
         repeats = np.ones_like(ids)
         repeats[marks] = counts
-        return Encoded(np.repeat(ids, repeats), np.repeat(labels, repeats), grids, sum(counts))
+        return Encoded(np.repeat(ids, repeats), np.repeat(labels, repeats), grids, int(counts.sum()),
+                       tuple(number for _, number, _ in pieces), tuple(seconds for _, _, seconds in pieces))
+
+    def _pieces(self, number: int, size: Size, slice_tokens: int) -> list[tuple[Grid, int, float]]:
+        """(grid, number, seconds a step) of each entry that an image or video becomes."""
+        if not isinstance(size, Clip):
+            return [(self.grid_of(*size), number, 0.0)]
+        _, rows, columns = self.grid_of(size.width, size.height)
+        steps = -(-size.num_sampled(self.limits, self.temporal_patch_size) // self.temporal_patch_size)
+        length = max(1, slice_tokens * self.merge_size**2 // (rows * columns))
+        seconds = size.seconds_per_step(self.limits, self.temporal_patch_size)
+        return [((min(length, steps - first), rows, columns), number, seconds) for first in range(0, steps, length)]
 
     def save(self, folder: str | Path) -> None:
         """Write every file that `AutoProcessor`, `AutoTokenizer` and `AutoImageProcessor` read from a model's folder."""
@@ -130,7 +180,9 @@ class Processor:
         size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
         processor = {"processor_class": "Qwen2_5_VLProcessor"}
         _write_json(target / "preprocessor_config.json", settings | processor | {"image_processor_type": "Qwen2VLImageProcessor", "size": size})
-        video = settings | processor | {"video_processor_type": "Qwen2VLVideoProcessor", "size": size}
+        sampling = {"do_sample_frames": True, "fps": self.limits.video_fps, "min_frames": MIN_FRAMES, "max_frames": self.limits.max_frames,
+                    "cap_pixels_per_frame": False}
+        video = settings | processor | sampling | {"video_processor_type": "Qwen2VLVideoProcessor", "size": size}
         _write_json(target / "video_preprocessor_config.json", {name: value for name, value in video.items() if name != "image_processor_type"})
         _write_json(target / "processor_config.json", processor)
         # Older readers know the template by this file only.
@@ -179,14 +231,15 @@ class Processor:
         return text
 
 
-def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int) -> Processor:
+def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int, limits: Limits | None = None) -> Processor:
     """The processor of a preset (byte-level tokenizer), or of the model in a local folder.
 
     Raises:
         DataError: the folder lacks a file, or is not of the Qwen2-VL family.
     """
+    limits = limits or Limits()
     if preset:
-        return Processor(byte_tokenizer(), CHAT_TEMPLATE, dict(PRESET_IMAGE_SETTINGS), min_pixels, max_pixels)
+        return Processor(byte_tokenizer(), CHAT_TEMPLATE, dict(PRESET_IMAGE_SETTINGS), min_pixels, max_pixels, limits)
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(f"model.path: no folder {path}")
@@ -203,7 +256,7 @@ def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int) -> 
     if not isinstance(template, str):
         raise DataError(f"model.path: {path} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json")
     try:
-        return Processor(tokenizer, template, _folder_image_settings(folder), min_pixels, max_pixels)
+        return Processor(tokenizer, template, _folder_image_settings(folder), min_pixels, max_pixels, limits)
     except TemplateError as error:
         raise DataError(f"model.path: {path}: its chat template cannot be used: {first_line(error)}") from None
 
@@ -232,6 +285,10 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
         grow = math.sqrt(min_pixels / (height * width))
         rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     return rows, columns
+
+
+def _kind(size: Size) -> str:
+    return "video" if isinstance(size, Clip) else "image"
 
 
 def _folder_template(folder: Path) -> str | None:

@@ -5,6 +5,7 @@ A row that cannot be used keeps its place in the block, with the reason in `erro
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,10 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.data import formats
+from dhp_ray.data.conversation import MEDIA
 from dhp_ray.data.errors import RowError, first_line
 from dhp_ray.data.images import image_size
 from dhp_ray.data.index import Fragment
-from dhp_ray.data.processor import Processor, ProcessorSpec
+from dhp_ray.data.media import media_of
+from dhp_ray.data.processor import SLICE_TOKENS, Processor, ProcessorSpec, Size
+from dhp_ray.data.video import clip_of
 
 PAYLOAD = pa.schema([
     ("position", pa.int64()),  # place of the fragment in the epoch's order
@@ -25,11 +29,13 @@ PAYLOAD = pa.schema([
     ("id", pa.string()),
     ("text_tokens", pa.int64()),
     ("vision_tokens", pa.int64()),
-    ("grids", pa.list_(pa.list_(pa.int32()))),  # (time, height, width) of every image, in patches
+    ("grids", pa.list_(pa.list_(pa.int32()))),  # (time, height, width) in patches of every image, and of every piece of a video
     ("error", pa.string()),  # why the row cannot be used; empty when it can
     ("input_ids", pa.list_(pa.int32())),
     ("labels", pa.list_(pa.int32())),
-    ("images", pa.list_(pa.large_binary())),  # encoded, as stored
+    ("images", pa.list_(pa.large_binary())),  # images and videos in the order of the text, encoded as stored
+    ("media", pa.list_(pa.int32())),  # for every grid, the place in `images` of what it is of
+    ("seconds", pa.list_(pa.float64())),  # for every grid, what a step in time of a video lasts; 0: an image
 ])
 LENGTH_COLUMNS = ["position", "row", "id", "text_tokens", "vision_tokens", "grids", "error"]
 UNREADABLE = -1
@@ -44,6 +50,7 @@ class ReadFragments:
     image_root: str
     seed: int
     max_tokens: int = 0
+    max_image_tokens: int = 0
 
     def __call__(self, items: pa.Table) -> pa.Table:
         processor = _loaded(self.processor)
@@ -74,20 +81,26 @@ class ReadFragments:
     def _payload(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
         if row.error:
             raise RowError(row.error)
-        conversation = formats.conversation_of(row.fields)
-        images = formats.images_of(row.fields, self.image_root)
-        sizes = []
-        for number, image in enumerate(images, 1):
+        turns = processor.turns(formats.conversation_of(row.fields))
+        images = media_of(row.fields, turns, self.image_root, processor.limits.max_file_bytes)
+        sizes: list[Size] = []
+        numbers = dict.fromkeys(MEDIA, 0)
+        for part, data in zip((part for turn in turns for part in turn.media), images):
+            numbers[part.kind] += 1
             try:
-                sizes.append(image_size(image))
+                sizes.append(clip_of(data, processor.limits) if part.kind == "video" else image_size(data, processor.limits.max_decoded_pixels))
             except RowError as error:
-                raise RowError(f"image {number}: {error}") from None
-        encoded = processor.encode(conversation, sizes)
+                raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
+        encoded = processor.encode_turns(turns, sizes, min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS))
         num_tokens = len(encoded.input_ids)
         if self.max_tokens and num_tokens > self.max_tokens:
             raise RowError(f"{num_tokens} tokens; the cluster holds at most {self.max_tokens} in one sequence")
+        for number, grid in zip(encoded.media, encoded.grids):
+            image_tokens = math.prod(grid) // processor.merge_size**2
+            if self.max_image_tokens and image_tokens > self.max_image_tokens:
+                raise RowError(f"image {number + 1} alone takes {image_tokens} tokens; a rank holds at most {self.max_image_tokens}")
         return {"text_tokens": encoded.text_tokens, "vision_tokens": encoded.vision_tokens, "grids": [list(grid) for grid in encoded.grids],
-                "input_ids": encoded.input_ids, "labels": encoded.labels, "images": images}
+                "input_ids": encoded.input_ids, "labels": encoded.labels, "images": images, "media": encoded.media, "seconds": encoded.seconds}
 
 
 def fragment_order(seed: int, epoch: int, num_fragments: int) -> list[int]:
@@ -101,7 +114,7 @@ def row_order(seed: int, epoch: int, number: int, num_rows: int) -> list[int]:
 
 
 def read_rows(table: pa.Table, rows: list[int]) -> list[dict[str, Any]]:
-    """Payload of these rows of a block: numpy ids (L,), labels (L,) and grids (N, 3), encoded images as bytes."""
+    """Payload of these rows of a block: numpy ids (L,), labels (L,), grids (N, 3), media (N,) and seconds (N,), encoded images and videos as bytes."""
     found = []
     for row in rows:
         record = {name: table[name][row] for name in table.column_names}
@@ -109,12 +122,14 @@ def read_rows(table: pa.Table, rows: list[int]) -> list[dict[str, Any]]:
             "id": record["id"].as_py(), "error": record["error"].as_py(),
             "text_tokens": record["text_tokens"].as_py(), "vision_tokens": record["vision_tokens"].as_py(),
             "input_ids": np.array(record["input_ids"].values, np.int32), "labels": np.array(record["labels"].values, np.int32),
-            "grids": np.array(record["grids"].as_py(), np.int64).reshape(-1, 3), "images": record["images"].as_py()})
+            "grids": np.array(record["grids"].as_py(), np.int64).reshape(-1, 3), "images": record["images"].as_py(),
+            "media": np.array(record["media"].as_py(), np.int64), "seconds": np.array(record["seconds"].as_py(), np.float64)})
     return found
 
 
 def _unusable(name: str, reason: str) -> dict[str, Any]:
-    return {"id": name, "error": reason, "text_tokens": 0, "vision_tokens": 0, "grids": [], "input_ids": [], "labels": [], "images": []}
+    lists: dict[str, Any] = {key: [] for key in ("grids", "input_ids", "labels", "images", "media", "seconds")}
+    return {"id": name, "error": reason, "text_tokens": 0, "vision_tokens": 0} | lists
 
 
 def _block(records: list[dict[str, Any]]) -> pa.Table:

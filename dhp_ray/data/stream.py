@@ -87,7 +87,7 @@ class Stream:
 
     def __init__(self, data: Data, model: Model, seed: int, max_tokens: int = 0, drop_last: bool = False) -> None:
         self.fragments = index_fragments(data)
-        processor = ProcessorSpec(model.preset, model.path, data.min_pixels, data.max_pixels)
+        processor = ProcessorSpec.of(model, data)
         processor.load()  # a model folder without a tokenizer is the user's error, and shows here
         self.num_rows = sum(fragment.num_rows for fragment in self.fragments)
         self.max_tokens = max_tokens  # may be set until the first batch is asked for

@@ -38,6 +38,9 @@ class ModelAdapter(Protocol):
     image_token_id: int
     """The token that one vision token of an image takes in the text."""
 
+    video_token_id: int
+    """The token that one vision token of a video takes in the text."""
+
     merge_area: int
     """Patches that make one vision token."""
 
@@ -46,8 +49,11 @@ class ModelAdapter(Protocol):
 
     vocabulary_size: int
 
-    def positions(self, input_ids: Tensor, grids: Tensor) -> Tensor:
-        """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images of `grids` (N, 3); int64 on the CPU."""
+    def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
+        """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3); int64 on the CPU.
+
+        `seconds` (N,) is what one step in time of a video lasts, and 0 for an image; without it, all are images.
+        """
         ...
 
     def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:

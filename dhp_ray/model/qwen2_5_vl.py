@@ -36,18 +36,22 @@ class Qwen25VL:
         text: Any = module.config.text_config
         self.feature_width: int = vision.out_hidden_size
         self.image_token_id: int = module.config.image_token_id
+        self.video_token_id: int = module.config.video_token_id
         self.merge_area: int = vision.spatial_merge_size ** 2
         self.patch_dim: int = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
         self.vocabulary_size: int = text.vocab_size
         self._num_dimensions = {name: parameter.ndim for name, parameter in module.named_parameters()}
 
-    def positions(self, input_ids: Tensor, grids: Tensor) -> Tensor:
+    def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
         """M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1) of one sequence, by the model's own function: (3, L) int64."""
         if not len(grids):
             return torch.arange(len(input_ids)).expand(3, -1)
-        input_ids = input_ids.long()
-        kinds = (input_ids == self.image_token_id).int()  # 0 text, 1 image; clips are images too, one a frame
-        positions, _ = self.module.model.get_rope_index(input_ids[None], kinds[None], image_grid_thw=grids.long())
+        input_ids, grids = input_ids.long(), grids.long()
+        kinds = (input_ids == self.image_token_id).int() + 2 * (input_ids == self.video_token_id).int()  # 0 text, 1 image, 2 video
+        is_video = seconds > 0 if seconds is not None else torch.zeros(len(grids), dtype=torch.bool)
+        positions, _ = self.module.model.get_rope_index(
+            input_ids[None], kinds[None], image_grid_thw=grids[~is_video], video_grid_thw=grids[is_video],
+            second_per_grid_ts=seconds[is_video].float() if seconds is not None else None)
         return positions[:, 0]
 
     def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from dhp_ray.config import Config
 from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.reader import read_rows
+from dhp_ray.data.video import decode_video
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
 from dhp_ray.runtime.messages import BlockRows
@@ -19,7 +21,7 @@ from dhp_ray.train.collate import Payload, check_payload, placeholder
 
 
 def processor_spec(config: Config) -> ProcessorSpec:
-    return ProcessorSpec(config.model.preset, config.model.path, config.data.min_pixels, config.data.max_pixels)
+    return ProcessorSpec.of(config.model, config.data)
 
 
 def load_payloads(plan: RankPlan, blocks: Sequence[BlockRows], processor: Processor, adapter: ModelAdapter) -> tuple[dict[str, Payload], dict[str, str]]:
@@ -47,6 +49,21 @@ def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
 
 
 def _payload(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
-    pixels = [decode(image, processor) if here else None for image, here in zip(row["images"], encoded_here)]
     return Payload(input_ids=np.asarray(row["input_ids"], np.int32), labels=np.asarray(row["labels"], np.int32),
-                   grids=np.asarray(row["grids"], np.int64).reshape(-1, 3), pixels=pixels)
+                   grids=np.asarray(row["grids"], np.int64).reshape(-1, 3), pixels=_pixels(row, encoded_here, processor),
+                   media=np.asarray(row["media"], np.int64), seconds=np.asarray(row["seconds"], np.float64))
+
+
+def _pixels(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[np.ndarray | None]:
+    """Patches of every grid that this rank encodes. A video is decoded once, for all of its pieces that are encoded here."""
+    pixels: list[np.ndarray | None] = []
+    for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here), key=lambda entry: int(entry[0])):
+        _, seconds, grids, here = zip(*entries)
+        if seconds[0] and any(here):
+            stops = np.cumsum([int(grid[0]) for grid in grids]).tolist()
+            ranges = [range(stop - int(grid[0]), stop) for stop, grid in zip(stops, grids)]
+            decoded = iter(decode_video(row["images"][number], processor, [steps for steps, needed in zip(ranges, here) if needed]))
+            pixels += [next(decoded) if needed else None for needed in here]
+        else:
+            pixels += [decode(row["images"][number], processor) if needed else None for needed in here]
+    return pixels

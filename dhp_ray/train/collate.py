@@ -28,6 +28,9 @@ class Payload:
     """What one sample brings to a pack: token ids (L,) int32, labels (L,) int32 unshifted with -100 where masked, grids
     (N, 3), and for every image its patches (P, patch_dim) float32, or None where another rank encodes it.
 
+    A grid is an image, or a piece of a video in time. `media` (N,) numbers what the grids are of, so that neighbours with one number are
+    one video; `seconds` (N,) is what one step in time of a video lasts, and 0 for an image. Without the two, every grid is an image.
+
     `masked` makes it a placeholder: its tokens keep their place, its images are not encoded and it adds nothing to the loss.
     All ranks of the pack must agree on it.
     """
@@ -36,7 +39,19 @@ class Payload:
     labels: np.ndarray
     grids: np.ndarray
     pixels: list[np.ndarray | None]
+    media: np.ndarray | None = None
+    seconds: np.ndarray | None = None
     masked: bool = False
+
+    def whole(self) -> tuple[np.ndarray, np.ndarray]:
+        """Grids (M, 3) of whole images and videos, and seconds (M,)."""
+        grids = np.asarray(self.grids, np.int64).reshape(-1, 3)
+        if self.media is None or self.seconds is None:
+            return grids, np.zeros(len(grids))
+        first = np.flatnonzero(np.diff(self.media, prepend=-1))
+        whole = grids[first]
+        whole[:, 0] = np.add.reduceat(grids[:, 0], first) if len(first) else 0
+        return whole, np.asarray(self.seconds, np.float64)[first]
 
 
 @dataclass(kw_only=True)
@@ -98,10 +113,12 @@ def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encod
     grids = tuple((int(time), int(height), int(width)) for time, height, width in payload.grids)
     if grids != tuple(sample.vision_grids) or len(payload.pixels) != len(grids):
         raise ValueError(f"{where}: {len(payload.pixels)} images of grids {grids}; planned: {tuple(sample.vision_grids)}")
-    wanted = [time * height * width // adapter.merge_area for time, height, width in grids]
-    runs = [len(list(group)) for is_image, group in groupby((ids == adapter.image_token_id).tolist()) if is_image]
+    tokens = (adapter.image_token_id, adapter.video_token_id)
+    wanted = [(tokens[int(seconds > 0)], int(np.prod(grid)) // adapter.merge_area) for grid, seconds in zip(*payload.whole())]
+    runs = [(token, len(list(group))) for token, group in groupby(ids.tolist()) if token in tokens]
     if runs != wanted:
-        raise ValueError(f"{where}: runs of {runs} image tokens; its images take {wanted}")
+        raise ValueError(f"{where}: runs of {[count for _, count in runs]} image or video tokens; its images and videos take "
+                         f"{[count for _, count in wanted]}{', in another order' if sorted(runs) == sorted(wanted) else ''}")
     for image, (needed, pixels, (time, height, width)) in enumerate(zip(encoded_here, payload.pixels, grids)):
         expected = (time * height * width, adapter.patch_dim)
         if needed and (pixels is None or pixels.shape != expected):
@@ -162,7 +179,7 @@ def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapte
         shifted = np.full(len(ids), IGNORED, np.int64)
         shifted[:-1] = payload.labels[1:]
         owner, feature = torch.full_like(ids, -1), torch.full_like(ids, -1)
-        start_of_image = (ids == adapter.image_token_id).nonzero()[:, 0] if encoders else ids[:0]
+        start_of_image = ((ids == adapter.image_token_id) | (ids == adapter.video_token_id)).nonzero()[:, 0] if encoders else ids[:0]
         for grid, encoder, patches in zip(payload.grids, encoders, payload.pixels):
             count = int(np.prod(grid)) // adapter.merge_area
             place, start_of_image = start_of_image[:count], start_of_image[count:]
@@ -175,7 +192,8 @@ def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapte
         num_images += len(encoders)
         token_ids.append(ids)
         labels.append(torch.from_numpy(shifted))
-        positions.append(adapter.positions(ids, torch.from_numpy(np.asarray(payload.grids, np.int64).reshape(-1, 3))))
+        whole_grids, seconds = payload.whole()
+        positions.append(adapter.positions(ids, torch.from_numpy(whole_grids), torch.from_numpy(seconds)))
         owner_of.append(owner)
         feature_of.append(feature)
     return _Whole(

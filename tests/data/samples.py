@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 from PIL import Image
 
 from dhp_ray.data.processor import Processor, load_processor
@@ -38,3 +40,20 @@ def write_rows(path: Path, rows: Sequence[Any]) -> Path:
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\n".join(lines) if path.suffix == ".jsonl" else "[\n" + ",\n".join(lines) + "\n]", encoding="utf-8")
     return path
+
+
+def video(num_frames: int = 20, width: int = 64, height: int = 48, rate: int = 10, form: str = "mp4", codec: str = "mpeg4", pairs: bool = False) -> bytes:
+    """A bright square that moves over a gradient; with `pairs`, every frame comes twice."""
+    stream = io.BytesIO()
+    background = np.asarray(Image.linear_gradient("L").resize((width, height)).convert("RGB"))
+    with av.open(stream, "w", format=form) as container:
+        track = container.add_stream(codec, rate=rate)
+        assert isinstance(track, av.VideoStream)
+        track.width, track.height, track.pix_fmt = width, height, "yuv420p"
+        for number in range(num_frames):
+            place = number // 2 if pairs else number
+            pixels = background.copy()
+            pixels[(place * 3) % (height - 8) :][:8, (place * 5) % (width - 8) :][:, :8] = (250, 40 + place * 5 % 200, 20)
+            container.mux(track.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(track.encode())
+    return stream.getvalue()

@@ -122,7 +122,7 @@ def test_a_fragment_of_parquet_is_a_row_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("columns", "message"), [
-    ({"id": ["a"], "text": ["b"]}, r"has no column conversations \(it has id, text\); allowed: id, image or images, conversations"),
+    ({"id": ["a"], "text": ["b"]}, r"has no column conversations or messages \(it has id, text\); allowed: id, image or images"),
     ({"conversations": [1]}, "column conversations holds int64; allowed: a list of structs"),
     ({"conversations": ["[]"], "image": [1]}, "column image holds int64; allowed: bytes"),
 ])

@@ -86,7 +86,7 @@ def test_ids_pixels_and_grids_equal_the_models_own_on_real_images(kind: str, tes
         names = row["image"] if isinstance(row["image"], list) else [row["image"]]
         images = [(folder / name).read_bytes() for name in names]
         encoded = ours.encode(row["conversations"], [image_size(image) for image in images])
-        text = own.apply_chat_template([turn.message() for turn in turns_of(row["conversations"], len(images), ())], tokenize=False)
+        text = own.apply_chat_template([turn.message() for turn in turns_of(row["conversations"])], tokenize=False)
         expected = own(text=[text], images=[load_image(str(folder / name)) for name in names], return_tensors="np")
         assert np.array_equal(encoded.input_ids, expected["input_ids"][0])
         assert np.array_equal(np.array(encoded.grids), expected["image_grid_thw"])

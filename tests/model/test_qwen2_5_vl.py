@@ -71,6 +71,16 @@ def test_positions_are_those_of_the_paper() -> None:
     assert adapter.positions(torch.arange(4), torch.empty(0, 3, dtype=torch.long)).tolist() == [[0, 1, 2, 3]] * 3
 
 
+def test_positions_of_a_video_keep_its_time() -> None:
+    adapter = rough_model()
+    video, image = TOKEN_IDS["video"], TOKEN_IDS["image"]
+    ids = torch.tensor([7, *[video] * 6, 8, *[image] * 2, 9])  # three steps in time of 1 x 2 vision tokens, 1.5 s apart; then 1 x 2 of an image
+    positions = adapter.positions(ids, torch.tensor([[3, 2, 4], [1, 2, 4]]), torch.tensor([1.5, 0.0]))
+    step = int(1.5 * adapter.module.config.vision_config.tokens_per_second)
+    assert positions[0].tolist() == [0, 1, 1, 1 + step, 1 + step, 1 + 2 * step, 1 + 2 * step, 3, 4, 4, 6]
+    assert positions[2].tolist() == [0, 1, 2, 1, 2, 1, 2, 3, 4, 5, 6]
+
+
 def test_saved_folder_gives_plain_transformers_the_same_loss(tmp_path: Path) -> None:
     for tie in (True, False):
         adapter = rough_model(tie_word_embeddings=tie)

@@ -119,7 +119,7 @@ def test_a_payload_that_is_not_what_was_planned_is_named(adapter: ModelAdapter) 
         r"22 token ids and 21 labels; planned: 22 of each": replace(payload, labels=payload.labels[:-1]),
         r"token ids from \d+ to 264; the model has 0 to 263": replace(payload, input_ids=wide),
         r"1 images of grids \(\(1, 8, 4\),\); planned: \(\(1, 4, 8\),\)": replace(payload, grids=payload.grids[:, [0, 2, 1]]),
-        r"runs of \[7\] image tokens; its images take \[8\]": replace(payload, input_ids=text),
+        r"runs of \[7\] image or video tokens; its images and videos take \[8\]": replace(payload, input_ids=text),
         r"image 0 has patches None; its grid takes \(32, 1176\)": replace(payload, pixels=[None]),
         r"image 0 has patches \(31, 1176\); its grid takes \(32, 1176\)": replace(payload, pixels=[payload.pixels[0][:31]]),
     }
@@ -131,3 +131,48 @@ def test_a_payload_that_is_not_what_was_planned_is_named(adapter: ModelAdapter) 
     check_payload(sample, replace(payload, pixels=[None]), adapter, (False,))
     with pytest.raises(ValueError, match=r"^sample odd: no payload for pack 0$"):
         collate(make_pack(0, [0], [sample]), {}, 0, adapter)
+
+
+def video_sample() -> tuple[Sample, Payload]:
+    """Text, a video in three pieces of time, text, an image, text."""
+    video, image = TOKEN_IDS["video"], TOKEN_IDS["image"]
+    grids = [(2, 4, 4), (2, 4, 4), (1, 4, 4), (1, 4, 8)]
+    ids = np.array([7, 7, *[video] * 20, 8, *[image] * 8, 9, 9], np.int32)
+    random = np.random.default_rng(3)
+    pixels: list[np.ndarray | None] = [random.standard_normal((int(np.prod(grid)), 1176), np.float32) for grid in grids]
+    payload = Payload(input_ids=ids, labels=ids.copy(), grids=np.array(grids), pixels=pixels,
+                      media=np.array([0, 0, 0, 1]), seconds=np.array([0.5, 0.5, 0.5, 0.0]))
+    return Sample("film", 5, 28, tuple(grids)), payload
+
+
+def test_pieces_of_a_video_make_one_video(adapter: ModelAdapter) -> None:
+    sample, payload = video_sample()
+    grids, seconds = payload.whole()
+    assert (grids.tolist(), seconds.tolist()) == ([[5, 4, 4], [1, 4, 8]], [0.5, 0.0])
+    inputs = shards(make_pack(0, [0, 1, 2], [sample], (1, 0, 2, 1)), {"film": payload}, adapter)
+    assert [part.grids.tolist() for part in inputs] == [[[2, 4, 4]], [[2, 4, 4], [1, 4, 8]], [[1, 4, 4]]]
+    assert sum(len(part.slots) for part in inputs) == 28
+    whole = replace(payload, grids=grids, media=np.array([0, 1]), seconds=seconds)
+    expected = adapter.positions(torch.from_numpy(payload.input_ids), torch.from_numpy(grids), torch.from_numpy(seconds))
+    positions = torch.full((3, len(payload.input_ids)), -1)
+    for part in inputs:
+        positions[:, part.layout.index(part.member)] = part.positions
+    assert torch.equal(positions, expected)
+    assert whole.whole()[0].tolist() == grids.tolist()
+
+
+def test_pieces_of_a_video_have_the_features_of_the_whole(adapter: ModelAdapter) -> None:
+    _, payload = video_sample()
+    pixels = [torch.from_numpy(patches) for patches in payload.pixels[:3] if patches is not None]
+    whole = adapter.encode(torch.cat(pixels), torch.tensor([[5, 4, 4]]))
+    pieces = [adapter.encode(patches, torch.from_numpy(payload.grids[number][None])) for number, patches in enumerate(pixels)]
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_video_in_the_place_of_an_image_is_refused(adapter: ModelAdapter) -> None:
+    sample, payload = video_sample()
+    check_payload(sample, payload, adapter, (True,) * 4)
+    with pytest.raises(ValueError, match=r"^sample film: runs of \[20, 8\] image or video tokens; its images and videos take \[8, 8, 4, 8\]"):
+        check_payload(sample, replace(payload, media=None, seconds=None), adapter)
+    with pytest.raises(ValueError, match=r"take \[20, 8\]"):
+        check_payload(sample, replace(payload, seconds=np.array([0.0, 0.0, 0.0, 0.5])), adapter)

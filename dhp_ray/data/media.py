@@ -1,0 +1,123 @@
+"""Encoded images and videos of a row, from wherever it says that they are. Nothing outside the image root is ever opened."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dhp_ray.data.conversation import MEDIA, Turn, check_counts
+from dhp_ray.data.errors import RowError
+from dhp_ray.schema import Data
+
+_DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an image or a video may be. Input is untrusted: each limit holds before anything is decoded."""
+
+    max_decoded_pixels: int = 64_000_000
+    max_file_bytes: int = 512 * 2**20
+    video_fps: float = 2.0
+    max_frames: int = 768
+    max_video_seconds: float = 3600.0
+
+    @classmethod
+    def of(cls, data: Data) -> Limits:
+        return cls(data.max_decoded_pixels, int(data.max_file_mb * 2**20), data.video_fps, data.max_frames, data.max_video_seconds)
+
+
+def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, max_file_bytes: int) -> list[bytes]:
+    """The encoded images and videos of a row, in the order in which the conversation shows them. Reads files below `image_root`.
+
+    Raises:
+        RowError: one that is missing or lies outside of the root, or marks that do not agree with the columns.
+    """
+    stored = {kind: column_of(fields, kind) for kind in MEDIA}
+    check_counts(turns, {kind: len(values) for kind, values in stored.items()})
+    following = {kind: iter(values) for kind, values in stored.items()}
+    numbers = dict.fromkeys(MEDIA, 0)
+    found = []
+    for part in (part for turn in turns for part in turn.media):
+        numbers[part.kind] += 1
+        source = next(following[part.kind]) if part.source is None else part.source
+        try:
+            found.append(_encoded(source, image_root, max_file_bytes))
+        except RowError as error:
+            raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
+    return found
+
+
+def column_of(fields: Mapping[str, Any], kind: str) -> list[Any]:
+    """What a row's columns hold of a kind: `images`, or `image`, one or a list."""
+    values = fields.get(f"{kind}s")
+    if values is None:
+        values = fields.get(kind)
+    if values is None:
+        return []
+    return values if isinstance(values, list) else [values]
+
+
+def resolve(image_root: str, name: str) -> Path:
+    """The file that `name` means below the root, links followed.
+
+    Raises:
+        RowError: a URL, an absolute name, or one that leads out of the root.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|data:", name):
+        raise RowError(f"{name[:80]} is a URL; allowed: a file name below data.image_root")
+    if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+        raise RowError(f"{name[:200]!r} is not a relative file name; allowed: one below data.image_root, without '..'")
+    root = Path(os.path.realpath(image_root))
+    path = Path(os.path.realpath(root / name))
+    if not path.is_relative_to(root):
+        raise RowError(f"{name} leads out of data.image_root ({image_root}); allowed: files below it")
+    return path
+
+
+def _encoded(value: Any, image_root: str, max_file_bytes: int) -> bytes:
+    if isinstance(value, Mapping) and isinstance(value.get("url"), str):
+        value = _from_data_uri(value["url"]) if value["url"].startswith("data:") else value["url"]
+    elif isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        _check_size("it", len(value), max_file_bytes)
+        return value
+    if not isinstance(value, str):
+        raise RowError(f"got {type(value).__name__}; allowed: a file name or encoded bytes")
+    path = resolve(image_root, value)
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+            raise RowError(f"{value} is not a file")
+        _check_size(value, status.st_size, max_file_bytes)
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise RowError(f"{value}: no such file below data.image_root ({image_root})") from None
+    except OSError as error:
+        raise RowError(f"{value}: {error.strerror}") from None
+    except UnicodeEncodeError:
+        raise RowError(f"{value!r} is not a file name") from None
+
+
+def _from_data_uri(text: str) -> bytes:
+    """The bytes that a data: URI carries."""
+    head = _DATA_URI.match(text)
+    try:
+        if head is None:
+            raise ValueError
+        return base64.b64decode(text[head.end():], validate=True)
+    except (ValueError, binascii.Error):
+        raise RowError(f"{text[:40]!r} is not a data URI; allowed: data:image/png;base64,... or a file name") from None
+
+
+def _check_size(name: str, num_bytes: int, limit: int) -> None:
+    if num_bytes > limit:
+        raise RowError(f"{name[:200]} has {num_bytes / 2**20:.1f} MB; allowed: at most {limit / 2**20:g} (data.max_file_mb)")

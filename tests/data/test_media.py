@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhp_ray.data.conversation import turns_of
+from dhp_ray.data.errors import RowError
+from dhp_ray.data.media import Limits, column_of, media_of, resolve
+from tests.data.samples import picture, talk
+
+
+def images_of(fields: Mapping[str, Any], root: str, limit: int = Limits().max_file_bytes) -> list[bytes]:
+    """What a row holds, shown by as many marks as there are."""
+    count = len(column_of(fields, "image"))
+    return media_of(fields, turns_of(talk("<image>" * count + "?", "a")), root, limit)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An image root with pictures in it, and a secret beside it."""
+    folder = tmp_path / "root"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.png").write_bytes(picture(30, 40))
+    (folder / "deep" / "b.png").write_bytes(picture(50, 60))
+    (tmp_path / "secret").write_bytes(b"secret")
+    return folder
+
+
+def test_images_of_every_form_are_their_bytes(root: Path) -> None:
+    first, second = (root / "a.png").read_bytes(), (root / "deep/b.png").read_bytes()
+    assert images_of({"image": "a.png"}, str(root)) == [first]
+    assert images_of({"image": ["a.png", "deep/b.png"]}, str(root)) == [first, second]
+    assert images_of({"images": [first, {"bytes": second, "path": None}, {"bytes": None, "path": "a.png"}], "image": None}, str(root)) == [first, second, first]
+    assert images_of({"image": first}, str(root)) == [first]
+    assert images_of({"image": None}, str(root)) == images_of({}, str(root)) == images_of({"images": []}, str(root)) == []
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("c.png", "image 2: c.png: no such file below data.image_root"),
+    ("deep", "image 2: deep is not a file"),
+    ("", "image 2: '' is not a relative file name"),
+    ("/etc/hostname", "image 2: '/etc/hostname' is not a relative file name"),
+    ("../secret", "image 2: '../secret' is not a relative file name"),
+    ("deep/../../secret", "image 2: .* without '..'"),
+    ("https://example.org/a.png", "image 2: https://example.org/a.png is a URL"),
+    ("file:///etc/hostname", "is a URL"),
+    ("data:image/png;base64,AAAA", "is a URL"),
+    ("a\0.png", "is not a relative file name"),
+    ("a.png/x", "image 2: a.png/x: Not a directory"),
+    ("x" * 300, "File name too long"),
+    (7, "image 2: got int; allowed: a file name or encoded bytes"),
+    (None, "image 2: got NoneType"),
+    ({"bytes": None, "path": None}, "image 2: got NoneType"),
+])
+def test_an_image_that_cannot_be_had_is_a_bad_row(root: Path, name: object, reason: str) -> None:
+    with pytest.raises(RowError, match=reason) as caught:
+        images_of({"image": ["a.png", name]}, str(root))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("link", ["out", "deep/out"])
+def test_a_link_out_of_the_root_is_refused(root: Path, link: str) -> None:
+    (root / link).symlink_to(root.parent / "secret")
+    (root / "inside").symlink_to(root / "a.png")
+    with pytest.raises(RowError, match=r"leads out of data\.image_root"):
+        images_of({"image": link}, str(root))
+    assert images_of({"image": "inside"}, str(root)) == [(root / "a.png").read_bytes()]
+
+
+def test_a_linked_root_is_followed(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(root)
+    assert resolve(str(tmp_path / "link"), "deep/b.png") == root / "deep/b.png"
+
+
+def test_a_folder_whose_name_begins_alike_is_outside(root: Path) -> None:
+    (root.parent / "root2").mkdir()
+    (root.parent / "root2" / "a.png").write_bytes(b"")
+    (root / "twin").symlink_to(root.parent / "root2")
+    with pytest.raises(RowError, match="leads out"):
+        resolve(str(root), "twin/a.png")
+
+
+def test_a_pipe_is_not_opened(root: Path) -> None:
+    os.mkfifo(root / "pipe")
+    with pytest.raises(RowError, match="pipe is not a file"):
+        images_of({"image": "pipe"}, str(root))
+
+
+def shown(root: Path, content: object, **fields: Any) -> list[bytes]:
+    turns = turns_of([{"role": "user", "content": content}, {"role": "assistant", "content": "a"}])
+    return media_of(fields, turns, str(root), Limits().max_file_bytes)
+
+
+def test_parts_bring_their_own_images_or_take_the_next(root: Path) -> None:
+    first, second = (root / "a.png").read_bytes(), (root / "deep/b.png").read_bytes()
+    uri = "data:image/png;base64," + base64.b64encode(second).decode()
+    parts = [
+        {"type": "image"}, {"type": "image", "image": "deep/b.png"}, {"type": "text", "text": "<image> is no mark here", "image": None},
+        {"type": "image_url", "image_url": {"url": uri}}, {"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "bytes": first},
+        {"type": "image", "image": {"bytes": None, "path": "a.png"}}, {"type": "image", "text": None, "image": None}]
+    assert shown(root, parts, images=["deep/b.png", "a.png"]) == [second, second, second, first, first, first, first]
+    assert shown(root, "<image> and <image>", images=["a.png", second]) == [first, second]
+
+
+def test_videos_and_images_keep_the_order_of_the_text(root: Path) -> None:
+    assert shown(root, "<video>x<image><video>", images=[b"i"], videos=[b"v1", b"v2"]) == [b"v1", b"i", b"v2"]
+    with pytest.raises(RowError, match="1 <video> marks for 0 videos; allowed: as many marks as videos"):
+        shown(root, "<video>")
+    with pytest.raises(RowError, match="0 <video> marks for 1 videos"):
+        shown(root, "a", video="a.mp4")
+    with pytest.raises(RowError, match=r"video 2: b\.mp4: no such file"):
+        shown(root, "<video><image><video>", images=["a.png"], videos=["a.png", "b.mp4"])
+
+
+@pytest.mark.parametrize(("part", "reason"), [
+    ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "image 1: https://example.org/a.png is a URL"),
+    ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "is a URL"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,A"}}, "'data:image/png;base64,A' is not a data URI"),
+    ({"type": "image_url", "image_url": {"url": "data:text,a"}}, "is not a data URI"),
+    ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "is not a relative file name"),
+    ({"type": "image_url", "image_url": None}, "turn 1 has a part image_url without url"),
+    ({"type": "image", "image": "../secret"}, "is not a relative file name"),
+    ({"type": "audio"}, "turn 1 has a part of the type 'audio'; allowed: text, image"),
+    (["a"], "turn 1 has a part that holds list"),
+    ({"type": "text", "text": None}, "turn 1 has a part of the type 'text'"),
+])
+def test_a_part_that_cannot_be_had_is_a_bad_row(root: Path, part: object, reason: str) -> None:
+    with pytest.raises(RowError, match=reason) as caught:
+        shown(root, [part])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_large_file_is_refused_unread(root: Path) -> None:
+    with open(root / "huge.png", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(RowError, match=r"image 1: huge.png has 1048576.0 MB; allowed: at most 512 \(data.max_file_mb\)"):
+        images_of({"image": "huge.png"}, str(root))
+    with pytest.raises(RowError, match=r"it has 0\.0 MB; allowed"):
+        images_of({"image": b"x" * 11}, str(root), 10)
