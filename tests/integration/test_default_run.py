@@ -1,0 +1,47 @@
+"""What `make train` does: the synthetic set, then the embedded default on four workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from tests.integration.jobs import lines, losses, run, train
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("synthetic") / "samples.parquet"
+    ended = run("prepare_data.py", f"data.path={path}")
+    assert ended.status == 0, ended.errors
+    return path
+
+
+def degrees(run_dir: Path) -> set[int]:
+    return {int(degree) for line in lines(run_dir, "metrics.jsonl") for degree in line["degrees"]}
+
+
+def test_the_default_run_begins_to_learn_on_groups_of_every_degree(ray_cluster: None, synthetic: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", f"data.path={synthetic}", "run.steps=12")
+    assert losses(tmp_path / "run")[-1] < 0.8 * losses(tmp_path / "run")[0]
+    assert {1, 2, 3} <= degrees(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_the_default_run_learns(ray_cluster: None, synthetic: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", f"data.path={synthetic}", timeout_s=600)
+    found = losses(tmp_path / "run")
+    assert len(found) == 60
+    assert mean(found[-5:]) < 0.6 * mean(found[:5])
+    assert {1, 2, 3} <= degrees(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_real_conversations_are_learnt(ray_cluster: None, test_data: Path, tmp_path: Path) -> None:
+    nlvr = test_data / "nlvr"
+    train(tmp_path / "run", "data.format=llava", f"data.path={nlvr / 'conversations.json'}", f"data.image_root={nlvr}", "cluster.num_workers=3",
+          "run.steps=60", "planner.tokens_per_rank=1024", timeout_s=900)
+    found = losses(tmp_path / "run")
+    assert len(found) == 60
+    assert mean(found[-10:]) < 0.9 * mean(found[:10])
