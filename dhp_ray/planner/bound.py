@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Items, items_of
 from dhp_ray.planner.problem import Problem
 
@@ -87,7 +87,7 @@ def _stretch(fastest: np.ndarray) -> np.ndarray:
     return np.maximum(stretch * (1 - 1e-12), 1.0)
 
 
-@compiled
+@inner
 def _least_time(items: Items, item: int, degree: int, limits: Limits) -> float:
     pace = limits.pace[degree]
     exposed = limits.transfer_s[degree] * items.tokens[item] - limits.hidden[degree] * items.attention_s[item] / pace
@@ -95,13 +95,13 @@ def _least_time(items: Items, item: int, degree: int, limits: Limits) -> float:
     return items.language_s[item] / degree / pace + encode + max(0.0, exposed) + limits.once_s[degree]
 
 
-@compiled
+@inner
 def _least_area(items: Items, item: int, degree: int, limits: Limits) -> float:
     """On `degree` ranks or more. Images go to the members as they please, so their area is not stretched."""
     return items.language_s[item] * limits.stretch[degree] + items.vision_s[item] + items.tokens[item] * limits.charge_s[degree]
 
 
-@compiled
+@inner
 def _shortest(items: Items, item: int, floor_s: float, limits: Limits) -> float:
     """Least time of an item over all degrees, or any time at or below `floor_s`."""
     best = np.inf
@@ -112,7 +112,7 @@ def _shortest(items: Items, item: int, floor_s: float, limits: Limits) -> float:
     return best
 
 
-@compiled
+@inner
 def _fits(items: Items, rows: np.ndarray, area: float, limits: Limits, makespan: float, total_speed: float) -> bool:
     """Whether the areas of `rows` on the degrees that meet the makespan fit beside `area`."""
     for item in rows:

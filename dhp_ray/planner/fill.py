@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Items, Machine
 from dhp_ray.planner.skeleton import Skeleton
+from dhp_ray.planner.sorting import ascending
 
 
-@compiled
+@inner
 def fill(items: Items, rest: np.ndarray, skeleton: Skeleton, makespan: float, machine: Machine) -> np.ndarray:
     """The bin of each item of `rest` (largest first): a hole's index, or the number of holes plus the rank; -1 if it fits in none."""
     speeds, tables = machine.speeds, machine.tables
@@ -24,7 +25,7 @@ def fill(items: Items, rest: np.ndarray, skeleton: Skeleton, makespan: float, ma
         room[hole] = skeleton.hole_length[hole] * speeds[skeleton.hole_rank[hole]]
     for rank in range(num_ranks):
         room[num_holes + rank] = (makespan - skeleton.free[rank]) * speeds[rank]
-    order = np.argsort(room, kind="mergesort")
+    order = ascending(room)
     room = room[order]
     tokens = np.zeros(len(order), dtype=np.int64)
     chosen = np.zeros(len(rest), dtype=np.int64)
@@ -83,7 +84,7 @@ def packs_of_bins(items: Items, rest: np.ndarray, bins: np.ndarray, num_bins: in
     return pack, pack_bin[:count], pack_s[:count]
 
 
-@compiled
+@inner
 def busy_of(items: Items, rest: np.ndarray, bins: np.ndarray, skeleton: Skeleton, machine: Machine) -> np.ndarray:
     """When each rank is free after the skeleton and the items of its tail."""
     num_holes, capacity = len(skeleton.hole_rank), machine.tokens_per_rank

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.cost import Tables
 from dhp_ray.planner.problem import Problem
 
@@ -53,7 +53,7 @@ def machine_of(problem: Problem) -> Machine:
     return Machine(speeds, problem.cluster.ranks_per_node, problem.cluster.tokens_per_rank, bool((speeds == 1.0).all()), float(speeds.max()), problem.tables)
 
 
-@compiled
+@inner
 def time_s(items: Items, item: int, degree: int, crosses: int, speed: float, tables: Tables) -> float:
     """Seconds of an item on `degree` ranks, the slowest of `speed` (`cost`, with images dealt out evenly)."""
     exposed = tables.transfer_s[crosses, degree] * items.tokens[item] - tables.hidden[degree] * items.attention_s[item] / speed
@@ -61,7 +61,7 @@ def time_s(items: Items, item: int, degree: int, crosses: int, speed: float, tab
     return (items.language_s[item] / degree + encode) / speed + max(0.0, exposed) + tables.latency_s[degree] + tables.pack_s
 
 
-@compiled
+@inner
 def least_degree(items: Items, item: int, time_limit_s: float, machine: Machine) -> int:
     """The fewest ranks, were all as fast as the fastest, that run an item within a time, inside a node where they fit; 0 if none do.
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.items import Items, Machine, time_s
 from dhp_ray.planner.windows import Window
 
@@ -18,7 +18,7 @@ class Sets(NamedTuple):
     first: np.ndarray
 
 
-@compiled
+@inner
 def best_set(items: Items, item: int, lowest: int, highest: int, makespan: float, machine: Machine, free: np.ndarray, known: Sets, num_sets: int,
              gap_weight: float, limit: float, chosen: np.ndarray) -> Window:
     """Of the first `num_sets` known sets of `lowest` to `highest` ranks, the one that wastes least (`windows`), at most `limit`; degree 0 if there is none."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Items, Machine
 
 
@@ -29,7 +29,7 @@ class MicroBatch(NamedTuple):
     complete: bool
 
 
-@compiled
+@inner
 def _time(language: float, attention: float, vision: float, image: float, tokens: float, degree: int, speed: float, machine: Machine) -> float:
     tables = machine.tables
     crosses = 1 if degree > machine.ranks_per_node else 0

@@ -178,14 +178,17 @@ class Plan:
         seen = [row for group in self.groups for row in group.pack.sequences]
         if sorted(seen) != list(range(len(self.samples))):
             raise PlanError(f"plan: {len(seen)} placements for {len(self.samples)} sequences; each must run exactly once")
+        num_images = [len(sample.vision_grids) for sample in self.samples]
+        any_image = any(num_images)
         lengths = [sample.text_tokens + sample.vision_tokens for sample in self.samples]
         for index, group in enumerate(self.groups):
-            tokens = sum([lengths[row] for row in group.pack.sequences])
-            if not group.ranks or len(set(group.ranks)) != group.degree or min(group.ranks) < 0 or max(group.ranks) >= self.cluster.num_ranks:
+            ranks, rows = group.ranks, group.pack.sequences
+            tokens = sum([lengths[row] for row in rows])
+            if not ranks or (len(ranks) > 1 and len(set(ranks)) != len(ranks)) or min(ranks) < 0 or max(ranks) >= self.cluster.num_ranks:
                 raise PlanError(f"plan: group {index} has ranks {group.ranks}; each must be one of {self.cluster.num_ranks}, once")
-            if tokens > group.degree * self.cluster.tokens_per_rank:
+            if tokens > len(ranks) * self.cluster.tokens_per_rank:
                 raise PlanError(f"plan: group {index} holds {tokens} tokens on {group.degree} ranks of {self.cluster.tokens_per_rank} tokens")
-            images = sum([len(self.samples[row].vision_grids) for row in group.pack.sequences])
+            images = sum([num_images[row] for row in rows]) if any_image else 0
             if len(group.encoders) != images or (images and not (min(group.encoders) >= 0 and max(group.encoders) < group.degree)):
                 raise PlanError(f"plan: group {index} has {images} images and encoders {group.encoders}")
         if self.sync == "micro_batch":

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.items import Items, Machine, least_degree, time_s
 from dhp_ray.planner.known_sets import Sets, best_set
+from dhp_ray.planner.sorting import ascending
 from dhp_ray.planner.windows import best_window, keep_sorted, ranks_of
 
 MAX_GROUPS_PER_RANK = 16
@@ -45,7 +46,7 @@ class Skeleton(NamedTuple):
     free: np.ndarray
 
 
-@compiled
+@inner
 def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan: float, machine: Machine, busy: np.ndarray, pool: Sets, gap_weight: float,
                    reuse_s: float) -> Skeleton:
     """Place the items of `order` that take longer than `smallest_s` on one rank, on ranks that are busy until `busy`.
@@ -81,7 +82,8 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
             chosen[:again.degree] = from_set[:again.degree]
         elif window.degree == 0:
             return Skeleton(False, none, none, none, nothing, none, nothing, nothing, nothing)
-        members = np.sort(chosen[:window.degree])
+        members = chosen[:window.degree]
+        members = members[ascending(members.astype(np.float64))]
         if again.degree == 0 and 1 < window.degree < len(busy):
             for rank in members:
                 met[rank] += 1
@@ -110,7 +112,7 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
                     ranks.free)
 
 
-@compiled
+@inner
 def _lowest_degrees(items: Items, order: np.ndarray, smallest_s: float, makespan: float, machine: Machine) -> np.ndarray:
     """The fewest ranks that each item of `order` needs, 0 for the small ones; cut short where one does not meet the makespan at all."""
     lowest = np.zeros(len(order), dtype=np.int64)
@@ -123,7 +125,7 @@ def _lowest_degrees(items: Items, order: np.ndarray, smallest_s: float, makespan
     return lowest
 
 
-@compiled
+@inner
 def _highest_degree(degree: int, machine: Machine) -> int:
     num_ranks, node_size = len(machine.speeds), machine.ranks_per_node
     more = degree + 2 if machine.uniform else 2 * degree  # ranks slower than the fastest are slower together

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.items import Items, Machine, time_s
+from dhp_ray.planner.sorting import ascending
 
 SPEEDS = 16
 """In a cluster of unequal speeds, windows across nodes are searched among the ranks not slower than each of so many speeds."""
@@ -40,17 +41,18 @@ class Window(NamedTuple):
     start: float
 
 
-@compiled
+@inner
 def ranks_of(busy: np.ndarray, machine: Machine) -> Ranks:
     """Ranks that are busy until `busy`; equally free ones fastest first."""
     num_nodes = (len(busy) + machine.ranks_per_node - 1) // machine.ranks_per_node
-    by_speed = np.argsort(-machine.speeds, kind="mergesort")
-    ranks = Ranks(busy.copy(), by_speed[np.argsort(by_speed // machine.ranks_per_node, kind="mergesort")], np.arange(num_nodes), np.zeros(num_nodes))
+    by_speed = ascending(-machine.speeds)
+    node = by_speed // machine.ranks_per_node
+    ranks = Ranks(busy.copy(), by_speed[ascending(node.astype(np.float64))], np.arange(num_nodes), np.zeros(num_nodes))
     keep_sorted(ranks, 0, num_nodes - 1, machine.ranks_per_node)
     return ranks
 
 
-@compiled
+@inner
 def keep_sorted(ranks: Ranks, low_node: int, high_node: int, node_size: int) -> None:
     """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they get free (insertion sort)."""
     free, by_free, nodes, node_free = ranks
@@ -71,7 +73,7 @@ def keep_sorted(ranks: Ranks, low_node: int, high_node: int, node_size: int) -> 
         nodes[move] = node
 
 
-@compiled
+@inner
 def best_window(items: Items, item: int, lowest: int, highest: int, makespan: float, machine: Machine, ranks: Ranks, gap_weight: float,
                 chosen: np.ndarray) -> Window:
     """The window with the least waste on `lowest` to `highest` ranks; its ranks are written to `chosen`.
@@ -99,8 +101,8 @@ def best_window(items: Items, item: int, lowest: int, highest: int, makespan: fl
                 fast = node[machine.speeds[node] >= slowest]
                 for degree in range(lowest, min(highest, len(fast)) + 1):
                     best = _among(items, item, degree, 0, makespan, machine, ranks.free, fast, slowest, gap_weight, best, chosen)
-    by_speed = np.argsort(-machine.speeds, kind="mergesort")
-    everywhere = by_speed[np.argsort(ranks.free[by_speed], kind="mergesort")]
+    by_speed = ascending(-machine.speeds)
+    everywhere = by_speed[ascending(ranks.free[by_speed])]
     count = 1 if machine.uniform else min(len(by_speed), SPEEDS)
     for index in range(count):
         slowest = machine.speeds[by_speed[len(by_speed) - 1 - index * len(by_speed) // count]]
@@ -110,7 +112,7 @@ def best_window(items: Items, item: int, lowest: int, highest: int, makespan: fl
     return best
 
 
-@compiled
+@inner
 def _in_nodes(degree: int, time: float, extra: float, makespan: float, machine: Machine, ranks: Ranks, gap_weight: float, best: Window,
               chosen: np.ndarray) -> Window:
     """Windows inside one node, at equal speeds; the first that waits for nothing is taken. O(ranks)."""
@@ -139,7 +141,7 @@ def _in_nodes(degree: int, time: float, extra: float, makespan: float, machine: 
     return best
 
 
-@compiled
+@inner
 def _whole_nodes(degree: int, time: float, extra: float, makespan: float, machine: Machine, ranks: Ranks, gap_weight: float, best: Window,
                  chosen: np.ndarray) -> Window:
     """Windows of whole nodes (of the last one only the ranks that get free first), at equal speeds. O(nodes x nodes of a window)."""
@@ -171,7 +173,7 @@ def _whole_nodes(degree: int, time: float, extra: float, makespan: float, machin
     return best
 
 
-@compiled
+@inner
 def _among(items: Items, item: int, degree: int, crosses: int, makespan: float, machine: Machine, free: np.ndarray, order: np.ndarray, slowest: float,
            gap_weight: float, best: Window, chosen: np.ndarray) -> Window:
     """Windows of `order`, ranks as they get free, none slower than `slowest`. O(ranks)."""
