@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import tempfile
 from collections.abc import Sequence
@@ -21,12 +22,14 @@ import pyarrow as pa
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import CONF, Config, load
 from dhp_ray.data import synthetic
-from dhp_ray.data.images import decode
 from dhp_ray.data.index import image_root, index_fragments
-from dhp_ray.data.processor import Processor, ProcessorSpec
+from dhp_ray.data.processor import Processor
 from dhp_ray.data.reader import ReadFragments, fragment_order, read_rows
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, plan_batch
 from dhp_ray.planner.plan import RankPlan, Sample, StepResult
+from dhp_ray.runtime.messages import Membership
+from dhp_ray.runtime.prefetch import encoded_images, payload_of, processor_spec
+from dhp_ray.runtime.rank import Rank
 from dhp_ray.train.collate import Payload
 from tests.ranks import run_processes
 
@@ -67,8 +70,6 @@ class Corpus:
 
     def rank_payloads(self, plan: RankPlan) -> dict[str, Payload]:
         """Payloads of a rank's packs, with the pixels of the images that it encodes and no others."""
-        from dhp_ray.runtime.prefetch import encoded_images
-
         found = {}
         for pack in plan.packs:
             for sample, encoded_here in zip(pack.samples, encoded_images(pack, plan.rank)):
@@ -83,11 +84,13 @@ class Corpus:
         return np.load(self.patches, mmap_mode="r")
 
 
-def data_overrides(test_data: str, folder: Path) -> list[str]:
-    """Real conversations from the folder of test data, or the synthetic set (rendered into `folder`) where that is not given."""
+def data_overrides(test_data: str, folder: Path, num_rows: int = 854) -> list[str]:
+    """The first real conversations from the folder of test data, or the synthetic set (rendered into `folder`) where that is not given."""
     if test_data:
         nlvr = Path(test_data) / "nlvr"
-        return ["data=llava", f"data.path={nlvr / 'conversations.json'}", f"data.image_root={nlvr}"]
+        rows = json.loads((nlvr / "conversations.json").read_text())[:num_rows]
+        (folder / "conversations.json").write_text(json.dumps(rows))
+        return ["data=llava", f"data.path={folder / 'conversations.json'}", f"data.image_root={nlvr}"]
     overrides = ["data=synthetic", f"data.path={folder / 'synthetic.parquet'}", "data.synthetic.num_samples=256"]
     config = load(overrides)
     synthetic.write(config.data.path, config.data, config.seed)
@@ -96,26 +99,27 @@ def data_overrides(test_data: str, folder: Path) -> list[str]:
 
 def corpus_of(config: Config, num_samples: int, max_tokens: int = 0) -> Corpus:
     """The first samples of epoch 0 that have at most `max_tokens` tokens (0: any), in the order of the stream."""
-    processor = ProcessorSpec(config.model.preset, config.model.path, config.data.min_pixels, config.data.max_pixels).load()
+    processor = processor_spec(config).load()
     rows = _rows(config, num_samples, max_tokens)
     folder = tempfile.TemporaryDirectory(prefix="dhp_ray_corpus_")
     path = Path(folder.name) / "patches.npy"
-    patches = [decode(image, processor) for row in rows for image in row["images"]]
-    np.save(path, np.concatenate(patches) if patches else np.zeros((0, processor.patch_dim), np.float32))
     samples, payloads, first_patch, place = [], {}, {}, 0
+    patches = [np.zeros((0, processor.patch_dim), np.float32)]
     for row in rows:
         sample = Sample(row["id"], row["text_tokens"], row["vision_tokens"], tuple((int(t), int(h), int(w)) for t, h, w in row["grids"]))
         samples.append(sample)
-        payloads[sample.id] = Payload(input_ids=row["input_ids"], labels=row["labels"], grids=row["grids"], pixels=[None] * len(sample.vision_grids))
+        payload = payload_of(row, [True] * len(sample.vision_grids), processor)
+        patches += [pixels for pixels in payload.pixels if pixels is not None]
+        payloads[sample.id] = replace(payload, pixels=[None] * len(sample.vision_grids))
         first_patch[sample.id] = place
         place += sample.num_patches
+    np.save(path, np.concatenate(patches))
     return Corpus(samples, payloads, first_patch, path, _vision_ids(processor), folder)
 
 
 def _rows(config: Config, num_samples: int, max_tokens: int) -> list[dict[str, Any]]:
     fragments = index_fragments(config.data)
-    spec = ProcessorSpec(config.model.preset, config.model.path, config.data.min_pixels, config.data.max_pixels)
-    reader = ReadFragments(spec, image_root(config.data), config.seed)
+    reader = ReadFragments(processor_spec(config), image_root(config.data), config.seed)
     rows: list[dict[str, Any]] = []
     for position, number in enumerate(fragment_order(config.seed, 0, len(fragments))):
         item = {"position": position, "epoch": 0, "number": number, "fragment": pickle.dumps(fragments[number])}
@@ -163,9 +167,6 @@ def train_world(config: Config, plans: Sequence[Plan], corpus: Corpus, num_ranks
 
 def _train(rank: int, port: int, num_ranks: int, config: Config, plans: list[Plan],
            corpus: Corpus) -> tuple[list[StepResult], dict[str, np.ndarray], dict[str, int]]:
-    from dhp_ray.runtime.messages import Membership
-    from dhp_ray.runtime.rank import Rank
-
     member = Rank(config, Membership(rank, num_ranks, 1, "127.0.0.1", port), CPU)
     steps = []
     for step, plan in enumerate(plans, 1):

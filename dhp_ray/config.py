@@ -108,7 +108,6 @@ def check(config: Config) -> None:
     not_yet = [
         ("data.format", config.data.format, config.data.format == "webdataset", "llava, parquet, synthetic"),
         ("planner.sync", config.planner.sync, config.planner.sync == "micro_batch", "step"),
-        ("eval.every_steps", config.eval.every_steps, config.eval.every_steps > 0, "0"),
         ("cluster.max_workers", config.cluster.max_workers, config.cluster.max_workers > config.cluster.num_workers, "0: the number of workers stays"),
     ]
     for dotted, value, asked, allowed in not_yet:

@@ -82,10 +82,6 @@ def test_a_folder_on_the_command_line_replaces_the_preset_of_a_file(bare: list[s
     assert "exactly one of the two" in refused([*bare, "model.preset="])
 
 
-def test_evaluation_is_not_there_yet(bare: list[str]) -> None:
-    assert "not there yet" in refused([*bare, "eval.every_steps=5", "eval.path=held_out.json"])
-
-
 def test_sources(bare: list[str]) -> None:
     config = load([*bare, "data.sources=[{path: a, weight: 3}, {path: b}]"])
     assert config.data.sources == [Source(path="a", weight=3.0), Source(path="b", weight=1.0)]

@@ -70,8 +70,9 @@ class Driver:
             results: list[StepResult] = self.group.collect(running.results)
             finished, step_time_s = running, perf_counter() - running.begun_s
             self._save_when_due(finished.current, last=following is None)
+            eval_loss = yield from self.session.evaluation.loss_when_due(finished.current.step)
             running = self._launch(following)
-            yield from self._commit(finished, results, step_time_s)
+            yield from self._commit(finished, results, step_time_s, eval_loss)
         yield from self._finish()
 
     def _dispatch(self, step: int) -> Dispatched | None:
@@ -90,10 +91,11 @@ class Driver:
         results = self.group.start("run", dispatched.step, frozenset(failures), self.session.total_steps)
         return Running(dispatched, failures, results, begun, begun - wait)
 
-    def _commit(self, finished: Running, results: list[StepResult], step_time_s: float) -> Iterator[Message]:
+    def _commit(self, finished: Running, results: list[StepResult], step_time_s: float, eval_loss: float | None) -> Iterator[Message]:
         """Write a finished step down: plan, skipped samples, metrics and, as the last word, the ledger."""
         current, records = finished.current, self.session.records
         metrics = step_metrics(current.plan, results, step_time_s, self.scale.value, self.session.generation)
+        metrics |= {} if eval_loss is None else {"eval_loss": eval_loss}
         extra = step_extra(current.plan, results, finished.data_wait_s, current.batch.epoch)
         self.scale.observe(metrics["measured_makespan_s"], current.plan.predicted_time_s)
         skipped = [(item.id, item.reason) for item in current.batch.skipped] + list(finished.placeholders.items())

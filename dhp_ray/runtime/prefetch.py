@@ -32,7 +32,7 @@ def load_payloads(plan: RankPlan, blocks: Sequence[BlockRows], processor: Proces
     for pack in plan.packs:
         for sample, encoded_here in zip(pack.samples, encoded_images(pack, plan.rank)):
             try:
-                payload = _payload(rows[sample.id], encoded_here, processor)
+                payload = payload_of(rows[sample.id], encoded_here, processor)
                 check_payload(sample, payload, adapter, encoded_here)
             except Exception as error:  # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
                 payload = placeholder(sample)
@@ -48,7 +48,8 @@ def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
     return [tuple(next(encoders) == member for _ in sample.vision_grids) for sample in pack.samples]
 
 
-def _payload(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
+def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
+    """A row of a block as a payload, with the patches of the grids that are encoded here. Raises whatever decoders raise on foreign bytes."""
     return Payload(input_ids=np.asarray(row["input_ids"], np.int32), labels=np.asarray(row["labels"], np.int32),
                    grids=np.asarray(row["grids"], np.int64).reshape(-1, 3), pixels=_pixels(row, encoded_here, processor),
                    media=np.asarray(row["media"], np.int64), seconds=np.asarray(row["seconds"], np.float64))

@@ -13,6 +13,7 @@ from dhp_ray.planner import PLANNERS, CostModel
 from dhp_ray.planner.plan import ClusterSpec
 from dhp_ray.runtime.checkpoints import Checkpoints
 from dhp_ray.runtime.dispatch import Dispatcher
+from dhp_ray.runtime.evaluation import Evaluation, held_out_stream
 from dhp_ray.runtime.group import WorkerGroup
 from dhp_ray.runtime.messages import Message, Notice, RunError, Started
 from dhp_ray.runtime.records import RunRecords
@@ -31,6 +32,7 @@ class Session:
     checkpoints: Checkpoints
     scalars: ScalarLog
     dispatcher: Dispatcher
+    evaluation: Evaluation
     generation: int
     first_step: int
     total_steps: int
@@ -54,6 +56,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
     stream = Stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
     if newest:
         stream.restore(newest.cursor)
+    held_out = held_out_stream(config)
 
     yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
     probe = f".reach-{uuid.uuid4().hex}"
@@ -76,11 +79,12 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
     steps = config.run.steps
     total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
     dispatcher = Dispatcher(stream, group, cluster, cost, config)
+    evaluation = Evaluation(held_out, group, cluster, cost, config)
     scalars = ScalarLog(folder.child("tensorboard"), resumed_step + 1)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
     records.event("started", generation=generation, step=resumed_step + 1, num_ranks=cluster.num_ranks)
     yield Started(_opening(config, group, stream, resumed_step), resumed_step + 1, total_steps)
-    return Session(records, checkpoints, scalars, dispatcher, generation, resumed_step + 1, total_steps)
+    return Session(records, checkpoints, scalars, dispatcher, evaluation, generation, resumed_step + 1, total_steps)
 
 
 def resolve_limits(config: Config, stored: Mapping[str, Any], cost: CostModel, group: WorkerGroup) -> None:

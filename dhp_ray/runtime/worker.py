@@ -67,13 +67,22 @@ class Worker:
         """Run a prefetched step; the samples in `placeholders` keep their place with every label masked."""
         assert self.rank is not None
         wait = perf_counter()
-        plan, payloads = self.prefetched.pop(step)
-        for sample_id in placeholders & payloads.keys():
-            payloads[sample_id] = replace(payloads[sample_id], masked=True)
+        plan, payloads = self._take(step, placeholders)
         factor = self.rank.learning_rate_factor(step, total_steps)
         result = self.rank.stepper.run(plan, payloads, factor, data_wait_s=perf_counter() - wait)
         saved, error = self.rank.checkpointer.poll()
         return replace(result, saved_steps=tuple(saved), save_error=error)
+
+    def evaluate(self, number: int, placeholders: frozenset[str]) -> tuple[float, int]:
+        """Loss sum and valid tokens, over all ranks, of a prefetched batch of held-out samples."""
+        assert self.rank is not None
+        return self.rank.stepper.evaluate(*self._take(number, placeholders))
+
+    def _take(self, step: int, placeholders: frozenset[str]) -> tuple[RankPlan, dict[str, Payload]]:
+        plan, payloads = self.prefetched.pop(step)
+        for sample_id in placeholders & payloads.keys():
+            payloads[sample_id] = replace(payloads[sample_id], masked=True)
+        return plan, payloads
 
     def save(self, step: int) -> None:
         """Stage the state and write it in the background; `run` and `finish_save` report when it is whole."""

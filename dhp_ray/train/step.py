@@ -46,12 +46,23 @@ class RankStep:
             state_version=self.engine.state_version, step_time_s=perf_counter() - start, data_wait_s=data_wait_s,
             pack_times=tuple(times), pool=self.transport.counters())
 
+    @torch.no_grad()
+    def evaluate(self, plan: RankPlan, payloads: Mapping[str, Payload]) -> tuple[float, int]:
+        """Loss sum and valid tokens of the packs of all ranks, without gradients. Every rank calls it."""
+        self.transport.prepare(plan.process_groups)
+        sums = torch.zeros(2, dtype=torch.float64)
+        for pack in plan.packs:
+            self._run_pack(pack, plan.rank, payloads, sums, 0.0)
+        loss_sum, num_valid_tokens = self._totals(sums)
+        return loss_sum, int(num_valid_tokens)
+
     def _run_pack(self, pack: RankPack, rank: int, payloads: Mapping[str, Payload], sums: torch.Tensor, start: float) -> PackTime:
         inputs = collate(pack, payloads, rank, self.adapter).to(self.device)
         link = self.transport.link(pack.ranks, pack.index)
         begin = perf_counter()
         loss = pack_loss(self.adapter, inputs, link)
-        loss.backward()  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            loss.backward()  # type: ignore[no-untyped-call]
         sums += torch.tensor([loss.item(), inputs.num_valid_tokens], dtype=torch.float64)  # item() waits for the device
         return PackTime(pack.index, begin - start, perf_counter() - start, link.blocked_s)
 
