@@ -48,10 +48,14 @@ def test_it_is_written_after_every_so_many_steps(one_worker: tuple[Path, str]) -
     assert [(point.step, point.value) for point in events.Scalars("loss/eval")] == [(2, pytest.approx(second)), (4, pytest.approx(fourth))]
 
 
-def test_it_is_the_same_on_three_workers_and_changes_nothing(one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path) -> None:
+def test_it_is_the_same_on_three_workers(one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path) -> None:
     train(tmp_path / "three", *conversations, "eval.every_steps=2", "cluster.num_workers=3", "planner.tokens_per_rank=300", "planner.max_sequence_tokens=2048")
     assert losses(tmp_path / "three") == pytest.approx(losses(one_worker[0]), rel=1e-4)
     assert eval_losses(tmp_path / "three")[1::2] == pytest.approx(eval_losses(one_worker[0])[1::2], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_it_changes_nothing(one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path) -> None:
     train(tmp_path / "without", *[word for word in conversations if not word.startswith("eval.")], "cluster.num_workers=1", "planner.tokens_per_rank=2048")
     assert losses(tmp_path / "without") == losses(one_worker[0])
 
@@ -82,19 +86,30 @@ def test_it_is_plain_transformers_loss_of_the_held_out_samples(one_worker: tuple
     assert eval_losses(one_worker[0])[-1] == pytest.approx(loss_sum / count, rel=1e-4)
 
 
-def test_a_bad_held_out_sample_is_left_out_or_ends_the_run(ray_cluster: None, conversations: list[str], tmp_path: Path) -> None:
+def with_a_bad_one(conversations: list[str], tmp_path: Path) -> tuple[str, list[str]]:
+    """The id of the bad held-out sample, and the settings of the run."""
     path = next(word for word in conversations if word.startswith("eval.path=")).partition("=")[2]
     rows = json.loads(Path(path).read_text())[:3]
     rows[1]["image"] = "images/absent.png"
     (tmp_path / "held_out.json").write_text(json.dumps(rows))
     settings = [*conversations, f"eval.path={tmp_path / 'held_out.json'}", "eval.every_steps=1", "run.steps=2", "cluster.num_workers=1",
                 "planner.tokens_per_rank=2048"]
+    return rows[1]["id"], settings
+
+
+def test_a_bad_held_out_sample_is_left_out(ray_cluster: None, conversations: list[str], tmp_path: Path) -> None:
+    bad, settings = with_a_bad_one(conversations, tmp_path)
     ended = train(tmp_path / "run", *settings)
-    assert ended.output.count(f"held-out sample {rows[1]['id']} left out") == 1
+    assert ended.output.count(f"held-out sample {bad} left out") == 1
     assert None not in eval_losses(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_bad_held_out_sample_ends_the_run_when_asked(ray_cluster: None, conversations: list[str], tmp_path: Path) -> None:
+    bad, settings = with_a_bad_one(conversations, tmp_path)
     failed = run("train.py", f"run.dir={tmp_path / 'strict'}", *settings, "data.on_error=fail")
     assert failed.status == 1
-    assert any(line.startswith(f"error: eval.path: sample {rows[1]['id']}: ") for line in failed.error_lines)
+    assert any(line.startswith(f"error: eval.path: sample {bad}: ") for line in failed.error_lines)
 
 
 def test_a_missing_held_out_file(ray_cluster: None, conversations: list[str], tmp_path: Path) -> None:

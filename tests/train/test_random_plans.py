@@ -143,10 +143,12 @@ def run_plans(rank: int, port: int, num_ranks: int, config: Config, plans: list[
         faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)  # a rank that hangs says where, and dies
         rank_plan = plan.rank_plan(number, rank)
         own = {name: payload for pack in rank_plan.packs for name, payload in own_payloads(pack, payloads, rank).items()}
+        evaluated = member.stepper.evaluate(rank_plan, own)  # leaves nothing behind: the gradients below are the step's alone
         result = member.stepper.run(rank_plan, own, 0.0)  # at a learning rate of 0 the weights stay, and with beta1 = 0 the first moment is the gradient
         gradients = whole(member.engine, "exp_avg")
         faulthandler.cancel_dump_traceback_later()
         if rank == 0:
+            assert evaluated == (pytest.approx(result.loss_sum, rel=TOLERANCE), result.num_valid_tokens)
             found.append(compare(plan, payloads, wanted, result.loss_sum, result.num_valid_tokens, gradients))
     pool = member.stepper.transport.counters()
     member.close()
