@@ -107,7 +107,6 @@ def check(config: Config) -> None:
         raise ConfigError(f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or neither")
     not_yet = [
         ("data.format", config.data.format, config.data.format == "webdataset", "llava, parquet, synthetic"),
-        ("planner.sync", config.planner.sync, config.planner.sync == "micro_batch", "step"),
         ("cluster.max_workers", config.cluster.max_workers, config.cluster.max_workers > config.cluster.num_workers, "0: the number of workers stays"),
     ]
     for dotted, value, asked, allowed in not_yet:

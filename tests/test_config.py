@@ -144,7 +144,6 @@ def test_sources(bare: list[str]) -> None:
     ("train.freeze=[vision", "train.freeze", "is not a YAML value"),
     ("eval.every_steps=5", "eval.every_steps", "got 5 with eval.path=''; allowed: both or neither"),
     ("data.format=webdataset", "data.format", "got 'webdataset', which is not there yet; allowed: llava, parquet, synthetic"),
-    ("planner.sync=micro_batch", "planner.sync", "got 'micro_batch', which is not there yet; allowed: step"),
     ("cluster.max_workers=3", "cluster.max_workers", "got 3, which is not there yet; allowed: 0"),
     ("data.format=llava", "data.path", "got nothing with data.format=llava; allowed: a file or folder"),
     ("model=huge", "model", "got 'huge'; allowed: "),

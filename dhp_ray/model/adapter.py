@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,6 +87,10 @@ class ModelAdapter(Protocol):
 
     def freeze(self, parts: Sequence[str]) -> None:
         """Leave "vision" or "language" as they are."""
+        ...
+
+    def units(self) -> Sequence[Module]:
+        """The submodules whose parameters are gathered on their own where they are sharded, inner ones first; each is only used by calling it."""
         ...
 
     def set_activation_checkpointing(self) -> None:

@@ -92,7 +92,12 @@ def _attention_of_transformers(module: torch.nn.Module, query: Tensor, key: Tens
         raise ValueError(f"attention {NAME}: the model was called without context=PackContext(...)")
     if attention_mask is not None or dropout != 0.0 or sliding_window is not None:
         raise ValueError(f"attention {NAME}: causal attention only, without mask, dropout (got {dropout}) or sliding window (got {sliding_window})")
-    return ring_attention(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, context), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if context.layout.num_tokens(context.member):
+        return ring_attention(query, key, value, scale, context), None
+    # A member without a token of the pack brings an idle one, so that its layers can run. No token sees it, and it sees none.
+    nothing = ring_attention(query[:, :, :0], key[:, :, :0], value[:, :, :0], scale, context)
+    return torch.cat((nothing, nothing.new_zeros(1, query.shape[2], *nothing.shape[2:])), 1), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

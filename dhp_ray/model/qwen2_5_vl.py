@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn import Module
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from dhp_ray.model import attention
@@ -63,33 +63,15 @@ class Qwen25VL:
 
     def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, features: Tensor, context: PackContext) -> Tensor:
         language_model = self.module.model.language_model
+        num_tokens = len(token_ids)
+        if not num_tokens:  # transformers' layers cannot reshape (0, D), and every member takes part in every layer: an idle token does, seen by no other
+            token_ids, positions = token_ids.new_zeros(1), positions.new_zeros((3, 1))
         embeddings = language_model.embed_tokens(token_ids)
         # Also without a row to write: it ties this rank's backward pass to the exchange that `features` came from.
         embeddings = embeddings.index_copy(0, slots, features.to(embeddings.dtype))
-        if not len(token_ids):
-            return self._follow(embeddings, context)
         output = language_model(
             inputs_embeds=embeddings[None], position_ids=positions[:, None], attention_mask={"full_attention": None}, use_cache=False, context=context)
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
-
-    def _follow(self, hidden: Tensor, context: PackContext) -> Tensor:
-        """Take part in every layer's exchange without a token of one's own: transformers' layers cannot reshape (0, D).
-
-        `hidden` (0, D) runs through each layer's attention alone, recomputed in the backward pass where the layers are, so
-        that the exchanges come in the other members' order.
-        """
-        text: Any = self.module.config.text_config
-        width = text.hidden_size // text.num_attention_heads
-
-        def attend(hidden: Tensor) -> Tensor:
-            q = hidden.reshape(1, text.num_attention_heads, 0, width)
-            k = v = hidden.reshape(1, text.num_key_value_heads, 0, width)
-            return attention.ring_attention(q, k, v, width ** -0.5, context).reshape_as(hidden)
-
-        for layer in self.module.model.language_model.layers:
-            recomputes = layer.gradient_checkpointing and torch.is_grad_enabled()
-            hidden = checkpoint(attend, hidden, use_reentrant=False) if recomputes else attend(hidden)
+        hidden: Tensor = output.last_hidden_state[0][:num_tokens]
         return hidden
 
     def loss_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -111,6 +93,10 @@ class Qwen25VL:
             for name, parameter in self.module.named_parameters():
                 if self.is_vision(name) == (part == "vision"):
                     parameter.requires_grad_(False)
+
+    def units(self) -> list[Module]:
+        model: Any = self.module.model
+        return [*model.visual.blocks, model.visual, *model.language_model.layers]
 
     def set_activation_checkpointing(self) -> None:
         self.module.activation_checkpointing_enable({"use_reentrant": False})

@@ -20,8 +20,11 @@ from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder
 from dhp_ray.train.checkpoint import Checkpointer
 from dhp_ray.train.engine import FlatEngine, OptimizerSettings
+from dhp_ray.train.lockstep import LockstepStep
 from dhp_ray.train.schedule import learning_rate_factor
+from dhp_ray.train.sharded import ShardedEngine
 from dhp_ray.train.step import RankStep
+from dhp_ray.train.versions import Engine
 
 
 def token_ids(config: Config) -> dict[str, int] | None:
@@ -52,11 +55,10 @@ class Rank:
         self.adapter.freeze(config.train.freeze)
         if config.train.activation_checkpointing:
             self.adapter.set_activation_checkpointing()
-        self.adapter.module.to(self.device)  # type: ignore[arg-type]
-        self.engine = FlatEngine(self.adapter.module, self._optimizer_settings(), world, membership.world_size, membership.rank,
-                                 config.train.precision, int(config.train.bucket_mb * 2**20))
+        self.engine = self._sharded_engine() if config.planner.sync == "micro_batch" else self._flat_engine(world)
         transport = open_transport(config.comm.transport, membership.rank, membership.world_size, accelerator, config.comm.pool_groups, timeout)
-        self.stepper = RankStep(self.adapter, self.engine, transport, world, self.device)
+        kind = LockstepStep if config.planner.sync == "micro_batch" else RankStep
+        self.stepper = kind(self.adapter, self.engine, transport, world, self.device)
         self.scratch = tempfile.TemporaryDirectory(prefix="dhp_ray_")
         self.checkpointer = Checkpointer(self.engine, membership.rank, membership.world_size, self.save_group, Path(self.scratch.name), Folder(config.run.dir))
 
@@ -75,6 +77,16 @@ class Rank:
         self.stepper.transport.close()
         dist.destroy_process_group()
         self.scratch.cleanup()
+
+    def _flat_engine(self, world: dist.ProcessGroup | None) -> Engine:
+        train = self.config.train
+        self.adapter.module.to(self.device)  # type: ignore[arg-type]
+        return FlatEngine(self.adapter.module, self._optimizer_settings(), world, self.membership.world_size, self.membership.rank,
+                          train.precision, int(train.bucket_mb * 2**20))
+
+    def _sharded_engine(self) -> Engine:
+        assert dist.group.WORLD is not None
+        return ShardedEngine(self.adapter, self._optimizer_settings(), dist.group.WORLD, self.membership.rank, self.device, self.config.train.precision)
 
     def _optimizer_settings(self) -> OptimizerSettings:
         train = self.config.train

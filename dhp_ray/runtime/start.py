@@ -65,7 +65,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
         group.describe(config.cluster.device, probe)
     finally:
         folder.delete(probe)
-    check_memory(group)
+    check_memory(group, config.planner.sync)
     resolve_limits(config, records.stored_config(), cost, group)
     stream.max_tokens = config.planner.max_sequence_tokens
     records.write_config(config)
@@ -109,13 +109,14 @@ def tokens_that_fit(cost: CostModel, group: WorkerGroup) -> int:
     return tokens
 
 
-def check_memory(group: WorkerGroup) -> None:
+def check_memory(group: WorkerGroup, sync: str) -> None:
     """Refuse a model whose resident state leaves no room on a rank."""
     for rank, member in enumerate(group.members):
         if member["resident_bytes"] > MEMORY_SHARE * group.memory_bytes:
+            other = "planner.sync=micro_batch, " if sync == "step" else ""
             raise RunError(
-                f"model of {member['num_parameters'] / 1e9:.2f} B parameters: planner.sync=step keeps {member['resident_bytes'] / 2**30:.1f} GiB on each rank, "
-                f"rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; use more or larger devices, or a smaller model")
+                f"model of {member['num_parameters'] / 1e9:.2f} B parameters: planner.sync={sync} keeps {member['resident_bytes'] / 2**30:.1f} GiB "
+                f"on each rank, rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; use more or larger devices, {other}or a smaller model")
 
 
 def _opening(config: Config, group: WorkerGroup, stream: Stream, resumed_step: int) -> tuple[str, ...]:

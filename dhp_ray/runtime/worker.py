@@ -22,6 +22,7 @@ from dhp_ray.runtime.rank import Rank, token_ids
 from dhp_ray.storage import Folder
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import resident_bytes
+from dhp_ray.train.sharded import sharded_bytes
 
 CONCURRENCY_GROUPS = {"prefetch": 1}
 """Threads beside the one that trains."""
@@ -42,9 +43,11 @@ class Worker:
         Folder(self.config.run.dir).read(probe)
         context = ray.get_runtime_context()
         parameters = num_parameters(self.config.model.preset, self.config.model.path, token_ids(self.config))
+        num_workers = self.config.cluster.num_workers
+        lockstep = self.config.planner.sync == "micro_batch"
+        state_bytes = sharded_bytes(parameters, num_workers) if lockstep else resident_bytes(parameters, num_workers, self.config.train.precision)
         return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name, "memory_bytes": self.accelerator.memory_bytes(),
-                "num_parameters": parameters,
-                "resident_bytes": resident_bytes(parameters, self.config.cluster.num_workers, self.config.train.precision)}
+                "num_parameters": parameters, "resident_bytes": state_bytes}
 
     def join(self, membership: Membership, checkpoint: str) -> int:
         """Enter a generation, with the state of a checkpoint when one is named; returns the state version."""

@@ -12,6 +12,7 @@ Frozen parameters are not in it: the model's own files or seed give them.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dhp_ray.storage import Folder
-from dhp_ray.train.engine import FlatEngine
 from dhp_ray.train.optimizer import ShardState
+from dhp_ray.train.versions import Engine
 
 DESCRIPTION = "parameters.json"
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ class Checkpointer:
     training's. Files go to `scratch`, a folder on this node, and from there to the run's `folder`.
     """
 
-    def __init__(self, engine: FlatEngine, rank: int, world_size: int, save_group: dist.ProcessGroup | None, scratch: Path, folder: Folder) -> None:
+    def __init__(self, engine: Engine, rank: int, world_size: int, save_group: dist.ProcessGroup | None, scratch: Path, folder: Folder) -> None:
         self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, save_group
         self.scratch, self.folder = scratch, folder
         self._thread: Thread | None = None
@@ -91,7 +92,7 @@ class Checkpointer:
     def begin(self, step: int) -> None:
         """Copy the state as it is now and start to write it as `checkpoints/step_<step>`; waits for a save under way."""
         self.finish()
-        staged = ShardState.zeros(self.engine.layout.shard_size, CPU)
+        staged = ShardState.zeros(self.engine.shard_size, CPU)
         staged.copy_(self.engine.current)
         self._thread = Thread(target=self._write, args=(step, staged), name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -135,7 +136,7 @@ class Checkpointer:
         self.finish()
         description = json.loads(self.folder.read(f"{name}/{DESCRIPTION}"))
         compare_shapes(name, {key: tuple(shape) for key, shape in description["shapes"].items()}, self.engine.shapes)
-        state = ShardState.zeros(self.engine.layout.shard_size, CPU)
+        state = ShardState.zeros(self.engine.shard_size, CPU)
         fetched = self.scratch / "load"
         try:
             source = self._source(name, state, fetched)
@@ -153,8 +154,8 @@ class Checkpointer:
         entries: dict[str, Intervals] = {}
         for kind, tensor in state.tensors().items():
             for piece in self.engine.pieces():
-                interval = self.engine.layout.interval(piece.name)
-                entry = entries.setdefault(f"{kind}.{piece.name}", Intervals(interval.stop - interval.start, {}))
+                size = math.prod(self.engine.shapes[piece.name])
+                entry = entries.setdefault(f"{kind}.{piece.name}", Intervals(size, {}))
                 entry.parts[piece.start] = tensor[piece.shard]
         return entries
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dhp_ray.train.buckets import Bucket, FlatLayout, Piece
-from dhp_ray.train.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
+from dhp_ray.train.buckets import Bucket, FlatLayout
+from dhp_ray.train.optimizer import OptimizerSettings, ShardState
+from dhp_ray.train.versions import Engine, Update
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IN_FLIGHT = 2
@@ -30,20 +30,7 @@ IN_FLIGHT = 2
 __all__ = ["FlatEngine", "OptimizerSettings", "Update", "resident_bytes"]
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What an update did; equal on all ranks.
-
-    `gradient_norm` is that of the mean gradient over valid tokens, before clipping. `learning_rate` is the highest of
-    all parameters' at this step. Where the norm is not finite, `applied` is False and the state keeps its version.
-    """
-
-    gradient_norm: float
-    learning_rate: float
-    applied: bool
-
-
-class FlatEngine:
+class FlatEngine(Engine):
     """Owns a module's parameters: they become views of one buffer, their gradients sum up in an fp32 one.
 
     Shards are fp32 whatever the precision. With "bf16" the resident parameters are bf16 and each backward's gradients
@@ -62,35 +49,17 @@ class FlatEngine:
             raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
         if world_size > 1 and world_group is None:
             raise ValueError(f"world_group: got None for {world_size} ranks; allowed only for one")
-        self.module, self.settings, self.group, self.world_size, self.rank = module, settings, world_group, world_size, rank
+        self.module, self.world_size, self.rank = module, world_size, rank
         self.compute_type = COMPUTE_TYPES[precision]
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         if not self.parameters:
             raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
-        self.device = next(iter(self.parameters.values())).device
         self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size, bucket_bytes // 4)
-        self._pieces = self.layout.pieces(rank)
-        self.optimizer = ShardedAdamW(settings, self._pieces, self.layout.buckets, self.parameters)
-        self.current = ShardState.zeros(self.layout.shard_size, self.device)
-        self.spare = ShardState.zeros(self.layout.shard_size, self.device)
-        self.spare.version = UNFINISHED
+        super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes, self.layout.pieces(rank), self.layout.buckets,
+                         self.layout.shard_size, next(iter(self.parameters.values())).device)
         self._take_over()
         self.rebuild()
-
-    @property
-    def state_version(self) -> int:
-        """Updates applied since training began: Adam's step counter."""
-        return self.current.version
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the trained parameters, by name."""
-        return self.layout.shapes
-
-    def pieces(self) -> tuple[Piece, ...]:
-        """What this rank's shard holds, as intervals of flattened parameters."""
-        return self._pieces
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's summed fp32 gradients by name, as views; zero for what its packs did not use."""
@@ -102,45 +71,7 @@ class FlatEngine:
             for name, parameter in self.parameters.items():
                 parameter.grad = self._view(self._gradient, name)
 
-    def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
-        """One AdamW step on the gradients summed over all ranks and divided by the global batch's valid tokens.
-
-        Every rank calls this, with the same arguments: `num_valid_tokens` of the whole global batch (0 counts as 1,
-        its gradients are zeros), `learning_rate_factor` of the schedule. Version v+1 is written beside version v and
-        takes its place at the end: when this raises, version v and the gradients are whole, and `rebuild` on
-        a working group brings the parameters back to it.
-        """
-        norm = self._reduce() / max(1, num_valid_tokens)
-        learning_rate = self.optimizer.peak_learning_rate * learning_rate_factor
-        if not math.isfinite(norm):
-            return Update(norm, learning_rate, applied=False)
-        clip_norm = self.settings.clip_norm
-        coefficient = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0  # as torch.nn.utils.clip_grad_norm_
-        scale = coefficient / max(1, num_valid_tokens)
-        self.spare.version = UNFINISHED
-        for bucket in self._published(self.spare):
-            gradient = self._shard_gradient[bucket.shard] * scale
-            self.optimizer.write(bucket, self.current, self.spare, gradient, learning_rate_factor)
-        self.spare.version = self.current.version + 1
-        self.current, self.spare = self.spare, self.current
-        return Update(norm, learning_rate, applied=True)
-
-    def rebuild(self) -> None:
-        """Make the resident parameters those of all ranks' current shards. Every rank calls this."""
-        for _ in self._published(self.current):
-            pass
-
-    def adopt(self, state: ShardState) -> None:
-        """Go on from another state of this rank's shard (on any device). Every rank calls this, with the same version."""
-        self.spare.copy_(state)
-        self.current, self.spare = self.spare, self.current
-        self.rebuild()
-
     def full_parameters(self) -> dict[str, Tensor]:
-        """All parameters as fp32 CPU tensors by name, on rank 0; empty on the others. Every rank calls this.
-
-        Trained ones are the fp32 masters, frozen ones as they were given. Names of tied parameters appear once.
-        """
         found = torch.empty(self.layout.size if self.rank == 0 else 0, dtype=torch.float32)
         for bucket in self.layout.buckets:
             whole = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self.device)
@@ -180,14 +111,10 @@ class FlatEngine:
 
     def _reduce(self) -> float:
         """Sum the gradients over all ranks into `_shard_gradient`; the norm of the sum."""
-        # float32 sums of many squares lose digits on the CPU; NPUs have no float64
-        wide = torch.float32 if self.device.type == "npu" else torch.float64
-        squares = torch.zeros((), dtype=wide, device=self.device)
-        for bucket in self._reduced():
-            squares += torch.linalg.vector_norm(self._shard_gradient[bucket.shard], dtype=wide).square()
-        if self.world_size > 1:
-            dist.all_reduce(squares, group=self.group)
-        return math.sqrt(float(squares))
+        return self._norm(self._shard_gradient[bucket.shard] for bucket in self._reduced())
+
+    def _reduced_gradient(self, bucket: Bucket) -> Tensor:
+        return self._shard_gradient[bucket.shard]
 
     def _reduce_scatter(self, bucket: Bucket) -> dist.Work | None:
         if self.world_size == 1:

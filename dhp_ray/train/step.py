@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
+from dhp_ray.comm.link import Link
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import PackTime, RankPack, RankPlan, StepResult
-from dhp_ray.train.collate import Payload, collate
-from dhp_ray.train.engine import FlatEngine
+from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.pack import pack_loss
+from dhp_ray.train.versions import Engine
 
 
 @dataclass
@@ -22,7 +23,7 @@ class RankStep:
     """Runs the steps of one rank. `world` is the group of all ranks (None: there is one rank)."""
 
     adapter: ModelAdapter
-    engine: FlatEngine
+    engine: Engine
     transport: Transport
     world: dist.ProcessGroup | None
     device: torch.device
@@ -37,30 +38,37 @@ class RankStep:
         self.transport.prepare(plan.process_groups)
         self.engine.zero_gradients()
         sums = torch.zeros(2, dtype=torch.float64)  # loss sum, valid tokens
-        times = [self._run_pack(pack, plan.rank, payloads, sums, start) for pack in plan.packs]
+        times = [self._run_pack(plan, pack, payloads, sums, start) for pack in self._packs(plan)]
         loss_sum, num_valid_tokens = self._totals(sums)
         update = self.engine.update(int(num_valid_tokens), learning_rate_factor)
         return StepResult(
             step=plan.step, rank=plan.rank, loss_sum=loss_sum, num_valid_tokens=int(num_valid_tokens),
             gradient_norm=update.gradient_norm, learning_rate=update.learning_rate, applied=update.applied,
             state_version=self.engine.state_version, step_time_s=perf_counter() - start, data_wait_s=data_wait_s,
-            pack_times=tuple(times), pool=self.transport.counters())
+            pack_times=tuple(time for time in times if time.index >= 0), pool=self.transport.counters())
 
     @torch.no_grad()
     def evaluate(self, plan: RankPlan, payloads: Mapping[str, Payload]) -> tuple[float, int]:
         """Loss sum and valid tokens of the packs of all ranks, without gradients. Every rank calls it."""
         self.transport.prepare(plan.process_groups)
         sums = torch.zeros(2, dtype=torch.float64)
-        for pack in plan.packs:
-            self._run_pack(pack, plan.rank, payloads, sums, 0.0)
+        for pack in self._packs(plan):
+            self._run_pack(plan, pack, payloads, sums, 0.0)
         loss_sum, num_valid_tokens = self._totals(sums)
         return loss_sum, int(num_valid_tokens)
 
-    def _run_pack(self, pack: RankPack, rank: int, payloads: Mapping[str, Payload], sums: torch.Tensor, start: float) -> PackTime:
-        inputs = collate(pack, payloads, rank, self.adapter).to(self.device)
+    def _packs(self, plan: RankPlan) -> Sequence[RankPack]:
+        """What this rank runs, in order; a pack that is not of the plan has index -1."""
+        return plan.packs
+
+    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> torch.Tensor:
+        return pack_loss(self.adapter, inputs, link)
+
+    def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload], sums: torch.Tensor, start: float) -> PackTime:
+        inputs = collate(pack, payloads, plan.rank, self.adapter).to(self.device)
         link = self.transport.link(pack.ranks, pack.index)
         begin = perf_counter()
-        loss = pack_loss(self.adapter, inputs, link)
+        loss = self._loss(plan, pack, inputs, link)
         if torch.is_grad_enabled():
             loss.backward()  # type: ignore[no-untyped-call]
         sums += torch.tensor([loss.item(), inputs.num_valid_tokens], dtype=torch.float64)  # item() waits for the device

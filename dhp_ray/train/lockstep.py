@@ -1,0 +1,65 @@
+"""One rank's share of a step in lockstep (`sync=micro_batch`): in each micro-batch every rank runs exactly once.
+
+    micro-batch   0                      1
+    rank 0        pack 0, with images    pack 2                 every unit of the model runs on every rank, in the same
+    rank 1        pack 0                 idle                   order, forward and backward: a tiny image where a rank has
+    rank 2        pack 1, a tiny image   pack 3                 none to encode, an idle token where it has no token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import isqrt
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from dhp_ray.comm.link import Link
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.planner.plan import PackTime, RankPack, RankPlan, Sample
+from dhp_ray.train.collate import PackInputs, Payload, placeholder
+from dhp_ray.train.pack import pack_loss
+from dhp_ray.train.step import RankStep
+
+if TYPE_CHECKING:
+    from dhp_ray.train.sharded import ShardedEngine
+
+IDLE = Sample("", 1)
+"""What a rank without a pack runs: one token, masked."""
+
+
+class LockstepModel(nn.Module):
+    """The whole of a pack's computation as one module, so that FSDP sees where a micro-batch begins and ends."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.module = adapter.module
+
+    def forward(self, inputs: PackInputs, link: Link, encodes: bool) -> Tensor:
+        if encodes and not len(inputs.grids):
+            inputs = with_tiny_image(inputs, self.adapter)
+        return pack_loss(self.adapter, inputs, link, encodes)
+
+
+def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
+    """The inputs of a rank that encodes nothing, with an image of one vision token that no member needs: its gradient is zero."""
+    side = isqrt(adapter.merge_area)
+    return replace(inputs, pixels=inputs.pixels.new_zeros(adapter.merge_area, adapter.patch_dim), grids=inputs.grids.new_tensor([[1, side, side]]))
+
+
+class LockstepStep(RankStep):
+    """Runs the steps of one rank on a sharded engine."""
+
+    engine: ShardedEngine
+
+    def _packs(self, plan: RankPlan) -> Sequence[RankPack]:
+        own = {pack.micro_batch: pack for pack in plan.packs}
+        return [own.get(index) or RankPack(-1, (plan.rank,), (IDLE,), (), 0.0, index) for index in range(plan.num_micro_batches)]
+
+    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
+        return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
+
+    def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload], sums: Tensor, start: float) -> PackTime:
+        return super()._run_pack(plan, pack, {**payloads, IDLE.id: placeholder(IDLE)}, sums, start)

@@ -1,0 +1,158 @@
+"""The engine of `sync=micro_batch`: every parameter sharded over all ranks, by torch's FSDP2 (ZeRO-3, arXiv 1910.02054, section 5).
+
+    unit (a block, a layer; the rest is the root's)
+    forward     my rows of its parameters -- all-gather --> whole, computed with, dropped again
+    backward    gathered again; whole gradients -- reduce-scatter --> my rows of the gradients, summed over micro-batches
+    update      my rows -- AdamW --> my rows' version v+1
+
+A unit's forward and backward are collectives of all ranks: every rank runs every unit equally often and in the same
+order (`lockstep`). A parameter's rows on a rank are an interval of the flattened parameter, so that checkpoints are
+those of the flat engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from dhp_ray.comm.link import Link
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.train.buckets import Bucket, Piece
+from dhp_ray.train.collate import PackInputs
+from dhp_ray.train.engine import COMPUTE_TYPES
+from dhp_ray.train.lockstep import LockstepModel
+from dhp_ray.train.optimizer import OptimizerSettings, ShardState
+from dhp_ray.train.versions import Engine
+
+
+class ShardedEngine(Engine):
+    """Shards an adapter's module for good: fp32 rows on each rank, gathered in the computing type, reduced in fp32.
+
+    Frozen parameters are sharded too; they keep the values that they came with. The root, which holds what is in no unit
+    (embedding, head, last norm), stays gathered from its forward to the end of its backward.
+    """
+
+    def __init__(self, adapter: ModelAdapter, settings: OptimizerSettings, world_group: dist.ProcessGroup, rank: int, device: torch.device,
+                 precision: str = "fp32") -> None:
+        """Every rank calls this, with equal parameters, which move to `device` unit by unit. `world_group` holds all ranks, also where that is one.
+
+        Raises:
+            ValueError: unknown precision, or no parameter to train.
+        """
+        if precision not in COMPUTE_TYPES:
+            raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
+        self.adapter, self.rank, self.world_size = adapter, rank, world_group.size()
+        module: Any = adapter.module
+        self.root = LockstepModel(adapter)
+        units = [*adapter.units(), self.root]
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 0:
+                raise ValueError(f"parameter {name}: a scalar, which cannot be sharded; allowed with planner.sync=step")
+        mesh = DeviceMesh.from_group(world_group, device.type)
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for unit in units:
+            sharded = cast(FSDPModule, fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not self.root))
+            sharded.set_gradient_divide_factor(1.0)  # gradients are sums over ranks
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        everything: dict[str, DTensor] = dict(module.named_parameters())
+        self.frozen = {name: parameter for name, parameter in everything.items() if not parameter.requires_grad}
+        self.parameters = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
+        if not self.parameters:
+            raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
+        self._unit_pieces = self._lay_out(units)
+        pieces = tuple(piece for found in self._unit_pieces.values() for piece in found)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        self._buckets = tuple(Bucket(start, found[-1].shard.stop, slice(start, found[-1].shard.stop)) for start, found in self._unit_pieces.items())
+        super().__init__(settings, world_group if self.world_size > 1 else None, shapes, pieces, self._buckets,
+                         pieces[-1].shard.stop if pieces else 0, device)
+        for piece in pieces:
+            self.current.value[piece.shard].copy_(self._rows(piece))
+
+    def loss(self, inputs: PackInputs, link: Link, encodes: bool) -> Tensor:
+        """`pack_loss` of this rank's pack of a micro-batch. Every rank calls it, then `backward()` on the result.
+
+        `encodes`: whether any rank's pack in this micro-batch has an image; then all ranks encode.
+        """
+        trains = self.adapter.trains("language") or (encodes and self.adapter.trains("vision"))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+            loss: Tensor = self.root(inputs, link, encodes)
+        if not loss.requires_grad:
+            cast(FSDPModule, self.root).reshard()  # otherwise the end of the backward pass does it
+        return loss.requires_grad_() if torch.is_grad_enabled() and not loss.requires_grad else loss
+
+    def zero_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The gradients summed over all ranks, whole, by name; zero for what no pack used. Every rank calls this."""
+        return {name: torch.zeros(parameter.shape, device=self.device) if parameter.grad is None else cast(DTensor, parameter.grad).full_tensor()
+                for name, parameter in self.parameters.items()}
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in (self.parameters | self.frozen).items():
+            whole = cast(DTensor, parameter.detach()).full_tensor()  # one at a time: no rank but the first holds them all
+            if self.rank == 0:
+                found[name] = whole.to("cpu", torch.float32, copy=True)
+        return found
+
+    def _lay_out(self, units: list[Any]) -> dict[int, list[Piece]]:
+        """What this rank owns of each unit, by where it begins in its shard: one piece a parameter; units of which it owns nothing are left out."""
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        laid_out, offset = {}, 0
+        for unit in units:
+            found: list[Piece] = []
+            for parameter in unit.parameters():
+                name = names.pop(parameter, None)  # the parameters of inner units are theirs
+                rows = parameter.to_local()
+                if name is None or not rows.numel():
+                    continue
+                start = min(-(-parameter.shape[0] // self.world_size) * self.rank, parameter.shape[0]) * math.prod(parameter.shape[1:])
+                found.append(Piece(name, start, start + rows.numel(), offset))
+                offset += rows.numel()
+            if found:
+                laid_out[found[0].offset] = found
+        return laid_out
+
+    def _rows(self, piece: Piece) -> Tensor:
+        """This rank's rows of a parameter, flattened; writing to them changes the parameter."""
+        with torch.no_grad():
+            return self.parameters[piece.name].to_local().view(-1)
+
+    def _gradient(self, piece: Piece) -> Tensor:
+        gradient = self.parameters[piece.name].grad
+        if gradient is None:
+            return torch.zeros(piece.stop - piece.start, device=self.device)
+        return cast(DTensor, gradient).to_local().reshape(-1)
+
+    def _reduce(self) -> float:
+        """FSDP has reduced the gradients in every backward pass."""
+        return self._norm(self._gradient(piece) for piece in self._pieces)
+
+    def _reduced_gradient(self, bucket: Bucket) -> Tensor:
+        return torch.cat([self._gradient(piece) for piece in self._unit_pieces[bucket.start]])
+
+    def _published(self, state: ShardState) -> Iterator[Bucket]:
+        for bucket in self._buckets:
+            yield bucket
+            for piece in self._unit_pieces[bucket.start]:
+                self._rows(piece).copy_(state.value[piece.shard])
+
+
+def sharded_bytes(num_parameters: int, world_size: int, num_frozen: int = 0) -> int:
+    """Bytes of device memory that a rank holds between steps: fp32 rows, gradients, and two versions of its shard.
+
+    Units that are gathered at a time (one or two layers, and the root) come on top.
+    """
+    trained = num_parameters - num_frozen
+    versions = 2 * 3 * 4  # value and both moments, fp32
+    return math.ceil(num_parameters / world_size) * 4 + math.ceil(trained / world_size) * (4 + versions)

@@ -1,0 +1,123 @@
+"""What every engine does alike: two versions of a rank's shard, and the update that turns one into the next."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp_ray.train.buckets import Bucket, Piece
+from dhp_ray.train.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update did; equal on all ranks.
+
+    `gradient_norm` is that of the mean gradient over valid tokens, before clipping. `learning_rate` is the highest of
+    all parameters' at this step. Where the norm is not finite, `applied` is False and the state keeps its version.
+    """
+
+    gradient_norm: float
+    learning_rate: float
+    applied: bool
+
+
+class Engine(ABC):
+    """Owns a module's parameters; each rank keeps a shard of the trained ones: fp32 values and both moments of AdamW."""
+
+    def __init__(self, settings: OptimizerSettings, group: dist.ProcessGroup | None, shapes: dict[str, tuple[int, ...]], pieces: tuple[Piece, ...],
+                 buckets: tuple[Bucket, ...], shard_size: int, device: torch.device) -> None:
+        """`pieces` are this rank's, in the order of its shard; `group` None is for a single rank."""
+        self.settings, self.group, self.shapes, self.device = settings, group, shapes, device
+        self._pieces = pieces
+        self.optimizer = ShardedAdamW(settings, pieces, buckets, shapes)
+        self.current = ShardState.zeros(shard_size, device)
+        self.spare = ShardState.zeros(shard_size, device)
+        self.spare.version = UNFINISHED
+
+    @property
+    def state_version(self) -> int:
+        """Updates applied since training began: Adam's step counter."""
+        return self.current.version
+
+    @property
+    def shard_size(self) -> int:
+        """Elements of this rank's shard, padding included."""
+        return self.current.value.numel()
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank's shard holds, as intervals of flattened parameters."""
+        return self._pieces
+
+    @abstractmethod
+    def zero_gradients(self) -> None:
+        """Forget the gradients; before the first pack of a step."""
+
+    @abstractmethod
+    def full_parameters(self) -> dict[str, Tensor]:
+        """All parameters as fp32 CPU tensors by name, on rank 0; empty on the others. Every rank calls this.
+
+        Trained ones are the fp32 masters, frozen ones as they were given. Names of tied parameters appear once.
+        """
+
+    def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
+        """One AdamW step on the gradients summed over all ranks and divided by the global batch's valid tokens.
+
+        Every rank calls this, with the same arguments: `num_valid_tokens` of the whole global batch (0 counts as 1,
+        its gradients are zeros), `learning_rate_factor` of the schedule. Version v+1 is written beside version v and
+        takes its place at the end: when this raises, version v and the gradients are whole, and `rebuild` on
+        a working group brings the parameters back to it.
+        """
+        norm = self._reduce() / max(1, num_valid_tokens)
+        learning_rate = self.optimizer.peak_learning_rate * learning_rate_factor
+        if not math.isfinite(norm):
+            return Update(norm, learning_rate, applied=False)
+        clip_norm = self.settings.clip_norm
+        coefficient = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0  # as torch.nn.utils.clip_grad_norm_
+        scale = coefficient / max(1, num_valid_tokens)
+        self.spare.version = UNFINISHED
+        for bucket in self._published(self.spare):
+            self.optimizer.write(bucket, self.current, self.spare, self._reduced_gradient(bucket) * scale, learning_rate_factor)
+        self.spare.version = self.current.version + 1
+        self.current, self.spare = self.spare, self.current
+        return Update(norm, learning_rate, applied=True)
+
+    def rebuild(self) -> None:
+        """Make the module's parameters those of all ranks' current shards. Every rank calls this."""
+        for _ in self._published(self.current):
+            pass
+
+    def adopt(self, state: ShardState) -> None:
+        """Go on from another state of this rank's shard (on any device). Every rank calls this, with the same version."""
+        self.spare.copy_(state)
+        self.current, self.spare = self.spare, self.current
+        self.rebuild()
+
+    @abstractmethod
+    def _reduce(self) -> float:
+        """Sum the gradients over all ranks where that has not been done yet; the norm of the sum."""
+
+    @abstractmethod
+    def _reduced_gradient(self, bucket: Bucket) -> Tensor:
+        """This rank's slice of a bucket's summed gradient, fp32; after `_reduce`."""
+
+    @abstractmethod
+    def _published(self, state: ShardState) -> Iterator[Bucket]:
+        """Bring the module's parameters up to `state`; yields each bucket first, for the caller to write it."""
+
+    def _norm(self, slices: Iterable[Tensor]) -> float:
+        """The norm over all ranks of what this rank's `slices` are a part of."""
+        # float32 sums of many squares lose digits on the CPU; NPUs have no float64
+        wide = torch.float32 if self.device.type == "npu" else torch.float64
+        squares = torch.zeros((), dtype=wide, device=self.device)
+        for tensor in slices:
+            squares += torch.linalg.vector_norm(tensor, dtype=wide).square()
+        if self.group is not None:
+            dist.all_reduce(squares, group=self.group)
+        return math.sqrt(float(squares))

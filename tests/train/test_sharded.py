@@ -1,0 +1,314 @@
+"""The sharded engine in lockstep: loss, every gradient and every parameter of the whole model, against plain transformers on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dhp_ray.comm.device import choose
+from dhp_ray.comm.transport import open_transport
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPack, Sample
+from dhp_ray.storage import Folder
+from dhp_ray.train.checkpoint import Checkpointer
+from dhp_ray.train.collate import Payload
+from dhp_ray.train.engine import FlatEngine
+from dhp_ray.train.lockstep import LockstepStep
+from dhp_ray.train.optimizer import OptimizerSettings
+from dhp_ray.train.sharded import ShardedEngine, sharded_bytes
+from dhp_ray.train.step import RankStep
+from tests.packs import make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
+from tests.ranks import run_ranks
+from tests.train.networks import run_tensors, whole
+
+TOLERANCE = 1e-5
+CPU = torch.device("cpu")
+Groups = list[tuple[list[int], list[list[Any]], list[int] | None]]
+"""Of one micro-batch: their ranks, their samples' parts (`make_sample`), and their encoders (None: members in turn)."""
+
+
+def settings(adapter: ModelAdapter, clip_norm: float = 0.0) -> OptimizerSettings:
+    return OptimizerSettings(lambda name: 5e-4 if adapter.is_vision(name) else 1e-3, adapter.decays, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-6,
+                             clip_norm=clip_norm)
+
+
+def make_plan(num_ranks: int, layout: list[Groups], masked: tuple[str, ...] = (), silent: tuple[str, ...] = ()) -> tuple[Plan, dict[str, Payload]]:
+    """Samples are named by pack and place: 0.0, 0.1, 1.0 ...; those in `masked` are placeholders, those in `silent` have no label that counts."""
+    samples: list[Sample] = []
+    groups: list[GroupPlan] = []
+    payloads: dict[str, Payload] = {}
+    for micro_batch, packs in enumerate(layout):
+        for ranks, parts, encoders in packs:
+            names = [f"{len(groups)}.{row}" for row in range(len(parts))]
+            made = [make_sample(name, part, 10**6 if name in silent else None) for name, part in zip(names, parts)]
+            payloads |= {sample.id: replace(payload, masked=sample.id in masked) for sample, payload in made}
+            images = sum(len(sample.vision_grids) for sample, _ in made)
+            members = tuple(image % len(ranks) for image in range(images)) if encoders is None else tuple(encoders)
+            rows = range(len(samples), len(samples) + len(made))
+            samples += [sample for sample, _ in made]
+            groups.append(GroupPlan(tuple(ranks), Pack(tuple(rows)), 1.0, 0.0, micro_batch, members))
+    plan = Plan("test", "micro_batch", ClusterSpec(num_ranks, num_ranks, 4096), tuple(samples), tuple(groups), 1.0, 1.0)
+    plan.validate()
+    return plan, payloads
+
+
+def payloads_of(packs: tuple[RankPack, ...], payloads: dict[str, Payload], rank: int) -> dict[str, Payload]:
+    return {name: payload for pack in packs for name, payload in own_payloads(pack, payloads, rank).items() if name in {s.id for s in pack.samples}}
+
+
+def make_step(adapter: ModelAdapter, rank: int, num_ranks: int, transport_name: str = "pool", precision: str = "fp32", clip_norm: float = 0.0) -> LockstepStep:
+    assert dist.group.WORLD is not None
+    engine = ShardedEngine(adapter, settings(adapter, clip_norm), dist.group.WORLD, rank, CPU, precision)
+    transport = open_transport(transport_name, rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30))
+    return LockstepStep(adapter, engine, transport, dist.group.WORLD, CPU)
+
+
+def train(rank: int, num_ranks: int, transport: str, plan: Plan, payloads: dict[str, Payload], freeze: list[str], checkpointing: bool, tie: bool,
+          num_steps: int, clip_norm: float) -> dict[str, float]:
+    """Steps in lockstep; on rank 0 the errors, each the worst of all steps, against plain transformers with plain AdamW."""
+    adapter = rough_model(tie_word_embeddings=tie)
+    adapter.freeze(freeze)
+    plain = plain_copy(adapter)
+    frozen = {name for name, parameter in adapter.module.named_parameters() if not parameter.requires_grad}
+    trained = {name: parameter for name, parameter in plain.named_parameters() if name not in frozen}
+    rule = settings(adapter)
+    optimizer = torch.optim.AdamW(
+        [{"params": [parameter], "lr": rule.learning_rate_of(name), "weight_decay": rule.weight_decay if rule.decays(name) else 0.0}
+         for name, parameter in trained.items()], betas=rule.betas, eps=rule.eps)
+    if checkpointing:
+        adapter.set_activation_checkpointing()
+    stepper = make_step(adapter, rank, num_ranks, transport, clip_norm=clip_norm)
+    rank_plan = plan.rank_plan(1, rank)
+    counted = [payload for payload in payloads.values() if not payload.masked]
+    num_valid = sum(int((payload.labels[1:] != -100).sum()) for payload in counted)
+    worst: dict[str, float] = {"loss": 0.0, "gradient": 0.0, "norm": 0.0}
+    for _ in range(num_steps):
+        result = stepper.run(rank_plan, payloads_of(rank_plan.packs, payloads, rank), 1.0)
+        found = stepper.engine.full_gradients()
+        assert result.num_valid_tokens == num_valid
+        assert [time.index for time in result.pack_times] == [pack.index for pack in rank_plan.packs]
+        if rank != 0:
+            continue
+        expected, wanted = plain_gradients(plain, counted)
+        worst["loss"] = max(worst["loss"], abs(result.loss_sum - expected) / (expected or 1.0))
+        worst["gradient"] = max(worst["gradient"], *relative_errors(found, {name: wanted[name] for name in trained}).values())
+        for name, parameter in trained.items():
+            parameter.grad = wanted[name] / max(1, num_valid)
+        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), clip_norm or float("inf")))
+        worst["norm"] = max(worst["norm"], abs(result.gradient_norm - norm) / (norm or 1.0))
+        optimizer.step()
+    after = stepper.engine.full_parameters()
+    stepper.transport.close()
+    if rank == 0:
+        worst["parameter"] = max(relative_errors(after, {name: parameter.detach() for name, parameter in plain.named_parameters()}).values())
+        assert all(torch.equal(after[name], parameter) for name, parameter in plain.named_parameters() if name in frozen)
+    return worst
+
+
+def compare(num_ranks: int, layout: list[Groups], *, transport: str = "pool", freeze: list[str] | None = None, checkpointing: bool = False, tie: bool = True,
+            masked: tuple[str, ...] = (), silent: tuple[str, ...] = (), num_steps: int = 1, clip_norm: float = 0.0) -> dict[str, float]:
+    plan, payloads = make_plan(num_ranks, layout, masked, silent)
+    errors: dict[str, float] = run_ranks(train, num_ranks, num_ranks, transport, plan, payloads, freeze or [], checkpointing, tie, num_steps, clip_norm)[0]
+    assert errors["loss"] < TOLERANCE, errors
+    assert errors["gradient"] < (TOLERANCE if num_steps == 1 else 20 * TOLERANCE), errors  # weights drift apart from rounding alone
+    assert errors["norm"] < TOLERANCE, errors
+    assert errors["parameter"] < 1e-4, errors
+    return errors
+
+
+MIXED: list[Groups] = [
+    [([0, 1], [[50, (1, 4, 8), 70], [61]], None), ([2], [[40], [9]], None)],  # text beside images
+    [([2, 0, 1], [[70], [25]], None)],  # text alone
+    [([1], [[12, (1, 4, 8), 13], [20]], None)],  # two ranks without a pack
+    [([0], [[33]], None), ([2, 1], [[20, (1, 8, 8), 54, (1, 4, 4), 6]], [1, 1])],  # one member encodes all
+]
+
+
+@pytest.mark.parametrize("transport", ["pool", "parent"])
+def test_mixed_degrees_on_three_ranks(transport: str) -> None:
+    compare(3, MIXED, transport=transport, num_steps=2, tie=transport == "pool")
+
+
+@pytest.mark.parametrize("freeze", [["vision"], ["language"]])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_frozen_part(freeze: list[str], checkpointing: bool) -> None:
+    compare(3, MIXED, freeze=freeze, checkpointing=checkpointing)
+
+
+def test_activation_checkpointing() -> None:
+    compare(3, MIXED, checkpointing=True, num_steps=2)
+
+
+FIVE: list[Groups] = [
+    [([0, 1, 2, 3, 4], [[3]], None)],  # members without a token
+    [([4, 3, 2, 1], [[(1, 2, 2), 1]], [3])],
+    [([0, 2], [[60, (1, 4, 8), 20], [5]], [1]), ([3, 1], [[33]], None)],
+    [([4, 0, 1, 2, 3], [[120, (1, 8, 8), 90]], None)],
+]
+
+
+@pytest.mark.parametrize(("transport", "checkpointing", "freeze"), [("pool", False, []), ("parent", True, []), ("pool", True, ["language"])])
+def test_five_ranks_and_members_without_a_token(transport: str, checkpointing: bool, freeze: list[str]) -> None:
+    compare(5, FIVE, transport=transport, checkpointing=checkpointing, freeze=freeze)
+
+
+def test_one_rank() -> None:
+    compare(1, [[([0], [[20, (1, 4, 8), 30], [9]], None)], [([0], [[33]], None)]], num_steps=2)
+
+
+@pytest.mark.parametrize("freeze", [[], ["vision"]])
+def test_a_batch_of_text_alone(freeze: list[str]) -> None:
+    compare(3, [[([0, 1], [[50], [20]], None)], [([2, 0, 1], [[70]], None)]], freeze=freeze, num_steps=2)
+
+
+def test_a_batch_that_trains_nothing_of_what_is_not_frozen() -> None:
+    errors = compare(2, [[([0, 1], [[50]], None)], [([1], [[20]], None)]], freeze=["language"], checkpointing=True, num_steps=2)
+    assert errors["gradient"] == 0.0
+
+
+def test_ranks_and_batches_without_a_label_that_counts() -> None:
+    compare(3, [[([0, 1], [[20, (1, 4, 8), 30]], None), ([2], [[40]], None)], [([1, 2], [[8, (1, 4, 4), 8]], None)]], silent=("1.0", "2.0"))
+    errors = compare(2, [[([0, 1], [[20, (1, 4, 8), 30]], None)]], silent=("0.0",))
+    assert errors["gradient"] == errors["loss"] == 0.0
+
+
+def test_placeholders_also_where_they_hold_the_only_images() -> None:
+    compare(3, [[([0, 1], [[20, (1, 4, 8), 30], [9, 40]], None), ([2], [[12]], None)], [([2, 0], [[(1, 4, 4), 9]], [1]), ([1], [[(1, 4, 4), 9]], [0])]],
+            masked=("0.0", "2.0"), freeze=["language"])
+
+
+def test_clipping() -> None:
+    compare(3, MIXED[:2], num_steps=2, clip_norm=0.05)
+
+
+def skip_and_go_on(rank: int, plan: Plan, payloads: dict[str, Payload]) -> list[Any]:
+    stepper = make_step(rough_model(), rank, 3)
+    rank_plan = plan.rank_plan(1, rank)
+    own = payloads_of(rank_plan.packs, payloads, rank)
+    bad = {name: replace(payload, pixels=[None if patches is None else patches * float("nan") for patches in payload.pixels]) for name, payload in own.items()}
+    before = stepper.engine.full_parameters()
+    skipped = stepper.run(rank_plan, bad, 1.0)
+    after = stepper.engine.full_parameters()
+    applied = stepper.run(rank_plan, own, 1.0)
+    again = make_step(rough_model(), rank, 3).run(rank_plan, own, 1.0)
+    return [skipped.applied, skipped.state_version, all(torch.equal(before[name], after[name]) for name in before),
+            applied.applied, applied.state_version, applied.loss_sum == again.loss_sum, applied.gradient_norm == again.gradient_norm]
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks() -> None:
+    plan, payloads = make_plan(3, MIXED[:1])
+    assert run_ranks(skip_and_go_on, 3, plan, payloads) == [[False, 0, True, True, 1, True, True]] * 3
+
+
+def evaluate_and_train(rank: int, plan: Plan, payloads: dict[str, Payload]) -> tuple[float, int, bool, float, float]:
+    stepper = make_step(rough_model(), rank, 3)
+    rank_plan = plan.rank_plan(1, rank)
+    own = payloads_of(rank_plan.packs, payloads, rank)
+    loss_sum, num_valid_tokens = stepper.evaluate(rank_plan, own)
+    untouched = all(parameter.grad is None for parameter in stepper.engine.parameters.values())
+    first = stepper.run(rank_plan, own, 1.0)
+    after, _ = stepper.evaluate(rank_plan, own)  # of the new weights: none is left gathered
+    return abs(loss_sum / first.loss_sum - 1), num_valid_tokens - first.num_valid_tokens, untouched, after, stepper.run(rank_plan, own, 1.0).loss_sum
+
+
+def test_evaluation_between_steps() -> None:
+    plan, payloads = make_plan(3, MIXED)
+    for error, difference, untouched, evaluated, trained in run_ranks(evaluate_and_train, 3, plan, payloads):
+        assert error < TOLERANCE
+        assert difference == 0
+        assert untouched
+        assert evaluated == pytest.approx(trained, rel=TOLERANCE)
+
+
+def losses_in_bf16(rank: int, plan: Plan, payloads: dict[str, Payload], precision: str) -> list[float]:
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # its bf16 products take AMX instructions, which some virtual machines refuse
+    stepper = make_step(rough_model(), rank, 3, precision=precision)
+    rank_plan = plan.rank_plan(1, rank)
+    results = [stepper.run(rank_plan, payloads_of(rank_plan.packs, payloads, rank), 1.0) for _ in range(4)]
+    assert all(parameter.dtype == torch.float32 and parameter.grad.dtype == torch.float32 for parameter in stepper.engine.parameters.values())
+    return [result.loss_sum / result.num_valid_tokens for result in results]
+
+
+def test_bf16_stays_near_fp32() -> None:
+    plan, payloads = make_plan(3, MIXED)
+    narrow, wide = (run_ranks(losses_in_bf16, 3, plan, payloads, precision)[0] for precision in ("bf16", "fp32"))
+    assert narrow == pytest.approx(wide, rel=2e-2)
+    assert narrow != wide
+    assert wide[3] < wide[0]
+
+
+def save_and_load(rank: int, num_ranks: int, sync: str, run_dir: str, first: bool, plan: Plan, payloads: dict[str, Payload]) -> dict[str, Any]:
+    """State and next loss after two steps that are saved, or after loading what was saved."""
+    adapter = rough_model(seed=0 if first else 5)
+    adapter.freeze(["vision"])
+    if sync == "micro_batch":
+        stepper: RankStep = make_step(adapter, rank, num_ranks)
+    else:
+        world = dist.group.WORLD if num_ranks > 1 else None
+        engine = FlatEngine(adapter.module, settings(adapter), world, num_ranks, rank, "fp32", 4096)
+        stepper = RankStep(adapter, engine, open_transport("parent", rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30)), world, CPU)
+    save_group = dist.new_group(list(range(num_ranks)), backend="gloo")
+    checkpointer = Checkpointer(stepper.engine, rank, num_ranks, save_group, Path(run_dir) / f"scratch_{rank}", Folder(f"{run_dir}/run"))
+    rank_plan = plan.rank_plan(1, rank)
+    own = payloads_of(rank_plan.packs, payloads, rank)
+    if first:
+        for _ in range(2):
+            stepper.run(rank_plan, own, 1.0)
+        checkpointer.begin(2)
+        checkpointer.finish()
+        assert checkpointer.poll() == ([2], "")
+    else:
+        checkpointer.load("checkpoints/step_000002")
+    found = {"version": stepper.engine.state_version, **{kind: whole(stepper.engine, kind) for kind in ("value", "exp_avg", "exp_avg_sq")}}
+    names = [name for name in stepper.engine.full_parameters() if not adapter.is_vision(name)]
+    parameters = stepper.engine.full_parameters()
+    return found | {"parameters": {name: parameters[name].flatten() for name in names}} | {"loss": stepper.run(rank_plan, own, 1.0).loss_sum}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [
+    (("micro_batch", 3), [("step", 1), ("step", 2), ("micro_batch", 5)]), (("step", 2), [("micro_batch", 1), ("micro_batch", 3)]),
+    (("micro_batch", 5), [("micro_batch", 2), ("step", 3)])])
+def test_a_checkpoint_of_either_mode_resumes_in_either_on_any_number_of_ranks(tmp_path: Path, saved: tuple[str, int], loaded: list[tuple[str, int]]) -> None:
+    def run(sync: str, num_ranks: int, first: bool) -> dict[str, Any]:
+        plan, payloads = make_plan(num_ranks, [[(list(range(num_ranks)), [[70], [25]], None)], [([0], [[20]], None)]])
+        found: dict[str, Any] = run_tensors(save_and_load, num_ranks, num_ranks, sync, str(tmp_path), first, plan, payloads)[0]
+        return found
+
+    wanted = run(*saved, True)
+    assert wanted["version"] == 2
+    assert all(torch.equal(wanted["value"][name], tensor) for name, tensor in wanted["parameters"].items())
+    for sync, num_ranks in loaded:
+        found = run(sync, num_ranks, False)
+        assert found["version"] == 2
+        for kind in ("value", "exp_avg", "exp_avg_sq", "parameters"):
+            assert found[kind].keys() == wanted[kind].keys()
+            assert all(torch.equal(found[kind][name], wanted[kind][name]) for name in wanted[kind]), (sync, num_ranks, kind)
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+def test_sharded_bytes_count_rows_gradients_and_two_versions() -> None:
+    assert sharded_bytes(100, 1) == 100 * (4 + 4 + 24)
+    assert sharded_bytes(100, 4, num_frozen=60) == 25 * 4 + 10 * 28
+
+
+def refuse(rank: int) -> list[str]:
+    assert dist.group.WORLD is not None
+    said = []
+    frozen = rough_model()
+    frozen.module.requires_grad_(False)
+    for adapter, precision in ((rough_model(), "fp16"), (frozen, "fp32")):
+        with pytest.raises(ValueError, match=r"^(precision|train\.freeze): ") as raised:
+            ShardedEngine(adapter, settings(adapter), dist.group.WORLD, rank, CPU, precision)
+        said.append(str(raised.value))
+    return said
+
+
+def test_refusals_are_one_line() -> None:
+    assert run_ranks(refuse, 1)[0] == ["precision: got 'fp16'; allowed: fp32, bf16",
+                                       "train.freeze: every parameter of the model is frozen; at least one must be left to train"]
