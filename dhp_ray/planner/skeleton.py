@@ -20,7 +20,7 @@ from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.items import Items, Machine, least_degree, time_s
 from dhp_ray.planner.known_sets import Sets, best_set
 from dhp_ray.planner.sorting import ascending
-from dhp_ray.planner.windows import best_window, keep_sorted, ranks_of
+from dhp_ray.planner.windows import Window, best_window, keep_sorted, ranks_of
 
 MAX_GROUPS_PER_RANK = 16
 """Different groups of several ranks that one rank meets in a step, at most (a group of all ranks does not count)."""
@@ -59,7 +59,7 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
         return Skeleton(False, none, none, none, nothing, none, nothing, nothing, nothing)
     total, count = 0, 0
     for degree in lowest[lowest > 0]:
-        total += _highest_degree(degree, machine)
+        total += max(_highest_degree(degree, machine), _common_degree(degree, machine))
         count += 1
     group_item, group_start = np.zeros(count, dtype=np.int64), np.zeros(count)
     first, group_ranks = np.zeros(count + 1, dtype=np.int64), np.zeros(total, dtype=np.int64)
@@ -75,7 +75,12 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
         if lowest[place] == 0:
             continue
         item, highest = order[place], _highest_degree(lowest[place], machine)
-        window = best_window(items, item, lowest[place], highest, makespan, machine, ranks, gap_weight, chosen)
+        window = Window(np.inf, 0, 0.0)
+        if reuse_s > 0.0:  # a new group of a common degree is likelier to be used again
+            degree = _common_degree(lowest[place], machine)
+            window = best_window(items, item, degree, degree, makespan, machine, ranks, gap_weight, chosen)
+        if window.degree == 0:
+            window = best_window(items, item, lowest[place], highest, makespan, machine, ranks, gap_weight, chosen)
         again = best_set(items, item, lowest[place], highest, makespan, machine, ranks.free, known, num_sets, gap_weight, window.cost + reuse_s, from_set)
         if again.degree:
             window = again
@@ -123,6 +128,17 @@ def _lowest_degrees(items: Items, order: np.ndarray, smallest_s: float, makespan
             if lowest[place] == 0:
                 return lowest[:place]
     return lowest
+
+
+@inner
+def _common_degree(degree: int, machine: Machine) -> int:
+    """The next power of two inside a node, whole nodes beyond."""
+    common = 1
+    while common < degree:
+        common *= 2
+    if degree > machine.ranks_per_node // 2:
+        common = (degree + machine.ranks_per_node - 1) // machine.ranks_per_node * machine.ranks_per_node
+    return min(common, len(machine.speeds))
 
 
 @inner

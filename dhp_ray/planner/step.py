@@ -30,6 +30,12 @@ VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))
 WIDEN = (1e-3, 3e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.32, 0.64, 1.3, 2.6, 5.2, 10.0, 100.0, 1e4)
 """Makespans that are tried first, above the lower bound, as a share of it."""
 
+REUSE_SLACK, REUSE = 5e-3, (1.0, 0.03, 0.01, 0.003, 0.001)
+"""What a plan may be longer, as a share, to use groups of the pool; what one group may waste for that, as a share of all ranks' time, most first."""
+
+REUSE_SLACK, REUSE = 5e-3, (1.0, 0.03, 0.01, 0.003, 0.001)
+"""What a plan may be longer, as a share, to use groups of the pool; what one group may waste for that, as a share of all ranks' time, most first."""
+
 TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
 """Items x ranks: up to TINY with shuffled orders, up to SMALL thorough from 0.1 % above the bound, up to LARGE from 1 %; beyond, always quick."""
 
@@ -37,8 +43,8 @@ TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
 class Search:
     """Trials of one set of items; goes on from the choice that worked last."""
 
-    def __init__(self, items: Items, machine: Machine, pool: Sets, reuse: float) -> None:
-        self.items, self.machine, self.pool, self.reuse = items, machine, pool, reuse
+    def __init__(self, items: Items, machine: Machine, pool: Sets) -> None:
+        self.items, self.machine, self.pool = items, machine, pool
         work = items.language_s + items.vision_s
         self.single_s = np.where(items.minimum_degree == 1, items.language_s + np.maximum(items.vision_s, items.image_s) + machine.tables.pack_s, np.inf)
         self.size = len(work) * len(machine.speeds)
@@ -62,6 +68,16 @@ class Search:
         best = self.bisect(best, failed_s, tolerance_s, self.quick)
         if self.size <= (LARGE if self.machine.uniform else TINY) and best.makespan_s > bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
             best = self.bisect(best, bound_s, tolerance_s, self.thorough)
+        return self.reused(best)
+
+    def reused(self, best: Found) -> Found:
+        """The same again with groups of the pool wherever they fit, for a makespan that is longer by REUSE_SLACK at most."""
+        if len(self.pool.first) > 1:
+            makespan_s = best.makespan_s * (1 + REUSE_SLACK)
+            for share in REUSE:
+                found = self.trial(makespan_s, self.quick, share * makespan_s * len(self.machine.speeds))
+                if found:
+                    return found
         return best
 
     def widen(self, bound_s: float) -> tuple[Found, float]:
@@ -84,9 +100,9 @@ class Search:
                 failed_s = middle_s
         return best
 
-    def trial(self, makespan_s: float, effort: Effort) -> Found | None:
+    def trial(self, makespan_s: float, effort: Effort, reuse_s: float = 0.0) -> Found | None:
         """All items under a makespan, or None."""
-        found = try_makespan(self.items, self.single_s, makespan_s, self.machine, self.pool, self.reuse * makespan_s, self.choices, self.begin, effort)
+        found = try_makespan(self.items, self.single_s, makespan_s, self.machine, self.pool, reuse_s, self.choices, self.begin, effort)
         if found.choice < 0:
             return None
         self.begin = found.choice
@@ -101,7 +117,7 @@ def dhp_step(problem: Problem, bound_s: float) -> list[list[Placement]]:
         for share in (1.0, 0.5):
             packs = best_fit_decreasing(problem.tokens, problem.minimum_degree, max(1, int(problem.cluster.tokens_per_rank * share)))
             candidates.append((items_of_packs(problem, packs), packs))
-    return [placements_of(Search(items, machine, pool, 0.0).run(bound_s), items, machine, packs) for items, packs in candidates]
+    return [placements_of(Search(items, machine, pool).run(bound_s), items, machine, packs) for items, packs in candidates]
 
 
 def sets_of(problem: Problem) -> Sets:
