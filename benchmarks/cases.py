@@ -12,7 +12,7 @@ from benchmarks.worlds import Corpus, Outcome, plans_of, train_world
 from dhp_ray.config import load
 from dhp_ray.planner import ClusterSpec, Plan, Sample
 
-SYNCS = ("step",)
+SYNCS = ("step", "micro_batch")
 TRANSPORTS = ("pool", "parent")
 BASE = ("train.learning_rate=1e-3", "train.adam_eps=1e-6", "train.clip_norm=0", "comm.timeout_s=60", "run.dir=unused")
 LOSS_TOLERANCE, PARAMETER_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-4, 2e-2
