@@ -85,7 +85,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
     if config.data.path and config.data.sources:
         raise ConfigError(f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: at most one of the two")
-    if config.data.format in ("llava", "parquet") and not (config.data.path or config.data.sources):
+    if config.data.format != "synthetic" and not (config.data.path or config.data.sources):
         raise ConfigError(f"data.path: got nothing with data.format={config.data.format}; allowed: a file or folder")
     if bool(config.model.preset) == bool(config.model.path):
         raise ConfigError(f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: exactly one of the two")
@@ -106,7 +106,6 @@ def check(config: Config) -> None:
     if bool(config.eval.path) != bool(config.eval.every_steps):
         raise ConfigError(f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or neither")
     not_yet = [
-        ("data.format", config.data.format, config.data.format == "webdataset", "llava, parquet, synthetic"),
         ("cluster.max_workers", config.cluster.max_workers, config.cluster.max_workers > config.cluster.num_workers, "0: the number of workers stays"),
     ]
     for dotted, value, asked, allowed in not_yet:
@@ -252,7 +251,7 @@ def _allowed(dotted: str, kind: Any) -> str:
     if choices:
         return ", ".join(choices)
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list[str]: "a list of names"}
-    return names.get(kind, "a list of {path: ..., weight: ...}")
+    return names.get(kind, "a list of {path: ..., weight: ..., format: ...}")
 
 
 def _texts(value: Any) -> list[str]:

@@ -25,6 +25,9 @@ def key(default: Any, text: str, *, choices: tuple[str, ...] = (), minimum: floa
     return field(default=default, metadata=metadata)
 
 
+FORMATS = ("llava", "parquet", "webdataset", "huggingface", "synthetic")
+
+
 @dataclass(kw_only=True)
 class Run:
     dir: str = key("runs/default", "folder or URI of the run's files; every node must reach it")
@@ -49,11 +52,12 @@ class Synthetic:
 class Source:
     path: str = key("", "file or folder of this source")
     weight: float = key(1.0, "share of this source in the mixture", above=0)
+    format: str = key("", "layout of this source's samples; empty: data.format", choices=("", *FORMATS))
 
 
 @dataclass(kw_only=True)
 class Data:
-    format: str = key("synthetic", "layout of the samples", choices=("llava", "parquet", "webdataset", "synthetic"))
+    format: str = key("synthetic", "layout of the samples", choices=FORMATS)
     path: str = key("", "file or folder of the samples")
     image_root: str = key("", "folder that image names are relative to; empty: the folder of data.path")
     sources: list[Source] = key([], "several sources mixed by weight, in place of data.path: [{path: a, weight: 1}, ...]")

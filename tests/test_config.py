@@ -87,9 +87,9 @@ def test_sources(bare: list[str]) -> None:
     assert config.data.sources == [Source(path="a", weight=3.0), Source(path="b", weight=1.0)]
     assert load([*bare, "data.path=x", "data.sources="]).data.path == "x"
     for text, said in [("[{path: a, weight: 0}]", "data.sources[0].weight: got 0.0; allowed: more than 0"),
-                       ("[{path: a}, {weight: 1}]", "data.sources[1].path: got nothing"), ("[{pth: a}]", "a list of {path: ..., weight: ...}"),
-                       ("[a]", "a list of {path: ..., weight: ...}"), ("a", "a list of {path: ..., weight: ...}"),
-                       ("{path: a}", "a list of {path: ..., weight: ...}")]:
+                       ("[{path: a}, {weight: 1}]", "data.sources[1].path: got nothing"), ("[{pth: a}]", "a list of {path: ..., weight: ..., format: ...}"),
+                       ("[a]", "a list of {path: ..., weight: ..., format: ...}"), ("a", "a list of {path: ..., weight: ..., format: ...}"),
+                       ("{path: a}", "a list of {path: ..., weight: ..., format: ...}")]:
         message = refused([*bare, f"data.sources={text}"])
         assert message.startswith("data.sources")
         assert said in message
@@ -143,7 +143,8 @@ def test_sources(bare: list[str]) -> None:
     ("train.freeze=[vision, language]", "train.freeze", "nothing is left to train"),
     ("train.freeze=[vision", "train.freeze", "is not a YAML value"),
     ("eval.every_steps=5", "eval.every_steps", "got 5 with eval.path=''; allowed: both or neither"),
-    ("data.format=webdataset", "data.format", "got 'webdataset', which is not there yet; allowed: llava, parquet, synthetic"),
+    ("data.format=webdataset", "data.path", "got nothing with data.format=webdataset; allowed: a file or folder"),
+    ("data.sources=[{path: a, format: csv}]", "data.sources[0].format", "got 'csv'; allowed: , llava, parquet"),
     ("cluster.max_workers=3", "cluster.max_workers", "got 3, which is not there yet; allowed: 0"),
     ("data.format=llava", "data.path", "got nothing with data.format=llava; allowed: a file or folder"),
     ("model=huge", "model", "got 'huge'; allowed: "),

@@ -1,4 +1,4 @@
-"""Rows as they are stored, JSON or parquet.
+"""Rows as they are stored: JSON, parquet, Arrow streams, tar shards.
 
     id             name of the sample (optional; see data/index.py)
     conversations  LLaVA's turns (data/conversation.py); in parquet also as a JSON string
@@ -10,23 +10,29 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from dhp_ray.data.errors import RowError, first_line
-from dhp_ray.data.index import CONVERSATION_COLUMNS, ROW_COLUMNS, Fragment
+from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.index import CONVERSATION_COLUMNS, ROW_COLUMNS
+from dhp_ray.data.saved_sets import read_batch
+from dhp_ray.data.shards import MAX_SAMPLE_BYTES, first_key, read_sample
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as stored; `error` says why `fields` is empty."""
+    """One row as stored; `error` says why `fields` cannot be used."""
 
     id: str
     fields: Mapping[str, Any]
     error: str = ""
+    members: Mapping[str, bytes] | None = None
+    """Images and videos by name, where they come with the row: then none is looked for among the files of the image root."""
 
 
 def read_rows(fragment: Fragment) -> list[Row]:
@@ -36,12 +42,8 @@ def read_rows(fragment: Fragment) -> list[Row]:
         OSError, pyarrow.ArrowException: the file is gone or damaged.
     """
     names = dict(fragment.names)
-    stored = _parquet_rows(fragment) if fragment.kind == "parquet" else _json_rows(fragment)
-    rows = []
-    for offset, (fields, error) in enumerate(stored):
-        name = names.get(offset) or str(fields.get("id"))
-        rows.append(Row(name, fields, error))
-    return rows
+    stored = {"json": _json_rows, "parquet": _parquet_rows, "tar": _tar_rows, "arrow": _arrow_rows}[fragment.kind](fragment)
+    return [replace(row, id=names.get(offset) or str(row.id)) for offset, row in enumerate(stored)]
 
 
 def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -62,7 +64,7 @@ def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     return turns
 
 
-def _json_rows(fragment: Fragment) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _json_rows(fragment: Fragment) -> Iterator[Row]:
     with open(fragment.path, "rb") as file:
         for start, stop in fragment.spans:
             file.seek(start)
@@ -70,14 +72,43 @@ def _json_rows(fragment: Fragment) -> Iterator[tuple[Mapping[str, Any], str]]:
             try:
                 fields = json.loads(text)
             except (ValueError, RecursionError) as error:
-                yield {}, f"the row is not JSON: {first_line(error)}"
+                yield Row("", {}, f"the row is not JSON: {first_line(error)}")
                 continue
-            yield (fields, "") if isinstance(fields, dict) else ({}, f"the row holds {type(fields).__name__}; allowed: an object")
+            if isinstance(fields, dict):
+                yield Row(fields.get("id", ""), fields)
+            else:
+                yield Row("", {}, f"the row holds {type(fields).__name__}; allowed: an object")
 
 
-def _parquet_rows(fragment: Fragment) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _parquet_rows(fragment: Fragment) -> Iterator[Row]:
     with pq.ParquetFile(fragment.path) as file:
         columns = [name for name in ROW_COLUMNS if name in file.schema_arrow.names]
         table = file.read_row_group(fragment.row_group, columns=columns)
     for fields in table.to_pylist():
-        yield fields, ""
+        yield Row(fields.get("id", ""), fields)
+
+
+def _arrow_rows(fragment: Fragment) -> Iterator[Row]:
+    batch = read_batch(fragment.path, *fragment.spans[0]).slice(fragment.row_group, fragment.num_rows)
+    batch = batch.select([name for name in ROW_COLUMNS if name in batch.schema.names])
+    batch.validate(full=True)  # the file is mapped: offsets that lead out of it would be followed
+    for fields in batch.to_pylist():
+        yield Row(fields.get("id", ""), fields)
+
+
+def _tar_rows(fragment: Fragment) -> Iterator[Row]:
+    with open(fragment.path, "rb") as file:
+        for start, stop in fragment.spans:
+            key = ""
+            try:
+                if stop - start > MAX_SAMPLE_BYTES:
+                    raise RowError(f"a sample of {(stop - start) / 2**30:.1f} GB; allowed: at most {MAX_SAMPLE_BYTES / 2**30:g}")
+                file.seek(start)
+                data = file.read(stop - start)
+                key = first_key(data)
+                fields, members = read_sample(data)
+                yield Row(key, fields, members=members)
+            except RowError as error:
+                yield Row(key, {}, str(error), {})
+            except (tarfile.TarError, EOFError, ValueError) as error:
+                yield Row(key, {}, f"the sample's part of the tar file cannot be read: {first_line(error)}", {})

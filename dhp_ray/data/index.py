@@ -1,7 +1,8 @@
-"""Fragments: the units in which a data set is shuffled and read. One pass finds them, before any training.
+"""The index of a data set: one pass over its files finds the fragments, before any training, and is kept for later starts.
 
-A fragment of parquet is a row group; of JSON, up to 32 rows with the byte offsets of each, so that reading it
-touches no other row. The pass also gives a name of its own to every row whose id is missing or taken.
+A fragment of parquet is a row group; of JSON and of tar shards, up to 32 rows with their byte ranges, so that reading it
+touches no other row; of an Arrow stream, up to 32 rows of a record batch. The pass also gives a name of its own to every
+row whose id is missing or taken.
 """
 
 from __future__ import annotations
@@ -10,68 +11,90 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dhp_ray.data import fragments as kept
 from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.fragments import Fragment, Fragments, FragmentWriter
+from dhp_ray.data.saved_sets import arrow_schema, saved_files, scan_arrow
+from dhp_ray.data.shards import scan_tar
 from dhp_ray.schema import Data
 
 ROWS_PER_FRAGMENT = 32
 CONVERSATION_COLUMNS = ("conversations", "messages")
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
 ROW_COLUMNS = ("id", *CONVERSATION_COLUMNS, *MEDIA_COLUMNS)
-_SUFFIXES = {"llava": (".json", ".jsonl"), "parquet": (".parquet",), "synthetic": (".parquet",)}
+KEPT_FROM_BYTES = 8 * 2**20
+"""The index of fewer bytes of data is made at every start: that is as fast as finding the one that was kept."""
+_SUFFIXES = {"llava": (".json", ".jsonl"), "parquet": (".parquet",), "synthetic": (".parquet",), "webdataset": (".tar",)}
+_KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".tar": "tar", ".arrow": "arrow"}
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+_UNFIT = re.compile("[\x00-\x1f\x7f\u2028\u2029\ud800-\udfff]")  # what an id on one line of a log cannot hold
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and all bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """Rows [first_row, first_row + num_rows) of a file; `names` replaces ids, by offset within the fragment."""
-
-    path: str
-    kind: str
-    first_row: int
-    num_rows: int
-    row_group: int = 0
-    spans: tuple[tuple[int, int], ...] = ()
-    names: tuple[tuple[int, str], ...] = ()
-
-
-def index_fragments(data: Data) -> list[Fragment]:
-    """The fragments of `data.path`, files by name and rows in order.
+def index_fragments(data: Data, progress: Progress = lambda done, total: None) -> Fragments:
+    """The fragments of `data.path`, files by name and rows in order. Kept (data/fragments.py) where there is much to read.
 
     Raises:
         DataError: a file that is missing, of another form, or without the columns that are needed.
     """
-    names = _Names()
-    fragments: list[Fragment] = []
-    for path in data_files(data):
-        scan = _scan_json if data.format == "llava" else _scan_parquet
-        fragments += scan(path, names)
-    if not fragments:
+    files = [(path, _KINDS[os.path.splitext(path)[1]]) for path in data_files(data)]
+    sizes = [os.path.getsize(path) for path, _ in files]
+    key = kept.cache_key(files) if sum(sizes) >= KEPT_FROM_BYTES else ""
+    table = kept.load(key) if key else None
+    if table is None:
+        names, writer, done = _Names(), FragmentWriter(), 0
+        for (path, kind), size in zip(files, sizes):
+            try:
+                for fragment in _SCANS[kind](path, names, _after(done, sum(sizes), progress)):
+                    writer.add(fragment)
+            except OSError as error:
+                raise DataError(f"data.path: {path} cannot be read: {error.strerror or first_line(error)}") from None
+            done += size
+        table = writer.table()
+        if key:
+            kept.store(key, table)
+    found = Fragments(table)
+    if not len(found):
         raise DataError(f"data.path: {data.path} holds no rows; allowed: at least one")
-    return fragments
+    return found
+
+
+def _after(done: int, total: int, progress: Progress) -> Callable[[int], None]:
+    return lambda position: progress(done + position, total)
+
+
+def sources_of(data: Data) -> list[Data]:
+    """The data itself, or each of `data.sources` as if it were all the data."""
+    return [replace(data, path=source.path, format=source.format or data.format, sources=[]) for source in data.sources] or [data]
 
 
 def data_files(data: Data) -> list[str]:
     """The files of `data.path`: itself, or every file of the format in that folder, by name."""
-    if data.format not in _SUFFIXES:
-        raise DataError(f"data.format: {data.format} is not read yet; allowed: {', '.join(_SUFFIXES)}")
-    if data.sources:
-        raise DataError("data.sources: mixing several sources is not there yet; allowed: one file or folder in data.path")
     if not data.path:
         raise DataError("data.path: empty; allowed: a file or a folder of files")
     path = os.path.abspath(data.path)
     if os.path.isfile(path):
+        kinds = {_KINDS[suffix] for suffix in _SUFFIXES.get(data.format, (".arrow", ".parquet"))}
+        if data.format in ("webdataset", "huggingface") and _KINDS.get(os.path.splitext(path)[1]) not in kinds:
+            raise DataError(f"data.path: {data.path} is no file of the format {data.format}; allowed: a name ending in "
+                            f"{' or '.join(suffix for suffix, kind in _KINDS.items() if kind in kinds)}")
         return [path]
     if not os.path.isdir(path):
         hint = "; jobs/prepare_data.py writes it" if data.format == "synthetic" else ""
         raise DataError(f"data.path: no file or folder {data.path}{hint}")
+    if data.format == "huggingface":
+        return saved_files(path)
     suffixes = _SUFFIXES[data.format]
     found = sorted(name for name in os.listdir(path) if name.endswith(suffixes) and not name.startswith((".", "_")))
     if not found:
@@ -98,6 +121,8 @@ class _Names:
     def claim(self, given: Any, path: str, row: int) -> str | None:
         """None where the given id can stay; else the name to use in its place."""
         wanted = None if given is None or isinstance(given, (dict, list)) else str(given)
+        if wanted and (len(wanted) > 200 or _UNFIT.search(wanted)):
+            wanted = None
         if wanted and wanted not in self._taken:
             self._taken.add(wanted)
             return None
@@ -108,25 +133,54 @@ class _Names:
         return name
 
 
-def _scan_json(path: str, names: _Names) -> list[Fragment]:
+def _scan_json(path: str, names: _Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
     if not os.path.getsize(path):
         raise DataError(f"data.path: {path} is empty; allowed: JSON or JSONL with at least one row")
-    spans: list[tuple[int, int]] = []
-    renamed: dict[int, str] = {}
-    has_conversations = False
+    has_conversations, num_rows = False, 0
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        for row, (start, stop) in enumerate(_row_spans(text, path)):
-            fields = _parse(text[start:stop], path, row)
-            has_conversations = has_conversations or any(column in fields for column in CONVERSATION_COLUMNS)
-            name = names.claim(fields.get("id"), path, row)
-            if name:
-                renamed[row] = name
-            spans.append((start, stop))
-    if spans and not has_conversations:
+
+        def rows() -> Iterator[tuple[Any, tuple[int, int]]]:
+            nonlocal has_conversations, num_rows
+            for row, (start, stop) in enumerate(_row_spans(text, path)):
+                fields = _parse(text[start:stop], path, row)
+                has_conversations = has_conversations or any(column in fields for column in CONVERSATION_COLUMNS)
+                num_rows = row + 1
+                yield fields.get("id"), (start, stop)
+                progress(stop)
+
+        yield from _in_parts(path, "json", rows(), names)
+    if num_rows and not has_conversations:
         raise DataError(f"data.path: {path}: no row has conversations; allowed: rows with id, image and conversations (or messages)")
-    return [Fragment(path, "json", first, len(part), spans=tuple(part),
-                     names=tuple((row - first, renamed[row]) for row in range(first, first + len(part)) if row in renamed))
-            for first in range(0, len(spans), ROWS_PER_FRAGMENT) for part in [spans[first : first + ROWS_PER_FRAGMENT]]]
+
+
+def _in_parts(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]], names: _Names) -> Iterator[Fragment]:
+    """Fragments of rows that are given by (id, byte range)."""
+    first = 0
+    while part := list(islice(rows, ROWS_PER_FRAGMENT)):
+        renamed = _renamed((given for given, _ in part), names, path, first)
+        yield Fragment(path, kind, first, len(part), spans=tuple(span for _, span in part), names=renamed)
+        first += len(part)
+
+
+def _renamed(given: Iterable[Any], names: _Names, path: str, first: int) -> tuple[tuple[int, str], ...]:
+    claimed = ((offset, names.claim(name, path, first + offset)) for offset, name in enumerate(given))
+    return tuple((offset, name) for offset, name in claimed if name)
+
+
+def _scan_tar(path: str, names: _Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+    rows = ((key, (start, stop)) for key, start, stop in scan_tar(path, progress))
+    yield from _in_parts(path, "tar", rows, names)
+
+
+def _scan_arrow(path: str, names: _Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+    _check_columns(arrow_schema(path), path)
+    first = 0
+    for start, stop, batch in scan_arrow(path, progress):
+        for offset in range(0, batch.num_rows, ROWS_PER_FRAGMENT):
+            part = batch.slice(offset, ROWS_PER_FRAGMENT)
+            ids = part["id"].to_pylist() if "id" in part.schema.names else [None] * part.num_rows
+            yield Fragment(path, "arrow", first, part.num_rows, offset, ((start, stop),), _renamed(ids, names, path, first))
+            first += part.num_rows
 
 
 def _parse(text: bytes, path: str, row: int) -> dict[str, Any]:
@@ -179,20 +233,18 @@ def _check_gap(gap: bytes, path: str, position: int, *, first_row: bool) -> None
         raise DataError(f"data.path: {path} is not JSON: expected an object at byte {position}, found {gap.strip()[:40]!r}")
 
 
-def _scan_parquet(path: str, names: _Names) -> list[Fragment]:
+def _scan_parquet(path: str, names: _Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
     try:
         with pq.ParquetFile(path) as file:
             _check_columns(file.schema_arrow, path)
-            fragments, first = [], 0
+            first = 0
             for group in range(file.num_row_groups):
                 num_rows = file.metadata.row_group(group).num_rows
                 ids = file.read_row_group(group, columns=["id"])["id"].to_pylist() if "id" in file.schema_arrow.names else [None] * num_rows
-                claimed = ((offset, names.claim(given, path, first + offset)) for offset, given in enumerate(ids))
-                renamed = tuple((offset, name) for offset, name in claimed if name)
                 if num_rows:
-                    fragments.append(Fragment(path, "parquet", first, num_rows, row_group=group, names=renamed))
+                    yield Fragment(path, "parquet", first, num_rows, row_group=group, names=_renamed(ids, names, path, first))
                 first += num_rows
-            return fragments
+                progress(os.path.getsize(path) * (group + 1) // file.num_row_groups)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"data.path: {path} is not parquet: {first_line(error)}") from None
 
@@ -218,3 +270,7 @@ def _holds_images(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0
     return any(test(kind) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string, pa.types.is_large_string, pa.types.is_null))
+
+
+_SCANS: dict[str, Callable[[str, _Names, Callable[[int], None]], Iterator[Fragment]]] = {
+    "json": _scan_json, "parquet": _scan_parquet, "tar": _scan_tar, "arrow": _scan_arrow}

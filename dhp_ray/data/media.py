@@ -34,8 +34,11 @@ class Limits:
         return cls(data.max_decoded_pixels, int(data.max_file_mb * 2**20), data.video_fps, data.max_frames, data.max_video_seconds)
 
 
-def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, max_file_bytes: int) -> list[bytes]:
-    """The encoded images and videos of a row, in the order in which the conversation shows them. Reads files below `image_root`.
+def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, max_file_bytes: int,
+             members: Mapping[str, bytes] | None = None) -> list[bytes]:
+    """The encoded images and videos of a row, in the order in which the conversation shows them.
+
+    Names are those of files below `image_root`, or of `members` where these are given.
 
     Raises:
         RowError: one that is missing or lies outside of the root, or marks that do not agree with the columns.
@@ -49,7 +52,7 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
         numbers[part.kind] += 1
         source = next(following[part.kind]) if part.source is None else part.source
         try:
-            found.append(_encoded(source, image_root, max_file_bytes))
+            found.append(_encoded(source, image_root, max_file_bytes, members))
         except RowError as error:
             raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
     return found
@@ -82,11 +85,15 @@ def resolve(image_root: str, name: str) -> Path:
     return path
 
 
-def _encoded(value: Any, image_root: str, max_file_bytes: int) -> bytes:
+def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[str, bytes] | None) -> bytes:
     if isinstance(value, Mapping) and isinstance(value.get("url"), str):
         value = _from_data_uri(value["url"]) if value["url"].startswith("data:") else value["url"]
     elif isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
+    if members is not None and isinstance(value, str):
+        if value not in members:
+            raise RowError(f"{value[:200]} is no member of the sample; it has {', '.join(sorted(members)[:6]) or 'none'}")
+        value = members[value]
     if isinstance(value, bytes):
         _check_size("it", len(value), max_file_bytes)
         return value

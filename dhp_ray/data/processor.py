@@ -6,7 +6,6 @@ until `Processor.image_processor` is asked for.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from dhp_ray.data.conversation import Turn, check_counts, turns_of
 from dhp_ray.data.errors import DataError, RowError, first_line
 from dhp_ray.data.media import Limits
+from dhp_ray.data.model_folder import PRESET_IMAGE_SETTINGS, folder_image_settings, folder_template, write_json
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, STRUCTURE_TOKENS, byte_tokenizer, special_token_ids
 from dhp_ray.data.video import MIN_FRAMES, Clip
 from dhp_ray.planner.plan import Grid
@@ -179,14 +179,14 @@ class Processor:
         settings = {name: value for name, value in self.image_settings.items() if name not in ("min_pixels", "max_pixels")}
         size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
         processor = {"processor_class": "Qwen2_5_VLProcessor"}
-        _write_json(target / "preprocessor_config.json", settings | processor | {"image_processor_type": "Qwen2VLImageProcessor", "size": size})
+        write_json(target / "preprocessor_config.json", settings | processor | {"image_processor_type": "Qwen2VLImageProcessor", "size": size})
         sampling = {"do_sample_frames": True, "fps": self.limits.video_fps, "min_frames": MIN_FRAMES, "max_frames": self.limits.max_frames,
                     "cap_pixels_per_frame": False}
         video = settings | processor | sampling | {"video_processor_type": "Qwen2VLVideoProcessor", "size": size}
-        _write_json(target / "video_preprocessor_config.json", {name: value for name, value in video.items() if name != "image_processor_type"})
-        _write_json(target / "processor_config.json", processor)
+        write_json(target / "video_preprocessor_config.json", {name: value for name, value in video.items() if name != "image_processor_type"})
+        write_json(target / "processor_config.json", processor)
         # Older readers know the template by this file only.
-        _write_json(target / "chat_template.json", {"chat_template": self.chat_template})
+        write_json(target / "chat_template.json", {"chat_template": self.chat_template})
 
     def _render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
         """The text of the chat template, and the [start, stop) of every answer with its end token in it."""
@@ -252,19 +252,13 @@ def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int, lim
         raise DataError(f"model.path: {path} has no tokenizer that loads: {first_line(error)}") from None
     if not tokenizer.is_fast:
         raise DataError(f"model.path: {path} has no fast tokenizer; allowed: a folder with tokenizer.json")
-    template = _folder_template(folder) or tokenizer.chat_template
+    template = folder_template(folder) or tokenizer.chat_template
     if not isinstance(template, str):
         raise DataError(f"model.path: {path} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json")
     try:
-        return Processor(tokenizer, template, _folder_image_settings(folder), min_pixels, max_pixels, limits)
+        return Processor(tokenizer, template, folder_image_settings(folder), min_pixels, max_pixels, limits)
     except TemplateError as error:
         raise DataError(f"model.path: {path}: its chat template cannot be used: {first_line(error)}") from None
-
-
-PRESET_IMAGE_SETTINGS: dict[str, Any] = {
-    "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3, "rescale_factor": 1 / 255,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -289,42 +283,3 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 def _kind(size: Size) -> str:
     return "video" if isinstance(size, Clip) else "image"
-
-
-def _folder_template(folder: Path) -> str | None:
-    """The processor's own template, which comes before the tokenizer's."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if (folder / "chat_template.json").is_file():
-        return _read_json(folder / "chat_template.json").get("chat_template")
-    return None
-
-
-def _folder_image_settings(folder: Path) -> dict[str, Any]:
-    for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
-        if (folder / name).is_file():
-            tree = _read_json(folder / name)
-            settings = tree if section is None else tree.get(section)
-            if isinstance(settings, dict):
-                break
-    else:
-        raise DataError(f"model.path: {folder} has no preprocessor_config.json")
-    kind = str(settings.get("image_processor_type", ""))
-    if not kind.startswith("Qwen2VLImageProcessor") and not kind.startswith("Qwen2_5_VLImageProcessor"):
-        raise DataError(f"model.path: {folder} has the image processor {kind or '(none)'}; allowed: Qwen2VLImageProcessor")
-    known = set(PRESET_IMAGE_SETTINGS)
-    return PRESET_IMAGE_SETTINGS | {name: value for name, value in settings.items() if name in known}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.path: {path} is not JSON: {first_line(error)}") from None
-    if not isinstance(tree, dict):
-        raise DataError(f"model.path: {path} holds {type(tree).__name__}; allowed: an object")
-    return tree
-
-
-def _write_json(path: Path, tree: dict[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,8 +17,8 @@ import pyarrow as pa
 from dhp_ray.data import formats
 from dhp_ray.data.conversation import MEDIA
 from dhp_ray.data.errors import RowError, first_line
+from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import image_size
-from dhp_ray.data.index import Fragment
 from dhp_ray.data.media import media_of
 from dhp_ray.data.processor import SLICE_TOKENS, Processor, ProcessorSpec, Size
 from dhp_ray.data.video import clip_of
@@ -51,6 +51,7 @@ class ReadFragments:
     seed: int
     max_tokens: int = 0
     max_image_tokens: int = 0
+    prefix: str = ""
 
     def __call__(self, items: pa.Table) -> pa.Table:
         processor = _loaded(self.processor)
@@ -65,9 +66,14 @@ class ReadFragments:
                 blocks.append(_block(records))
                 continue
             order = row_order(self.seed, item["epoch"], item["number"], len(rows))
-            records = [{"position": item["position"], "row": place} | self._record(rows[row], processor) for place, row in enumerate(order)]
+            records = [{"position": item["position"], "row": place} | self._record(self._named(rows[row], item["epoch"]), processor)
+                       for place, row in enumerate(order)]
             blocks.append(_block(records))
         return pa.concat_tables(blocks).combine_chunks()
+
+    def _named(self, row: formats.Row, epoch: int) -> formats.Row:
+        """A row of a mixture, whose id is told apart from those of other sources and of earlier passes."""
+        return replace(row, id=f"{self.prefix}{row.id}{f'~{epoch + 1}' if epoch else ''}") if self.prefix else row
 
     def _record(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
         try:
@@ -76,13 +82,14 @@ class ReadFragments:
             reason = str(error)
         except Exception as error:  # foreign rows fail in ways that no list names; a bad row must not take its block with it
             reason = f"{type(error).__name__}: {first_line(error)}"
-        return _unusable(row.id, reason)
+        # On one line, and as text that a log can hold: names of files and roles are quoted as they came.
+        return _unusable(row.id, " ".join(reason.encode("utf-8", "backslashreplace").decode().split()))
 
     def _payload(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
         if row.error:
             raise RowError(row.error)
         turns = processor.turns(formats.conversation_of(row.fields))
-        images = media_of(row.fields, turns, self.image_root, processor.limits.max_file_bytes)
+        images = media_of(row.fields, turns, self.image_root, processor.limits.max_file_bytes, row.members)
         sizes: list[Size] = []
         numbers = dict.fromkeys(MEDIA, 0)
         for part, data in zip((part for turn in turns for part in turn.media), images):

@@ -8,6 +8,7 @@ import ray
 
 from dhp_ray.config import Config
 from dhp_ray.data.errors import DataError
+from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan
@@ -28,7 +29,7 @@ class Dispatched:
 class Dispatcher:
     """Plans batch after batch for one membership of the group."""
 
-    def __init__(self, stream: Stream, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config) -> None:
+    def __init__(self, stream: Stream | Mixture, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config) -> None:
         self.stream, self.group, self.cluster, self.cost, self.config = stream, group, cluster, cost, config
 
     def dispatch(self, step: int) -> Dispatched | None:

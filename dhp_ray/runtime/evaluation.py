@@ -40,6 +40,7 @@ class Evaluation:
         self.dispatcher = None
         if stream:
             stream.max_tokens = config.planner.max_sequence_tokens
+            stream.max_image_tokens = int(config.planner.tokens_per_rank)
             self.dispatcher = Dispatcher(stream, group, cluster, cost, _one_pass(config))
         self._told: set[str] = set()
 

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dhp_ray.comm.device import ACCELERATORS, Accelerator
 from dhp_ray.config import Config
 from dhp_ray.runtime.console import Console
+from dhp_ray.runtime.indexing import index_ahead
 from dhp_ray.runtime.messages import Finished, Message, RunError
 
 
@@ -58,6 +59,7 @@ def connect() -> None:
 def _run(config: Config, console: Console) -> int:
     from torch.distributed import TCPStore  # seconds to import: after the configuration has been checked
 
+    index_ahead(config.data)
     accelerator = resolve_device(config)
     room = reserve(config, accelerator)
     host = ray.util.get_node_ip_address()

@@ -51,11 +51,11 @@ def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
 def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
     """A row of a block as a payload, with the patches of the grids that are encoded here. Raises whatever decoders raise on foreign bytes."""
     return Payload(input_ids=np.asarray(row["input_ids"], np.int32), labels=np.asarray(row["labels"], np.int32),
-                   grids=np.asarray(row["grids"], np.int64).reshape(-1, 3), pixels=_pixels(row, encoded_here, processor),
+                   grids=np.asarray(row["grids"], np.int64).reshape(-1, 3), pixels=pixels_of(row, encoded_here, processor),
                    media=np.asarray(row["media"], np.int64), seconds=np.asarray(row["seconds"], np.float64))
 
 
-def _pixels(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[np.ndarray | None]:
+def pixels_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[np.ndarray | None]:
     """Patches of every grid that this rank encodes. A video is decoded once, for all of its pieces that are encoded here."""
     pixels: list[np.ndarray | None] = []
     for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here), key=lambda entry: int(entry[0])):

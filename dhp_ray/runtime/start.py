@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dhp_ray.config import CONF, Config, ConfigError, dump
+from dhp_ray.data.index import sources_of
+from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import PLANNERS, CostModel
 from dhp_ray.planner.plan import ClusterSpec
@@ -53,7 +55,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
     if config.planner.name not in PLANNERS:
         raise ConfigError(f"planner.name: got {config.planner.name!r}; allowed: {', '.join(PLANNERS)}")
     cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{config.cluster.device}.yaml"))
-    stream = Stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
+    stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
     if newest:
         stream.restore(newest.cursor)
     held_out = held_out_stream(config)
@@ -68,6 +70,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
     check_memory(group, config.planner.sync)
     resolve_limits(config, records.stored_config(), cost, group)
     stream.max_tokens = config.planner.max_sequence_tokens
+    stream.max_image_tokens = int(config.planner.tokens_per_rank)
     records.write_config(config)
     checkpoints.discard_after(resumed_step)
     records.truncate(resumed_step)
@@ -119,11 +122,11 @@ def check_memory(group: WorkerGroup, sync: str) -> None:
                 f"on each rank, rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; use more or larger devices, {other}or a smaller model")
 
 
-def _opening(config: Config, group: WorkerGroup, stream: Stream, resumed_step: int) -> tuple[str, ...]:
+def _opening(config: Config, group: WorkerGroup, stream: Stream | Mixture, resumed_step: int) -> tuple[str, ...]:
     nodes = len({member["node_id"] for member in group.members})
     model = config.model.preset or config.model.path
     return (
-        f"model {model}, {config.train.precision}; {stream.num_rows} samples in {config.data.path}",
+        f"model {model}, {config.train.precision}; {stream.num_rows} samples in {', '.join(source.path for source in sources_of(config.data))}",
         f"{len(group.workers)} ranks on {config.cluster.device}, {nodes} node{'s' if nodes > 1 else ''}; "
         f"planner {config.planner.name}, sync {config.planner.sync}, at most {config.planner.tokens_per_rank} tokens a rank",
         f"resuming after step {resumed_step}" if resumed_step else f"new run in {config.run.dir}",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.index import ROWS_PER_FRAGMENT, data_files, image_root, index_fragments
-from dhp_ray.schema import Data, Source
+from dhp_ray.schema import Data
 from tests.data.samples import talk, write_rows
 
 
@@ -98,8 +98,9 @@ def test_what_is_not_llava_is_refused_in_one_line(content: str, message: str, tm
     (Data(format="llava", path=""), "data.path: empty; allowed: a file or a folder"),
     (Data(format="llava", path="/absent/rows.json"), "data.path: no file or folder /absent/rows.json"),
     (Data(format="synthetic", path="/absent/rows.parquet"), "/absent/rows.parquet; jobs/prepare_data.py writes it"),
-    (Data(format="webdataset", path="/absent"), "data.format: webdataset is not read yet; allowed: llava, parquet, synthetic"),
-    (Data(format="llava", path="/absent", sources=[Source(path="a")]), "data.sources: mixing"),
+    (Data(format="webdataset", path="/absent"), "data.path: no file or folder /absent"),
+    (Data(format="webdataset", path=__file__), "is no file of the format webdataset; allowed: a name ending in .tar"),
+    (Data(format="huggingface", path=__file__), "is no file of the format huggingface; allowed: a name ending in .parquet or .arrow"),
 ])
 def test_what_is_not_there_is_refused_in_one_line(data: Data, message: str) -> None:
     with pytest.raises(DataError, match=message):

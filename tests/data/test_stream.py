@@ -63,7 +63,8 @@ def test_an_epoch_has_every_row_once(stream: Stream) -> None:
     assert stream.num_rows == 70
     assert sorted(used + skipped) == sorted(f"r{number}" for number in range(70))
     assert sorted(skipped) == sorted(f"r{number}" for number in BAD)
-    assert {item.reason for batch in batches for item in batch.skipped} == {"the conversation is empty; allowed: a list of turns with from and value"}
+    assert {item.reason for batch in batches for item in batch.skipped} == {
+        "the conversation is empty; allowed: a list of turns with from and value, or role and content"}
     assert [len(batch.samples) for batch in batches] == [8] * 8
     assert stream.next_batch(8) is None
 
@@ -144,7 +145,7 @@ def test_samples_beyond_the_cluster_are_skipped(ray_cluster: None, rows: Path) -
 
 def test_windows_join_without_a_seam(ray_cluster: None, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = told(epoch_of(open_stream(rows)))
-    monkeypatch.setattr("dhp_ray.data.stream.WINDOW_FRAGMENTS", 2)
+    monkeypatch.setattr("dhp_ray.data.source_stream.WINDOW_FRAGMENTS", 2)
     assert told(epoch_of(open_stream(rows))) == expected
 
 

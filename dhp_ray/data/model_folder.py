@@ -1,0 +1,53 @@
+"""The files of a model's folder that say how its processor works: chat template and image settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dhp_ray.data.errors import DataError, first_line
+
+PRESET_IMAGE_SETTINGS: dict[str, Any] = {
+    "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3, "rescale_factor": 1 / 255,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+
+
+def folder_template(folder: Path) -> str | None:
+    """The processor's own template, which comes before the tokenizer's."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if (folder / "chat_template.json").is_file():
+        return read_json(folder / "chat_template.json").get("chat_template")
+    return None
+
+
+def folder_image_settings(folder: Path) -> dict[str, Any]:
+    for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+        if (folder / name).is_file():
+            tree = read_json(folder / name)
+            settings = tree if section is None else tree.get(section)
+            if isinstance(settings, dict):
+                break
+    else:
+        raise DataError(f"model.path: {folder} has no preprocessor_config.json")
+    kind = str(settings.get("image_processor_type", ""))
+    if not kind.startswith("Qwen2VLImageProcessor") and not kind.startswith("Qwen2_5_VLImageProcessor"):
+        raise DataError(f"model.path: {folder} has the image processor {kind or '(none)'}; allowed: Qwen2VLImageProcessor")
+    known = set(PRESET_IMAGE_SETTINGS)
+    return PRESET_IMAGE_SETTINGS | {name: value for name, value in settings.items() if name in known}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.path: {path} is not JSON: {first_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise DataError(f"model.path: {path} holds {type(tree).__name__}; allowed: an object")
+    return tree
+
+
+def write_json(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,102 @@
+"""Data sets as Hugging Face's `datasets` leaves them on disk: `save_to_disk`'s folders of Arrow streams, and folders of parquet.
+
+Read with pyarrow alone. A record batch is found by its byte range and mapped, so that a few of its rows cost no more than they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from dhp_ray.data.errors import DataError, first_line
+
+
+def saved_files(path: str) -> list[str]:
+    """The files of a saved set, in its order: Arrow streams, or parquet.
+
+    Raises:
+        DataError: several splits, rows that only an index orders, or no file at all.
+    """
+    splits = _read(os.path.join(path, "dataset_dict.json"))
+    if splits is not None:
+        names = [str(name) for name in splits.get("splits", [])]
+        if len(names) != 1:
+            raise DataError(f"data.path: {path} holds the splits {', '.join(names)}; allowed: one of their folders")
+        return saved_files(os.path.join(path, names[0]))
+    state = _read(os.path.join(path, "state.json"))
+    if state is not None:
+        if state.get("_indices_files") or state.get("_indices_data_files"):
+            raise DataError(f"data.path: {path} orders its rows by an index; allowed: a set saved after flatten_indices()")
+        names = [os.path.basename(str(entry.get("filename", ""))) for entry in state.get("_data_files", []) if isinstance(entry, dict)]
+        missing = next((name for name in names if not os.path.isfile(os.path.join(path, name))), None)
+        if missing is not None or not names:
+            raise DataError(f"data.path: {path}: state.json names {missing or 'no file'}; allowed: a whole folder of save_to_disk")
+        return [os.path.join(path, name) for name in names]
+    found = sorted(os.path.join(folder, name) for folder, folders, names in os.walk(path) for name in names
+                   if name.endswith(".parquet") and not any(part.startswith(".") for part in os.path.relpath(os.path.join(folder, name), path).split(os.sep)))
+    if not found:
+        raise DataError(f"data.path: {path} is no saved set; allowed: a folder of save_to_disk (state.json and .arrow files), or one with .parquet files")
+    return found
+
+
+def scan_arrow(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+    """(start, stop, batch) of every record batch of an Arrow stream; `batch` is mapped.
+
+    Raises:
+        DataError: another kind of file.
+    """
+    try:
+        with pa.memory_map(path) as source:
+            schema = _schema(source, path)
+            while source.tell() < source.size():
+                start = source.tell()
+                try:
+                    message = pa.ipc.read_message(source)
+                except EOFError:  # the end of the stream, as a message of its own
+                    return
+                progress(start)
+                yield start, source.tell(), pa.ipc.read_record_batch(message, schema)
+    except (pa.ArrowException, OSError, EOFError) as error:
+        raise DataError(f"data.path: {path} is not an Arrow stream: {first_line(error)}") from None
+
+
+def arrow_schema(path: str) -> pa.Schema:
+    """The columns of an Arrow stream."""
+    try:
+        with pa.memory_map(path) as source:
+            return _schema(source, path)
+    except (pa.ArrowException, OSError, EOFError) as error:
+        raise DataError(f"data.path: {path} is not an Arrow stream: {first_line(error)}") from None
+
+
+def read_batch(path: str, start: int, stop: int) -> pa.RecordBatch:
+    """The record batch in these bytes of an Arrow stream, mapped."""
+    source = pa.memory_map(path)
+    schema = pa.ipc.read_schema(pa.ipc.read_message(source))
+    source.seek(start)
+    return pa.ipc.read_record_batch(pa.ipc.read_message(source.read_buffer(stop - start)), schema)
+
+
+def _schema(source: pa.MemoryMappedFile, path: str) -> pa.Schema:
+    schema = pa.ipc.read_schema(pa.ipc.read_message(source))
+    encoded = next((field.name for field in schema if pa.types.is_dictionary(field.type)), None)
+    if encoded is not None:
+        raise DataError(f"data.path: {path}: column {encoded} is dictionary-encoded; allowed: plain columns")
+    return schema
+
+
+def _read(path: str) -> dict[str, Any] | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            tree = json.load(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.path: {path} cannot be read: {first_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise DataError(f"data.path: {path} holds {type(tree).__name__}; allowed: an object")
+    return tree

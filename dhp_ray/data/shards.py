@@ -1,0 +1,132 @@
+"""WebDataset shards: tar files in which the members of one key, side by side, are a sample.
+
+    0001.json   the row: conversations or messages; or the list of turns alone
+    0001.txt    in place of it: what the assistant says of the images and videos beside it
+    0001.jpg, 0001.1.png, 0001.mp4, ...   images and videos; the row names them ("1.png" or "0001.1.png"), or they go in order
+
+Nothing is unpacked: members are read where they lie, and those that would run code when read are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK
+from dhp_ray.data.errors import DataError, RowError, first_line
+
+IMAGES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+VIDEOS = ("mp4", "m4v", "mov", "webm", "mkv", "avi")
+PICKLES = ("pkl", "pickle", "pyd", "pt", "pth", "ckpt", "joblib")
+MAX_SAMPLE_BYTES = 2**31
+
+
+def scan_tar(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
+    """(key, start, stop) of every sample, by the members' headers alone.
+
+    Raises:
+        DataError: not an uncompressed tar file, or one that ends early.
+    """
+    try:
+        with tarfile.open(path, "r:") as archive:
+            current, start, stop = None, 0, 0
+            while (member := archive.next()) is not None:
+                archive.members = []  # type: ignore[attr-defined]  # it would keep every one
+                progress(member.offset)
+                if member.isdir():
+                    continue
+                key = split_name(member.name)[0]
+                if key != current:
+                    if current is not None:
+                        yield current, start, stop
+                    current, start = key, member.offset
+                stop = archive.offset
+            if current is not None:
+                yield current, start, stop
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise DataError(f"data.path: {path} is not a tar file that can be read: {first_line(error)}; allowed: uncompressed tar") from None
+
+
+def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The row of a sample's part of the tar file, and its images and videos by the names that the row may use.
+
+    Raises:
+        RowError: members that are refused, or no row among them.
+    """
+    texts: dict[str, bytes] = {}
+    media: dict[str, bytes] = {}
+    shown: dict[str, list[str]] = {"images": [], "videos": []}
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+        for member in archive:
+            if member.isdir():
+                continue
+            extension = split_name(member.name)[1]
+            kind = extension.rpartition(".")[2].lower()
+            if kind in PICKLES:
+                raise RowError(f"member {member.name} is a pickle, which can run code when read; allowed: json, txt, images and videos")
+            if not member.isreg() or member.issparse():
+                raise RowError(f"member {member.name} is a link or another special file; allowed: plain files")
+            if kind not in ("json", "txt", *IMAGES, *VIDEOS):
+                continue
+            file = archive.extractfile(member)
+            content = file.read() if file else b""
+            if len(content) != member.size:
+                raise RowError(f"member {member.name} is cut short")
+            if kind in ("json", "txt"):
+                texts.setdefault(kind, content)
+                continue
+            shown["images" if kind in IMAGES else "videos"].append(member.name)
+            media |= {extension: content, member.name.rpartition("/")[2]: content, member.name: content}
+    fields = _fields(texts, {name: len(names) for name, names in shown.items()})
+    for plural, names in shown.items():
+        if names and all(fields.get(column) is None for column in (plural, plural[:-1])) and not _has_own(fields):
+            fields[plural] = names
+    return fields, media
+
+
+def first_key(data: bytes) -> str:
+    """The key of a sample's part of a tar file."""
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+        member = archive.next()
+        while member is not None and member.isdir():
+            member = archive.next()
+        return split_name(member.name)[0] if member else ""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(key, extension) of a member: the extension begins at the first dot of the file's name."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, extension = file.partition(".")
+    return f"{folder}{slash}{stem}", extension
+
+
+def _fields(texts: dict[str, bytes], counts: dict[str, int]) -> dict[str, Any]:
+    if "json" in texts:
+        try:
+            row = json.loads(texts["json"])
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"the member json is not JSON: {first_line(error)}") from None
+        row = {"conversations": row} if isinstance(row, list) else row
+        if not isinstance(row, dict):
+            raise RowError(f"the member json holds {type(row).__name__}; allowed: an object, or a list of turns")
+        return dict(row)
+    if "txt" not in texts:
+        raise RowError("the sample has neither a member json nor txt")
+    try:
+        caption = texts["txt"].decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise RowError(f"the member txt is not UTF-8 text: {first_line(error)}") from None
+    marks = IMAGE_MARK * counts["images"] + VIDEO_MARK * counts["videos"]
+    # As parts: a caption that spells a mark is text.
+    return {"messages": [{"role": "user", "content": marks}, {"role": "assistant", "content": [{"type": "text", "text": caption}]}]}
+
+
+def _has_own(fields: dict[str, Any]) -> bool:
+    """Whether the parts of a row's messages name their images and videos."""
+    messages = fields.get("messages")
+    contents = [message.get("content") for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return any(part.get(name) is not None for part in parts for name in ("image", "video", "image_url", "video_url", "path"))

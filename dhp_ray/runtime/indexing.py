@@ -1,0 +1,49 @@
+"""Shows how far the index of a large data set is. The job's process makes it, so that a person sees it; the driver finds it kept."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dhp_ray.data.errors import DataError
+from dhp_ray.data.index import KEPT_FROM_BYTES, Progress, data_files, index_fragments, sources_of
+from dhp_ray.schema import Data
+
+LINE_EVERY_S = 10.0
+
+
+def index_ahead(data: Data) -> None:
+    """Make the index of much data where there is none yet. What is wrong with the data is for the driver to say."""
+    for source in sources_of(data):
+        try:
+            if sum(os.path.getsize(path) for path in data_files(source)) >= KEPT_FROM_BYTES:
+                with progress_bar(source) as progress:
+                    index_fragments(source, progress)
+        except (DataError, OSError):
+            return
+
+
+@contextmanager
+def progress_bar(data: Data) -> Iterator[Progress]:
+    """On a terminal a bar on standard error, elsewhere a line now and then; neither for an index that is there."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"indexing {data.path}", total=None, visible=False)
+        said = time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            nonlocal said
+            bar.update(task, completed=done, total=total, visible=True)
+            if not console.is_terminal and time.monotonic() - said >= LINE_EVERY_S:
+                said = time.monotonic()
+                print(f"indexing {data.path}: {100 * done // total} %", file=sys.stderr, flush=True)
+
+        yield show

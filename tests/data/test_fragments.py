@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dhp_ray.data import index
+from dhp_ray.data.fragments import Fragment, Fragments, FragmentWriter, cache_folder
+from dhp_ray.data.index import index_fragments
+from dhp_ray.schema import Data
+from tests.data.samples import talk, write_rows
+
+
+def test_a_table_holds_what_was_added() -> None:
+    made = [Fragment("a.json", "json", 0, 2, 0, ((1, 5), (7, 9)), ((1, "größer"),)), Fragment("b.parquet", "parquet", 0, 7, 3),
+            Fragment("a.json", "json", 2, 1, 0, ((10, 2**40),))]
+    writer = FragmentWriter()
+    for fragment in made:
+        writer.add(fragment)
+    table = Fragments(writer.table())
+    assert list(table) == made
+    assert (len(table), table.num_rows, table[-1], table[1:]) == (3, 10, made[2], made[1:])
+    assert list(Fragments(FragmentWriter().table())) == []
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DHP_RAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(index, "KEPT_FROM_BYTES", 100)
+    assert cache_folder() == tmp_path / "cache"
+    return tmp_path / "cache"
+
+
+def test_an_index_is_made_once_and_again_when_the_file_changes(cache: Path, tmp_path: Path) -> None:
+    rows = [{"id": f"r{number % 60}", "conversations": talk("a", "b")} for number in range(70)]
+    data = Data(format="llava", path=str(write_rows(tmp_path / "rows.jsonl", rows)))
+    seen: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    first = list(index_fragments(data, progress))
+    size = os.path.getsize(data.path)
+    assert seen[-1] == (size, size)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    seen.clear()
+    assert list(index_fragments(data, progress)) == first
+    assert not seen
+    write_rows(tmp_path / "rows.jsonl", rows[:40])
+    assert index_fragments(data, progress).num_rows == 40
+    assert seen
+    assert len(list(cache.glob("*.arrow"))) == len(list(cache.iterdir())) == 2
+
+
+def test_a_damaged_index_is_made_again(cache: Path, tmp_path: Path) -> None:
+    data = Data(format="llava", path=str(write_rows(tmp_path / "rows.jsonl", [{"conversations": talk("a", "b")}] * 40)))
+    expected = list(index_fragments(data))
+    for content in (b"", b"ARROW1 and no more", next(cache.glob("*.arrow")).read_bytes()[:200]):
+        next(cache.glob("*.arrow")).write_bytes(content)
+        assert list(index_fragments(data)) == expected
+
+
+def test_a_cache_that_cannot_be_written_is_no_hindrance(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache.write_text("a file in its place")
+    data = Data(format="llava", path=str(write_rows(tmp_path / "rows.jsonl", [{"conversations": talk("a", "b")}] * 40)))
+    assert index_fragments(data).num_rows == 40
+    assert "the index of the data cannot be kept in" in caplog.text
+
+
+def test_ids_that_no_log_line_can_hold_are_replaced(tmp_path: Path) -> None:
+    ids = ["a\nb", "x" * 201, "\ud800", "fine"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"id": name, "conversations": []}) for name in ids))
+    fragment = index_fragments(Data(format="llava", path=str(tmp_path / "rows.jsonl")))[0]
+    assert fragment.names == ((0, "rows#000000"), (1, "rows#000001"), (2, "rows#000002"))

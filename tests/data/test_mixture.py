@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dhp_ray.data.errors import DataError
+from dhp_ray.data.mixture import Mixture, furthest_behind, open_stream, rows_given, shares
+from dhp_ray.data.stream import Batch, Stream, read_rows
+from dhp_ray.schema import Data, Model, Source
+from tests.data.samples import talk, write_rows
+
+TINY = Model(preset="tiny")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    """40 rows of JSON, one of them bad, and 10 of parquet; three to one."""
+    folder = tmp_path_factory.mktemp("sources")
+    write_rows(folder / "large.json", [{"id": f"a{number}", "conversations": talk("a", "b") if number != 7 else []} for number in range(40)])
+    pq.write_table(pa.table({"id": [f"b{number}" for number in range(10)], "conversations": [talk("c", "d")] * 10}), folder / "small.parquet", row_group_size=4)
+    return Data(format="llava", sources=[Source(path=str(folder / "large.json"), weight=1.5),
+                                         Source(path=str(folder / "small.parquet"), weight=0.5, format="parquet")])
+
+
+@pytest.fixture
+def mixture(ray_cluster: None, data: Data) -> Iterator[Mixture]:
+    opened = open_stream(data, TINY, seed=3)
+    assert isinstance(opened, Mixture)
+    yield opened
+    opened.close()
+
+
+def told(batch: Batch | None) -> object:
+    assert batch is not None
+    return (batch.epoch, batch.samples, batch.skipped, batch.cursor)
+
+
+def test_batches_have_every_source_in_its_share(mixture: Mixture) -> None:
+    batches = []
+    for epoch in (0, 1):
+        while (batch := mixture.next_batch(8)) is not None:
+            assert batch.epoch == epoch
+            batches.append(batch)
+        mixture.start_epoch(epoch + 1)
+    ids = [sample.id for batch in batches for sample in batch.samples]
+    bad = [item.id for batch in batches for item in batch.skipped]
+    assert bad in (["0/a7"], ["0/a7", "0/a7~2"])
+    assert len(set(ids)) == len(ids) == 100 - len(bad)
+    for batch in batches:
+        assert abs(sum(sample.id.startswith("1/") for sample in batch.samples) - len(batch.samples) / 4) <= 1
+    passes = Counter((name[0], name.partition("~")[2]) for name in ids)
+    assert passes["1", ""] == passes["1", "2"] == 10  # all of the small source before any again
+    assert {name for name in ids if name.startswith("0/") and "~" not in name} == {f"0/a{number}" for number in range(40) if number != 7}
+    orders = ["".join(name.partition("~")[0][3:] for name in ids if name.startswith("1/") and name.partition("~")[2] == part) for part in ("", "2")]
+    assert orders[0] != orders[1]
+
+
+def test_the_payload_is_the_samples(mixture: Mixture) -> None:
+    import ray
+
+    batch = mixture.next_batch(12)
+    assert batch is not None
+    for sample in batch.samples:
+        reference, row = batch.payload[sample.id]
+        assert read_rows(ray.get(reference), [row])[0]["id"] == sample.id
+
+
+def test_a_restored_cursor_goes_on_exactly(mixture: Mixture, data: Data) -> None:
+    first = mixture.next_batch(8)
+    assert first is not None
+    undisturbed = [told(mixture.next_batch(8)) for _ in range(5)]
+    mixture.start_epoch(1)
+    undisturbed.append(told(mixture.next_batch(8)))
+    again = open_stream(data, TINY, seed=3)
+    again.restore(json.loads(json.dumps(first.cursor)))
+    assert [told(again.next_batch(8)) for _ in range(5)] == undisturbed[:5]
+    again.start_epoch(1)
+    assert told(again.next_batch(8)) == undisturbed[5]
+    again.close()
+    with pytest.raises(DataError, match="have 50 rows, the saved run's had 49"):
+        again.restore(first.cursor | {"num_rows": 49})
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(0, 300))
+def test_counts_follow_the_shares(weights: list[float], num_rows: int) -> None:
+    parts = shares(weights)
+    given_rows = rows_given(parts, num_rows)
+    assert given_rows.sum() == num_rows
+    assert np.abs(given_rows - parts * num_rows).max() <= len(parts)
+    following = given_rows.copy()
+    following[furthest_behind(given_rows, parts)] += 1
+    assert np.array_equal(following, rows_given(parts, num_rows + 1))
+
+
+def test_one_path_is_a_plain_stream(ray_cluster: None, data: Data) -> None:
+    assert isinstance(open_stream(Data(format="llava", path=data.sources[0].path), TINY, 0), Stream)
+
+
+def test_a_source_that_is_not_there_is_named(data: Data) -> None:
+    with pytest.raises(DataError, match="no file or folder /absent"):
+        open_stream(Data(format="llava", sources=[*data.sources, Source(path="/absent")]), TINY, 0)

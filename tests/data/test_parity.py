@@ -1,0 +1,163 @@
+"""The same 12 conversations in every format are the same sequences and pixels."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dhp_ray.data.conversation import turns_of
+from dhp_ray.data.index import image_root, index_fragments
+from dhp_ray.data.processor import ProcessorSpec
+from dhp_ray.data.reader import ReadFragments, read_rows
+from dhp_ray.runtime.prefetch import pixels_of
+from dhp_ray.schema import Data, Model
+from tests.data.samples import picture, processor, talk, video, write_rows
+
+PROCESSOR = processor()
+PICTURES = {f"{number}.png": picture(60 + 20 * number, 90) for number in range(3)} | {"turned.jpg": picture(120, 60, "JPEG", quality=90)}
+FILM = {"film.mp4": video(24, 84, 56)}
+Row = dict[str, Any]
+
+
+def rows() -> list[Row]:
+    """Several turns, none to three images, and a video beside an image in the last."""
+    names = list(PICTURES)
+    made = []
+    for number in range(11):
+        shown = [names[(number + place) % len(names)] for place in range(number % 4)]
+        first = "".join(f"<image>\nPicture {place}. " for place in range(len(shown) - (number == 7))) + "What is it?"
+        second = "And <image> this?" if number == 7 else "Sure?"
+        made.append({"id": f"talk-{number:02d}", "images": shown, "videos": [],
+                     "conversations": talk(first, f"Thing {number}.", second, "größer " * number + "yes")})
+    film = talk("<image>\n<video>\nWhere does it go?", "Down.", "And then?", "Right.")
+    made.append({"id": "talk-11", "images": names[:1], "videos": ["film.mp4"], "conversations": [{"from": "system", "value": "Be brief."}, *film]})
+    return made
+
+
+def messages_of(row: Row, with_sources: bool) -> list[Row]:
+    """The conversation in OpenAI's form, with parts that take the columns' next, or bring what they show."""
+    media = iter([*row["images"], *row["videos"]])  # the only video comes last
+    messages = []
+    for turn in turns_of(row["conversations"]):
+        parts: list[Row] = []
+        for part in turn.parts:
+            if part.kind == "text":
+                parts.append({"type": "text", "text": part.text})
+            elif not with_sources:
+                parts.append({"type": part.kind})
+            else:
+                name = next(media)
+                uri = f"data:image/png;base64,{base64.b64encode(PICTURES[name]).decode()}" if name in PICTURES else ""
+                parts.append({"type": "image_url", "image_url": {"url": uri}} if uri else {"type": "video", "video": name})
+        messages.append({"role": turn.role, "content": parts if turn.media or with_sources else turn.text})
+    return messages
+
+
+def write_llava(folder: Path) -> Data:
+    write_files(folder)
+    write_rows(folder / "rows.json", [{key: value for key, value in row.items() if value} for row in rows()])
+    return Data(format="llava", path=str(folder / "rows.json"))
+
+
+def write_jsonl(folder: Path) -> Data:
+    write_files(folder)
+    write_rows(folder / "rows.jsonl", [row | {"image": row["images"][0] if len(row["images"]) == 1 else row["images"], "images": None} for row in rows()])
+    return Data(format="llava", path=str(folder))
+
+
+def write_messages(folder: Path) -> Data:
+    write_files(folder)
+    write_rows(folder / "rows.jsonl", [{"id": row["id"], "messages": messages_of(row, with_sources=True)} for row in rows()])
+    return Data(format="llava", path=str(folder))
+
+
+def table(messages: bool) -> pa.Table:
+    """With the images and videos in the rows; the talks as structs, or as JSON text."""
+    found = []
+    for row in rows():
+        talks: Row = {"messages": json.dumps(messages_of(row, with_sources=False))} if messages else {"conversations": row["conversations"]}
+        found.append({"id": row["id"], "images": [{"bytes": PICTURES[name], "path": None} for name in row["images"]],
+                      "videos": [FILM[name] for name in row["videos"]], **talks})
+    return pa.Table.from_pylist(found)
+
+
+def write_parquet(folder: Path) -> Data:
+    pq.write_table(table(messages=False), folder / "rows.parquet", row_group_size=5)
+    return Data(format="parquet", path=str(folder))
+
+
+def write_saved_set(folder: Path) -> Data:
+    """As `datasets.Dataset.save_to_disk` does, in two files, inside a set of one split."""
+    split = folder / "train"
+    split.mkdir()
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name, part in zip(names, (table(messages=True).slice(0, 7), table(messages=True).slice(7))):
+        with pa.OSFile(str(split / name), "wb") as file, pa.ipc.new_stream(file, part.schema) as writer:
+            writer.write_table(part, max_chunksize=3)
+    (split / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+    (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    return Data(format="huggingface", path=str(folder))
+
+
+def write_hub_folder(folder: Path) -> Data:
+    (folder / "data").mkdir()
+    pq.write_table(table(messages=True), folder / "data" / "train-00000-of-00001.parquet")
+    return Data(format="huggingface", path=str(folder))
+
+
+def write_shards(folder: Path) -> Data:
+    for shard, part in enumerate((rows()[:5], rows()[5:])):
+        with tarfile.open(folder / f"{shard:04d}.tar", "w", format=tarfile.GNU_FORMAT if shard else tarfile.PAX_FORMAT) as archive:
+            for row in part:
+                names = {name: f"{place}.{name.rpartition('.')[2]}" for place, name in enumerate([*row["images"], *row["videos"]])}
+                fields = {"conversations": row["conversations"]} | ({"images": [names[name] for name in row["images"]]} if shard == 0 else {})
+                members = {"json": json.dumps(fields).encode()} | {names[name]: (PICTURES | FILM)[name] for name in names}
+                for extension, content in members.items():
+                    member = tarfile.TarInfo(f"{row['id']}.{extension}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    return Data(format="webdataset", path=str(folder))
+
+
+def write_files(folder: Path) -> None:
+    for name, content in (PICTURES | FILM).items():
+        (folder / name).write_bytes(content)
+
+
+def records(data: Data) -> dict[str, Row]:
+    fragments = index_fragments(data)
+    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)} for number, fragment in enumerate(fragments)]
+    block = ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data), 0)(pa.Table.from_pylist(items))
+    return {record["id"]: record for record in read_rows(block, list(range(block.num_rows)))}
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_messages, write_parquet, write_saved_set, write_hub_folder, write_shards])
+def test_every_format_gives_the_same_sequences_andpixels_of(write: Callable[[Path], Data], tmp_path: Path) -> None:
+    (tmp_path / "expected").mkdir()
+    (tmp_path / "found").mkdir()
+    expected, found = records(write_llava(tmp_path / "expected")), records(write(tmp_path / "found"))
+    assert sorted(found) == sorted(expected) == sorted(row["id"] for row in rows())
+    for name, record in expected.items():
+        other = found[name]
+        assert (record["error"], other["error"]) == ("", ""), name
+        for key in ("input_ids", "labels", "grids", "media", "seconds"):
+            assert np.array_equal(record[key], other[key]), (name, key)
+        here = (True,) * len(record["grids"])
+        for one, two in zip(pixels_of(record, here, PROCESSOR), pixels_of(other, here, PROCESSOR), strict=True):
+            assert one is not None
+            assert np.array_equal(one, two), name
+    film = expected["talk-11"]
+    assert film["grids"][1][0] > 1
+    assert film["seconds"][0] == 0 < film["seconds"][1]
+    assert (film["input_ids"] == PROCESSOR.token_ids["video"]).sum() == np.prod(film["grids"][1]) // 4
