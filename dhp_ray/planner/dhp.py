@@ -1,6 +1,7 @@
 """The planner of dhp_ray: the schedule of its mode, or a baseline's plan where that is better.
 
-Near the lower bound no baseline can be better by much, so the baselines are asked only where the plan is farther from it, or the batch is small.
+Near the lower bound no baseline can be better by much, so the baselines are asked only where the plan is farther from it, or the batch is small. (Of a huge
+batch they would take seconds.)
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dhp_ray.planner.problem import Placement, Problem
 from dhp_ray.planner.static import static
 from dhp_ray.planner.step import dhp_step
 
-NEAR, SMALL = 1e-2, 10_000
-"""A plan of more than SMALL items x ranks is compared with the baselines if it is more than this share above the bound."""
+NEAR, SMALL, HUGE = 1e-2, 10_000, 20_000
+"""A plan of more than SMALL sequences x ranks is compared with the baselines if it is more than NEAR (a share) above the bound; one of more than HUGE
+sequences is not."""
 
 
 def dhp(problem: Problem) -> list[Placement]:
@@ -24,7 +26,8 @@ def dhp(problem: Problem) -> list[Placement]:
     plans = [dhp_micro_batch(problem)] if problem.sync == "micro_batch" else dhp_step(problem, bound_s - fixed_s)
     times = [_time_s(problem, plan) for plan in plans]
     gap = (min(times) - fixed_s) / (bound_s - fixed_s) - 1
-    if gap > 1e-6 and (gap > NEAR or len(problem.samples) * problem.cluster.num_ranks <= SMALL):
+    count = len(problem.samples)
+    if gap > 1e-6 and count <= HUGE and (gap > NEAR or count * problem.cluster.num_ranks <= SMALL):
         plans += [baseline(problem) for baseline in (static, pow2, dhp_paper)]
         times += [_time_s(problem, plan) for plan in plans[len(times):]]
     return plans[times.index(min(times))]

@@ -24,6 +24,9 @@ from dhp_ray.planner.problem import Placement, Problem
 MAKESPANS, SPAN = 24, 6.0
 """Makespans that are tried for one micro-batch, and the longest over the shortest of them."""
 
+LARGE = 4096
+"""Sequences beyond which a quarter of the makespans must do."""
+
 WASTE = 1.05
 """What the rest of a partial plan is taken to need, over its lower bound."""
 
@@ -107,7 +110,8 @@ class Lockstep:
         alone = self.alone(row)
         room = self.machine.tokens_per_rank * self.items.minimum_degree[row] / self.items.tokens[row]
         longest = float(alone[0]) * max(1.0, float(room))
-        return np.geomspace(longest, max(float(alone[-1]), longest / SPAN), MAKESPANS).tolist()  # type: ignore[no-any-return]
+        count = MAKESPANS if len(self.order) <= LARGE else MAKESPANS // 4
+        return np.geomspace(longest, max(float(alone[-1]), longest / SPAN), count).tolist()  # type: ignore[no-any-return]
 
     def alone(self, row: int) -> np.ndarray:
         """Times of a sequence on the degrees that it may take, falling."""

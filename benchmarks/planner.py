@@ -1,0 +1,165 @@
+"""The planner's figures: modelled step times beside its peers', the gap to the lower bound, planning times, reuse of groups.
+
+    DHP_RAY_TEST_DATA=FOLDER python benchmarks/planner.py [peers] [gap] [honest] [time] [speeds] [pool]     (none: all)
+
+FOLDER holds `cost/flexsp_gpt7b_a800.yaml` and `lengths/`. Times are seconds of the cost model, tokens_per_rank 8192, 8 ranks a node, unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, plan_batch, warm_up
+
+FOLDER = Path(os.environ.get("DHP_RAY_TEST_DATA", "data"))
+TOKENS_PER_RANK = 8192
+
+# Modelled seconds of one run of each peer under the same cost file: Megatron main, Megatron dev, the DHP reference, FlexSP (5 s of MILP), and total compute
+# over ranks. Megatron main's plans hold up to 4.8 times the token cap.
+PEERS = {(128, 8): (20.39, 21.42, 21.84, 22.13), (128, 64): (4.86, 4.86, 5.01, 5.20), (512, 64): (8.91, 8.62, 9.26, 9.77),
+         (2048, 64): (63.86, 73.63, 73.77, 86.03), (512, 512): (4.00, 4.00, 1.84, 2.39), (2048, 512): (15.86, 12.88, 11.94, 12.16),
+         (512, 1024): (4.00, 2.91, 1.30, 1.60), (2048, 1024): (9.23, 9.23, 6.13, 7.26)}
+
+
+def published_cost() -> CostModel:
+    return CostModel.load(FOLDER / "cost" / "flexsp_gpt7b_a800.yaml")
+
+
+def bimodal(count: int, num_ranks: int, seed: int = 0) -> np.ndarray:
+    """5 % long (median 40,000), 95 % short (median 735) lognormal lengths."""
+    generator = np.random.default_rng(seed)
+    is_long = generator.random(count) < 0.05
+    lengths = np.where(is_long, np.exp(generator.normal(10.6, 0.6, count)), np.exp(generator.normal(6.6, 0.7, count)))
+    return np.clip(lengths, 64, min(131072, TOKENS_PER_RANK * num_ranks)).astype(int)
+
+
+def drawn(name: str, count: int, num_ranks: int, seed: int) -> np.ndarray:
+    """`count` lengths of a set, at most what the ranks hold."""
+    if name == "bimodal":
+        return bimodal(count, num_ranks, seed)
+    generator, folder = np.random.default_rng(seed), FOLDER / "lengths"
+    if name == "internvid":
+        bins = np.array(json.loads((folder / "internvid_clip_seconds.json").read_text())["bins_s"], dtype=float)
+        chosen = bins[generator.choice(len(bins), count, p=bins[:, 2] / bins[:, 2].sum())]
+        lengths = np.maximum(4, np.ceil(generator.uniform(chosen[:, 0], chosen[:, 1]))).astype(int) * 256 + 60
+    else:
+        files = {"wikipedia": ["wikipedia_sample"], "internvl": ["internvl_ai2d", "internvl_chartqa"]}[name]
+        known = np.concatenate([np.loadtxt(folder / f"{file}.csv", skiprows=1, delimiter=",", dtype=int, usecols=0) for file in files])
+        lengths = generator.choice(known, count)
+    return np.minimum(lengths, TOKENS_PER_RANK * num_ranks)
+
+
+def planned(lengths: np.ndarray, num_ranks: int, cost: CostModel, *, tokens_per_rank: int = TOKENS_PER_RANK, speeds: tuple[float, ...] = (),
+            pool: tuple[tuple[int, ...], ...] = (), planner: str = "dhp", sync: str = "step") -> Plan:
+    samples = [Sample(str(row), int(length)) for row, length in enumerate(lengths)]
+    return plan_batch(samples, ClusterSpec(num_ranks, 8, tokens_per_rank, speeds), cost, planner=planner, sync=sync, pool=pool)
+
+
+def gap_of(plan: Plan, cost: CostModel) -> float:
+    """How far a plan of one micro-batch or step is above its bound, fixed costs left out on both sides."""
+    return (plan.predicted_time_s - cost.fixed_s) / (plan.lower_bound_s - cost.fixed_s) - 1
+
+
+def peers(cost: CostModel) -> None:
+    print("\n## Beside the peers\n")
+    print("| sequences/ranks | Megatron main | Megatron dev | DHP reference | FlexSP | static_best | dhp micro_batch (bound) | dhp step (bound) | step over best peer |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for (count, num_ranks), others in PEERS.items():
+        lengths = bimodal(count, num_ranks)
+        static, lockstep, step = (planned(lengths, num_ranks, cost, planner=planner, sync=sync) for planner, sync in (
+            ("static_best", "micro_batch"), ("dhp", "micro_batch"), ("dhp", "step")))
+        floor = step.lower_bound_s / min(others)
+        print(f"| {count}/{num_ranks} | {' | '.join(f'{other:.2f}' for other in others)} | {static.predicted_time_s:.2f} "
+              f"| {lockstep.predicted_time_s:.2f} ({lockstep.lower_bound_s:.2f}) | {step.predicted_time_s:.2f} ({step.lower_bound_s:.2f}) "
+              f"| {step.predicted_time_s / min(others):.2f}{f', at least {floor:.2f}' if floor > 0.8 else ''} |")
+
+
+def gap(cost: CostModel) -> None:
+    print("\n## Gap of sync=step to its lower bound, worst of 5 seeds, fixed costs left out\n")
+    print("| lengths | sequences a rank | 8 ranks | 64 ranks | 512 ranks | allowed |\n|---|---|---|---|---|---|")
+    for name in ("bimodal", "wikipedia", "internvl", "internvid"):
+        for each, allowed in ((2, 15), (4, 10), (8, 1), (16, 1)):
+            cells = [max(gap_of(planned(drawn(name, each * num_ranks, num_ranks, seed), num_ranks, cost), cost) for seed in range(5))
+                     for num_ranks in (8, 64, 512)]
+            print(f"| {name} | {each} | {' | '.join(f'{100 * cell:.2f} %' for cell in cells)} | {allowed} % |")
+
+
+def honest(cost: CostModel) -> None:
+    print("\n## With a price on every pack, and at equal device memory: step / micro_batch seconds\n")
+    print("Per pack: this share of fixed_s for each pack, in both modes. Equal memory: 7e9 parameters on devices of 80 GB; `step` keeps 6 bytes a parameter whole")
+    print("and 12 sharded, `micro_batch` 18 sharded; what is left holds tokens, 8192 in `micro_batch`.\n")
+    print("| sequences/ranks | fixed_s per step | 10 % per pack | 50 % per pack | 100 % per pack | equal memory (tokens in step) |\n|---|---|---|---|---|---|")
+    for count, num_ranks in PEERS:
+        lengths, cells = bimodal(count, num_ranks), []
+        for share in (0.0, 0.1, 0.5, 1.0):
+            charged = replace(cost, pack_s=share * cost.fixed_s, _cache={})
+            cells.append([planned(lengths, num_ranks, charged, sync=sync).predicted_time_s for sync in ("step", "micro_batch")])
+        tokens = int(TOKENS_PER_RANK * (80e9 - 42e9 - 84e9 / num_ranks) / (80e9 - 126e9 / num_ranks))
+        try:
+            step_s = f"{planned(lengths, num_ranks, cost, tokens_per_rank=tokens).predicted_time_s:.2f}"
+        except PlanError:
+            step_s = "longest does not fit"
+        print(f"| {count}/{num_ranks} | {' | '.join(f'{step:.2f} / {lockstep:.2f}' for step, lockstep in cells)} | {step_s} / {cells[0][1]:.2f} ({tokens}) |")
+
+
+def time_it(cost: CostModel) -> None:
+    print("\n## Planning time, median of 20 after the first call [ms]\n")
+    print("| sequences/ranks | step | micro_batch | allowed |\n|---|---|---|---|")
+    for count, num_ranks, allowed in ((512, 64, 3), (2048, 512, 10), (2048, 1024, 20), (16384, 4096, 60)):
+        lengths, cells = bimodal(count, num_ranks), []
+        for sync in ("step", "micro_batch"):
+            times = [planned(lengths, num_ranks, cost, sync=sync).planning_time_s for _ in range(21 if sync == "step" or count < 16384 else 4)][1:]
+            cells.append(f"{1e3 * statistics.median(times):.1f}")
+        print(f"| {count}/{num_ranks} | {' | '.join(cells)} | {allowed} |")
+
+
+def speeds(cost: CostModel) -> None:
+    print("\n## Unequal speeds: gap of sync=step to its bound, worst of 5 seeds\n")
+    print("| lengths | sequences a rank | one of 8 ranks at a third | 64 ranks, 5 % spread |\n|---|---|---|---|")
+    for name in ("bimodal", "wikipedia", "internvl", "internvid"):
+        for each in (4, 8, 16):
+            slow = (1.0,) * 5 + (1 / 3,) + (1.0,) * 2
+            third = max(gap_of(planned(drawn(name, each * 8, 8, seed), 8, cost, speeds=slow), cost) for seed in range(5))
+            spread = max(gap_of(planned(drawn(name, each * 64, 64, seed), 64, cost, speeds=tuple(
+                np.clip(np.random.default_rng(seed + 100).normal(1, 0.05, 64), 0.7, 1.3))), cost) for seed in range(5))
+            print(f"| {name} | {each} | {100 * third:.2f} % | {100 * spread:.2f} % |")
+
+
+def pool(cost: CostModel) -> None:
+    print("\n## Reuse of groups: 200 batches of Wikipedia lengths, 64 ranks, a pool of 32 (least recently used goes)\n")
+    print("| sequences a batch | uses after 20 batches | hits | makespan over placement without reuse |\n|---|---|---|---|")
+    for count in (256, 512, 1024):
+        known: list[tuple[int, ...]] = []
+        uses, hits, time_s, alone_s = 0, 0, 0.0, 0.0
+        for batch in range(200):
+            lengths = drawn("wikipedia", count, 64, batch)
+            plan = planned(lengths, 64, cost, pool=tuple(known))
+            time_s += plan.predicted_time_s - cost.fixed_s
+            alone_s += planned(lengths, 64, cost).predicted_time_s - cost.fixed_s
+            for group in plan.groups:
+                if group.degree > 1:
+                    uses += batch >= 20
+                    hits += batch >= 20 and group.ranks in known
+                    known = [*(ranks for ranks in known if ranks != group.ranks), group.ranks][-32:]
+        print(f"| {count} | {uses} | {100 * hits / uses:.1f} % | {100 * (time_s / alone_s - 1):+.2f} % |")
+
+
+TABLES = {"peers": peers, "gap": gap, "honest": honest, "time": time_it, "speeds": speeds, "pool": pool}
+
+if __name__ == "__main__":
+    begin = time.perf_counter()
+    print(f"compiled in {warm_up():.1f} s", end="")
+    first = time.perf_counter()
+    planned(bimodal(512, 64), 64, published_cost())
+    print(f"; first call after that {time.perf_counter() - first:.3f} s")
+    for name in sys.argv[1:] or TABLES:
+        TABLES[name](published_cost())
+    print(f"\n{time.perf_counter() - begin:.0f} s in all")

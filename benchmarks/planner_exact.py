@@ -1,0 +1,84 @@
+"""The planner against the exact optimum of small cases, by OR-tools CP-SAT (in the dev extra).
+
+    python benchmarks/planner_exact.py [cases=200]
+
+The exact model: every sequence by itself, on any number of ranks that holds it, at any time; at most N ranks busy at once. Where communication adds up (all to
+all) and a pack costs nothing by itself, packing cannot beat that, so its optimum is the optimum.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+
+from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
+from dhp_ray.planner.problem import Problem, problem_of
+
+COST = CostModel(quadratic_s=5.128e-9, linear_s=1.839576e-4, comm_bytes_per_token=2097152, fixed_s=0.0,
+                 bandwidth_bytes_per_s={2: 1.2535e11, 4: 1.0913e11, 8: 1.0119e11, 16: 1.0832e10})
+TICKS = 20_000
+"""Ticks of the exact model's clock in the planner's makespan."""
+
+
+def case(seed: int) -> tuple[list[Sample], ClusterSpec]:
+    """2 to 6 ranks, 2 to 8 sequences, lognormal lengths up to what the ranks hold."""
+    generator = np.random.default_rng(seed)
+    num_ranks, count = int(generator.integers(2, 7)), int(generator.integers(2, 9))
+    median = generator.choice([1000.0, 4000.0, 10000.0])
+    lengths = np.clip(np.exp(generator.normal(np.log(median), generator.uniform(0.3, 1.5), count)), 64, 8192 * num_ranks).astype(int)
+    return [Sample(str(row), int(length)) for row, length in enumerate(lengths)], ClusterSpec(num_ranks, 8, 8192)
+
+
+def optimum_s(problem: Problem, makespan_s: float, limit_s: float = 10.0) -> tuple[float, bool]:
+    """The shortest makespan (at most rounded down), and whether it is proven; `makespan_s` is one that can be had."""
+    from ortools.sat.python import cp_model
+
+    model, num_ranks, tick_s = cp_model.CpModel(), problem.cluster.num_ranks, makespan_s / TICKS
+    end = model.new_int_var(0, TICKS, "makespan")
+    intervals, demands, energy = [], [], []
+    for row in range(len(problem.samples)):
+        choices = []
+        for degree in range(int(problem.minimum_degree[row]), num_ranks + 1):
+            exposed = problem.tables.transfer_s[0, degree] * problem.tokens[row]
+            ticks = int((problem.language_s[row] / degree + exposed) / tick_s)
+            if ticks > TICKS:
+                continue
+            start, chosen = model.new_int_var(0, TICKS - ticks, ""), model.new_bool_var("")
+            intervals.append(model.new_optional_fixed_size_interval_var(start, ticks, chosen, ""))
+            demands.append(degree)
+            model.add(end >= start + ticks).only_enforce_if(chosen)
+            choices.append(chosen)
+            energy.append(degree * ticks * chosen)
+        model.add_exactly_one(choices)
+    model.add_cumulative(intervals, demands, num_ranks)
+    model.add(sum(energy) <= num_ranks * end)  # follows; helps the proof
+    model.minimize(end)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = limit_s
+    solver.parameters.num_workers = 1
+    status = solver.solve(model)
+    return solver.best_objective_bound * tick_s, status == cp_model.OPTIMAL
+
+
+def compare(seed: int) -> tuple[float, float, bool]:
+    """Gap of the plan above the optimum, gap of the optimum above the bound (negative: the bound is wrong), and whether the optimum is proven."""
+    samples, cluster = case(seed)
+    plan = plan_batch(samples, cluster, COST)
+    exact_s, proven = optimum_s(problem_of(samples, cluster, COST, "step"), plan.predicted_time_s)
+    return plan.predicted_time_s / exact_s - 1, exact_s / plan.lower_bound_s - 1, proven
+
+
+def main(cases: int) -> None:
+    begin = time.perf_counter()
+    results = [compare(seed) for seed in range(cases)]
+    gaps = np.array([gap for gap, _, _ in results])
+    slack = np.array([slack for _, slack, _ in results])
+    print(f"{cases} cases, {sum(proven for _, _, proven in results)} proven optimal, {time.perf_counter() - begin:.0f} s")
+    print(f"plan above the optimum:  mean {100 * gaps.mean():.2f} %, worst {100 * gaps.max():.2f} % (seed {gaps.argmax()})")
+    print(f"optimum above the bound: mean {100 * slack.mean():.2f} %, least {100 * slack.min():.4f} %")
+
+
+if __name__ == "__main__":
+    main(int((sys.argv[1] if len(sys.argv) > 1 else "cases=200").partition("=")[2]))

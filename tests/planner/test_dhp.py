@@ -1,0 +1,127 @@
+"""The scheduler of both modes: never behind a baseline, near the bound, the same compiled or not."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
+from dhp_ray.planner.skeleton import MAX_GROUPS_PER_RANK
+
+ALL_TO_ALL = CostModel(quadratic_s=5.128e-9, linear_s=1.839576e-4, comm_bytes_per_token=2097152, fixed_s=0.63,
+                       bandwidth_bytes_per_s={2: 1.25e11, 4: 1.09e11, 8: 1.01e11, 16: 1.08e10, 32: 6.2e9, 64: 5.1e9})
+RING = CostModel(quadratic_s=5e-9, linear_s=2e-4, comm_bytes_per_token=2e5, fixed_s=0.1, bandwidth_bytes_per_s={"intra": 1e10, "inter": 2e9},
+                 communication="ring", latency_s=1e-3, pack_s=0.01, overlap=0.8, vision_linear_s=1e-5)
+
+
+def bimodal(count, num_ranks, seed=0):
+    generator = np.random.default_rng(seed)
+    is_long = generator.random(count) < 0.05
+    lengths = np.where(is_long, np.exp(generator.normal(10.6, 0.6, count)), np.exp(generator.normal(6.6, 0.7, count)))
+    return [Sample(str(row), int(length)) for row, length in enumerate(np.clip(lengths, 64, min(131072, 8192 * num_ranks)))]
+
+
+def gap_of(plan, cost):
+    return (plan.predicted_time_s - cost.fixed_s) / (plan.lower_bound_s - cost.fixed_s) - 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60_000), min_size=1, max_size=40), st.integers(1, 12), st.sampled_from([1, 3, 4, 8]), st.sampled_from(["step", "micro_batch"]),
+       st.sampled_from([ALL_TO_ALL, RING]), st.booleans(), st.randoms(use_true_random=False))
+def test_never_behind_a_baseline(lengths, num_ranks, ranks_per_node, sync, cost, uneven, random):
+    speeds = tuple(random.uniform(0.4, 1.2) for _ in range(num_ranks)) if uneven else ()
+    cluster = ClusterSpec(num_ranks, ranks_per_node, 8192, speeds)
+    samples = [Sample(str(row), length, 0, ((1, 16, 16),) * random.randint(0, 2)) for row, length in enumerate(lengths) if length <= cluster.max_tokens]
+    if not samples:
+        return
+    times = {planner: plan_batch(samples, cluster, cost, planner=planner, sync=sync).predicted_time_s for planner in ("dhp", "static", "pow2", "dhp_paper")}
+    assert times["dhp"] <= min(times.values()) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+@pytest.mark.parametrize(("each", "allowed"), [(2, 0.15), (4, 0.10), (8, 0.01), (16, 0.01)])
+def test_near_the_bound(num_ranks, each, allowed):
+    for seed in range(3):
+        plan = plan_batch(bimodal(each * num_ranks, num_ranks, seed), ClusterSpec(num_ranks, 8, 8192), ALL_TO_ALL)
+        assert gap_of(plan, ALL_TO_ALL) <= allowed
+
+
+def test_slow_ranks_get_less():
+    slow = (1.0,) * 5 + (1 / 3,) + (1.0,) * 2
+    plan = plan_batch(bimodal(64, 8), ClusterSpec(8, 8, 8192, slow), ALL_TO_ALL)
+    assert gap_of(plan, ALL_TO_ALL) <= 0.03
+    spread = tuple(np.clip(np.random.default_rng(1).normal(1, 0.05, 64), 0.7, 1.3))
+    assert gap_of(plan_batch(bimodal(512, 64), ClusterSpec(64, 8, 8192, spread), ALL_TO_ALL), ALL_TO_ALL) <= 0.03
+
+
+def walk(plan):
+    """Every rank walks its own list; a group runs once all of its ranks are at it. Returns the groups in the order in which they could run."""
+    queues = [[index for index, group in enumerate(plan.groups) if rank in group.ranks] for rank in range(plan.cluster.num_ranks)]
+    done = []
+    while any(queues):
+        ready = [queue[0] for queue in queues if queue and all(queues[rank][0] == queue[0] for rank in plan.groups[queue[0]].ranks)]
+        assert ready, "ranks wait for each other for ever"
+        for index in set(ready):
+            done.append(index)
+            for rank in plan.groups[index].ranks:
+                queues[rank].pop(0)
+    return done
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("cost", [ALL_TO_ALL, RING])
+def test_the_order_does_not_deadlock_and_groups_stay_few(sync, cost):
+    plan = plan_batch(bimodal(300, 24, 3), ClusterSpec(24, 8, 8192), cost, sync=sync)
+    assert sorted(walk(plan)) == list(range(len(plan.groups)))
+    for rank in range(24):
+        met = {group.ranks for group in plan.groups if rank in group.ranks and 1 < group.degree < 24}
+        assert sync == "micro_batch" or len(met) <= MAX_GROUPS_PER_RANK
+
+
+def test_groups_stay_inside_nodes_where_they_fit():
+    cost = CostModel(**ALL_TO_ALL.to_json() | {"bandwidth_bytes_per_s": {"intra": 1e11, "inter": 1e9}})
+    for sync in ("step", "micro_batch"):
+        plan = plan_batch(bimodal(64, 32, 1), ClusterSpec(32, 8, 8192), cost, sync=sync)
+        assert all(group.ranks[0] // 8 == group.ranks[-1] // 8 for group in plan.groups if group.degree <= 8)
+
+
+def test_groups_of_the_pool_are_used_again():
+    cluster, known, uses, hits = ClusterSpec(64, 8, 8192), [], 0, 0
+    for batch in range(12):
+        plan = plan_batch(bimodal(512, 64, batch), cluster, ALL_TO_ALL, pool=known)
+        alone = plan_batch(bimodal(512, 64, batch), cluster, ALL_TO_ALL)
+        assert plan.predicted_time_s <= alone.predicted_time_s * 1.01
+        for group in plan.groups:
+            if group.degree > 1:
+                uses, hits = uses + (batch >= 4), hits + (batch >= 4 and group.ranks in known)
+                known = [*(ranks for ranks in known if ranks != group.ranks), group.ranks][-32:]
+    assert hits > 0.5 * uses
+
+
+def test_a_hundred_thousand_sequences():
+    plan = plan_batch(bimodal(100_000, 64), ClusterSpec(64, 8, 8192), ALL_TO_ALL)
+    assert gap_of(plan, ALL_TO_ALL) <= 0.01
+
+
+PLAIN = """
+import json, sys
+sys.path.insert(0, {folder!r})
+from test_dhp import ALL_TO_ALL, RING, bimodal
+from dhp_ray.planner import ClusterSpec, plan_batch
+print(json.dumps([plan_batch(bimodal(count, ranks, count), ClusterSpec(ranks, 4, 8192, speeds), cost, sync=sync, pool=((0, 1), (2, 3))).to_json()["groups"]
+                  for count, ranks, speeds in ((12, 8, ()), (40, 6, ()), (9, 4, (1.0, 0.5, 0.8, 1.1))) for cost in (ALL_TO_ALL, RING)
+                  for sync in ("step", "micro_batch")]))
+"""
+
+
+def test_compiled_and_plain_python_plan_alike():
+    def run(**environment):
+        code = PLAIN.format(folder=os.path.dirname(__file__))
+        return json.loads(subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True, capture_output=True, text=True).stdout)
+
+    assert run() == run(NUMBA_DISABLE_JIT="1")
