@@ -6,13 +6,13 @@ how many each process has created, so a rank that stays out of one would name th
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from dhp_ray.comm.book import Key, PoolBook, key_of
 from dhp_ray.comm.device import CPU, Accelerator
 
 
@@ -29,57 +29,47 @@ class GroupPool:
             raise ValueError(f"comm.pool_groups: got {capacity}; allowed: at least 0")
         self.capacity, self.timeout, self.accelerator = capacity, timeout, accelerator
         self.hits = self.creations = self.evictions = self.overflows = 0
-        self._groups: OrderedDict[tuple[int, ...], dist.ProcessGroup] = OrderedDict()
+        self._book = PoolBook(capacity)
+        self._groups: dict[Key, dist.ProcessGroup] = {}
 
     def prepare(self, process_groups: Sequence[tuple[int, ...]]) -> None:
         """Make the groups of a plan ready. Every rank of the world calls this alike, before the plan's first pack."""
-        wanted = list(dict.fromkeys(key_of(ranks) for ranks in process_groups if len(ranks) > 1))
-        for key in wanted:
-            if key in self._groups:
-                self.hits += 1
-                self._groups.move_to_end(key)
-        for key in wanted:
-            if key in self._groups:
-                continue
-            if len(self._groups) >= self.capacity and not self._evict(frozenset(wanted)):
-                self.overflows += 1
-                continue
-            self._groups[key] = dist.new_group(list(key), timeout=self.timeout, backend=self.accelerator.backend)
-            self.creations += 1
-            if dist.get_rank() in key:
-                warm_up(self._groups[key], key, self.accelerator.torch_device())
+        for change, key in self._book.take(process_groups):
+            match change:
+                case "hit":
+                    self.hits += 1
+                case "evict":
+                    self.evictions += 1
+                    self._destroy(key)
+                case "overflow":
+                    self.overflows += 1
+                case "create":
+                    self.creations += 1
+                    self._create(key)
 
     def get(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of these ranks, in whatever order they stand; None when it is not in the pool."""
         return self._groups.get(key_of(ranks))
 
-    def ranks(self) -> list[tuple[int, ...]]:
+    def ranks(self) -> list[Key]:
         """The groups in the pool (sorted ranks), least recently used first."""
-        return list(self._groups)
+        return self._book.keys()
 
     def clear(self) -> None:
         """Destroy every group. All ranks that are left call this alike."""
-        for key in list(self._groups):
+        for key in self._book.keys():
             self._destroy(key)
+        self._book.clear()
 
-    def _evict(self, keep: frozenset[tuple[int, ...]]) -> bool:
-        """Destroy the least recently used group that is not to be kept; False when there is none."""
-        key = next((key for key in self._groups if key not in keep), None)
-        if key is None:
-            return False
-        self._destroy(key)
-        self.evictions += 1
-        return True
+    def _create(self, key: Key) -> None:
+        self._groups[key] = dist.new_group(list(key), timeout=self.timeout, backend=self.accelerator.backend)
+        if dist.get_rank() in key:
+            warm_up(self._groups[key], key, self.accelerator.torch_device())
 
-    def _destroy(self, key: tuple[int, ...]) -> None:
+    def _destroy(self, key: Key) -> None:
         group = self._groups.pop(key)
         if dist.get_rank() in key:
             dist.destroy_process_group(group)
-
-
-def key_of(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Packs that walk the same ranks in another ring order share a group."""
-    return tuple(sorted(ranks))
 
 
 def warm_up(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:

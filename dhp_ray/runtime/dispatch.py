@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import ray
 
+from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture
@@ -31,6 +33,7 @@ class Dispatcher:
 
     def __init__(self, stream: Stream | Mixture, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config) -> None:
         self.stream, self.group, self.cluster, self.cost, self.config = stream, group, cluster, cost, config
+        self.pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # as every rank's will be once it has run the plans
 
     def dispatch(self, step: int) -> Dispatched | None:
         """Plan the next batch and send it out; None when the last epoch is over."""
@@ -38,7 +41,8 @@ class Dispatcher:
         if batch is None:
             return None
         planner = self.config.planner
-        plan = plan_batch(batch.samples, self.cluster, self.cost, planner=planner.name, sync=planner.sync)
+        plan = plan_batch(batch.samples, self.cluster, self.cost, planner=planner.name, sync=planner.sync, pool=self.pool.keys())
+        deque(self.pool.take(plan.process_groups()), maxlen=0)
         rank_plans = [plan.rank_plan(step, rank) for rank in range(self.cluster.num_ranks)]
         prefetches: list[ray.ObjectRef] = [
             worker.prefetch.remote(rank_plan, blocks_of(rank_plan, batch)) for worker, rank_plan in zip(self.group.workers, rank_plans)]

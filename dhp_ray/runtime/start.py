@@ -5,13 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 from dhp_ray.config import CONF, Config, ConfigError, dump
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
-from dhp_ray.planner import PLANNERS, CostModel
+from dhp_ray.planner import PLANNERS, CostModel, warm_up
 from dhp_ray.planner.plan import ClusterSpec
 from dhp_ray.runtime.checkpoints import Checkpoints
 from dhp_ray.runtime.dispatch import Dispatcher
@@ -46,6 +47,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
     Raises:
         RunError, ConfigError, StorageError, DataError: one line each.
     """
+    Thread(target=warm_up, name="planner-warm-up", daemon=True).start()  # compiled by the time the workers are up
     folder = Folder(config.run.dir)
     folder.probe()
     records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)

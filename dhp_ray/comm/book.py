@@ -1,0 +1,54 @@
+"""Which process groups a bounded pool holds: the decisions alone, so that a planner can foresee what ranks will do.
+
+    take(plan's groups)   hit ... create ... evict, create ... overflow      in the order in which ranks carry them out
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+Key = tuple[int, ...]
+"""The sorted ranks of a group."""
+Change = tuple[Literal["hit", "create", "evict", "overflow"], Key]
+
+
+class PoolBook:
+    """The keys of at most `capacity` groups, least recently used first. The same calls leave the same book on every rank."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._keys: OrderedDict[Key, None] = OrderedDict()
+
+    def keys(self) -> list[Key]:
+        return list(self._keys)
+
+    def take(self, process_groups: Sequence[Sequence[int]]) -> Iterator[Change]:
+        """What makes a plan's groups ready, each change entered as it is yielded.
+
+        A group for which there is no room, because all others belong to the same plan, overflows.
+        """
+        wanted = list(dict.fromkeys(key_of(ranks) for ranks in process_groups if len(ranks) > 1))
+        hits = [key for key in wanted if key in self._keys]
+        for key in hits:
+            self._keys.move_to_end(key)
+            yield "hit", key
+        for key in (key for key in wanted if key not in hits):
+            if len(self._keys) >= self.capacity:
+                oldest = next((other for other in self._keys if other not in wanted), None)
+                if oldest is None:
+                    yield "overflow", key
+                    continue
+                del self._keys[oldest]
+                yield "evict", oldest
+            self._keys[key] = None
+            yield "create", key
+
+    def clear(self) -> None:
+        self._keys.clear()
+
+
+def key_of(ranks: Sequence[int]) -> Key:
+    """Packs that walk the same ranks in another ring order share a group."""
+    return tuple(sorted(ranks))
