@@ -100,7 +100,7 @@ def data_overrides(test_data: str, folder: Path, num_rows: int = 854) -> list[st
 def corpus_of(config: Config, num_samples: int, max_tokens: int = 0) -> Corpus:
     """The first samples of epoch 0 that have at most `max_tokens` tokens (0: any), in the order of the stream."""
     processor = processor_spec(config).load()
-    rows = _rows(config, num_samples, max_tokens)
+    rows = rows_of(config, num_samples, max_tokens)
     folder = tempfile.TemporaryDirectory(prefix="dhp_ray_corpus_")
     path = Path(folder.name) / "patches.npy"
     samples, payloads, first_patch, place = [], {}, {}, 0
@@ -117,7 +117,8 @@ def corpus_of(config: Config, num_samples: int, max_tokens: int = 0) -> Corpus:
     return Corpus(samples, payloads, first_patch, path, _vision_ids(processor), folder)
 
 
-def _rows(config: Config, num_samples: int, max_tokens: int) -> list[dict[str, Any]]:
+def rows_of(config: Config, num_samples: int, max_tokens: int = 0) -> list[dict[str, Any]]:
+    """Rows as the reading stage makes them, images encoded as stored; see `corpus_of`."""
     fragments = index_fragments(config.data)
     reader = ReadFragments(processor_spec(config), image_root(config.data), config.seed)
     rows: list[dict[str, Any]] = []

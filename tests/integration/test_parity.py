@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import SITUATIONS, SYNCS, Case, Matrix, Row
+from benchmarks.cases import SITUATIONS, SYNCS, TRANSPORTS, Case, Matrix, Row
 from benchmarks.worlds import corpus_of, data_overrides
 from dhp_ray.config import load
 
 STEPS, BATCH, LONGEST = 20, 4, 400
-PLAIN = [(2, "static", "pool"), (3, "dhp", "parent"), (5, "dhp", "pool"), (5, "static", "parent")]
-SPECIAL = [Case(3, "dhp", SYNCS[place % len(SYNCS)], ("pool", "parent")[place // 2 % 2], situation) for place, situation in enumerate(list(SITUATIONS)[1:])]
-CASES = [Case(num_ranks, planner, sync, transport) for num_ranks, planner, transport in PLAIN for sync in SYNCS] + SPECIAL
+PLAIN = [Case(2, "static", "step", "pool"), Case(3, "dhp", "step", "parent"), Case(5, "dhp", "step", "pool"),
+         Case(2, "dhp", "micro_batch", "parent"), Case(3, "static", "micro_batch", "pool"), Case(5, "dhp", "micro_batch", "parent")]
+SPECIAL = [Case(3, "dhp", SYNCS[place % 2], TRANSPORTS[place // 2 % 2], situation) for place, situation in enumerate(list(SITUATIONS)[1:])]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def matrix(test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(overrides, corpus_of(load(overrides), STEPS * BATCH, LONGEST), STEPS, BATCH)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case).replace(", ", "-").replace(" ", "_"))
+@pytest.mark.parametrize("case", PLAIN + SPECIAL, ids=lambda case: str(case).replace(", ", "-").replace(" ", "_"))
 def test_the_case_computes_what_one_rank_does(matrix: Matrix, case: Case) -> None:
     row: Row = matrix.run(case)
     assert not row.faults, row

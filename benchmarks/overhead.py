@@ -1,0 +1,128 @@
+"""What the Ray driver costs a step: a run of `jobs/train.py` against the same plans run by plain torch.distributed.
+
+    python benchmarks/overhead.py               10 blocks of 3 steps each way, on 2 workers
+    python benchmarks/overhead.py --steps 5 --blocks 6
+
+Blocks take turns. Each way's step is timed from its end to the end of the one before, so all that the driver does between two steps counts;
+a block's first step does not. The plain ranks are the worker's own `Rank` object and their plans the run's files; a thread of each decodes its
+images a step ahead, as the worker's does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from dhp_ray.config import Config
+    from dhp_ray.planner.plan import Plan, RankPlan
+    from dhp_ray.train.collate import Payload
+
+NUM_RANKS = 2
+SETTINGS = ("train.schedule=constant", "checkpoint.every_steps=0", f"cluster.num_workers={NUM_RANKS}", "cluster.cpus_per_worker=0.5")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=10, help="blocks each way")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a block that count")
+    parser.add_argument("--samples", type=int, default=48, help="samples of a step; a step should take a second or more")
+    arguments = parser.parse_args(argv)
+
+    from benchmarks.worlds import data_overrides, rows_of
+    from dhp_ray.config import load
+
+    with tempfile.TemporaryDirectory(prefix="dhp_ray_overhead_") as folder:
+        run_dir = Path(folder) / "run"
+        overrides = [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), Path(folder), 2 * arguments.samples), *SETTINGS,
+                     f"run.dir={run_dir}", f"batch.global_samples={arguments.samples}", "planner.tokens_per_rank=1200"]
+        config = load(overrides)
+        rows = {row["id"]: row for row in rows_of(config, 2 * arguments.samples)}
+        ray_s: list[float] = []
+        plain_s: list[float] = []
+        per_block = arguments.steps + 1
+        print(f"{NUM_RANKS} ranks, {arguments.samples} samples a step, blocks of {arguments.steps} steps; median seconds of a step", flush=True)
+        for block in range(arguments.blocks):
+            first, last = block * per_block + 1, (block + 1) * per_block
+            ray_s += ray_block(overrides, last)
+            plain_s += plain_block(config, rows, [plan_of(run_dir, step) for step in range(first, last + 1)])
+            medians = (statistics.median(times[-arguments.steps :]) for times in (ray_s, plain_s))
+            print("block {}: ray {:.3f}, plain {:.3f}".format(block + 1, *medians), flush=True)
+    ray_median, plain_median = statistics.median(ray_s), statistics.median(plain_s)
+    print(f"{len(ray_s)} steps each way: ray {ray_median:.3f} s, plain {plain_median:.3f} s, ratio {ray_median / plain_median:.3f}, "
+          f"difference {1e3 * (ray_median - plain_median):.0f} ms a step")
+    return 0
+
+
+def ray_block(overrides: list[str], last_step: int) -> list[float]:
+    """Go on with the run to `last_step`; seconds between the lines of its steps."""
+    command = [sys.executable, str(ROOT / "jobs" / "train.py"), *overrides, f"run.steps={last_step}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"})
+    assert process.stdout is not None
+    ends = [perf_counter() for line in process.stdout if line.startswith("step ")]
+    if process.wait():
+        raise RuntimeError(f"jobs/train.py ended with status {process.returncode}")
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def plan_of(run_dir: Path, step: int) -> Plan:
+    """The plan that the run has written for a step."""
+    from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, samples_from_json
+
+    tree = json.loads((run_dir / "plans" / f"step_{step:06d}.json").read_text())
+    groups = tuple(GroupPlan(tuple(group["ranks"]), Pack(tuple(group["sequences"])), group["predicted_time_s"], 0.0, group["micro_batch"],
+                             tuple(group["encoders"])) for group in tree["groups"])
+    cluster = ClusterSpec(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"])
+    return Plan(tree["planner"], tree["sync"], cluster, samples_from_json(tree["inputs"]["samples"]), groups, tree["predicted_time_s"], tree["lower_bound_s"])
+
+
+def plain_block(config: Config, rows: dict[str, Any], plans: list[Plan]) -> list[float]:
+    """Run the plans on ranks without Ray; seconds between the ends of their steps."""
+    from tests.ranks import run_processes
+
+    ends: list[float] = run_processes(_run, NUM_RANKS, config, plans, rows, timeout_s=600)[0]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def _run(rank: int, port: int, config: Config, plans: list[Plan], rows: dict[str, Any]) -> list[float]:
+    from dhp_ray.comm.device import CPU
+    from dhp_ray.runtime.messages import Membership
+    from dhp_ray.runtime.prefetch import encoded_images, payload_of, processor_spec
+    from dhp_ray.runtime.rank import Rank
+
+    processor = processor_spec(config).load()
+
+    def payloads_of(plan: RankPlan) -> dict[str, Payload]:
+        return {sample.id: payload_of(rows[sample.id], encoded_here, processor)
+                for pack in plan.packs for sample, encoded_here in zip(pack.samples, encoded_images(pack, rank))}
+
+    member = Rank(config, Membership(rank, NUM_RANKS, 1, "127.0.0.1", port), CPU)
+    rank_plans = [plan.rank_plan(step, rank) for step, plan in enumerate(plans, 1)]
+    ends = []
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(payloads_of, rank_plans[0])
+        for rank_plan, later in zip(rank_plans, [*rank_plans[1:], None]):
+            payloads = following.result()
+            if later is not None:
+                following = thread.submit(payloads_of, later)
+            member.stepper.run(rank_plan, payloads, 1.0)
+            ends.append(perf_counter())
+    member.close()
+    return ends
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
