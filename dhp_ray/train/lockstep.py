@@ -62,4 +62,6 @@ class LockstepStep(RankStep):
         return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
 
     def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload], sums: Tensor, start: float) -> PackTime:
-        return super()._run_pack(plan, pack, {**payloads, IDLE.id: placeholder(IDLE)}, sums, start)
+        before = self.engine.blocked_s
+        time = super()._run_pack(plan, pack, {**payloads, IDLE.id: placeholder(IDLE)}, sums, start)
+        return replace(time, blocked_s=time.blocked_s + self.engine.blocked_s - before)

@@ -1,0 +1,32 @@
+"""The collectives inside FSDP, with the time that a rank is blocked in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TimedCollective:
+    """One kind of collective as FSDP calls it (its `AllGather` and `ReduceScatter`).
+
+    `blocked_s` counts on the CPU alone, where a call returns when it is done. On a device FSDP runs it beside the compute.
+    """
+
+    def __init__(self, call: Callable[..., dist.Work | None]) -> None:
+        self._call = call
+        self.blocked_s = 0.0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> dist.Work | None:
+        begin = perf_counter()
+        work = self._call(output_tensor, input_tensor, **options)
+        if output_tensor.device.type == "cpu":
+            self.blocked_s += perf_counter() - begin
+        return work
