@@ -21,7 +21,8 @@ class PoolBook:
         self.capacity = capacity
         self._keys: OrderedDict[Key, None] = OrderedDict()
 
-    def keys(self) -> list[Key]:
+    def held(self) -> list[Key]:
+        """Least recently used first."""
         return list(self._keys)
 
     def take(self, process_groups: Sequence[Sequence[int]]) -> Iterator[Change]:

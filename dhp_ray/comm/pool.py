@@ -53,11 +53,11 @@ class GroupPool:
 
     def ranks(self) -> list[Key]:
         """The groups in the pool (sorted ranks), least recently used first."""
-        return self._book.keys()
+        return self._book.held()
 
     def clear(self) -> None:
         """Destroy every group. All ranks that are left call this alike."""
-        for key in self._book.keys():
+        for key in self._book.held():
             self._destroy(key)
         self._book.clear()
 

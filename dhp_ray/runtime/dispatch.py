@@ -41,7 +41,7 @@ class Dispatcher:
         if batch is None:
             return None
         planner = self.config.planner
-        plan = plan_batch(batch.samples, self.cluster, self.cost, planner=planner.name, sync=planner.sync, pool=self.pool.keys())
+        plan = plan_batch(batch.samples, self.cluster, self.cost, planner=planner.name, sync=planner.sync, pool=self.pool.held())
         deque(self.pool.take(plan.process_groups()), maxlen=0)
         rank_plans = [plan.rank_plan(step, rank) for rank in range(self.cluster.num_ranks)]
         prefetches: list[ray.ObjectRef] = [

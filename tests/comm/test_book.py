@@ -5,7 +5,7 @@ def test_changes_come_in_the_order_in_which_ranks_make_them() -> None:
     book = PoolBook(2)
     assert list(book.take([(0, 1), (2,), (1, 2)])) == [("create", (0, 1)), ("create", (1, 2))]
     assert list(book.take([(2, 3), (1, 0)])) == [("hit", (0, 1)), ("evict", (1, 2)), ("create", (2, 3))]
-    assert book.keys() == [(0, 1), (2, 3)]
+    assert book.held() == [(0, 1), (2, 3)]
 
 
 def test_groups_of_one_plan_never_evict_one_another() -> None:
@@ -18,4 +18,4 @@ def test_groups_of_one_plan_never_evict_one_another() -> None:
 def test_a_pool_without_room_holds_nothing() -> None:
     book = PoolBook(0)
     assert list(book.take([(0, 1)])) == [("overflow", (0, 1))]
-    assert book.keys() == []
+    assert book.held() == []
