@@ -70,7 +70,8 @@ def gap_of(plan: Plan, cost: CostModel) -> float:
 
 def peers(cost: CostModel) -> None:
     print("\n## Beside the peers\n")
-    print("| sequences/ranks | Megatron main | Megatron dev | DHP reference | FlexSP | static_best | dhp micro_batch (bound) | dhp step (bound) | step over best peer |")
+    print("| sequences/ranks | Megatron main | Megatron dev | DHP reference | FlexSP | static_best | dhp micro_batch (bound) | dhp step (bound) "
+          "| step over best peer |")
     print("|---|---|---|---|---|---|---|---|---|")
     for (count, num_ranks), others in PEERS.items():
         lengths = bimodal(count, num_ranks)
@@ -94,9 +95,9 @@ def gap(cost: CostModel) -> None:
 
 def honest(cost: CostModel) -> None:
     print("\n## With a price on every pack, and at equal device memory: step / micro_batch seconds\n")
-    print("Per pack: this share of fixed_s for each pack, in both modes. Equal memory: 7e9 parameters on devices of 80 GB; `step` keeps 6 bytes a parameter whole")
-    print("and 12 sharded, `micro_batch` 18 sharded; what is left holds tokens, 8192 in `micro_batch`.\n")
-    print("| sequences/ranks | fixed_s per step | 10 % per pack | 50 % per pack | 100 % per pack | equal memory (tokens in step) |\n|---|---|---|---|---|---|")
+    print("Per pack: this share of fixed_s for each pack, in both modes. Equal memory: 7e9 parameters on devices of 80 GB; `step` keeps 6 bytes a parameter")
+    print("whole and 12 sharded, `micro_batch` 18 sharded; what is left holds tokens, 8192 in `micro_batch`.\n")
+    print("| sequences/ranks | fixed_s alone | 10 % per pack | 50 % per pack | 100 % per pack | equal memory (tokens in step) |\n|---|---|---|---|---|---|")
     for count, num_ranks in PEERS:
         lengths, cells = bimodal(count, num_ranks), []
         for share in (0.0, 0.1, 0.5, 1.0):

@@ -23,7 +23,7 @@ from dhp_ray.planner.sorting import ascending
 from dhp_ray.planner.windows import Window, best_window, keep_sorted, ranks_of
 
 MAX_GROUPS_PER_RANK = 16
-"""Different groups of several ranks that one rank meets in a step, at most (a group of all ranks does not count)."""
+"""New groups of several ranks that one rank meets in a step, at most (a group of all ranks does not count); beyond, sets that exist are used."""
 
 OWN_SETS = 256
 """Groups of this plan that are kept in mind to be used again."""
@@ -64,10 +64,8 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
     group_item, group_start = np.zeros(count, dtype=np.int64), np.zeros(count)
     first, group_ranks = np.zeros(count + 1, dtype=np.int64), np.zeros(total, dtype=np.int64)
     hole_rank, hole_start, hole_length = np.zeros(total, dtype=np.int64), np.zeros(total), np.zeros(total)
-    known = Sets(np.zeros(len(pool.ranks) + total, dtype=np.int64), np.zeros(len(pool.first) + count, dtype=np.int64))
-    known.ranks[:len(pool.ranks)] = pool.ranks
-    known.first[:len(pool.first)] = pool.first
-    num_sets, num_holes, group = len(pool.first) - 1, 0, 0
+    known = _with_all_ranks(pool, len(busy), count, total)
+    num_sets, num_holes, group = len(pool.first), 0, 0
     ranks = ranks_of(busy, machine)
     met = np.zeros(len(busy), dtype=np.int64)
     chosen, from_set = np.zeros(len(busy), dtype=np.int64), np.zeros(len(busy), dtype=np.int64)
@@ -85,16 +83,17 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
         if again.degree:
             window = again
             chosen[:again.degree] = from_set[:again.degree]
-        elif window.degree == 0:
+        elif 1 < window.degree < len(busy) and met[chosen[:window.degree]].max() >= MAX_GROUPS_PER_RANK:
+            window = best_set(items, item, lowest[place], len(busy), makespan, machine, ranks.free, known, num_sets, gap_weight, np.inf, chosen)
+            again = window
+        if window.degree == 0:
             return Skeleton(False, none, none, none, nothing, none, nothing, nothing, nothing)
         members = chosen[:window.degree]
         members = members[ascending(members.astype(np.float64))]
         if again.degree == 0 and 1 < window.degree < len(busy):
             for rank in members:
                 met[rank] += 1
-                if met[rank] > MAX_GROUPS_PER_RANK:
-                    return Skeleton(False, none, none, none, nothing, none, nothing, nothing, nothing)
-            if num_sets < len(pool.first) - 1 + OWN_SETS:
+            if num_sets < len(pool.first) + OWN_SETS:
                 known.first[num_sets + 1] = known.first[num_sets] + window.degree
                 known.ranks[known.first[num_sets]:known.first[num_sets + 1]] = members
                 num_sets += 1
@@ -103,6 +102,11 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
             slowest = min(slowest, machine.speeds[rank])
         low_node, high_node = members[0] // machine.ranks_per_node, members[-1] // machine.ranks_per_node
         finish = window.start + time_s(items, item, window.degree, 1 if high_node > low_node else 0, slowest, machine.tables)
+        if first[group] + window.degree > len(group_ranks):
+            group_ranks = np.concatenate((group_ranks, np.zeros(len(group_ranks) + len(busy), dtype=np.int64)))
+            hole_rank = np.concatenate((hole_rank, np.zeros(len(hole_rank) + len(busy), dtype=np.int64)))
+            hole_start = np.concatenate((hole_start, np.zeros(len(hole_start) + len(busy))))
+            hole_length = np.concatenate((hole_length, np.zeros(len(hole_length) + len(busy))))
         for rank in members:
             if ranks.free[rank] < window.start:
                 hole_rank[num_holes], hole_start[num_holes], hole_length[num_holes] = rank, ranks.free[rank], window.start - ranks.free[rank]
@@ -115,6 +119,17 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
         group += 1
     return Skeleton(True, group_item, first, group_ranks[:first[group]], group_start, hole_rank[:num_holes], hole_start[:num_holes], hole_length[:num_holes],
                     ranks.free)
+
+
+@inner
+def _with_all_ranks(pool: Sets, num_ranks: int, count: int, total: int) -> Sets:
+    """The pool's sets, then the set of all ranks, with room for `count` more of `total` ranks."""
+    known = Sets(np.zeros(len(pool.ranks) + num_ranks + total, dtype=np.int64), np.zeros(len(pool.first) + 1 + count, dtype=np.int64))
+    known.ranks[:len(pool.ranks)] = pool.ranks
+    known.first[:len(pool.first)] = pool.first
+    known.ranks[len(pool.ranks):len(pool.ranks) + num_ranks] = np.arange(num_ranks)
+    known.first[len(pool.first)] = len(pool.ranks) + num_ranks
+    return known
 
 
 @inner
