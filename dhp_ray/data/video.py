@@ -85,8 +85,8 @@ def clip_of(data: bytes, limits: Limits) -> Clip:
     return clip
 
 
-def decode_video(data: bytes, processor: Processor, ranges: Sequence[range]) -> list[np.ndarray]:
-    """Patches, float32 of shape (P, patch_dim), of each range of steps in time of the video's grid.
+def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
+    """Patches, float32 of shape (P, patch_dim), of each range of steps in time of the video's grid, which was planned with `num_steps`.
 
     Raises:
         ValueError: the frames that come out are not those that the container announced.
@@ -94,6 +94,8 @@ def decode_video(data: bytes, processor: Processor, ranges: Sequence[range]) -> 
     """
     clip, temporal = clip_of(data, processor.limits), processor.temporal_patch_size
     sampled = clip.sampled(processor.limits, temporal)
+    if -(-len(sampled) // temporal) != num_steps:
+        raise ValueError(f"the video gives {len(sampled)} frames; planned: {num_steps * temporal}")
     # A last step that lacks frames repeats the last one.
     numbers = [[sampled[min(place, len(sampled) - 1)] for place in range(steps.start * temporal, steps.stop * temporal)] for steps in ranges]
     rows, columns = processor.resized(clip.width, clip.height)

@@ -63,7 +63,7 @@ def pixels_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Proc
         if seconds[0] and any(here):
             stops = np.cumsum([int(grid[0]) for grid in grids]).tolist()
             ranges = [range(stop - int(grid[0]), stop) for stop, grid in zip(stops, grids)]
-            decoded = iter(decode_video(row["images"][number], processor, [steps for steps, needed in zip(ranges, here) if needed]))
+            decoded = iter(decode_video(row["images"][number], processor, [steps for steps, needed in zip(ranges, here) if needed], stops[-1]))
             pixels += [next(decoded) if needed else None for needed in here]
         else:
             pixels += [decode(row["images"][number], processor) if needed else None for needed in here]

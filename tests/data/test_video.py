@@ -27,7 +27,7 @@ def frames_of(data: bytes) -> list[np.ndarray]:
 
 def decoded(data: bytes) -> np.ndarray:
     steps = math.ceil(clip_of(data, LIMITS).num_sampled(LIMITS, 2) / 2)
-    return decode_video(data, PROCESSOR, [range(steps)])[0]
+    return decode_video(data, PROCESSOR, [range(steps)], steps)[0]
 
 
 @pytest.mark.parametrize(("form", "codec"), [("mp4", "mpeg4"), ("mp4", "libx264"), ("mov", "mpeg4"), ("matroska", "libx264"), ("webm", "libvpx-vp9"),
@@ -118,9 +118,9 @@ def test_a_long_video_is_cut_in_time() -> None:
     assert (cut.media, cut.seconds) == ((0, 0, 0, 0, 1), (1.0, 1.0, 1.0, 1.0, 0.0))
     assert np.array_equal(whole.input_ids, cut.input_ids)
     assert (whole.vision_tokens, cut.vision_tokens) == (44, 44)
-    pieces = decode_video(data, PROCESSOR, [range(0, 3), range(3, 6), range(6, 9), range(9, 10)])
+    pieces = decode_video(data, PROCESSOR, [range(0, 3), range(3, 6), range(6, 9), range(9, 10)], 10)
     assert np.array_equal(np.concatenate(pieces), decoded(data))
-    assert np.array_equal(decode_video(data, PROCESSOR, [range(6, 9)])[0], pieces[2])
+    assert np.array_equal(decode_video(data, PROCESSOR, [range(6, 9)], 10)[0], pieces[2])
 
 
 def test_ids_and_labels_of_a_video() -> None:
@@ -159,7 +159,7 @@ def test_a_cut_video_does_not_decode_to_other_frames() -> None:
             continue
         grids = PROCESSOR.encode(talk("<video>", "a"), [clip]).grids
         try:
-            patches = decode_video(data[:stop], PROCESSOR, [range(grids[0][0])])[0]
+            patches = decode_video(data[:stop], PROCESSOR, [range(grids[0][0])], grids[0][0])[0]
         except (ValueError, av.FFmpegError):
             continue
         assert len(patches) == math.prod(grids[0])
