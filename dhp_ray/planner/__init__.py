@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dhp_ray.planner.bound import lower_bound_s
@@ -44,11 +45,12 @@ def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
     if sync not in SYNCS:
         raise PlanError(f"sync: got {sync!r}; allowed: {', '.join(SYNCS)}")
     problem = problem_of(samples, cluster, cost, sync, pool)
+    problem = replace(problem, lower_bound_s=lower_bound_s(problem))
     placements = PLANNERS[planner](problem)
     times, encoders = times_of(problem, placements)
     groups, makespan = groups_of(problem, placements, times, encoders), makespan_of(problem, placements, times)
     inputs: dict[str, Any] = {"speeds": list(cluster.speeds), "cost": cost.to_json(), "pool": [list(ranks) for ranks in pool]}
-    plan = Plan(planner, sync, cluster, problem.samples, groups, makespan, lower_bound_s(problem), 0.0, inputs)
+    plan = Plan(planner, sync, cluster, problem.samples, groups, makespan, problem.lower_bound_s, 0.0, inputs)
     plan.validate()
     object.__setattr__(plan, "planning_time_s", time.perf_counter() - begin)
     return plan

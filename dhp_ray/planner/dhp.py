@@ -6,7 +6,6 @@ batch they would take seconds.)
 
 from __future__ import annotations
 
-from dhp_ray.planner.bound import lower_bound_s
 from dhp_ray.planner.lockstep import dhp_micro_batch
 from dhp_ray.planner.paper import dhp_paper
 from dhp_ray.planner.pow2 import pow2
@@ -22,7 +21,7 @@ sequences is not."""
 
 def dhp(problem: Problem) -> list[Placement]:
     """Placements in order of execution."""
-    bound_s, fixed_s = lower_bound_s(problem), problem.cost.fixed_s
+    bound_s, fixed_s = problem.lower_bound_s, problem.cost.fixed_s
     plans = [dhp_micro_batch(problem)] if problem.sync == "micro_batch" else dhp_step(problem, bound_s - fixed_s)
     times = [_time_s(problem, plan) for plan in plans]
     gap = (min(times) - fixed_s) / (bound_s - fixed_s) - 1

@@ -30,7 +30,7 @@ class Problem:
     """A batch as the planners see it. Arrays have one entry a sequence; seconds are one rank's at nominal speed.
 
     tokens: int64. attention_s: its attention, part of language_s. vision_s: all its images; image_s: the largest of them.
-    minimum_degree: the fewest ranks that hold it.
+    minimum_degree: the fewest ranks that hold it. lower_bound_s: `bound`'s, once known.
     """
 
     samples: tuple[Sample, ...]
@@ -46,6 +46,7 @@ class Problem:
     image_s: np.ndarray
     minimum_degree: np.ndarray
     num_images: int
+    lower_bound_s: float = 0.0
 
     @property
     def work_s(self) -> np.ndarray:
