@@ -1,11 +1,12 @@
-"""What the driver tells the workers and the job's process, and the errors that end a run. No torch here: the driver needs none."""
+"""What the driver tells the workers and the job's process, and the errors that end a run. Neither torch nor Ray here: the console needs none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
+if TYPE_CHECKING:
+    import ray
 
 
 class RunError(RuntimeError):

@@ -1,4 +1,7 @@
-"""Losses of 20 steps and the parameters after them, against one rank: a subset of `benchmarks/parity.py` that has every value of every axis."""
+"""Losses of 20 steps and the parameters after them, against one rank: a subset of `benchmarks/parity.py` that has every value of every axis.
+
+A few of the cases run in make test, all of them in make test-all.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ STEPS, BATCH, LONGEST = 20, 4, 400
 PLAIN = [Case(2, "static", "step", "pool"), Case(3, "dhp", "step", "parent"), Case(5, "dhp", "step", "pool"),
          Case(2, "dhp", "micro_batch", "parent"), Case(3, "static", "micro_batch", "pool"), Case(5, "dhp", "micro_batch", "parent")]
 SPECIAL = [Case(3, "dhp", SYNCS[place % 2], TRANSPORTS[place // 2 % 2], situation) for place, situation in enumerate(list(SITUATIONS)[1:])]
+QUICK = [PLAIN[1], PLAIN[2], PLAIN[4], SPECIAL[0], SPECIAL[-1]]
+CASES = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow, id=str(case).replace(", ", "-").replace(" ", "_")) for case in PLAIN + SPECIAL]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +27,7 @@ def matrix(test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(overrides, corpus_of(load(overrides), STEPS * BATCH, LONGEST), STEPS, BATCH)
 
 
-@pytest.mark.parametrize("case", PLAIN + SPECIAL, ids=lambda case: str(case).replace(", ", "-").replace(" ", "_"))
+@pytest.mark.parametrize("case", CASES)
 def test_the_case_computes_what_one_rank_does(matrix: Matrix, case: Case) -> None:
     row: Row = matrix.run(case)
     assert not row.faults, row

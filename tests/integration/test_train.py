@@ -42,7 +42,7 @@ def longest(run_dir: Path) -> int:
 
 
 @pytest.mark.parametrize(("num_workers", "transport"), [
-    (3, "pool"), (5, "parent"), pytest.param(3, "parent", marks=pytest.mark.slow), pytest.param(5, "pool", marks=pytest.mark.slow)])
+    (3, "pool"), *(pytest.param(*world, marks=pytest.mark.slow) for world in ((3, "parent"), (5, "pool"), (5, "parent")))])
 def test_any_number_of_workers_gives_the_loss_of_one(one_worker: Path, nlvr: list[str], tmp_path: Path, num_workers: int, transport: str) -> None:
     tokens_per_rank = math.ceil(longest(one_worker) / num_workers)
     train(tmp_path / "run", *nlvr, f"run.steps={STEPS}", f"cluster.num_workers={num_workers}", f"comm.transport={transport}",
