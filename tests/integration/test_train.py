@@ -54,6 +54,7 @@ def test_any_number_of_workers_gives_the_loss_of_one(one_worker: Path, nlvr: lis
     assert len(degrees) >= 2, degrees
 
 
+@pytest.mark.slow
 def test_lockstep_gives_the_losses_of_free_running_ranks_and_goes_on_as_such(ray_cluster: None, nlvr: list[str], tmp_path: Path) -> None:
     common = [*nlvr, "cluster.num_workers=3", "planner.tokens_per_rank=256", "planner.max_sequence_tokens=768", "train.schedule=constant",
               "checkpoint.every_steps=0"]
