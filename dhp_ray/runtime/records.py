@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -118,10 +117,6 @@ class RunRecords:
         self._skipped.append({"id": sample_id, "reason": reason, "step": step, "epoch": epoch})
         return True
 
-    @property
-    def num_skipped(self) -> int:
-        return len(self._skipped_ids)
-
     def event(self, kind: str, **details: Any) -> None:
         """Add what happened now (UTC) to events.jsonl."""
         self._events.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **details})
@@ -176,11 +171,6 @@ class RunRecords:
                 raise StorageError(f"{self.folder.uri}/{log.name}: line {last + 1} is of step {line.get('step')}; it must be of step {last + 1}")
             last += 1
         return last
-
-
-def read_membership(folder: Folder) -> dict[str, Any] | None:
-    """The content of cluster.json, or None before the first workers are up."""
-    return dict(json.loads(folder.read("cluster.json"))) if folder.exists("cluster.json") else None
 
 
 def _plan_name(step: int) -> str:

@@ -1,6 +1,6 @@
 """CUDA: torch's variable-length flash attention, one call for all segments.
 
-These are the two operators that `torch.nn.attention.varlen.varlen_attn` calls, unchanged from torch 2.11 to 2.13;
+These are the two operators that `torch.nn.attention.varlen.varlen_attn` calls in torch 2.13;
 its public function returns the log-sum-exp but has no backward that takes a merged one.
 """
 
