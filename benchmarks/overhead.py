@@ -80,13 +80,9 @@ def ray_block(overrides: list[str], last_step: int) -> list[float]:
 
 def plan_of(run_dir: Path, step: int) -> Plan:
     """The plan that the run has written for a step."""
-    from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, samples_from_json
+    from dhp_ray.planner.plan import Plan
 
-    tree = json.loads((run_dir / "plans" / f"step_{step:06d}.json").read_text())
-    groups = tuple(GroupPlan(tuple(group["ranks"]), Pack(tuple(group["sequences"])), group["predicted_time_s"], 0.0, group["micro_batch"],
-                             tuple(group["encoders"])) for group in tree["groups"])
-    cluster = ClusterSpec(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"])
-    return Plan(tree["planner"], tree["sync"], cluster, samples_from_json(tree["inputs"]["samples"]), groups, tree["predicted_time_s"], tree["lower_bound_s"])
+    return Plan.from_json(json.loads((run_dir / "plans" / f"step_{step:06d}.json").read_text()))
 
 
 def plain_block(config: Config, rows: dict[str, Any], plans: list[Plan]) -> list[float]:

@@ -123,6 +123,15 @@ class Eval:
 
 
 @dataclass(kw_only=True)
+class Elastic:
+    mirror_every_steps: int = key(1, "copy each rank's state to another rank after so many steps; 0: never, a lost worker then costs a rollback", minimum=0)
+    hang_s: float = key(10.0, "a step counts as hung at the earliest after so many seconds", above=0)
+    hang_factor: float = key(5.0, "and after so many times its predicted seconds", minimum=1)
+    evict_below: float = key(0.2, "a worker slower than this share of the others' speed is replaced; 0: never", minimum=0, below=1)
+    patience: int = key(20, "steps in a row that it must be so slow for", minimum=1)
+
+
+@dataclass(kw_only=True)
 class Train:
     learning_rate: float = key(1e-3, "peak learning rate", above=0)
     vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate", minimum=0)
@@ -154,4 +163,5 @@ class Config:
     comm: Comm = field(default_factory=Comm)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     eval: Eval = field(default_factory=Eval)
+    elastic: Elastic = field(default_factory=Elastic)
     train: Train = field(default_factory=Train)

@@ -217,6 +217,15 @@ class Plan:
         }
         return tree | ({"inputs": {"samples": samples_to_json(self.samples)} | self.inputs} if self.inputs else {})
 
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Plan:
+        """The plan of a file as it was made (`replay` makes it again). What a pack's ranks hold is not in the file."""
+        cluster = ClusterSpec(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"], tuple(tree["inputs"]["speeds"]))
+        groups = tuple(GroupPlan(tuple(group["ranks"]), Pack(tuple(group["sequences"])), group["predicted_time_s"], 0.0, group["micro_batch"],
+                                 tuple(group["encoders"])) for group in tree["groups"])
+        return cls(tree["planner"], tree["sync"], cluster, samples_from_json(tree["inputs"]["samples"]), groups, tree["predicted_time_s"],
+                   tree["lower_bound_s"], tree["planning_time_s"], tree["inputs"])
+
 
 @dataclass(frozen=True, slots=True)
 class PackTime:
