@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dhp_ray.train.buckets import Bucket, FlatLayout
-from dhp_ray.train.optimizer import OptimizerSettings, ShardState
+from dhp_ray.train.optimizer import UNFINISHED, OptimizerSettings, ShardState
 from dhp_ray.train.versions import Engine, Update
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,11 +36,15 @@ class FlatEngine(Engine):
     Shards are fp32 whatever the precision. With "bf16" the resident parameters are bf16 and each backward's gradients
     are added to the fp32 buffer; a parameter's own `.grad` is then None. Parameters that do not require a gradient
     are left out of all buffers (and are cast to the computing type). A tied parameter counts once, under its first name.
+    `originals` are the frozen ones that this cast has changed, as they came, on the CPU.
     """
 
     def __init__(self, module: nn.Module, settings: OptimizerSettings, world_group: dist.ProcessGroup | None, world_size: int, rank: int,
-                 precision: str = "fp32", bucket_bytes: int = 64 * 2**20) -> None:
+                 precision: str = "fp32", bucket_bytes: int = 64 * 2**20, rebuild: bool = True, originals: Mapping[str, Tensor] | None = None) -> None:
         """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` are those of fp32 gradients.
+
+        With `rebuild` False the values of trained parameters are not looked at, and there is no collective: `adopt` must
+        follow. Over a module whose last engine was released, pass that engine's `originals`.
 
         Raises:
             ValueError: unknown precision, no parameter to train, or several ranks without a group.
@@ -58,8 +62,16 @@ class FlatEngine(Engine):
         self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size, bucket_bytes // 4)
         super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes, self.layout.pieces(rank), self.layout.buckets,
                          self.layout.shard_size, next(iter(self.parameters.values())).device)
+        self.originals = dict(originals or {})
+        if rebuild:
+            for piece in self._pieces:
+                flat = self.parameters[piece.name].detach().reshape(-1)
+                self.current.value[piece.shard].copy_(flat[piece.start : piece.stop])
+        else:
+            self.current.version = UNFINISHED
         self._take_over()
-        self.rebuild()
+        if rebuild:
+            self.rebuild()
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's summed fp32 gradients by name, as views; zero for what its packs did not use."""
@@ -81,30 +93,36 @@ class FlatEngine(Engine):
         if self.rank != 0:
             return {}
         trained = {name: self._view(found, name) for name in self.parameters}
-        frozen = {name: self._frozen_originals.get(name, parameter.detach()) for name, parameter in self.frozen.items()}
+        frozen = {name: self.originals.get(name, parameter.detach()) for name, parameter in self.frozen.items()}
         return trained | {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in frozen.items()}
 
     def _take_over(self) -> None:
-        """Move the parameters into the flat buffers, one after the other so that no second copy of all of them is held."""
-        for piece in self._pieces:
-            flat = self.parameters[piece.name].detach().reshape(-1)
-            self.current.value[piece.shard].copy_(flat[piece.start : piece.stop])
+        """Give the parameters their places in the flat buffers; their values come by `rebuild`."""
         self._resident = torch.zeros(self.layout.size, dtype=self.compute_type, device=self.device)
         self._gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.device)
         self._shard_gradient = self._gradient if self.world_size == 1 else torch.zeros_like(self.current.value)
+        self._hooks = []
         for name, parameter in self.parameters.items():
             parameter.grad = None
-            parameter.data = self._view(self._resident, name).copy_(parameter.data)
+            parameter.data = self._view(self._resident, name)
             if self.compute_type == torch.float32:
                 parameter.grad = self._view(self._gradient, name)  # autograd adds to it in place
             else:
-                parameter.register_post_accumulate_grad_hook(_adder(self._view(self._gradient, name)))
-        self._frozen_originals: dict[str, Tensor] = {}  # of rank 0, where the computing type would lose digits: they are exported as they came
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(_adder(self._view(self._gradient, name))))
         for name, parameter in self.frozen.items():
             original = parameter.data
             parameter.data = original.to(self.compute_type)
-            if self.rank == 0 and not torch.equal(parameter.data.to(original.dtype), original):
-                self._frozen_originals[name] = original.cpu()
+            if not torch.equal(parameter.data.to(original.dtype), original):
+                self.originals[name] = original.cpu()  # on every rank: any one of them may have to export
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for parameter in self.parameters.values():
+            parameter.grad = None
+            parameter.data = torch.zeros(1, dtype=self.compute_type, device=self.device).expand(parameter.shape)  # its shape, one element of memory
+        self._resident = self._gradient = self._shard_gradient = torch.zeros(0, device=self.device)
 
     def _view(self, buffer: Tensor, name: str) -> Tensor:
         return buffer[self.layout.interval(name)].view(self.layout.shapes[name])

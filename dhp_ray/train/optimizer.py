@@ -41,8 +41,9 @@ class ShardState:
     version: int = 0
 
     @classmethod
-    def zeros(cls, size: int, device: torch.device) -> ShardState:
-        value, exp_avg, exp_avg_sq = torch.zeros(3, size, dtype=torch.float32, device=device).unbind()
+    def zeros(cls, size: int, device: torch.device, pinned: bool = False) -> ShardState:
+        """`pinned`: in host memory that a device copies to and from beside its computing."""
+        value, exp_avg, exp_avg_sq = torch.zeros(3, size, dtype=torch.float32, device=device, pin_memory=pinned).unbind()
         return cls(value, exp_avg, exp_avg_sq)
 
     def copy_(self, other: ShardState) -> None:

@@ -143,6 +143,11 @@ class ShardedEngine(Engine):
             return torch.zeros(piece.stop - piece.start, device=self.device)
         return cast(DTensor, gradient).to_local().reshape(-1)
 
+    def _detach(self) -> None:
+        """FSDP's modules hold the mesh, and that the group, for life: nothing may hold them when the group goes."""
+        self.adapter = self.root = cast(Any, None)
+        self.parameters, self.frozen = {}, {}
+
     def _reduce(self) -> float:
         """FSDP has reduced the gradients in every backward pass."""
         return self._norm(self._gradient(piece) for piece in self._pieces)

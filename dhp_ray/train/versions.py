@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dhp_ray.train.buckets import Bucket, Piece
 from dhp_ray.train.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
+from dhp_ray.train.reshard import Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,10 @@ class Update:
 
 
 class Engine(ABC):
-    """Owns a module's parameters; each rank keeps a shard of the trained ones: fp32 values and both moments of AdamW."""
+    """Owns a module's parameters; each rank keeps a shard of the trained ones: fp32 values and both moments of AdamW.
+
+    An engine is of one membership. For the next: `holdings`, `release`, then a new engine and `adopt` of what `reshard` gives.
+    """
 
     def __init__(self, settings: OptimizerSettings, group: dist.ProcessGroup | None, shapes: dict[str, tuple[int, ...]], pieces: tuple[Piece, ...],
                  buckets: tuple[Bucket, ...], shard_size: int, device: torch.device) -> None:
@@ -43,7 +47,7 @@ class Engine(ABC):
 
     @property
     def state_version(self) -> int:
-        """Updates applied since training began: Adam's step counter."""
+        """Updates applied since training began: Adam's step counter. UNFINISHED where a state is yet to be adopted."""
         return self.current.version
 
     @property
@@ -74,6 +78,7 @@ class Engine(ABC):
         takes its place at the end: when this raises, version v and the gradients are whole, and `rebuild` on
         a working group brings the parameters back to it.
         """
+        assert self.current.version != UNFINISHED, "a state must be adopted first"
         norm = self._reduce() / max(1, num_valid_tokens)
         learning_rate = self.optimizer.peak_learning_rate * learning_rate_factor
         if not math.isfinite(norm):
@@ -94,10 +99,35 @@ class Engine(ABC):
             pass
 
     def adopt(self, state: ShardState) -> None:
-        """Go on from another state of this rank's shard (on any device). Every rank calls this, with the same version."""
+        """Go on from another state of this rank's shard (on any device). Every rank calls this, with the same version.
+
+        What was before is no longer to be had from `holdings`: it may be of a history that this state is not of.
+        """
         self.spare.copy_(state)
         self.current, self.spare = self.spare, self.current
+        self.spare.version = UNFINISHED
         self.rebuild()
+
+    def holdings(self, rank: int) -> list[Holding]:
+        """The complete versions of this rank's shard, newest first: the current one and, after an update, the one before it.
+
+        `rank` is this rank's. The states are the engine's own: they are good until the next `update` or `adopt`.
+        """
+        return [Holding(rank, state.version, self._pieces, state) for state in (self.current, self.spare) if state.version != UNFINISHED]
+
+    def release(self) -> None:
+        """Let go of all memory and of the group, also in the midst of a step that failed; nothing else is to be called then.
+
+        Holdings stay good. Not a collective.
+        """
+        self._detach()
+        self.current, self.spare = ShardState.zeros(0, self.device), ShardState.zeros(0, self.device)
+        self.current.version = self.spare.version = UNFINISHED
+        self.group = None
+
+    @abstractmethod
+    def _detach(self) -> None:
+        """Let go of gradients and parameters."""
 
     @abstractmethod
     def _reduce(self) -> float:

@@ -1,0 +1,176 @@
+"""One version of the state, from the shards of one membership to those of the next, in memory.
+
+    old layout    rank 0 | rank 1 (lost) | rank 2          a holding: what a rank has of an old rank's shard
+                     |        | its keeper's copy |
+    new rank 0 supplies 0     |      new rank 1 supplies 1 and 2
+                     \\        v        v
+    new layout       rank 0   |   rank 1                   every new rank gets the intervals that it wants
+
+Layouts are lists of pieces, intervals of flattened parameters: any number of ranks, any buckets, either engine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp_ray.train.buckets import Piece
+from dhp_ray.train.optimizer import ShardState
+
+CPU = torch.device("cpu")
+Interval = tuple[str, int, int, int]
+"""A Piece as it travels: name, start, stop, offset."""
+Offer = tuple[int, int, list[Interval]]
+"""A Holding as it travels: owner, version, pieces."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A complete version of rank `owner`'s shard; `pieces` say what it holds, in the layout that it is from."""
+
+    owner: int
+    version: int
+    pieces: tuple[Piece, ...]
+    state: ShardState
+
+    def on_host(self) -> Holding:
+        """The same in host memory; itself where it is there already."""
+        if self.state.value.device == CPU:
+            return self
+        state = ShardState.zeros(self.state.value.numel(), CPU)
+        state.copy_(self.state)
+        return Holding(self.owner, self.version, self.pieces, state)
+
+
+class _Part(NamedTuple):
+    """Elements on their way: from `source_offset` of the supplier's holding number `holding` to `target_offset` of the new shard."""
+
+    holding: int
+    source_offset: int
+    target_offset: int
+    length: int
+
+    @property
+    def source(self) -> slice:
+        return slice(self.source_offset, self.source_offset + self.length)
+
+    @property
+    def target(self) -> slice:
+        return slice(self.target_offset, self.target_offset + self.length)
+
+
+def reshard(supplies: Sequence[Holding], wanted: Sequence[Piece], shard_size: int, rank: int, group: dist.ProcessGroup | None) -> ShardState:
+    """This rank's shard of the new layout, in host memory: `shard_size` elements, of which `wanted` are filled and the others 0.
+
+    Every rank of the new membership calls this on a gloo group of them all; None is for a single rank. `supplies` are
+    what this rank is to supply: each old rank's shard is supplied by exactly one new rank, all in one version.
+    Values are moved, never computed with: the result is bit for bit what was supplied.
+
+    Raises:
+        ValueError: on every rank alike, one line: an interval that nobody supplies, a shard supplied twice, or two versions.
+    """
+    offer: list[Offer] = [(holding.owner, holding.version, _intervals(holding.pieces)) for holding in supplies]
+    offers, wants = _all_of(offer, _intervals(wanted), group)
+    version = _common_version(offers)
+    sends, receives = _routes(offers, wants, rank)
+    kept = sends.pop(rank, [])
+    receives.pop(rank, None)
+    state = ShardState.zeros(shard_size, CPU)
+    for kind, target in state.tensors().items():  # one after the other: a third of the state is in buffers at a time
+        sources = [holding.state.tensors()[kind].to(CPU) for holding in supplies]
+        for part in kept:
+            target[part.target].copy_(sources[part.holding][part.source])
+        if group is not None:
+            _exchange(sources, target, sends, receives, group)
+    state.version = version
+    return state
+
+
+def _intervals(pieces: Iterable[Piece]) -> list[Interval]:
+    return [(piece.name, piece.start, piece.stop, piece.offset) for piece in pieces]
+
+
+def _all_of(offer: list[Offer], wanted: list[Interval], group: dist.ProcessGroup | None) -> tuple[list[list[Offer]], list[list[Interval]]]:
+    """What each new rank supplies and wants."""
+    if group is None:
+        return [offer], [wanted]
+    told: list[tuple[list[Offer], list[Interval]]] = [([], [])] * group.size()
+    dist.all_gather_object(told, (offer, wanted), group=group)
+    return [offered for offered, _ in told], [intervals for _, intervals in told]
+
+
+def _common_version(offers: list[list[Offer]]) -> int:
+    versions: dict[int, int] = {}
+    suppliers: dict[int, int] = {}
+    for supplier, offered in enumerate(offers):
+        for owner, version, _ in offered:
+            if owner in suppliers:
+                raise ValueError(f"state: the shard of old rank {owner} is supplied by ranks {suppliers[owner]} and {supplier}; allowed: one")
+            suppliers[owner] = supplier
+            versions[version] = owner
+    if len(versions) != 1:
+        named = ", ".join(f"{version} (old rank {owner})" for version, owner in sorted(versions.items())) or "none"
+        raise ValueError(f"state: got versions {named}; allowed: one")
+    return next(iter(versions))
+
+
+def _routes(offers: list[list[Offer]], wants: list[list[Interval]], rank: int) -> tuple[dict[int, list[_Part]], dict[int, list[_Part]]]:
+    """What `rank` sends to each rank and receives from each; both ends list a pair's parts in the order in which they are wanted.
+
+    Every rank walks all that is wanted, so that all of them refuse what nobody supplies.
+    """
+    supplied: dict[str, list[tuple[int, int, int, int, int]]] = {}
+    for supplier, offered in enumerate(offers):
+        for number, (_, _, intervals) in enumerate(offered):
+            for name, start, stop, offset in intervals:
+                supplied.setdefault(name, []).append((start, stop, offset, supplier, number))
+    for found in supplied.values():
+        found.sort()
+    starts = {name: [interval[0] for interval in found] for name, found in supplied.items()}
+    sends: dict[int, list[_Part]] = {}
+    receives: dict[int, list[_Part]] = {}
+    for receiver, intervals in enumerate(wants):
+        for name, begin, end, offset in intervals:
+            found = supplied.get(name, [])
+            place = bisect_right(starts.get(name, []), begin) - 1
+            position = begin
+            while position < end:
+                start, stop, source_offset, supplier, number = found[place] if 0 <= place < len(found) else (end, end, 0, 0, 0)
+                if not start <= position < stop:
+                    following = starts.get(name, [])[place + 1:place + 2] if position >= stop else [start]
+                    raise ValueError(f"state: nobody supplies elements {position} to {min([end, *following])} of parameter {name}")
+                length = min(stop, end) - position
+                part = _Part(number, source_offset + position - start, offset + position - begin, length)
+                if supplier == rank:
+                    sends.setdefault(receiver, []).append(part)
+                if receiver == rank:
+                    receives.setdefault(supplier, []).append(part)
+                position += length
+                place += 1
+    return sends, receives
+
+
+def _exchange(sources: list[Tensor], target: Tensor, sends: dict[int, list[_Part]], receives: dict[int, list[_Part]], group: dist.ProcessGroup) -> None:
+    """One tensor of the state between all ranks, in one collective."""
+    ranks = range(group.size())
+    send_counts = [sum(part.length for part in sends.get(other, [])) for other in ranks]
+    receive_counts = [sum(part.length for part in receives.get(other, [])) for other in ranks]
+    outgoing, incoming = target.new_empty(sum(send_counts)), target.new_empty(sum(receive_counts))
+    going = [part for other in ranks for part in sends.get(other, [])]
+    for part, (start, stop) in zip(going, _edges(going)):
+        outgoing[start:stop].copy_(sources[part.holding][part.source])
+    dist.all_to_all_single(incoming, outgoing, receive_counts, send_counts, group=group)
+    coming = [part for other in ranks for part in receives.get(other, [])]
+    for part, (start, stop) in zip(coming, _edges(coming)):
+        target[part.target].copy_(incoming[start:stop])
+
+
+def _edges(parts: list[_Part]) -> Iterable[tuple[int, int]]:
+    return pairwise(accumulate((part.length for part in parts), initial=0))
