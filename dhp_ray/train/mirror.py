@@ -1,0 +1,220 @@
+"""Copies of other ranks' shards in host memory, so that the state survives the loss of a rank.
+
+    rank 0      own shard v, v+1     copies of rank 1's v, v+1          keepers = [2, 0, 1]:
+    rank 1      own shard v, v+1     copies of rank 2's v, v+1          rank 0's keeper is rank 2, ...
+    rank 2      own shard v, v+1     copies of rank 0's v, v+1
+
+    update v+1 | begin: v+1 starts to travel | packs of the next step ... | finish: v+1 counts | update v+2 overwrites v
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp_ray.train.buckets import Piece
+from dhp_ray.train.optimizer import UNFINISHED, ShardState
+from dhp_ray.train.reshard import Holding
+from dhp_ray.train.versions import Engine
+
+
+@dataclass
+class _Versions:
+    """Two versions of one rank's shard: `whole` stays as it is while `coming` is filled."""
+
+    pieces: tuple[Piece, ...]
+    whole: ShardState
+    coming: ShardState
+    version: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    """What `coming` will be; it travels with it."""
+
+    @classmethod
+    def empty(cls, pieces: tuple[Piece, ...], size: int, pinned: bool = False) -> _Versions:
+        whole, coming = (ShardState.zeros(size, torch.device("cpu"), pinned) for _ in range(2))
+        whole.version = coming.version = UNFINISHED
+        return cls(pieces, whole, coming)
+
+    def turn(self) -> None:
+        """`coming` has come."""
+        self.coming.version = int(self.version)
+        self.whole, self.coming = self.coming, self.whole
+
+    def complete(self) -> list[ShardState]:
+        """Oldest first."""
+        found = {state.version: state for state in (self.coming, self.whole) if state.version != UNFINISHED}
+        return [found[version] for version in sorted(found)]
+
+
+class Mirror:
+    """Sends this rank's shard to its keeper and keeps those of others; on the calls, see the picture above.
+
+    With `snapshot` this rank's own shard is kept too in the versions that were mirrored: needed where not every version
+    is, since the engine has the last two alone.
+    """
+
+    def __init__(self, engine: Engine, rank: int, keepers: Sequence[int], group: dist.ProcessGroup | None, snapshot: bool = False) -> None:
+        """Every rank calls this. `keepers[r]` keeps rank r's shard; `group` is a gloo group that nothing else uses.
+
+        Where there is one rank, or no group, nothing is kept and every call does nothing.
+
+        Raises:
+            ValueError: a rank is to keep its own shard, or there is no such keeper.
+        """
+        self._engine, self._rank, self._group = engine, rank, group if len(keepers) > 1 else None
+        for owner, keeper in enumerate(keepers if self._group is not None else ()):
+            if keeper == owner or not 0 <= keeper < len(keepers):
+                raise ValueError(f"mirror: got keeper {keeper} of rank {owner}; allowed: another of {len(keepers)} ranks")
+        self._copies: dict[int, _Versions] = {}
+        self._own: _Versions | None = None
+        self._sends: list[dist.Work] = []
+        self._receives: dict[int, list[dist.Work]] = {}
+        self._posting: Thread | None = None
+        self._failure = ""
+        self._under_way = False
+        if self._group is None:
+            return
+        self._keeper = keepers[rank]
+        self._version = torch.zeros(1, dtype=torch.int64)
+        self._copies = self._described([owner for owner, keeper in enumerate(keepers) if keeper == rank])
+        on_device = engine.device.type != "cpu"
+        self._stream: Any = torch.get_device_module(engine.device).Stream(engine.device) if on_device else None
+        if on_device or snapshot:
+            self._own = _Versions.empty(engine.pieces(), engine.shard_size, pinned=on_device)
+            if not snapshot:
+                self._own.whole = self._own.coming  # a place to send from is all that is needed
+        self._snapshot = snapshot
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that the copies take, and on a device the pinned memory that this rank's shard is sent from."""
+        kept = [*self._copies.values(), *([self._own] if self._own else [])]
+        states = {id(state): state for versions in kept for state in (versions.whole, versions.coming)}
+        return sum(tensor.nbytes for state in states.values() for tensor in state.tensors().values())
+
+    def begin(self) -> None:
+        """Start to send this rank's current version and to receive those that it keeps; returns at once.
+
+        Every rank calls this after an update that was applied, and at the start of a generation. Until `finish` the
+        engine may run packs, but not update twice. Raises RuntimeError when a peer is gone.
+        """
+        if self._group is None:
+            return
+        if self._under_way:
+            raise RuntimeError("mirror: begin before the last exchange was finished")
+        self._under_way = True
+        for owner, versions in self._copies.items():
+            versions.coming.version = UNFINISHED
+            tensors = [versions.version, *versions.coming.tensors().values()]
+            self._receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=owner, tag=tag))
+                                     for tag, tensor in enumerate(tensors) if tensor.numel()]
+        current = self._engine.current
+        self._version.fill_(current.version)
+        if self._own is None:
+            self._send(current)
+            return
+        self._own.coming.version = UNFINISHED
+        self._own.version.fill_(current.version)
+        if self._stream is None:
+            self._own.coming.copy_(current)
+            self._own.turn()
+            self._send(self._own.whole)
+        else:
+            self._posting = Thread(target=self._send_staged, args=(self._own, self._staging(self._own.coming, current)), name="mirror", daemon=True)
+            self._posting.start()
+
+    def finish(self) -> None:
+        """Wait until everything is received and sent; the received versions count from here on.
+
+        Raises RuntimeError when a peer is gone: what did arrive whole counts nevertheless.
+        """
+        self._join()
+        for owner, works in self._receives.items():
+            if self._waited(works, f"from rank {owner}"):
+                self._copies[owner].turn()
+        self._waited(self._sends, "to its keeper")
+        self._receives, self._sends, self._under_way = {}, [], False
+        if self._failure:
+            failure, self._failure = self._failure, ""
+            raise RuntimeError(f"mirror: rank {self._rank}'s exchange broke off: {failure}")
+
+    def held(self) -> dict[int, list[ShardState]]:
+        """Complete copies by owner, oldest first. The next `begin` overwrites an owner's older one."""
+        return {owner: versions.complete() for owner, versions in self._kept().items() if versions.complete()}
+
+    def holdings(self) -> list[Holding]:
+        """What is held, with the pieces of each owner, as `reshard` takes it."""
+        return [Holding(owner, state.version, versions.pieces, state) for owner, versions in self._kept().items() for state in versions.complete()]
+
+    def close(self) -> None:
+        """Leave an exchange under way and let the group go; copies that `held` has given out stay good."""
+        self._join()
+        self._receives, self._sends, self._copies, self._own, self._group = {}, [], {}, None, None
+
+    def _kept(self) -> dict[int, _Versions]:
+        self._join()
+        return {**self._copies, self._rank: self._own} if self._own is not None and self._snapshot else self._copies
+
+    def _described(self, owners: list[int]) -> dict[int, _Versions]:
+        """Empty copies of what `owners` have: each tells its keeper the size and the pieces of its shard."""
+        assert self._group is not None
+        told = torch.frombuffer(bytearray(pickle.dumps([(piece.name, piece.start, piece.stop, piece.offset) for piece in self._engine.pieces()])),
+                                dtype=torch.uint8)
+        sizes = torch.empty(2 * self._group.size(), dtype=torch.int64)
+        dist.all_gather_single(sizes, torch.tensor([self._engine.shard_size, told.numel()]), group=self._group)
+        received = {owner: torch.empty(int(sizes[2 * owner + 1]), dtype=torch.uint8) for owner in owners}
+        works = [_posted(dist.irecv(buffer, group=self._group, group_src=owner)) for owner, buffer in received.items()]
+        works.append(_posted(dist.isend(told, group=self._group, group_dst=self._keeper)))
+        for work in works:
+            work.wait()
+        return {owner: _Versions.empty(tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes())), int(sizes[2 * owner]))
+                for owner, buffer in received.items()}
+
+    def _send(self, state: ShardState) -> None:
+        tensors = [self._version, *state.tensors().values()]
+        self._sends = [_posted(dist.isend(tensor, group=self._group, group_dst=self._keeper, tag=tag))
+                       for tag, tensor in enumerate(tensors) if tensor.numel()]
+
+    def _staging(self, staged: ShardState, current: ShardState) -> Any:
+        """Start to copy the device's state to pinned memory, beside what the device computes; the event of its end."""
+        device = torch.get_device_module(self._engine.device)
+        self._stream.wait_stream(device.current_stream(self._engine.device))
+        with device.stream(self._stream):
+            for mine, theirs in zip(staged.tensors().values(), current.tensors().values(), strict=True):
+                mine.copy_(theirs, non_blocking=True)
+            return self._stream.record_event()
+
+    def _send_staged(self, own: _Versions, copied: Any) -> None:
+        """The thread of an exchange from a device: what is sent must have arrived in host memory."""
+        try:
+            copied.synchronize()
+            own.turn()
+            self._send(own.whole)
+        except RuntimeError as error:  # raised by finish
+            self._failure = str(error)
+
+    def _join(self) -> None:
+        if self._posting is not None:
+            self._posting.join()
+            self._posting = None
+
+    def _waited(self, works: list[dist.Work], way: str) -> bool:
+        """Whether all of it has gone through; the first failure is kept as text: its traceback would hold the group."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._failure = self._failure or f"{way}: {error}"
+            return False
+        return True
+
+
+def _posted(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "every rank is in the mirror's group"
+    return work

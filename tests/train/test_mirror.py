@@ -1,0 +1,164 @@
+"""Copies of other ranks' shards: two versions, of which one is whole at any moment."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dhp_ray.train.mirror import Mirror
+from dhp_ray.train.optimizer import ShardState
+from tests.ranks import run_processes, run_ranks
+from tests.train.networks import Network, make_engine, train_step
+
+CPU = torch.device("cpu")
+
+
+def copied(state: ShardState) -> ShardState:
+    copy = ShardState.zeros(state.value.numel(), CPU)
+    copy.copy_(state)
+    return copy
+
+
+def equal(first: ShardState, second: ShardState) -> bool:
+    return first.version == second.version and all(torch.equal(mine, theirs) for mine, theirs in zip(first.tensors().values(), second.tensors().values()))
+
+
+def gathered(state: ShardState) -> list[Any]:
+    """A state's tensors and version of every rank, by the world's group."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (*[tensor.tolist() for tensor in state.tensors().values()], state.version))
+    return found
+
+
+def as_told(state: ShardState) -> Any:
+    return (*[tensor.tolist() for tensor in state.tensors().values()], state.version)
+
+
+def mirrored(rank: int, keepers: list[int]) -> list[Any]:
+    """Versions that are held, and whether each is what its owner had, through three updates."""
+    world_size = len(keepers)
+    network = Network()
+    engine = make_engine(network, rank, world_size)
+    mirror = Mirror(engine, rank, keepers, dist.new_group(list(range(world_size)), backend="gloo"))
+    told: list[Any] = [(mirror.held(), mirror.memory_bytes, engine.shard_size)]
+    had: dict[int, list[Any]] = {}
+    for step in range(4):
+        if step:
+            train_step(engine, network, step - 1, rank, world_size)
+        had[engine.state_version] = gathered(engine.current)
+        mirror.begin()
+        during = {owner: [state.version for state in states] for owner, states in mirror.held().items()}
+        mirror.finish()
+        held = mirror.held()
+        right = all(as_told(state) == had[state.version][owner] for owner, states in held.items() for state in states)
+        told.append((during, {owner: [state.version for state in states] for owner, states in held.items()}, right))
+        pieces = {holding.owner: holding.pieces for holding in mirror.holdings()}
+        assert pieces == {owner: engine.layout.pieces(owner) for owner in held}
+    mirror.close()
+    return told
+
+
+@pytest.mark.parametrize("keepers", [[1, 0], [1, 2, 0], [2, 2, 0, 2]])
+def test_a_keeper_has_two_versions_of_which_one_is_whole_at_any_moment(keepers: list[int]) -> None:
+    for rank, (before, *steps) in enumerate(run_ranks(mirrored, len(keepers), keepers)):
+        owners = [owner for owner, keeper in enumerate(keepers) if keeper == rank]
+        held, memory_bytes, shard_size = before
+        assert held == {}
+        assert memory_bytes == len(owners) * 2 * 3 * 4 * shard_size
+        assert steps == [({owner: old for owner in owners if old}, {owner: new for owner in owners}, True)
+                         for old, new in (([], [0]), ([0], [0, 1]), ([1], [1, 2]), ([2], [2, 3]))]
+
+
+def skipped_and_seldom(rank: int) -> list[Any]:
+    """Mirrored at versions 0, 2 and 2 again, with a snapshot: this rank's own two versions are kept beside the engine's."""
+    network = Network()
+    engine = make_engine(network, rank, 2)
+    mirror = Mirror(engine, rank, [1, 0], dist.new_group([0, 1], backend="gloo"), snapshot=True)
+    mirror.begin()
+    early = copied(engine.current)
+    train_step(engine, network, 0, rank, 2)
+    train_step(engine, network, 1, rank, 2)  # overwrites the engine's version 0, which is still on its way
+    mirror.finish()
+    first = {owner: [state.version for state in states] for owner, states in mirror.held().items()}
+    mirror.begin()
+    mirror.finish()
+    own = mirror.held()[rank]
+    right = equal(own[0], early) and equal(own[1], engine.current) and mirror.memory_bytes == 2 * 2 * 3 * 4 * engine.shard_size
+    mirror.begin()
+    mirror.finish()
+    return [first, right, {owner: [state.version for state in states] for owner, states in mirror.held().items()}]
+
+
+def test_with_a_snapshot_updates_may_go_on_and_the_owner_has_what_was_mirrored() -> None:
+    assert run_ranks(skipped_and_seldom, 2) == [[{0: [0], 1: [0]}, True, {0: [2], 1: [2]}]] * 2
+
+
+def no_group(rank: int) -> list[Any]:
+    engine = make_engine(Network(), 0, 1)
+    mirror = Mirror(engine, 0, [], None)
+    mirror.begin()
+    mirror.finish()
+    held = mirror.held(), mirror.holdings(), mirror.memory_bytes
+    mirror.close()
+    said = []
+    for keepers in ([0, 1], [1, 2]):
+        with pytest.raises(ValueError, match="mirror: got keeper") as raised:
+            Mirror(engine, rank, keepers, dist.group.WORLD)
+        said.append(str(raised.value))
+    pair = Mirror(make_engine(Network(), rank, 2), rank, [1, 0], dist.group.WORLD)
+    pair.begin()
+    with pytest.raises(RuntimeError, match="mirror: begin before the last exchange was finished"):
+        pair.begin()
+    pair.finish()
+    return [held, said]
+
+
+def test_one_rank_keeps_nothing_and_no_rank_its_own() -> None:
+    said = ["mirror: got keeper 0 of rank 0; allowed: another of 2 ranks", "mirror: got keeper 2 of rank 1; allowed: another of 2 ranks"]
+    assert run_ranks(no_group, 2) == [[({}, [], 0), said]] * 2
+
+
+def broken_off(rank: int, port: int) -> Any:
+    """Rank 2 dies between its update and its `begin`: rank 0 keeps its version 1, and what rank 1 had sent arrives."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    network = Network()
+    engine = make_engine(network, rank, 3)
+    mirror = Mirror(engine, rank, [1, 0, 0], dist.new_group([0, 1, 2], backend="gloo"))
+    train_step(engine, network, 0, rank, 3)
+    mirror.begin()
+    mirror.finish()
+    earlier = gathered(engine.current)
+    train_step(engine, network, 1, rank, 3)
+    later = gathered(engine.current)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = ""
+    try:
+        mirror.begin()
+        mirror.finish()
+    except RuntimeError as error:
+        said = str(error)
+    held = mirror.held()
+    versions = {owner: [state.version for state in states] for owner, states in held.items()}
+    right = all(as_told(state) == (earlier, later)[state.version - 1][owner] for owner, states in held.items() for state in states)
+    store.add("done", 1)
+    while store.add("done", 0) < 2:  # a rank that is gone early would break off the other's exchange too
+        time.sleep(0.01)
+    return said, versions, right
+
+
+def test_a_peer_that_dies_before_it_sends_leaves_its_older_version_whole() -> None:
+    (said, versions, right), (other_said, other_versions, other_right) = run_processes(broken_off, 3, mortal=[2])[:2]
+    assert said.startswith("mirror: rank 0's exchange broke off: ")
+    assert "\n" not in said.strip()
+    assert versions == {1: [1, 2], 2: [1]}, "the version of rank 2 that never came does not count"
+    assert right
+    assert other_said == "", "its owner and its keeper live"
+    assert other_versions == {0: [1, 2]}
+    assert other_right
