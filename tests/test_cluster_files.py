@@ -1,0 +1,233 @@
+"""The files that start clusters: Ray's own schema and preparation, KubeRay's keys, the commands in them, and what must not be in them."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import jsonschema
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from dhp_ray.config import CONF, load
+
+ROOT = CONF.parent
+LAUNCH = sorted((CONF / "cluster" / "launch").glob("*.yaml"))
+RAY_UP = [ROOT / "cluster.yaml", *(path for path in LAUNCH if not path.name.startswith("kuberay"))]
+KUBERAY = [path for path in LAUNCH if path.name.startswith("kuberay")]
+
+
+def tree(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def name(path: Path) -> str:
+    return path.name
+
+
+def only(required: str = "", **properties: Any) -> dict[str, Any]:
+    """A JSON schema: an object with these keys and no others."""
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": required.split()}
+
+
+def some(item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+# What KubeRay 1.7 (ray.io/v1) and Kubernetes (core/v1) admit, as far as our manifests go.
+TEXT, NUMBER, FLAG, ANY = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}, {"type": "object"}
+TEXTS = {"type": "object", "additionalProperties": TEXT}  # start parameters, resources: numbers must be quoted
+CONTAINER = only("name image resources", name=TEXT, image=TEXT, env=some(only("name value", name=TEXT, value=TEXT)),
+                 ports=some(only("containerPort name", containerPort=NUMBER, name={"type": "string", "maxLength": 15})),
+                 resources=only("requests limits", requests=TEXTS, limits=TEXTS), volumeMounts=some(only("name mountPath", name=TEXT, mountPath=TEXT)))
+VOLUME = only("name", name=TEXT, persistentVolumeClaim=only("claimName", claimName=TEXT), emptyDir=only(medium={"enum": ["Memory"]}, sizeLimit=TEXT))
+POD = only("spec", spec=only("containers", containers=some(CONTAINER), volumes=some(VOLUME)))
+CLUSTER = only(
+    "rayVersion headGroupSpec workerGroupSpecs", rayVersion=TEXT, enableInTreeAutoscaling=FLAG, authOptions=only("mode", mode={"enum": ["disabled", "token"]}),
+    autoscalerOptions=only(version={"enum": ["v1", "v2"]}, upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]}, idleTimeoutSeconds=NUMBER),
+    networkPolicy=only("mode", mode={"enum": ["DenyAll", "DenyAllIngress", "DenyAllEgress"]}),
+    headGroupSpec=only("template", serviceType={"enum": ["ClusterIP"]}, rayStartParams=TEXTS, template=POD),
+    workerGroupSpecs=some(only("groupName minReplicas maxReplicas template", groupName=TEXT, replicas=NUMBER, minReplicas=NUMBER, maxReplicas=NUMBER,
+                               rayStartParams=TEXTS, template=POD)))
+SPECS = {"RayCluster": CLUSTER,
+         "RayJob": only("entrypoint rayClusterSpec", entrypoint=TEXT, submissionMode={"enum": ["K8sJobMode", "HTTPMode"]}, backoffLimit=NUMBER,
+                        shutdownAfterJobFinishes=FLAG, ttlSecondsAfterFinished=NUMBER, rayClusterSpec=CLUSTER)}
+
+
+def check_manifest(manifest: dict[str, Any]) -> None:
+    schema = only("apiVersion kind metadata spec", apiVersion={"const": "ray.io/v1"}, kind={"enum": list(SPECS)},
+                  metadata=only("name namespace", name=TEXT, namespace=TEXT), spec=SPECS.get(manifest["kind"], ANY))
+    jsonschema.validate(manifest, schema)
+    cluster = manifest["spec"].get("rayClusterSpec", manifest["spec"])
+    _derive_autoscaling_config_from_ray_cr({"metadata": manifest["metadata"], "spec": cluster})  # Ray's reading of it; it ends with validate_config
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for container in pod["containers"] for mount in container.get("volumeMounts", [])}
+        assert mounted == {volume["name"] for volume in pod.get("volumes", [])}
+
+
+def check_config(config: dict[str, Any]) -> dict[str, Any]:
+    """As `ray up` does before it asks a provider for anything."""
+    prepared = prepare_config(copy.deepcopy(config))
+    validate_config(prepared)
+    for command in commands(prepared):
+        check_start(command)
+    return prepared
+
+
+def commands(config: dict[str, Any]) -> list[str]:
+    return [command for key, value in config.items() if key.endswith("_commands") for command in value]
+
+
+def check_start(command: str) -> None:
+    """Every option of a `ray start` is one that the installed Ray has."""
+    from ray.scripts.scripts import start
+
+    known = {option for parameter in start.params for option in parameter.opts}
+    words = shlex.split(command, comments=True)
+    for place in [index for index in range(len(words)) if words[index:index + 2] == ["ray", "start"]]:
+        for word in words[place + 2:]:
+            if word.startswith("-") and word.partition("=")[0] not in known:
+                raise ValueError(f"ray start has no option {word}")
+
+
+@pytest.mark.parametrize("path", RAY_UP, ids=name)
+def test_ray_takes_the_file(path: Path) -> None:
+    check_config(tree(path))
+
+
+@pytest.mark.parametrize("path", RAY_UP, ids=name)
+@pytest.mark.parametrize("place", [(), ("auth",), ("provider", "head_ip"), ("head_start_ray_commands",), ("max_workers",)], ids=str)
+def test_a_planted_mistake_fails(path: Path, place: tuple[str, ...]) -> None:
+    config = tree(path)
+    match place:
+        case ():
+            config["head_start_commands"] = []
+        case ("auth",):
+            config["auth"]["ssh_usr"] = "root"
+        case ("provider", key):
+            config["provider"].pop(key) if key in config["provider"] else config["available_node_types"]["head"].update(max_worker=1)
+        case ("head_start_ray_commands",):
+            config["head_start_ray_commands"][1] += " --dashboard-adress=127.0.0.1"
+        case ("max_workers",):
+            config["max_workers"] = "four"
+    with pytest.raises((jsonschema.ValidationError, ValueError, TypeError, click.ClickException)):
+        check_config(config)
+
+
+@pytest.mark.parametrize("path", KUBERAY, ids=name)
+def test_kuberay_takes_the_manifest(path: Path) -> None:
+    check_manifest(tree(path))
+
+
+@pytest.mark.parametrize("path", KUBERAY, ids=name)
+@pytest.mark.parametrize("place", ["spec", "cluster", "worker", "container", "number", "volume"])
+def test_a_planted_mistake_in_a_manifest_fails(path: Path, place: str) -> None:
+    manifest = tree(path)
+    cluster = manifest["spec"].get("rayClusterSpec", manifest["spec"])
+    container = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    match place:
+        case "spec":
+            manifest["spec"]["entrypoints"] = "python"
+        case "cluster":
+            cluster["headGroup"] = {}
+        case "worker":
+            cluster["workerGroupSpecs"][0]["maxReplica"] = 3
+        case "container":
+            container["resource"] = {}
+        case "number":
+            container["resources"]["limits"]["nvidia.com/gpu"] = 8
+        case "volume":
+            container["volumeMounts"].append({"name": "data", "mountPath": "/data"})
+    with pytest.raises((jsonschema.ValidationError, AssertionError)):
+        check_manifest(manifest)
+
+
+def test_what_a_job_runs_is_a_command_of_ours() -> None:
+    words = shlex.split(tree(CONF / "cluster" / "launch" / "kuberay_job.yaml")["spec"]["entrypoint"])
+    assert words[0] == "python"
+    assert words[1].endswith("/jobs/train.py")
+    config = load(words[2:])
+    groups = tree(CONF / "cluster" / "launch" / "kuberay_job.yaml")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    gpus = sum(group["replicas"] * int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for group in groups)
+    assert config.cluster.num_workers == gpus
+
+
+@pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
+def test_versions_are_pinned_and_the_projects(path: Path) -> None:
+    text = path.read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {line.name: line for line in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["npu"]])}
+    pins = {match[1]: match[2] for match in re.finditer(r'"(\w+)(?:\[[\w,]+\])?==([\w.]+)"', text)}
+    if path in KUBERAY:
+        manifest = tree(path)
+        pins["ray"] = manifest["spec"].get("rayClusterSpec", manifest["spec"])["rayVersion"]
+        assert f"rayproject/ray:{pins['ray']}-py311" in text
+    else:
+        assert {"ray", "torch", "transformers"} <= set(pins)
+    for package, version in pins.items():
+        assert wanted[package].specifier.contains(version), (package, version)
+    assert pins["ray"] == "2.60.0", "one Ray version in all files"
+
+
+@pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
+def test_nothing_is_open_and_nothing_is_secret(path: Path) -> None:
+    text = path.read_text()
+    assert "0.0.0.0" not in text
+    assert not re.search(r"AKIA|PRIVATE KEY|RAY_AUTH_TOKEN=[^$]|password", text)
+    assert "REPLACE" in text
+    assert "GLOO_SOCKET_IFNAME" in text
+    if path in RAY_UP:
+        assert "--dashboard-host=$PRIVATE_IP" in text
+        assert text.count("--node-ip-address=$PRIVATE_IP") == 2
+        assert "RAY_AUTH_MODE=token" in text
+        assert tree(path)["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    else:
+        cluster = tree(path)["spec"].get("rayClusterSpec", tree(path)["spec"])
+        assert cluster["authOptions"] == {"mode": "token"}
+        assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+
+
+def test_ascend_nodes_get_their_environment() -> None:
+    config = tree(ROOT / "cluster.yaml")
+    environment = next(command for command in config["setup_commands"] if "dhp_ray_environment" in command)
+    for variable in ("HCCL_IF_IP", "HCCL_SOCKET_IFNAME", "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_BUFFSIZE"):
+        assert f"export {variable}=" in environment
+    assert any("torch_npu" in command for command in config["worker_setup_commands"])
+    assert not any("torch_npu" in command for command in config["setup_commands"]), "without CANN, torch_npu breaks the head's torch"
+
+
+@pytest.mark.parametrize("path", RAY_UP, ids=name)
+def test_the_shell_can_read_every_command(path: Path, tmp_path: Path) -> None:
+    """Syntax of all, and the environment file for what it sets, with an `ip` that answers as on a node."""
+    config = tree(path)
+    for command in commands(config):
+        subprocess.run(["bash", "-n", "-c", command], check=True)
+    (tmp_path / "ip").write_text("#!/bin/sh\n[ \"$3\" = route ] && echo 'default via 192.0.2.1 dev eth0 proto dhcp' "
+                                 "|| echo '2: eth0    inet 192.0.2.11/24 brd 192.0.2.255 scope global eth0'\n")
+    (tmp_path / "ip").chmod(0o755)
+    environment = next(command for command in config["setup_commands"] if "dhp_ray_environment" in command)
+    program = f"{environment}\n. ~/dhp_ray_environment\nprintenv PRIVATE_IP GLOO_SOCKET_IFNAME RAY_AUTH_MODE"
+    done = subprocess.run(["bash", "-c", program], env={"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["192.0.2.11", "eth0", "token"]
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "cluster").glob("*.yaml")), ids=name)
+def test_the_files_that_cluster_chooses_are_configuration(path: Path) -> None:
+    load([f"cluster={path.stem}"])
+
+
+def test_each_file_is_of_one_kind() -> None:
+    """conf/cluster/*.yaml are chosen by cluster=NAME; launch/ holds what starts clusters."""
+    assert {path.name for path in LAUNCH} == {"nvidia.yaml", "aws_spot.yaml", "kuberay_cluster.yaml", "kuberay_job.yaml"}
+    assert sorted(path.relative_to(CONF / "cluster").as_posix() for path in (CONF / "cluster").rglob("*.yaml")) == sorted(
+        [*(path.name for path in (CONF / "cluster").glob("*.yaml")), *(f"launch/{path.name}" for path in LAUNCH)])
