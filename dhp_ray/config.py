@@ -6,19 +6,20 @@ Later wins: the schema's defaults, the file given by `--config` (`conf/train.yam
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dhp_ray.constraints import brief, check, check_device, texts, walk
+from dhp_ray.credentials import concealed
 from dhp_ray.schema import Config, ConfigError
 
-__all__ = ["CHOICES", "CONF", "Config", "ConfigError", "check", "dump", "help_text", "load"]
+__all__ = ["CHOICES", "CONF", "Config", "ConfigError", "check", "check_device", "dump", "help_text", "load"]
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("model", "data", "cluster")
@@ -27,7 +28,7 @@ EITHER = (("model.preset", "model.path"), ("data.path", "data.sources"))
 
 
 def load(argv: list[str], default_file: Path = CONF / "train.yaml") -> Config:
-    """The configuration that `argv` (`--config FILE` and `key=value`) asks for.
+    """The configuration that `argv` (`--config FILE` and `key=value`) asks for. URIs in it show no credentials (dhp_ray/credentials.py).
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
@@ -52,6 +53,7 @@ def load(argv: list[str], default_file: Path = CONF / "train.yaml") -> Config:
         _set(config, name, _value(name, text), "the command line")
     result = OmegaConf.to_object(config)
     assert isinstance(result, Config)
+    _conceal(result)
     check(result)
     return result
 
@@ -74,49 +76,8 @@ def split_arguments(argv: list[str], default_file: Path) -> tuple[Path, list[str
     return path, overrides
 
 
-def check(config: Config) -> None:
-    """Refuse values that the schema's types admit and a run cannot use."""
-    for dotted, value, spec in _walk(config):
-        _check_value(dotted, value, spec)
-    for index, source in enumerate(config.data.sources):
-        for dotted, value, spec in _walk(source, f"data.sources[{index}]."):
-            _check_value(dotted, value, spec)
-        if not source.path:
-            raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
-    if config.data.path and config.data.sources:
-        raise ConfigError(f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: at most one of the two")
-    if config.data.format != "synthetic" and not (config.data.path or config.data.sources):
-        raise ConfigError(f"data.path: got nothing with data.format={config.data.format}; allowed: a file or folder")
-    if bool(config.model.preset) == bool(config.model.path):
-        raise ConfigError(f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: exactly one of the two")
-    tokens = config.planner.tokens_per_rank
-    if tokens != "auto" and not re.fullmatch(r"[1-9][0-9]{0,17}", tokens):
-        raise ConfigError(f"planner.tokens_per_rank: got {tokens!r}; allowed: auto, or a whole number of at least 1")
-    if config.data.min_pixels > config.data.max_pixels:
-        raise ConfigError(f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels ({config.data.max_pixels})")
-    for part in config.train.freeze:
-        if part not in ("vision", "language"):
-            raise ConfigError(f"train.freeze: got {part!r}; allowed: vision, language")
-    if len(set(config.train.freeze)) == 2:
-        raise ConfigError("train.freeze: got vision and language; allowed: at most one of the two, or nothing is left to train")
-    if config.cluster.max_workers and config.cluster.max_workers < config.cluster.num_workers:
-        raise ConfigError(f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least cluster.num_workers ({config.cluster.num_workers})")
-    if config.cluster.min_workers > config.cluster.num_workers:
-        raise ConfigError(f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers ({config.cluster.num_workers})")
-    if bool(config.eval.path) != bool(config.eval.every_steps):
-        raise ConfigError(f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or neither")
-    not_yet = [
-        ("cluster.max_workers", config.cluster.max_workers, config.cluster.max_workers > config.cluster.num_workers, "0: the number of workers stays"),
-    ]
-    for dotted, value, asked, allowed in not_yet:
-        if asked:
-            raise ConfigError(f"{dotted}: got {value!r}, which is not there yet; allowed: {allowed}")
-    if not config.run.dir:
-        raise ConfigError("run.dir: got nothing; allowed: a folder or URI that every node reaches")
-
-
 def dump(config: Config) -> str:
-    """The configuration as YAML: `load(["--config", file])` gives it back."""
+    """The configuration as YAML, without credentials: `load(["--config", file])` gives it back, or asks for them."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -125,7 +86,7 @@ def help_text(command: str, purpose: str) -> str:
     lines = [f"usage: {command} [--config FILE] [model=NAME] [data=NAME] [cluster=NAME] [key=value ...]", "", purpose, ""]
     for group in CHOICES:
         lines.append(f"  {group}=NAME  one of: {', '.join(_choice_names(group)) or '(none)'}")
-    for dotted, value, spec in _walk(Config()):
+    for dotted, value, spec in walk(Config()):
         allowed = f" ({'|'.join(spec['choices'])})" if spec["choices"] else ""
         head = f"  {dotted}={'' if value in ('', []) else value}{allowed}"
         lines.append(f"{head:<58} {spec['text']}" if len(head) < 58 else f"{head}\n{'':<59}{spec['text']}")
@@ -215,7 +176,7 @@ def _set(config: Any, dotted: str, value: Any, origin: str) -> None:
     allowed = _allowed(dotted, kind)
     if value is None:
         raise ConfigError(f"{dotted}: got nothing ({origin}); allowed: {allowed}")
-    if any("${" in text or text == "???" for text in _texts(value)):
+    if any("${" in text or text == "???" for text in texts(value)):
         raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: a plain value, without ${{...}} or ???")
     mixed = kind in (bool, int, float) and isinstance(value, bool) != (kind is bool) and not isinstance(value, str)
     if mixed or (kind is int and isinstance(value, float)):  # OmegaConf would turn true into 1, 2 into true and 1.0 into 1
@@ -223,19 +184,7 @@ def _set(config: Any, dotted: str, value: Any, origin: str) -> None:
     try:
         OmegaConf.update(config, dotted, value, merge=True)  # merging turns the mappings of a list into its dataclass; a list replaces a list
     except (OmegaConfBaseException, TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{dotted}: got {_brief(value)} ({origin}); allowed: {allowed}") from None
-
-
-def _walk(node: Any, prefix: str = "") -> list[tuple[str, Any, dict[str, Any]]]:
-    """(dotted key, value, metadata) of every key of a configuration."""
-    found: list[tuple[str, Any, dict[str, Any]]] = []
-    for item in fields(node):
-        value = getattr(node, item.name)
-        if is_dataclass(value) and item.default is MISSING:
-            found += _walk(value, f"{prefix}{item.name}.")
-        else:
-            found.append((f"{prefix}{item.name}", value, dict(item.metadata)))
-    return found
+        raise ConfigError(f"{dotted}: got {brief(value)} ({origin}); allowed: {allowed}") from None
 
 
 def _types(owner: Any = Config, prefix: str = "") -> dict[str, Any]:
@@ -247,38 +196,21 @@ def _types(owner: Any = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _allowed(dotted: str, kind: Any) -> str:
-    choices = {name: spec["choices"] for name, _, spec in _walk(Config())}[dotted]
+    choices = {name: spec["choices"] for name, _, spec in walk(Config())}[dotted]
     if choices:
         return ", ".join(choices)
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list[str]: "a list of names"}
     return names.get(kind, "a list of {path: ..., weight: ..., format: ...}")
 
 
-def _texts(value: Any) -> list[str]:
-    """Every string inside a value."""
-    if isinstance(value, (list, dict)):
-        return [text for inner in (value.values() if isinstance(value, dict) else value) for text in _texts(inner)]
-    return [value] if isinstance(value, str) else []
-
-
-def _check_value(dotted: str, value: Any, spec: dict[str, Any]) -> None:
-    if spec["choices"] and value not in spec["choices"]:
-        raise ConfigError(f"{dotted}: got {value!r}; allowed: {', '.join(spec['choices'])}")
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        limits = [(spec["minimum"], "at least", lambda v, m: v >= m), (spec["above"], "more than", lambda v, m: v > m),
-                  (spec["maximum"], "at most", lambda v, m: v <= m), (spec["below"], "less than", lambda v, m: v < m)]
-        limits = [limit for limit in limits if limit[0] is not None]
-        wanted = " and ".join(f"{word} {limit}" for limit, word, _ in limits)
-        finite = math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63
-        if not finite or any(not holds(value, limit) for limit, _, holds in limits):
-            raise ConfigError(f"{dotted}: got {_brief(value)}; allowed: {wanted or 'a finite number'}")
-
-
-def _brief(value: Any) -> str:
-    """A value as an error shows it; a number of a thousand digits would drown the message (and Python refuses to print it)."""
-    if isinstance(value, int) and abs(value) >= 2**63:
-        return "a number of more than 18 digits"
-    return repr(value)
+def _conceal(node: Any) -> None:
+    """Hide the credentials of every URI in a configuration, or in a part of it."""
+    for item in fields(node):
+        value = getattr(node, item.name)
+        for inner in value if isinstance(value, list) else [value]:
+            if is_dataclass(inner):
+                _conceal(inner)
+        setattr(node, item.name, concealed(value))
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dhp_ray.credentials import masked
+
 
 class ConfigError(ValueError):
     """One line for the user: the key, what is wrong with its value, and what is allowed."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))  # one line, whatever the value was
+        super().__init__(" ".join(masked(message).split()))  # one line, whatever the value was
 
 
 def key(default: Any, text: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, above: float | None = None,

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dhp_ray.storage import Folder
+
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local ray.init would leave a token file behind that later clusters demand
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -75,3 +77,25 @@ def object_store() -> Iterator[str]:
         server.wait()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture(params=["local", "file://", "s3://"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "local":
+        return Folder(str(tmp_path / "run"))
+    if request.param == "file://":
+        return Folder(f"file://{tmp_path}/run")
+    options = request.getfixturevalue("object_store")
+    return Folder(f"s3://bucket/{tmp_path.name}/run{options}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB, in memory; skips where this user may not mount one."""
+    place = tmp_path / "small_disk"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)

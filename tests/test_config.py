@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dhp_ray.config import CHOICES, CONF, Config, ConfigError, _types, _walk, check, dump, help_text, load
+from dhp_ray.config import CHOICES, CONF, Config, ConfigError, _types, check, check_device, dump, help_text, load
+from dhp_ray.constraints import walk
+from dhp_ray.credentials import full_uri
 from dhp_ray.schema import Source
 
-KEYS = [name for name, _, _ in _walk(Config())]
+KEYS = [name for name, _, _ in walk(Config())]
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +149,9 @@ def test_sources(bare: list[str]) -> None:
     ("eval.every_steps=5", "eval.every_steps", "got 5 with eval.path=''; allowed: both or neither"),
     ("data.format=webdataset", "data.path", "got nothing with data.format=webdataset; allowed: a file or folder"),
     ("data.sources=[{path: a, format: csv}]", "data.sources[0].format", "got 'csv'; allowed: , llava, parquet"),
+    ("cluster.device=cuda", "train.precision", "got 'fp32' with cluster.device=cuda; allowed: bf16"),
+    ("run.dir=s3://***@bucket/x", "run.dir", "got 's3://***@bucket/x', a URI as it is shown; allowed: the whole URI, with its credentials"),
+    ("run.steps=s3://KEY:secret@bucket", "run.steps", "got 's3://***@bucket' (the command line)"),
     ("cluster.max_workers=3", "cluster.max_workers", "got 3, which is not there yet; allowed: 0"),
     ("data.format=llava", "data.path", "got nothing with data.format=llava; allowed: a file or folder"),
     ("model=huge", "model", "got 'huge'; allowed: "),
@@ -228,9 +235,34 @@ def test_dump_and_load_give_the_same_back(bare: list[str], tmp_path: Path) -> No
     assert load(["--config", str(path)]) == config
 
 
+def test_the_device_that_auto_finds_is_checked_too(bare: list[str]) -> None:
+    config = load([*bare, "cluster.device=auto"])
+    config.cluster.device = "cuda"
+    with pytest.raises(ConfigError, match=r"with cluster\.device=cuda; allowed: bf16"):
+        check_device(config)
+    check_device(load([*bare, "cluster.device=cuda", "train.precision=bf16"]))
+
+
+def test_credentials_reach_storage_and_no_text(bare: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what the configuration writes of itself, nor what it says of a value; and it takes nothing from the environment."""
+    monkeypatch.setenv("ANY_SECRET", "from-the-environment")
+    config = load([*bare, "run.dir=s3://KEY:secret@bucket/x?region=a", "data.sources=[{path: 's3://KEY:secret@b/y'}]", "data.path="])
+    config = pickle.loads(pickle.dumps(config))
+    assert full_uri(config.run.dir) == "s3://KEY:secret@bucket/x?region=a"
+    assert "secret" not in dump(config) + repr(config) + str(asdict(config)) + f"{config.run.dir} {config.data.sources[0].path}"
+    assert yaml.safe_load(dump(config))["run"]["dir"] == "s3://***@bucket/x?region=a"
+    for word in ("run.dir=${oc.env:ANY_SECRET}", "run.dir=x-${oc.env:ANY_SECRET}", "train.freeze=['${oc.env:ANY_SECRET}']", "run.steps=${oc.env:ANY_SECRET}"):
+        message = refused([*bare, word])
+        assert "from-the-environment" not in message
+        assert "allowed: a plain value, without ${...}" in message
+    for word in ("s3://KEY:secret@b", "x=s3://KEY:secret@b", "run.dirr=s3://KEY:secret@b", "data.format=s3://KEY:secret@b", "--config=s3://KEY:secret@b",
+                 "train.freeze=['s3://KEY:secret@b']", "model=s3://KEY:secret@b", "data.sources=[s3://KEY:secret@b]"):
+        assert "secret" not in refused([*bare, word])
+
+
 def test_help_names_every_key_with_its_choices() -> None:
     text = help_text("python jobs/train.py", "Train.")
-    for name, _, spec in _walk(Config()):
+    for name, _, spec in walk(Config()):
         assert f"  {name}=" in text
         assert spec["text"] in text
         assert "|".join(spec["choices"]) in text
@@ -255,7 +287,7 @@ def loads_or_is_refused(argv: list[str]) -> Config | None:
         assert re.fullmatch(r"\S.*: \S.*", said)
         return None
     check(config)
-    for _, value, _ in _walk(config):
+    for _, value, _ in walk(config):
         assert not isinstance(value, float) or math.isfinite(value)
     return config
 

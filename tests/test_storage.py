@@ -1,25 +1,20 @@
 from __future__ import annotations
 
-import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from pathlib import Path
 
 import pytest
 
-from dhp_ray.storage import Folder, SpooledLog, StorageError, json_text
-
-
-@pytest.fixture(params=["local", "file://", "s3://"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
-    if request.param == "local":
-        return Folder(str(tmp_path / "run"))
-    if request.param == "file://":
-        return Folder(f"file://{tmp_path}/run")
-    options = request.getfixturevalue("object_store")
-    return Folder(f"s3://bucket/{tmp_path.name}/run{options}")
+from dhp_ray.credentials import full_uri
+from dhp_ray.storage import Folder, StorageError
+from tests.disks import fill
 
 
 def test_what_is_written_reads_back(folder: Folder) -> None:
@@ -105,66 +100,6 @@ def test_an_upload_of_nothing_is_one_line(folder: Folder, tmp_path: Path) -> Non
     assert not folder.exists("x")
 
 
-def test_log_appends_reads_truncates_and_continues(folder: Folder) -> None:
-    log = SpooledLog(folder, "ledger.jsonl")
-    for step in range(1, 6):
-        log.append({"step": step, "name": "ü"})
-    assert [line["step"] for line in log.lines()] == [1, 2, 3, 4, 5]
-    log.truncate(lambda line: line["step"] <= 3)
-    log.append({"step": 4})
-    log.close()
-    again = SpooledLog(folder, "ledger.jsonl")
-    assert [line["step"] for line in again.lines()] == [1, 2, 3, 4]
-    again.append({"step": 5})
-    again.close()
-    assert [json.loads(line)["step"] for line in folder.read("ledger.jsonl").decode().splitlines()] == [1, 2, 3, 4, 5]
-
-
-def test_a_line_that_a_crash_cut_short_is_dropped(folder: Folder) -> None:
-    folder.write("ledger.jsonl", b'{"step": 1}\n{"step": 2}\n{"ste')
-    log = SpooledLog(folder, "ledger.jsonl")
-    log.append({"step": 3})
-    assert [line["step"] for line in log.lines()] == [1, 2, 3]
-    log.close()
-    assert folder.read("ledger.jsonl") == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-
-
-def test_a_line_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
-    """A real limit on the size of files, in a process of its own; Python gets an error there, not the signal."""
-    program = ("import resource, sys; from dhp_ray.storage import Folder, SpooledLog, StorageError\n"
-               "log = SpooledLog(Folder(sys.argv[1]), 'log'); log.append({'step': 1})\n"
-               "resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))\n"
-               "for line in ({'text': 'x' * 100}, {'step': 2}, {'text': 'x' * 100}):\n"
-               "    try: log.append(line)\n"
-               "    except StorageError as error: print(error)")
-    finished = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
-    assert finished.stdout.splitlines() == [f"{tmp_path}/log: cannot be written: the disk took only a part of the line"] * 2
-    assert list(SpooledLog(Folder(str(tmp_path)), "log").lines()) == [{"step": 1}, {"step": 2}]
-
-
-def test_a_long_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
-    folder.write("log", b'{"step": 1}\n' + b"x" * 200_000)
-    assert [line["step"] for line in SpooledLog(folder, "log").lines()] == [1]
-    folder.write("log", b"x" * 200_000)
-    assert list(SpooledLog(folder, "log").lines()) == []
-
-
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
-    folder.write("log", b'{"step": 1}\n[1]\n{"step": 3}\n')
-    with pytest.raises(StorageError, match=r"log: line 2 is not a JSON object"):
-        list(SpooledLog(folder, "log").lines())
-
-
-def test_a_local_line_is_there_at_once_and_an_object_after_flush(folder: Folder) -> None:
-    log = SpooledLog(folder, "metrics.jsonl")
-    log.append({"step": 1})
-    assert folder.exists("metrics.jsonl") == (folder.local_path() is not None)
-    log.flush()
-    assert folder.read("metrics.jsonl") == b'{"step": 1}\n'
-
-
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder(str(tmp_path))
     folder.write("cluster.json", b"old")
@@ -218,6 +153,24 @@ def test_a_bad_uri_is_one_line(uri: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_credentials_open_storage_and_are_never_shown() -> None:
+    folder = Folder("s3://KEY:sec%2Fret@bucket/run?region=eu-1")
+    for again in (folder, pickle.loads(pickle.dumps(folder)), Folder(folder.uri)):
+        assert again.uri == "s3://***@bucket/run?region=eu-1"
+        assert (repr(again), repr(again.child("a"))) == ("Folder('s3://***@bucket/run?region=eu-1')", "Folder('s3://***@bucket/run/a?region=eu-1')")
+        assert full_uri(again.child("a").uri) == "s3://KEY:sec%2Fret@bucket/run/a?region=eu-1"
+
+
+@pytest.mark.parametrize("uri", ["s3://KEY:sec/ret@bucket/x", "s3://KEY:sec ret\n@bucket/x", "nonsense://KEY:secret@bucket/x",
+                                 "s3://KEY:secret@bucket/x?no_such_option=1"])
+def test_credentials_of_a_bad_uri_are_not_shown(uri: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        Folder(uri)
+    assert str(caught.value).startswith(f"{uri.partition('KEY')[0]}***@bucket/x")
+    shown = "".join(traceback.format_exception(caught.value, limit=0))
+    assert not re.search("KEY|sec|ret", shown), shown
+
+
 def test_names_stay_inside_the_folder(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "run"))
     for name in ("/etc/passwd", "../x", "a/../../x"):
@@ -232,6 +185,21 @@ def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_json_has_no_nan() -> None:
-    line = json_text({"loss": float("nan"), "norms": [float("inf"), 1.0], "inner": {"x": float("-inf")}, "none": None, "flag": True})
-    assert json.loads(line) == {"loss": None, "norms": [None, 1.0], "inner": {"x": None}, "none": None, "flag": True}
+def test_a_small_file_waits_for_room(small_disk: Path) -> None:
+    """As after a save that filled the disk and failed: its part goes a moment later."""
+    folder = Folder(str(small_disk))
+    folder.write("cluster.json", b"{}")
+    fill(small_disk / "part")
+    waited = threading.Timer(0.5, (small_disk / "part").unlink)
+    started = time.monotonic()
+    waited.start()
+    folder.write("cluster.json", b"{}" * 10**4)
+    assert 0.4 < time.monotonic() - started < 10
+    assert folder.read("cluster.json") == b"{}" * 10**4
+
+
+def test_a_disk_that_stays_full_is_one_line(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp_ray.storage.ROOM_PATIENCE_S", 0.3)
+    with pytest.raises(StorageError, match=r"small_disk/large: cannot be written: No space left on device"):
+        Folder(str(small_disk)).write("large", b"0" * 25 * 2**20)
+    assert list(small_disk.iterdir()) == []

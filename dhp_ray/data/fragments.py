@@ -19,7 +19,7 @@ from typing import overload
 import numpy as np
 import pyarrow as pa
 
-FORM = 1  # raised when the same files would give another table
+FORM = 2  # raised when the same files would give another table
 _SCHEMA = pa.schema([
     ("file", pa.int32()), ("first_row", pa.int64()), ("num_rows", pa.int32()), ("row_group", pa.int32()),
     ("starts", pa.list_(pa.int64())), ("stops", pa.list_(pa.int64())),

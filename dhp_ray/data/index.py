@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dhp_ray.credentials import masked
 from dhp_ray.data import fragments as kept
 from dhp_ray.data.errors import DataError, first_line
 from dhp_ray.data.fragments import Fragment, Fragments, FragmentWriter
@@ -121,7 +122,7 @@ class _Names:
     def claim(self, given: Any, path: str, row: int) -> str | None:
         """None where the given id can stay; else the name to use in its place."""
         wanted = None if given is None or isinstance(given, (dict, list)) else str(given)
-        if wanted and (len(wanted) > 200 or _UNFIT.search(wanted)):
+        if wanted and (len(wanted) > 200 or _UNFIT.search(wanted) or masked(wanted) != wanted):
             wanted = None
         if wanted and wanted not in self._taken:
             self._taken.add(wanted)

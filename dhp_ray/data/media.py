@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dhp_ray.credentials import masked
 from dhp_ray.data.conversation import MEDIA, Turn, check_counts
 from dhp_ray.data.errors import RowError
 from dhp_ray.schema import Data
@@ -75,7 +76,7 @@ def resolve(image_root: str, name: str) -> Path:
         RowError: a URL, an absolute name, or one that leads out of the root.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|data:", name):
-        raise RowError(f"{name[:80]} is a URL; allowed: a file name below data.image_root")
+        raise RowError(f"{masked(name)[:80]} is a URL; allowed: a file name below data.image_root")
     if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
         raise RowError(f"{name[:200]!r} is not a relative file name; allowed: one below data.image_root, without '..'")
     root = Path(os.path.realpath(image_root))
@@ -92,7 +93,7 @@ def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[
         value = value.get("bytes") or value.get("path")
     if members is not None and isinstance(value, str):
         if value not in members:
-            raise RowError(f"{value[:200]} is no member of the sample; it has {', '.join(sorted(members)[:6]) or 'none'}")
+            raise RowError(f"{masked(value)[:200]} is no member of the sample; it has {', '.join(sorted(members)[:6]) or 'none'}")
         value = members[value]
     if isinstance(value, bytes):
         _check_size("it", len(value), max_file_bytes)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dhp_ray.credentials import masked
 from dhp_ray.data import formats
 from dhp_ray.data.conversation import MEDIA
 from dhp_ray.data.errors import RowError, first_line
@@ -83,7 +84,7 @@ class ReadFragments:
         except Exception as error:  # foreign rows fail in ways that no list names; a bad row must not take its block with it
             reason = f"{type(error).__name__}: {first_line(error)}"
         # On one line, and as text that a log can hold: names of files and roles are quoted as they came.
-        return _unusable(row.id, " ".join(reason.encode("utf-8", "backslashreplace").decode().split()))
+        return _unusable(row.id, " ".join(masked(reason).encode("utf-8", "backslashreplace").decode().split()))
 
     def _payload(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
         if row.error:

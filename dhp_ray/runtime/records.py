@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +18,8 @@ from typing import Any
 import yaml
 
 from dhp_ray.config import Config, ConfigError, dump
-from dhp_ray.storage import Folder, SpooledLog, StorageError, json_text
+from dhp_ray.spooled_log import SpooledLog, json_text
+from dhp_ray.storage import Folder, StorageError
 
 METRICS = ("step", "loss", "num_tokens", "num_samples", "step_time_s", "planning_time_s", "predicted_makespan_s",
            "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees")
@@ -122,8 +124,17 @@ class RunRecords:
         self._events.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **details})
 
     def plan(self, step: int, plan_json: Mapping[str, Any]) -> None:
-        """Write the plan of a step, in the form of `Plan.to_json`."""
+        """Write the plan of a step, before it runs, in the form of `Plan.to_json`."""
         self.folder.write(_plan_name(step), (json_text(plan_json) + "\n").encode())
+
+    def read_plan(self, step: int) -> dict[str, Any]:
+        """The plan of a step, as it was written.
+
+        Raises:
+            StorageError: it is not there.
+        """
+        tree: dict[str, Any] = json.loads(self.folder.read(_plan_name(step)))
+        return tree
 
     def cluster(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Replace the membership: for each rank its rank, pid, node_id and device."""

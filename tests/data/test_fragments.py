@@ -70,7 +70,7 @@ def test_a_cache_that_cannot_be_written_is_no_hindrance(cache: Path, tmp_path: P
 
 
 def test_ids_that_no_log_line_can_hold_are_replaced(tmp_path: Path) -> None:
-    ids = ["a\nb", "x" * 201, "\ud800", "fine"]
+    ids = ["a\nb", "x" * 201, "\ud800", "https://me:secret@host/a.png", "fine"]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"id": name, "conversations": []}) for name in ids))
     fragment = index_fragments(Data(format="llava", path=str(tmp_path / "rows.jsonl")))[0]
-    assert fragment.names == ((0, "rows#000000"), (1, "rows#000001"), (2, "rows#000002"))
+    assert fragment.names == ((0, "rows#000000"), (1, "rows#000001"), (2, "rows#000002"), (3, "rows#000003"))

@@ -49,6 +49,7 @@ def test_images_of_every_form_are_their_bytes(root: Path) -> None:
     ("deep/../../secret", "image 2: .* without '..'"),
     ("https://example.org/a.png", "image 2: https://example.org/a.png is a URL"),
     ("file:///etc/hostname", "is a URL"),
+    (f"https://me:secret{'x' * 80}@example.org/a.png", r"^image 2: https://\*\*\*@example\.org/a\.png is a URL"),
     ("data:image/png;base64,AAAA", "is a URL"),
     ("a\0.png", "is not a relative file name"),
     ("a.png/x", "image 2: a.png/x: Not a directory"),

@@ -1,0 +1,104 @@
+"""What the values of a configuration must be, beyond their types."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from dhp_ray.credentials import MASK, Uri
+from dhp_ray.schema import Config, ConfigError
+
+
+def check(config: Config) -> None:
+    """Refuse values that the schema's types admit and a run cannot use."""
+    for dotted, value, spec in walk(config):
+        _check_value(dotted, value, spec)
+    for index, source in enumerate(config.data.sources):
+        for dotted, value, spec in walk(source, f"data.sources[{index}]."):
+            _check_value(dotted, value, spec)
+        if not source.path:
+            raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
+    check_device(config)
+    if config.data.path and config.data.sources:
+        raise ConfigError(f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: at most one of the two")
+    if config.data.format != "synthetic" and not (config.data.path or config.data.sources):
+        raise ConfigError(f"data.path: got nothing with data.format={config.data.format}; allowed: a file or folder")
+    if bool(config.model.preset) == bool(config.model.path):
+        raise ConfigError(f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: exactly one of the two")
+    tokens = config.planner.tokens_per_rank
+    if tokens != "auto" and not re.fullmatch(r"[1-9][0-9]{0,17}", tokens):
+        raise ConfigError(f"planner.tokens_per_rank: got {tokens!r}; allowed: auto, or a whole number of at least 1")
+    if config.data.min_pixels > config.data.max_pixels:
+        raise ConfigError(f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels ({config.data.max_pixels})")
+    for part in config.train.freeze:
+        if part not in ("vision", "language"):
+            raise ConfigError(f"train.freeze: got {part!r}; allowed: vision, language")
+    if len(set(config.train.freeze)) == 2:
+        raise ConfigError("train.freeze: got vision and language; allowed: at most one of the two, or nothing is left to train")
+    if config.cluster.max_workers and config.cluster.max_workers < config.cluster.num_workers:
+        raise ConfigError(f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least cluster.num_workers ({config.cluster.num_workers})")
+    if config.cluster.min_workers > config.cluster.num_workers:
+        raise ConfigError(f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers ({config.cluster.num_workers})")
+    if bool(config.eval.path) != bool(config.eval.every_steps):
+        raise ConfigError(f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or neither")
+    not_yet = [
+        ("cluster.max_workers", config.cluster.max_workers, config.cluster.max_workers > config.cluster.num_workers, "0: the number of workers stays"),
+    ]
+    for dotted, value, asked, allowed in not_yet:
+        if asked:
+            raise ConfigError(f"{dotted}: got {value!r}, which is not there yet; allowed: {allowed}")
+    if not config.run.dir:
+        raise ConfigError("run.dir: got nothing; allowed: a folder or URI that every node reaches")
+
+
+def check_device(config: Config) -> None:
+    """Refuse what the workers' device cannot do; where `cluster.device` is auto, call it again once the device is known.
+
+    Raises:
+        ConfigError: fp32 on a GPU: the attention kernels there compute in bf16 alone.
+    """
+    if config.cluster.device == "cuda" and config.train.precision == "fp32":
+        raise ConfigError("train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; master weights stay fp32)")
+
+
+def walk(node: Any, prefix: str = "") -> list[tuple[str, Any, dict[str, Any]]]:
+    """(dotted key, value, metadata) of every key of a configuration."""
+    found: list[tuple[str, Any, dict[str, Any]]] = []
+    for item in fields(node):
+        value = getattr(node, item.name)
+        if is_dataclass(value) and item.default is MISSING:
+            found += walk(value, f"{prefix}{item.name}.")
+        else:
+            found.append((f"{prefix}{item.name}", value, dict(item.metadata)))
+    return found
+
+
+def texts(value: Any) -> list[str]:
+    """Every string inside a value."""
+    if isinstance(value, (list, dict)):
+        return [text for inner in (value.values() if isinstance(value, dict) else value) for text in texts(inner)]
+    return [value] if isinstance(value, str) else []
+
+
+def _check_value(dotted: str, value: Any, spec: dict[str, Any]) -> None:
+    if any("://" in text and MASK in text and not isinstance(text, Uri) for text in texts(value)):
+        raise ConfigError(f"{dotted}: got {value!r}, a URI as it is shown; allowed: the whole URI, with its credentials")
+    if spec["choices"] and value not in spec["choices"]:
+        raise ConfigError(f"{dotted}: got {value!r}; allowed: {', '.join(spec['choices'])}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        limits = [(spec["minimum"], "at least", lambda v, m: v >= m), (spec["above"], "more than", lambda v, m: v > m),
+                  (spec["maximum"], "at most", lambda v, m: v <= m), (spec["below"], "less than", lambda v, m: v < m)]
+        limits = [limit for limit in limits if limit[0] is not None]
+        wanted = " and ".join(f"{word} {limit}" for limit, word, _ in limits)
+        finite = math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63
+        if not finite or any(not holds(value, limit) for limit, _, holds in limits):
+            raise ConfigError(f"{dotted}: got {brief(value)}; allowed: {wanted or 'a finite number'}")
+
+
+def brief(value: Any) -> str:
+    """A value as an error shows it; a number of a thousand digits would drown the message (and Python refuses to print it)."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "a number of more than 18 digits"
+    return repr(value)

@@ -1,0 +1,53 @@
+"""Credentials in URIs: storage uses them, and nothing that a person reads shows them.
+
+    s3://KEY:SECRET@bucket/runs?region=eu-1    what the user gives; `Uri.full`
+    s3://***@bucket/runs?region=eu-1           what config.yaml, errors, logs and TensorBoard hold; the Uri as a string
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+MASK = "***"
+# USER:SECRET@, from the scheme to the last @ of the word: a secret that was not quoted may hold / and @. A port (host:9000/) is none.
+_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^\s/@:]*:(?!\d{1,5}(?:[/?\s]|$))\S*@")
+_OPTION = re.compile(r"([?&][^\s=&]*(?:secret|password|passwd|token|credential|signature|key|sig)[^\s=&]*=)[^\s&'\"]+", re.IGNORECASE)
+
+
+def masked(text: str) -> str:
+    """A text without the credentials of the URIs in it."""
+    if ":/" not in text:  # also what a file name's rules make of ://
+        return text
+    return _OPTION.sub(rf"\1{MASK}", _USERINFO.sub(rf"\1{MASK}@", text))
+
+
+class Uri(str):
+    """A URI that reads, prints, compares and is written without its credentials; `full` has them. Copies and pickles keep both."""
+
+    full: str
+
+    def __new__(cls, full: str) -> Uri:
+        uri = super().__new__(cls, _shown(full))
+        uri.full = full
+        return uri
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Uri, (self.full,)
+
+
+def concealed(value: Any) -> Any:
+    """A value of the configuration: strings with credentials in them as Uri, also inside lists; everything else as it is."""
+    if isinstance(value, list):
+        return [concealed(inner) for inner in value]
+    return Uri(value) if isinstance(value, str) and MASK in _shown(value) and MASK not in value else value
+
+
+def full_uri(uri: str) -> str:
+    """What storage opens: the URI with its credentials, if it has any."""
+    return uri.full if isinstance(uri, Uri) else uri
+
+
+def _shown(uri: str) -> str:
+    """A whole URI without its credentials. Spaces have no place in one: they must not end the secret early."""
+    return masked(re.sub(r"\s", "%20", uri)) if ":/" in uri else uri

@@ -1,0 +1,132 @@
+"""Logs of JSON objects, one a line: appended where storage can append, else spooled here and uploaded whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dhp_ray.storage import Folder, StorageError, patiently, replacing, sync_folder, told
+
+
+class SpooledLog:
+    """A log of JSON objects, one a line, in `name` of a folder.
+
+    On a local folder `append` returns when the line is on the disk (where that is full, it waits a while for room). An
+    object store cannot append: there the lines are spooled in a local temporary file, and `flush` uploads it whole.
+    A last line that a crash cut short is dropped when the log is opened.
+    """
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self.name = name
+        self._folder = folder
+        local = folder.local_path()
+        self._spooled = local is None
+        self._changed = False
+        if local is None:
+            handle, path = tempfile.mkstemp(prefix="dhp_ray_", suffix=f"_{Path(name).name}")
+            os.close(handle)
+            self._path = Path(path)
+            weakref.finalize(self, self._path.unlink, missing_ok=True)
+            if folder.exists(name):
+                folder.download(name, self._path)
+        else:
+            self._path = local / name
+        with told(str(self._path), "cannot be opened"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._drop_torn_line()
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  stays open for the log's life
+            sync_folder(self._path.parent)
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one line. Numbers that JSON does not have (NaN, infinities) become null."""
+        text = json_text(line).encode() + b"\n"
+        with told(str(self._path), "cannot be written"):
+            patiently(lambda: self._add(text))
+        self._changed = True
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """All lines, in order."""
+        with told(str(self._path), "cannot be read"), open(self._path, encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    line = None
+                if not isinstance(line, dict):
+                    raise StorageError(f"{self._folder.uri}/{self.name}: line {number} is not a JSON object")
+                yield line
+
+    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Leave only the lines that `keep` admits. The file is replaced at once, and only when a line goes."""
+        lines = list(self.lines())
+        kept = [line for line in lines if keep(line)]
+        if len(kept) == len(lines):
+            return
+        with told(str(self._path), "cannot be written"):
+            self._file.close()
+            with replacing(self._path) as temporary:
+                temporary.write_text("".join(json_text(line) + "\n" for line in kept), encoding="utf-8")
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  as above
+        self._changed = True
+
+    def flush(self) -> None:
+        """Upload what was spooled since the last time; on a local folder there is nothing left to do."""
+        if self._spooled and self._changed:
+            self._folder.upload(self._path, self.name)
+        self._changed = False
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+    def _add(self, text: bytes) -> None:
+        file = self._file.fileno()
+        end = os.fstat(file).st_size
+        try:
+            done = os.write(file, text)  # one write of a whole line, so that threads' lines do not mix
+            while done < len(text):
+                done += os.write(file, text[done:])  # the disk took only a part: this says why, or takes the rest
+            if not self._spooled:
+                os.fsync(file)
+        except OSError:
+            os.ftruncate(file, end)  # the next line must not continue half of this one
+            raise
+
+    def _drop_torn_line(self) -> None:
+        if not self._path.exists():
+            return
+        with open(self._path, "r+b") as file:
+            end = size = file.seek(0, os.SEEK_END)
+            while end > 0:  # back to the last line's end, a block at a time
+                start = max(0, end - 65536)
+                file.seek(start)
+                found = file.read(end - start).rfind(b"\n")
+                if found >= 0:
+                    end = start + found + 1
+                    break
+                end = start
+            if end < size:
+                file.truncate(end)
+                os.fsync(file.fileno())
+                self._changed = True
+
+
+def json_text(value: Any) -> str:
+    """One line of strict JSON: what it has no number for (NaN, infinities) becomes null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and value - value != 0.0 else value
