@@ -17,8 +17,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,7 @@ class Checkpointer:
         self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, save_group
         self.scratch, self.folder = scratch, folder
         self._thread: Thread | None = None
+        self._left = Event()
         self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
 
     def begin(self, step: int) -> None:
@@ -94,7 +96,7 @@ class Checkpointer:
         self.finish()
         staged = ShardState.zeros(self.engine.shard_size, CPU)
         staged.copy_(self.engine.current)
-        self._thread = Thread(target=self._write, args=(step, staged), name=f"save-{step}", daemon=True)
+        self._thread = Thread(target=self._write, args=(step, staged, self.group), name=f"save-{step}", daemon=True)
         self._thread.start()
 
     def poll(self) -> tuple[list[int], str]:
@@ -121,10 +123,15 @@ class Checkpointer:
             self._thread = None
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait at most `timeout_s` for a save under way, then leave it: it ends when its group is destroyed."""
+        """Wait at most `timeout_s` for a save under way, then leave it; the last call, also where peers are dead. Not a collective.
+
+        A save that is left uploads no further file. Its thread ends when its group's sockets are closed, which is when
+        its peers are gone or have destroyed that group.
+        """
         if self._thread is not None:
             self._thread.join(timeout_s)
-            self._thread = None
+            self._left.set()
+        self._thread, self.group = None, None
 
     def load(self, name: str) -> None:
         """Go on from the state in `name`, such as checkpoints/step_000020, saved by any number of ranks.
@@ -159,17 +166,20 @@ class Checkpointer:
                 entry.parts[piece.start] = tensor[piece.shard]
         return entries
 
-    def _write(self, step: int, state: ShardState) -> None:
+    def _write(self, step: int, state: ShardState, group: dist.ProcessGroup | None) -> None:
         """The thread of a save. A peer must not wait for us: whatever may fail here happens inside torch's steps or after them."""
-        folder = self.scratch / f"step_{step:06d}"
+        folder = self.scratch / f"step_{step:06d}_{uuid4().hex}"  # a save that was left may still write to its own
         try:
             writer = dcp.FileSystemWriter(folder, sync_files=False)  # the upload is what makes files safe
             planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)
+            dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
             if self.rank == 0:
                 description = {"state_version": state.version, "shapes": {name: list(shape) for name, shape in self.engine.shapes.items()}}
                 (folder / DESCRIPTION).write_text(json.dumps(description))
-            self.folder.upload(folder, f"checkpoints/step_{step:06d}")
+            for file in sorted(folder.iterdir()):
+                if self._left.is_set():
+                    return
+                self.folder.upload(file, f"checkpoints/step_{step:06d}/{file.name}")
         except CheckpointException as error:
             if self.rank in error.failures:
                 self._results.put((step, _one_line(error.failures[self.rank][0])))

@@ -121,7 +121,7 @@ class FlatEngine(Engine):
         self._hooks = []
         for parameter in self.parameters.values():
             parameter.grad = None
-            parameter.data = torch.zeros(1, dtype=self.compute_type, device=self.device).expand(parameter.shape)  # its shape, one element of memory
+            parameter.data = torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape)  # its shape, one element of memory
         self._resident = self._gradient = self._shard_gradient = torch.zeros(0, device=self.device)
 
     def _view(self, buffer: Tensor, name: str) -> Tensor:

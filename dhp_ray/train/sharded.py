@@ -57,7 +57,7 @@ class ShardedEngine(Engine):
         for name, parameter in module.named_parameters():
             if parameter.ndim == 0:
                 raise ValueError(f"parameter {name}: a scalar, which cannot be sharded; allowed with planner.sync=step")
-        mesh = DeviceMesh.from_group(world_group, device.type)
+        self._mesh = mesh = DeviceMesh.from_group(world_group, device.type)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._gather, self._scatter = TimedCollective(dist.all_gather_single), TimedCollective(dist.reduce_scatter_single)
         for unit in units:
@@ -144,7 +144,8 @@ class ShardedEngine(Engine):
         return cast(DTensor, gradient).to_local().reshape(-1)
 
     def _detach(self) -> None:
-        """FSDP's modules hold the mesh, and that the group, for life: nothing may hold them when the group goes."""
+        """FSDP's modules hold the mesh for life, and so do torch's caches of what DTensors do; the mesh holds the group."""
+        self._mesh._pg_registry.clear()  # read by torch.compile alone
         self.adapter = self.root = cast(Any, None)
         self.parameters, self.frozen = {}, {}
 

@@ -1,5 +1,9 @@
 import json
+import os
 import shutil
+import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from threading import Event
 
@@ -11,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from dhp_ray.storage import Folder
 from dhp_ray.train.checkpoint import Checkpointer, compare_shapes, needed_files
 from dhp_ray.train.optimizer import ShardState
+from tests.ranks import run_processes
 from tests.train.networks import Network, make_engine, run_tensors, train_step, whole
 
 KINDS = ("value", "exp_avg", "exp_avg_sq")
@@ -20,9 +25,9 @@ NAME = "checkpoints/step_000003"
 class LateCheckpointer(Checkpointer):
     """Begins to write only when it may: by then training has gone on."""
 
-    def _write(self, step, state):
+    def _write(self, *arguments):
         self.may_write.wait()
-        super()._write(step, state)
+        super()._write(*arguments)
 
 
 class FarFolder(Folder):
@@ -188,6 +193,48 @@ def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp
         assert f"{tmp_path}/run/checkpoints/step_000001/" in error
         assert "\n" not in error
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
+
+
+def die_in_a_save(rank, port, run_dir, moment):
+    """Rank 2 dies in a save: how long closing and destroying took, whether the save's thread ended, and a save of the survivors."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=dist.PrefixStore("first", store), rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    network = Network()
+    engine = make_engine(network, rank, 3)
+    checkpointer = make_checkpointer(engine, rank, 3, run_dir, LateCheckpointer)
+    checkpointer.may_write = Event()
+    train_step(engine, network, 0, rank, 3)
+    checkpointer.begin(1)
+    thread = checkpointer._thread
+    if moment == "collective" and rank != 2:
+        checkpointer.may_write.set()
+        time.sleep(0.3)  # now it waits for rank 2
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.perf_counter()
+    checkpointer.close(0.0)
+    engine.release()
+    dist.destroy_process_group()
+    closed_s = time.perf_counter() - start
+    checkpointer.may_write.set()  # "start": it comes to a group that is no more
+    thread.join(10.0)
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    again = make_checkpointer(make_engine(Network(), rank, 2), rank, 2, run_dir)
+    again.begin(1)
+    again.finish()
+    return closed_s, thread.is_alive(), again.poll(), list(again.scratch.glob("*"))
+
+
+@pytest.mark.parametrize("moment", ["collective", "start"])
+def test_a_save_whose_peer_died_is_left_at_once(tmp_path, moment):
+    for closed_s, alive, polled, left_over in run_processes(die_in_a_save, 3, str(tmp_path), moment, mortal=[2])[:2]:
+        assert closed_s < 2.0
+        assert not alive
+        assert polled == ([1], "")
+        assert left_over == []
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "step_000001").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp",
+                                                                                                          "parameters.json"]
 
 
 def load_another(rank, world_size, run_dir, change):
