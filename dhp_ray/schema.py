@@ -134,6 +134,11 @@ class Elastic:
 
 
 @dataclass(kw_only=True)
+class Watch:
+    every_steps: int = key(20, "show the plan and what really happened in TensorBoard and trace/ after this many steps; 0: never", minimum=0)
+
+
+@dataclass(kw_only=True)
 class Train:
     learning_rate: float = key(1e-3, "peak learning rate", above=0)
     vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate", minimum=0)

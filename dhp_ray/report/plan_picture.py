@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import IO, Any
 
 from dhp_ray.planner import starts_of
 from dhp_ray.planner.plan import GroupPlan, Plan
 
 
-def draw_plan(plan: Plan, fixed_s: float, path: str | Path) -> None:
-    """Write the picture to `path` (its ending names the format); `fixed_s` is the cost file's fixed time."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.collections import PatchCollection
-    from matplotlib.colors import LogNorm
+def draw_plan(plan: Plan, fixed_s: float, target: str | Path | IO[bytes]) -> None:
+    """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG. `fixed_s` is the cost file's fixed time."""
     from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, min(3 + plan.cluster.num_ranks / 12, 14)), layout="constrained")
+    axes = figure.subplots()
+    scale = colours_of(plan)
+    draw_planned(axes, plan, fixed_s, scale.to_rgba)
+    figure.colorbar(scale, ax=axes, label="longest sequence of the pack [tokens]")
+    figure.savefig(target, dpi=120)
+
+
+def colours_of(plan: Plan) -> Any:
+    """The colour of a pack by its longest sequence, as matplotlib's ScalarMappable."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+
+    longest = [longest_of(plan, group) for group in plan.groups]
+    return ScalarMappable(LogNorm(min(longest), max(max(longest), min(longest) + 1)), "viridis")
+
+
+def longest_of(plan: Plan, group: GroupPlan) -> int:
+    """Tokens of a pack's longest sequence."""
+    return max(plan.samples[row].num_tokens for row in group.pack.sequences)
+
+
+def draw_planned(axes: Any, plan: Plan, fixed_s: float, colour: Callable[[int], Any]) -> None:
+    """The plan's own times on `axes`, with its lower bound and its makespan."""
+    from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
     starts, makespan = starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, fixed_s)
-    longest = [max(plan.samples[row].num_tokens for row in group.pack.sequences) for group in plan.groups]
-    norm, colours = LogNorm(min(longest), max(max(longest), min(longest) + 1)), colormaps["viridis"]
     boxes, faces = [], []
-    for group, start, length in zip(plan.groups, starts, longest):
+    for group, start in zip(plan.groups, starts):
         for first, height in runs_of(group):
             boxes.append(Rectangle((start, first - 0.5), group.predicted_time_s, height))
-            faces.append(colours(norm(length)))
-    figure = Figure(figsize=(11, min(3 + plan.cluster.num_ranks / 12, 14)), layout="constrained")
-    axes = figure.subplots()
-    axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=max(0.1, min(0.6, 30 / plan.cluster.num_ranks))))
+            faces.append(colour(longest_of(plan, group)))
+    axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=line_width(plan)))
     axes.axvline(plan.lower_bound_s, color="crimson", linestyle="--", label=f"lower bound {plan.lower_bound_s:.4g} s")
     axes.axvline(makespan, color="black", label=f"makespan {makespan:.4g} s")
-    axes.set(xlim=(0, max(makespan, plan.lower_bound_s) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]", ylabel="rank",
-             title=f"{plan.planner}, sync={plan.sync}: {len(plan.samples)} sequences in {len(plan.groups)} packs on {plan.cluster.num_ranks} ranks")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, frameon=False)
-    figure.colorbar(ScalarMappable(norm, colours), ax=axes, label="longest sequence of the pack [tokens]")
-    figure.savefig(path, dpi=120)
+    axes.set(xlim=(0, max(makespan, plan.lower_bound_s) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]", ylabel="rank")
+    axes.set_title(f"{plan.planner}, sync={plan.sync}: {len(plan.samples)} sequences in {len(plan.groups)} packs on {plan.cluster.num_ranks} ranks", loc="left")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+
+
+def line_width(plan: Plan) -> float:
+    """Of a box's edge: thinner with many ranks, where edges would cover the boxes."""
+    return max(0.1, min(0.6, 30 / plan.cluster.num_ranks))
 
 
 def runs_of(group: GroupPlan) -> list[tuple[int, int]]:

@@ -4,6 +4,8 @@
     cluster.json      the current membership            metrics.jsonl  one line a committed step
     plans/step_*.json the plan of each step             skipped.jsonl  samples left out, each once an epoch
                                                         events.jsonl   what happened, with its time
+
+trace/step_*.json (watch.py) is cut back here with the plans.
 """
 
 from __future__ import annotations
@@ -153,9 +155,10 @@ class RunRecords:
         self._metrics.truncate(lambda line: line["step"] <= step)
         self._skipped.truncate(lambda line: line["step"] <= step)
         self._skipped_ids = {(line["epoch"], line["id"]) for line in self._skipped.lines()}
-        for name in self.folder.names("plans"):
-            if name > _plan_name(step).rpartition("/")[2]:
-                self.folder.delete(f"plans/{name}")
+        for kind in ("plans", "trace"):
+            for name in self.folder.names(kind):
+                if name > _plan_name(step).rpartition("/")[2]:
+                    self.folder.delete(f"{kind}/{name}")
         self._last_step = step
         self.flush()
 

@@ -1,22 +1,29 @@
-"""TensorBoard curves of a run, written without torch."""
+"""What TensorBoard shows of a run, written without torch: curves in groups, pictures of plans, configuration and cluster as text, hyperparameters."""
 
 from __future__ import annotations
 
 import os
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from dhp_ray.config import Config
 from dhp_ray.storage import Folder
 
 UPLOAD_INTERVAL_S = 30.0
+HYPERPARAMETERS = ("seed", "batch", "model", "cluster", "planner", "comm", "train")
+"""Keys and sections whose numbers, words and switches the HPARAMS page compares between runs."""
 
 METRIC_TAGS = {
     "loss": "loss/train",
@@ -27,8 +34,8 @@ METRIC_TAGS = {
     "idle_fraction": "balance/idle_fraction",
     "measured_makespan_s": "balance/measured_makespan_s",
     "predicted_makespan_s": "balance/predicted_makespan_s",
-    "num_ranks": "balance/num_ranks",
-    "generation": "balance/generation",
+    "num_ranks": "elastic/num_ranks",
+    "generation": "elastic/generation",
     "planning_time_s": "plan/planning_time_s",
 }
 EXTRA_TAGS = {
@@ -47,7 +54,7 @@ class ScalarLog:
 
     It opens with a START event of that step: readers then forget what an earlier process wrote at that step or later,
     so a resumed run shows every step once. On a local folder a step is on the disk when `step` returns; for an object
-    store the file is spooled here and uploaded whole now and then, and at the end.
+    store the file is spooled here and uploaded whole now and then, and at the end. Calls may come from several threads.
     """
 
     def __init__(self, folder: Folder, first_step: int) -> None:
@@ -60,6 +67,7 @@ class ScalarLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self._path, "wb")  # noqa: SIM115  stays open for the log's life
         self._records = RecordWriter(self._file)
+        self._lock = threading.Lock()
         self._uploaded_at = time.monotonic()
         self._write(event_pb2.Event(file_version="brain.Event:2"))
         self._write(event_pb2.Event(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)), step=first_step)
@@ -74,26 +82,42 @@ class ScalarLog:
         self._write(event_pb2.Event(summary=summary_pb2.Summary(value=points)), step)
 
     def text(self, name: str, markdown: str) -> None:
-        self._write(event_pb2.Event(summary=summary_pb2.Summary.FromString(text_pb(name, markdown).SerializeToString())), self.first_step)
+        self._summary(text_pb(name, markdown), self.first_step)
+
+    def hyperparameters(self, config: Config) -> None:
+        """What the HPARAMS page lists of this run. A resumed run keeps the values of its first start there."""
+        self._summary(hparams_pb(hyperparameters_of(config)), self.first_step)
+
+    def image(self, tag: str, png: bytes, step: int) -> None:
+        self._summary(image_of(tag, png), step)
 
     def flush(self) -> None:
         """Bring the file on an object store up to date."""
-        if self._spool:
-            self._folder.upload(self._path, self._name)
-        self._uploaded_at = time.monotonic()
+        with self._lock:
+            self._flush()
 
     def close(self) -> None:
-        self._file.close()
-        self.flush()
+        with self._lock:
+            self._file.close()
+            self._flush()
         if self._spool:
             self._spool.cleanup()
 
+    def _summary(self, summary: Any, step: int) -> None:
+        self._write(event_pb2.Event(summary=summary_pb2.Summary.FromString(summary.SerializeToString())), step)
+
     def _write(self, event: event_pb2.Event, step: int = 0) -> None:
         event.wall_time, event.step = time.time(), step
-        self._records.write(event.SerializeToString())
-        self._records.flush()
-        if time.monotonic() - self._uploaded_at > UPLOAD_INTERVAL_S:
-            self.flush()
+        with self._lock:
+            self._records.write(event.SerializeToString())
+            self._records.flush()
+            if time.monotonic() - self._uploaded_at > UPLOAD_INTERVAL_S:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._spool:
+            self._folder.upload(self._path, self._name)
+        self._uploaded_at = time.monotonic()
 
 
 def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, float]:
@@ -110,3 +134,28 @@ def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str
     if "applied" in extra:
         values["loss/update_applied"] = float(extra["applied"])
     return {tag: float(value) for tag, value in values.items()}
+
+
+def image_of(tag: str, png: bytes) -> summary_pb2.Summary:
+    """A PNG as a summary; its size stands in bytes 16 to 24 of the file."""
+    width, height = int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
+    image = summary_pb2.Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+    return summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, image=image)])
+
+
+def hyperparameters_of(config: Config) -> dict[str, float | bool | str]:
+    """{dotted key: value} of the keys of HYPERPARAMETERS; a list is one word."""
+    tree = asdict(config)
+    found = {}
+    for name in HYPERPARAMETERS:
+        section = tree[name] if isinstance(tree[name], dict) else {"": tree[name]}
+        for key, value in section.items():
+            found[f"{name}.{key}".rstrip(".")] = ", ".join(map(str, value)) if isinstance(value, list) else value
+    return found
+
+
+def cluster_text(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """The cluster as Markdown: versions, then a table of ranks (rank, pid, node_id, device)."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("dhp_ray", "ray", "torch", "transformers"))
+    lines = [versions, "", "| rank | node | process | device |", "|---|---|---|---|"]
+    return "\n".join(lines + [f"| {rank['rank']} | {rank['node_id']} | {rank['pid']} | {rank['device']} |" for rank in ranks])

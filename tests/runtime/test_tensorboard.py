@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
 
-from dhp_ray.runtime.tensorboard import ScalarLog, scalars_of
+from dhp_ray.config import load
+from dhp_ray.runtime.tensorboard import ScalarLog, cluster_text, scalars_of
 from dhp_ray.storage import Folder
 
 EXTRA = {"learning_rate": 1e-3, "gradient_norm": 1.5, "applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.01, "lower_bound_s": 0.3,
@@ -46,7 +48,7 @@ def test_a_step_makes_a_point_on_every_curve(tmp_path: Path) -> None:
     assert points(tmp_path, "plan/degree_3") == [(1, 1.0), (2, 0.0)]
     assert points(tmp_path, "comm/pool_hits") == [(1, 5.0), (2, 9.0)]
     groups = {tag.split("/")[0] for tag in read_back(tmp_path).Tags()["scalars"]}
-    assert groups == {"loss", "throughput", "balance", "plan", "data", "comm"}
+    assert groups == {"loss", "throughput", "balance", "plan", "data", "elastic", "comm"}
 
 
 def test_every_metric_has_a_curve() -> None:
@@ -89,6 +91,27 @@ def test_what_a_killed_process_wrote_is_there(tmp_path: Path) -> None:
     finished = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parents[2], check=False)
     assert finished.returncode == -9
     assert points(tmp_path, "loss/train") == [(1, 1.0), (2, 1.0), (3, 1.0)]
+
+
+def test_hyperparameters_and_cluster_are_there(tmp_path: Path) -> None:
+    config = load(["train.learning_rate=2e-4", "train.freeze=[vision]", "batch.drop_last=true"])
+    ranks = [{"rank": rank, "pid": 11 + rank, "node_id": f"node{rank}", "device": "cpu"} for rank in range(2)]
+    for first in (1, 5):
+        log = ScalarLog(Folder(str(tmp_path)), first_step=first)
+        log.hyperparameters(config)
+        log.text("cluster", cluster_text(ranks))
+        log.close()
+    events = read_back(tmp_path)
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    found = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert found["train.learning_rate"].number_value == 2e-4
+    assert found["train.freeze"].string_value == "vision"
+    assert found["batch.drop_last"].bool_value is True
+    assert found["model.preset"].string_value == "tiny"
+    assert "seed" in found
+    text = events.Tensors("cluster")[-1].tensor_proto.string_val[0].decode()
+    assert "| 1 | node1 | 12 | cpu |" in text
+    assert "torch 2." in text
 
 
 def test_text_and_numbers_that_are_none(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""A step as a picture: above what the plan expected, below what the ranks measured, one row a rank, in the same colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from dhp_ray.planner.plan import Plan, StepResult
+from dhp_ray.report.plan_picture import colours_of, draw_planned, line_width, longest_of
+
+
+def draw_step(plan: Plan, results: Sequence[StepResult], target: str | Path | IO[bytes], dpi: int = 100) -> None:
+    """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG.
+
+    Each half has its own scale of time: the cost model's seconds, and the clock's.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, min(6 + plan.cluster.num_ranks / 6, 18)), layout="constrained")
+    above, below = figure.subplots(2, 1)
+    scale = colours_of(plan)
+    draw_planned(above, plan, float(plan.inputs.get("cost", {}).get("fixed_s", 0.0)), scale.to_rgba)
+    draw_measured(below, plan, results, scale.to_rgba)
+    figure.colorbar(scale, ax=[above, below], label="longest sequence of the pack [tokens]")
+    figure.savefig(target, dpi=dpi)
+
+
+def draw_measured(axes: Any, plan: Plan, results: Sequence[StepResult], colour: Any) -> None:
+    """Measured times of each rank's packs, each on its own clock from its start of the step. The part of a pack that its rank spent waiting in
+    exchanges is drawn pale, at the pack's end: only its length is known, not when it was."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    boxes, faces = [], []
+    for result in results:
+        for time in result.pack_times:
+            red, green, blue, _ = colour(longest_of(plan, plan.groups[time.index]))
+            blocked_s = min(time.blocked_s, time.end_s - time.start_s)
+            boxes += [Rectangle((time.start_s, result.rank - 0.5), time.end_s - time.start_s - blocked_s, 1),
+                      Rectangle((time.end_s - blocked_s, result.rank - 0.5), blocked_s, 1)]
+            faces += [(red, green, blue, 1.0), (red, green, blue, 0.25)]
+    axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=line_width(plan)))
+    end_s = max((result.step_time_s for result in results), default=0.0)
+    last_s = max((time.end_s for result in results for time in result.pack_times), default=0.0)
+    axes.axvline(last_s, color="black", label=f"last pack {last_s:.4g} s")
+    axes.axvline(end_s, color="gray", linestyle=":", label=f"updated {end_s:.4g} s")
+    axes.set(xlim=(0, max(end_s, 1e-9) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]", ylabel="rank")
+    axes.set_title("measured; pale: waiting in exchanges", loc="left")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

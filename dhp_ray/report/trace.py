@@ -1,0 +1,70 @@
+"""A step as a trace that Perfetto (and chrome://tracing) opens: one process a rank, with what it did when.
+
+    rank 0   pack 0: 3 sequences, degree 2            | wait | pack 4: ...
+             | compute          | exchange            |      | compute ...   | wait | update |
+
+Times are each rank's own, from its start of the step. The format is Chrome's JSON array of complete events ("ph": "X"), in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dhp_ray.planner.plan import PackTime, Plan, StepResult
+
+GAP_S = 2e-6
+"""Shorter gaps between packs are not shown."""
+
+
+def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
+    """The trace of one step, ready for json.dump: what each rank planned and measured.
+
+    Of a pack's exchanges only the sum of the waiting is known, so `exchange` is drawn as one slice at the pack's end.
+    `wait` is time without a pack: before the first and between two (inputs being put together), and after the last until all ranks are done.
+    `update` is the reduction of the gradients and the update of the weights.
+    """
+    last_s = max((time.end_s for result in results for time in result.pack_times), default=0.0)
+    events = [event for result in results for event in _rank_events(plan, result, last_s)]
+    step = results[0].step if results else 0
+    return {"traceEvents": events, "displayTimeUnit": "ms",
+            "otherData": {"step": step, "planner": plan.planner, "sync": plan.sync, "num_ranks": plan.cluster.num_ranks,
+                          "predicted_makespan_s": plan.predicted_time_s, "measured_makespan_s": last_s}}
+
+
+def _rank_events(plan: Plan, result: StepResult, last_s: float) -> Iterator[dict[str, Any]]:
+    rank, free_s = result.rank, 0.0
+    yield {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+    yield {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    for time in result.pack_times:
+        if time.start_s - free_s > GAP_S:
+            yield _slice(rank, "wait", "wait", free_s, time.start_s)
+        blocked_s = min(time.blocked_s, time.end_s - time.start_s)
+        yield _slice(rank, *_words(plan, time), time.start_s, time.end_s, _pack(plan, time))
+        yield _slice(rank, "compute", "compute", time.start_s, time.end_s - blocked_s)
+        if blocked_s > 0:
+            yield _slice(rank, "exchange", "exchange", time.end_s - blocked_s, time.end_s)
+        free_s = time.end_s
+    done_s = min(max(last_s, free_s), result.step_time_s)
+    if done_s - free_s > GAP_S:
+        yield _slice(rank, "wait", "wait", free_s, done_s)
+    if result.step_time_s > max(done_s, free_s):
+        yield _slice(rank, "update", "update", max(done_s, free_s), result.step_time_s)
+
+
+def _slice(rank: int, name: str, category: str, start_s: float, end_s: float, details: dict[str, Any] | None = None) -> dict[str, Any]:
+    start_us, end_us = round(1e6 * start_s, 3), round(1e6 * end_s, 3)  # both rounded before the difference: what is inside a pack must end with it
+    return {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": 0, "ts": start_us, "dur": round(end_us - start_us, 3), "args": details or {}}
+
+
+def _words(plan: Plan, time: PackTime) -> tuple[str, str]:
+    """Name and category of a pack's slice."""
+    group = plan.groups[time.index]
+    return f"pack {time.index}: {len(group.pack.sequences)} sequences, degree {group.degree}", "pack"
+
+
+def _pack(plan: Plan, time: PackTime) -> dict[str, Any]:
+    group = plan.groups[time.index]
+    samples = [plan.samples[row] for row in group.pack.sequences]
+    return {"ranks": list(group.ranks), "degree": group.degree, "micro_batch": group.micro_batch, "num_tokens": sum(sample.num_tokens for sample in samples),
+            "sample_ids": [sample.id for sample in samples], "predicted_time_s": group.predicted_time_s, "blocked_s": time.blocked_s}

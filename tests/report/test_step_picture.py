@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dhp_ray.report.plan_picture import draw_plan
+from dhp_ray.report.step_picture import draw_step
+from tests.report.runs import COST, plan_of, results_of
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_plan_and_measured_times_are_drawn(sync: str) -> None:
+    plan = plan_of(1, sync=sync)
+    stream = BytesIO()
+    draw_step(plan, results_of(plan, 1), stream)
+    picture = np.asarray(Image.open(stream).convert("RGB"))
+    above, below = np.array_split(picture, 2)
+    for half in (above, below):
+        assert len(np.unique(half.reshape(-1, 3), axis=0)) > 50
+        saturation = half.max(axis=2).astype(int) - half.min(axis=2)
+        assert (saturation > 60).mean() > 0.2, "boxes in colour cover a good part"
+
+
+def test_no_results_leave_the_lower_half_empty() -> None:
+    stream = BytesIO()
+    draw_step(plan_of(1), [], stream)
+    assert Image.open(stream).size[0] > 500
+
+
+def test_a_plan_goes_to_a_file_and_to_a_stream(tmp_path: Path) -> None:
+    plan, stream = plan_of(1), BytesIO()
+    draw_plan(plan, COST.fixed_s, tmp_path / "plan.png")
+    draw_plan(plan, COST.fixed_s, stream)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "plan.png")), np.asarray(Image.open(stream)))
+    draw_plan(plan, COST.fixed_s, tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")

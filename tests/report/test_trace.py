@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from dhp_ray.report.trace import trace_of
+from tests.report.runs import plan_of, results_of
+
+
+def slices(trace: dict[str, Any], rank: int, *names: str) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == rank and event["name"].split()[0] in names]
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_each_rank_shows_what_it_measured(sync: str) -> None:
+    plan = plan_of(3, sync=sync)
+    results = results_of(plan, 3)
+    trace = json.loads(json.dumps(trace_of(plan, results)))
+    for result in results:
+        packs = slices(trace, result.rank, "pack")
+        assert [event["args"]["ranks"] for event in packs] == [list(plan.groups[time.index].ranks) for time in result.pack_times]
+        compute = sum(event["dur"] for event in slices(trace, result.rank, "compute"))
+        exchange = sum(event["dur"] for event in slices(trace, result.rank, "exchange"))
+        assert exchange == pytest.approx(1e6 * sum(time.blocked_s for time in result.pack_times), abs=1)
+        assert compute + exchange == pytest.approx(1e6 * sum(time.end_s - time.start_s for time in result.pack_times), abs=1)
+        row = sorted(slices(trace, result.rank, "pack", "wait", "update"), key=lambda event: event["ts"])
+        assert all(first["ts"] + first["dur"] <= second["ts"] + 1e-3 for first, second in pairwise(row))
+        assert row[-1]["name"] == "update"
+        assert sum(event["dur"] for event in row) == pytest.approx(1e6 * result.step_time_s, rel=0.01)
+
+
+def test_the_parts_of_a_pack_lie_inside_it() -> None:
+    plan = plan_of(3)
+    trace = trace_of(plan, results_of(plan, 3))
+    for rank in range(4):
+        packs = [(event["ts"], event["ts"] + event["dur"]) for event in slices(trace, rank, "pack")]
+        for part in slices(trace, rank, "compute", "exchange"):
+            assert any(start <= part["ts"] and part["ts"] + part["dur"] <= end + 1e-9 for start, end in packs)
+
+
+def test_every_sequence_is_in_one_pack() -> None:
+    plan = plan_of(3)
+    trace = trace_of(plan, results_of(plan, 3))
+    seen = {tuple(event["args"]["sample_ids"]) for rank in range(4) for event in slices(trace, rank, "pack")}
+    assert sorted(name for names in seen for name in names) == sorted(sample.id for sample in plan.samples)
+    assert {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} == {f"rank {rank}" for rank in range(4)}
+
+
+def test_a_rank_without_packs_waits_and_updates() -> None:
+    plan = plan_of(3, num_samples=1, num_ranks=4)
+    results = results_of(plan, 3)
+    trace = trace_of(plan, results)
+    idle = next(result.rank for result in results if not result.pack_times)
+    assert [event["name"] for event in slices(trace, idle, "pack", "wait", "update")] == ["wait", "update"]
