@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.book import Key, PoolBook, key_of
 from dhp_ray.comm.device import CPU, Accelerator
+from dhp_ray.comm.world import make_group
 
 
 class GroupPool:
@@ -62,7 +63,7 @@ class GroupPool:
         self._book.clear()
 
     def _create(self, key: Key) -> None:
-        self._groups[key] = dist.new_group(list(key), timeout=self.timeout, backend=self.accelerator.backend)
+        self._groups[key] = make_group(list(key), self.accelerator.backend, self.timeout, self.accelerator)
         if dist.get_rank() in key:
             warm_up(self._groups[key], key, self.accelerator.torch_device())
 

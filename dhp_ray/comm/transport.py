@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.link import Link
 from dhp_ray.comm.pool import GroupPool, warm_up
+from dhp_ray.comm.world import make_group
 
 
 class Transport(Protocol):
@@ -87,7 +88,7 @@ def open_transport(name: str, rank: int, world_size: int, accelerator: Accelerat
     group = None
     if world_size > 1:
         ranks = list(range(world_size))
-        group = dist.new_group(ranks, timeout=timeout, backend=accelerator.backend)
+        group = make_group(ranks, accelerator.backend, timeout, accelerator)
         warm_up(group, ranks, accelerator.torch_device())
     parent = ParentTransport(group, rank)
     return parent if name == "parent" else PoolTransport(GroupPool(capacity, timeout, accelerator), parent, rank)

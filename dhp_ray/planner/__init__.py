@@ -30,6 +30,9 @@ __all__ = ["PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanError", "Sample"
 PLANNERS: dict[str, Callable[[Problem], list[Placement]]] = {
     "dhp": dhp, "dhp_paper": dhp_paper, "static": static, "static_best": static_best, "pow2": pow2}
 
+LAST_RESORT = {"step": "static", "micro_batch": "static"}
+"""The fastest planner of each mode, for when there is no time for another."""
+
 
 def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",
                pool: Sequence[tuple[int, ...]] = ()) -> Plan:

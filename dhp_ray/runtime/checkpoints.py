@@ -42,6 +42,10 @@ class Checkpoints:
         steps = self.complete()
         return Manifest(**json.loads(self.folder.read(f"{self.name(steps[-1])}/manifest.json"))) if steps else None
 
+    def newest_step(self) -> int:
+        """The step of the newest whole checkpoint; 0: there is none."""
+        return (self.complete() or [0])[-1]
+
     def seal(self, manifest: Manifest) -> None:
         """Write the manifest, which makes the checkpoint whole; then drop the oldest ones."""
         self.folder.write(f"{self.name(manifest.step)}/manifest.json", json.dumps(asdict(manifest)).encode())

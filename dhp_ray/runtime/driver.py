@@ -1,15 +1,18 @@
 """The driver actor: plans every batch, keeps the workers busy, and commits what they finished.
 
-    dispatch n+1   |--plan, send--|        |--plan, send--|
+    a thread    |--plan, send n+1--|        |--plan, send n+2--|
     workers     |------ step n ------|------ step n+1 ------|
     commit                            |- n -|
+
+When the group breaks, or ought to change, a new generation takes its place (`recovery`) and goes on with the next step.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -19,13 +22,16 @@ from ray.actor import ActorHandle
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.data.errors import DataError
 from dhp_ray.planner.plan import PlanError, StepResult
-from dhp_ray.runtime.checkpoints import Manifest
+from dhp_ray.runtime.arrivals import Arrivals
+from dhp_ray.runtime.commit import Commits, Done
 from dhp_ray.runtime.dispatch import Dispatched
-from dhp_ray.runtime.group import WorkerGroup
-from dhp_ray.runtime.measures import TimeScale, step_extra, step_metrics
-from dhp_ray.runtime.messages import Finished, Message, Notice, RunError, StepDone
+from dhp_ray.runtime.group import Member, WorkerGroup
+from dhp_ray.runtime.messages import Finished, GroupError, Message, Replace, RunError
+from dhp_ray.runtime.recovery import form_anew, reopened, wait_for
 from dhp_ray.runtime.start import Session, open_session
 from dhp_ray.storage import Folder, StorageError
+
+CONCURRENCY_GROUPS = {"control": 2}
 
 
 @dataclass
@@ -38,23 +44,45 @@ class Running:
     begun_s: float
     data_wait_s: float
 
+    def done(self, results: list[StepResult], step_time_s: float, eval_loss: float | None) -> Done:
+        batch = self.current.batch
+        return Done(self.current.step, self.current.plan, batch.epoch, [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders,
+                    results, step_time_s, self.data_wait_s, eval_loss)
+
 
 class Driver:
     """Owns the schedule, the data stream and the ledger of one run."""
 
-    def __init__(self, config: Config, workers: list[ActorHandle], store: tuple[str, int]) -> None:
+    def __init__(self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], going_on: bool) -> None:
+        """`workers` by slot; `going_on`: they are in the midst of a run whose driver was lost."""
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
-        self.config, self.store = config, store
-        self.group = WorkerGroup(workers)
-        self.scale = TimeScale()
-        self.saves: list[ray.ObjectRef] = []  # calls that stage a checkpoint, between two steps
-        self.unsealed: dict[int, tuple[Manifest, set[int]]] = {}  # saves under way: what to seal, which ranks are done
+        self.config, self.store, self.going_on = config, store, going_on
+        self.group = WorkerGroup([Member(slot, actor) for slot, actor in workers.items()])
+        self.arrivals = Arrivals(config.cluster.device)
+        self.session: Session | None = None
+        self.stop_reason = self.refused = ""
+
+    @ray.method(concurrency_group="control")
+    def offer(self, slot: int, actor: ActorHandle) -> None:
+        """A worker that may join."""
+        self.arrivals.offer(slot, actor)
+
+    @ray.method(concurrency_group="control")
+    def stop(self, reason: str) -> None:
+        """End the run after the step that is under way, with a checkpoint."""
+        self.stop_reason = reason
+        if self.session:
+            self.session.stopping = reason
 
     def run(self) -> Iterator[Message]:
         """Train to the end; the last message says how it ended."""
         try:
-            self.session: Session = yield from open_session(self.config, self.group, self.store)
-            yield from self._train()
+            if self.going_on:
+                yield from self._reconcile()
+            session = yield from open_session(self.config, self.group, self.store, self.arrivals, self.going_on)
+            self.session, session.stopping = session, self.stop_reason
+            self.commits = Commits(session)
+            yield from self._train(session, "the driver was lost" if self.going_on else "")
         except ConfigError as error:
             yield Finished("", str(error), status=2)
         except (RunError, PlanError, DataError, StorageError) as error:
@@ -63,90 +91,99 @@ class Driver:
             traceback.print_exc()
             yield Finished("", f"driver: {type(error).__name__}: {error}{self._way_back()}", status=1)
 
-    def _train(self) -> Iterator[Message]:
-        running = self._launch(self._dispatch(self.session.first_step))
+    def _train(self, session: Session, broken: str) -> Iterator[Message]:
+        """Generation after generation, until the last step; `broken`: why the one that there is cannot go on."""
+        change, leaving = broken, tuple[int, ...]()
+        while True:
+            try:
+                if change:
+                    finished = yield from form_anew(session, change, bool(broken), leaving)
+                    yield from self.commits.recovered(finished)
+                broken = ""
+                change = yield from self._steps(session)
+                leaving = session.meter.no_good()
+                yield from self.commits.finish_saves()
+                if not change:
+                    yield from self._finish(session)
+                    return
+            except GroupError as error:
+                change = broken = str(error)
+                self.commits.forget_saves()
+
+    def _steps(self, session: Session) -> Generator[Message, None, str]:
+        """Step after step, to the last one (returns "") or until the membership ought to change (returns why)."""
+        change = ""
+        running = self._launch(session, session.dispatcher.dispatch(session.records.last_step + 1))
         while running:
-            following = self._dispatch(running.current.step + 1)  # planned and sent while the workers run
-            results: list[StepResult] = self.group.collect(running.results)
-            finished, step_time_s = running, perf_counter() - running.begun_s
-            self._save_when_due(finished.current, last=following is None)
-            eval_loss = yield from self.session.evaluation.loss_when_due(finished.current.step)
-            running = self._launch(following)
-            yield from self._commit(finished, results, step_time_s, eval_loss)
-        yield from self._finish()
+            step = running.current.step
+            session.dispatcher.begin(step + 1)
+            results = wait_for(session.group, running.results, *self.commits.patience_s(running.current.plan))
+            step_time_s = perf_counter() - running.begun_s
+            following = session.dispatcher.take(step + 1, step_time_s)
+            self.commits.save_when_due(step, last=following is None or bool(session.stopping))
+            eval_loss = yield from session.evaluation.loss_when_due(step)
+            change = yield from self._change(session)
+            launched = self._launch(session, None if change or session.stopping else following)
+            session.group.call("mirrored")
+            yield from self.commits.commit(running.done(results, step_time_s, eval_loss))
+            if self.refused:
+                raise RunError(self.refused)
+            running = launched
+        short = session.dispatcher.needed_ranks > session.group.size and not session.stopping
+        return change or (f"a sequence of the next batch needs {session.dispatcher.needed_ranks} ranks" if short else "")
 
-    def _dispatch(self, step: int) -> Dispatched | None:
-        return self.session.dispatcher.dispatch(step) if step <= self.session.total_steps else None
-
-    def _launch(self, dispatched: Dispatched | None) -> Running | None:
+    def _launch(self, session: Session, dispatched: Dispatched | None) -> Running | None:
         """Start a dispatched step on all ranks, once each has said which samples it cannot decode."""
         if dispatched is None:
             return None
         wait = perf_counter()
-        failures = self.session.dispatcher.failures(dispatched)
+        failures = session.dispatcher.failures(dispatched)
         if self.config.data.on_error == "fail":
             for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped), *failures.items()]:
-                raise RunError(f"sample {sample_id}: {reason} (data.on_error=fail)")
+                self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"  # told once the step before is committed
+                return None
         begun = perf_counter()
-        results = self.group.start("run", dispatched.step, frozenset(failures), self.session.total_steps)
+        results = session.group.start("run", dispatched.step, failures, session.total_steps)
         return Running(dispatched, failures, results, begun, begun - wait)
 
-    def _commit(self, finished: Running, results: list[StepResult], step_time_s: float, eval_loss: float | None) -> Iterator[Message]:
-        """Write a finished step down: plan, skipped samples, metrics and, as the last word, the ledger."""
-        current, records = finished.current, self.session.records
-        metrics = step_metrics(current.plan, results, step_time_s, self.scale.value, self.session.generation)
-        metrics |= {} if eval_loss is None else {"eval_loss": eval_loss}
-        extra = step_extra(current.plan, results, finished.data_wait_s, current.batch.epoch)
-        self.scale.observe(metrics["measured_makespan_s"], current.plan.predicted_time_s)
-        skipped = [(item.id, item.reason) for item in current.batch.skipped] + list(finished.placeholders.items())
-        for sample_id, reason in skipped:
-            if records.skip(sample_id, reason, current.step, current.batch.epoch):
-                yield Notice(f"sample {sample_id} left out: {reason}")
-        if not extra["applied"]:
-            records.event("update_skipped", step=current.step, gradient_norm=extra["gradient_norm"], sample_ids=[s.id for s in current.plan.samples])
-            yield Notice(f"step {current.step}: the gradient is not finite; update skipped on all ranks")
-        records.plan(current.step, current.plan.to_json())
-        records.commit(current.step, [s.id for s in current.plan.samples if s.id not in finished.placeholders], metrics)
-        self.session.scalars.step(metrics, extra)
-        yield StepDone(metrics, extra)
-        for rank, result in enumerate(results):
-            yield from self._note_saves(rank, list(result.saved_steps), result.save_error)
+    def _change(self, session: Session) -> Generator[Message, None, str]:
+        """Why the membership ought to change now, between two steps; empty: it need not."""
+        newcomers = min(len(session.arrivals.ready()), session.max_workers - session.group.size)
+        yield from reopened(session)
+        if newcomers > 0:
+            return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
+        slow = session.meter.no_good()
+        return f"rank {slow[0]} ({session.group.members[slow[0]].place}) is too slow" if slow else ""
 
-    def _save_when_due(self, current: Dispatched, last: bool) -> None:
-        every = self.config.checkpoint.every_steps
-        if last or (every and current.step % every == 0):
-            manifest = Manifest(current.step, current.batch.cursor, len(self.group.workers), self.config.planner.sync)
-            self.unsealed[current.step] = (manifest, set())
-            self.group.collect(self.saves)
-            self.saves = self.group.start("save", current.step)  # ranks run it between this step and the next
+    def _finish(self, session: Session) -> Iterator[Message]:
+        last_step = session.records.last_step
+        if last_step and session.checkpoints.newest_step() < last_step:  # the group broke while the last one was being written
+            self.commits.save(last_step)
+            yield from self.commits.finish_saves()
+        if not session.stopping:
+            session.group.call("export", "model")
+        session.group.call("leave")
+        session.dispatcher.stop()
+        session.stream.close()
+        session.scalars.close()
+        session.records.close()
+        if session.stopping:
+            yield Finished("", f"stopped after step {last_step}: {session.stopping}{self._way_back()}", status=1)
+        else:
+            yield Finished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
 
-    def _note_saves(self, rank: int, saved_steps: list[int], error: str) -> Iterator[Message]:
-        """A checkpoint is whole once every rank has written its part and the manifest stands."""
-        if error:
-            self.session.records.event("save_failed", rank=rank, error=error)
-            yield Notice(f"checkpoint not saved (rank {rank}): {error}; the run goes on, the next save is tried")
-        for step in saved_steps:
-            manifest, done = self.unsealed[step]
-            done.add(rank)
-            if len(done) == len(self.group.workers):
-                self.session.records.flush()
-                self.session.checkpoints.seal(manifest)
-                self.session.records.event("checkpoint", step=step)
-                del self.unsealed[step]
-
-    def _finish(self) -> Iterator[Message]:
-        self.group.collect(self.saves)
-        for rank, (saved_steps, error) in enumerate(self.group.call("finish_save")):
-            yield from self._note_saves(rank, saved_steps, error)
-        self.group.call("export", "model")
-        self.group.call("leave")
-        self.session.dispatcher.stream.close()
-        self.session.scalars.close()
-        self.session.records.close()
-        yield Finished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
+    def _reconcile(self) -> Iterator[Message]:
+        """Part with workers that a lost driver's group left dead or hung."""
+        for member, (sight, _) in zip(list(self.group.members), self.group.survey()):
+            if sight.dead or not sight.answered:
+                ray.kill(member.actor)
+                self.group.members.remove(member)
+                yield Replace(member.slot)
+        while not self.group.members:  # nobody is left: the run goes on from its newest checkpoint
+            time.sleep(0.2)
+            self.group.members = self.arrivals.take(1)
 
     def _way_back(self) -> str:
         """How a run that ended early goes on."""
-        session = getattr(self, "session", None)
-        newest = session.checkpoints.newest() if session else None
-        return f"; the newest checkpoint is step {newest.step}: start the same command again to go on from it" if newest else ""
+        newest = self.session.checkpoints.newest_step() if self.session else 0
+        return f"; the newest checkpoint is step {newest}: start the same command again to go on from it" if newest else ""

@@ -1,103 +1,155 @@
-"""The workers of one generation: calls to all of them, and one clear error when one fails."""
+"""The workers of one generation: calls to all of them, one clear error when one fails, and a survey of how each is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from dhp_ray.runtime.messages import Membership, RunError
+from dhp_ray.runtime.elastic import Sight
+from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status
 
 GRACE_S = 5.0
 """A killed rank makes its peers raise first; its own death is known to Ray a little later."""
+
+SURVEY_S = 5.0
+"""How long a worker's control thread may take to answer."""
+
+
+class OverdueError(RuntimeError):
+    """Calls that are not done within their time."""
+
+
+@dataclass
+class Member:
+    """A worker: the slot of the job's process that it fills, its actor, and what it said of itself."""
+
+    slot: int
+    actor: ActorHandle
+    described: dict[str, Any] = field(default_factory=lambda: {"pid": 0, "node_id": "?"})
+
+    @property
+    def place(self) -> str:
+        return f"pid {self.described['pid']} on node {str(self.described['node_id'])[:8]}"
+
+
+def by_node(members: Sequence[Member]) -> list[Member]:
+    """In rank order: the ranks of a node are neighbours, nodes and members stay in the order in which they come."""
+    nodes = list(dict.fromkeys(member.described["node_id"] for member in members))
+    return sorted(members, key=lambda member: nodes.index(member.described["node_id"]))
 
 
 class WorkerGroup:
     """Worker actors, in rank order once they have been described."""
 
-    def __init__(self, workers: Sequence[ActorHandle]) -> None:
-        self.workers = list(workers)
-        self.members: list[dict[str, Any]] = [{"pid": 0, "node_id": "?"} for _ in workers]
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = list(members)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
 
     def describe(self, device: str, probe: str) -> None:
         """Learn where the workers are, and number them so that the ranks of a node are neighbours."""
-        found = self.call("describe", device, probe)
-        nodes = list(dict.fromkeys(member["node_id"] for member in found))
-        order = sorted(range(len(found)), key=lambda place: (nodes.index(found[place]["node_id"]), place))
-        self.workers = [self.workers[place] for place in order]
-        self.members = [found[place] for place in order]
+        for member, described in zip(self.members, self.call("describe", device, probe)):
+            member.described = described
+        self.members = by_node(self.members)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The node of each rank."""
+        return [member.described["node_id"] for member in self.members]
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks of the fullest node: planners take neighbours of that many to share one."""
-        nodes = [member["node_id"] for member in self.members]
-        return max(nodes.count(node) for node in nodes)
+        return max(self.nodes.count(node) for node in self.nodes)
 
     @property
     def memory_bytes(self) -> int:
         """Device memory that every rank has at least. The ranks of a node share its memory on the CPU."""
-        return min(member["memory_bytes"] // (self.ranks_per_node if member["device"] == "cpu" else 1) for member in self.members)
+        found = [member.described for member in self.members]
+        return min(member["memory_bytes"] // (self.ranks_per_node if member["device"] == "cpu" else 1) for member in found)
 
     def membership(self) -> list[dict[str, Any]]:
         """The ranks of this generation, as cluster.json lists them."""
-        return [{"rank": rank, **{name: member[name] for name in ("pid", "node_id", "device")}} for rank, member in enumerate(self.members)]
+        return [{"rank": rank, **{name: member.described[name] for name in ("pid", "node_id", "device")}} for rank, member in enumerate(self.members)]
 
-    def join(self, generation: int, store: tuple[str, int], checkpoint: str) -> list[int]:
-        """All workers enter a generation; the state version of each."""
-        calls = [worker.join.remote(Membership(rank, len(self.workers), generation, *store), checkpoint) for rank, worker in enumerate(self.workers)]
-        return self.collect(calls)
+    def join(self, generation: int, store: tuple[str, int], keepers: Sequence[int], origins: Sequence[Any], step: int) -> list[ray.ObjectRef]:
+        """All workers enter a generation, each with its origin (Load or Adopt), after `step`; calls that return the state version of each."""
+        return [member.actor.join.remote(Membership(rank, self.size, generation, *store, tuple(keepers)), origin, step)
+                for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return self.collect(self.start(method, *arguments))
 
     def start(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
-        return [getattr(worker, method).remote(*arguments) for worker in self.workers]
+        return [getattr(member.actor, method).remote(*arguments) for member in self.members]
 
-    def collect(self, calls: Sequence[ray.ObjectRef]) -> list[Any]:
+    def collect(self, calls: Sequence[ray.ObjectRef], timeout_s: float | None = None, grace_s: float = GRACE_S) -> list[Any]:
         """Results by rank.
 
         Raises:
-            RunError: a rank died or raised; the message names it and gives its own words.
+            GroupError: a rank died or raised; the message names it and gives its own words. `grace_s`: how long to wait for a death that explains it.
+            OverdueError: not all are there after `timeout_s`; they can be collected again.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
+        deadline = None if timeout_s is None else monotonic() + timeout_s
         results: dict[int, Any] = {}
         while pending:
-            for call in ray.wait(list(pending), num_returns=1)[0]:
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=None if deadline is None else max(0.0, deadline - monotonic()))
+            if not ready:
+                raise OverdueError(f"ranks {sorted(pending.values())} are not done after {timeout_s:.0f} s")
+            for call in ready:
                 rank = pending.pop(call)
                 try:
                     results[rank] = ray.get(call)
                 except RayActorError:
-                    raise RunError(self._death(rank)) from None
+                    raise GroupError(self.death(rank)) from None
                 except RayTaskError as error:
-                    raise RunError(self._root_cause(rank, error, pending)) from None
+                    raise GroupError(self._root_cause(rank, error, pending, grace_s)) from None
         return [results[rank] for rank in range(len(calls))]
 
-    def _root_cause(self, rank: int, error: RayTaskError, pending: dict[ray.ObjectRef, int]) -> str:
+    def survey(self, timeout_s: float = SURVEY_S) -> list[tuple[Sight, Status]]:
+        """How every worker is, by rank; answers that do not come within `timeout_s` are given up."""
+        calls = self.start("status")
+        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        return [_seen(call) for call in calls]
+
+    def death(self, rank: int) -> str:
+        return f"rank {rank} ({self.members[rank].place}) died"
+
+    def _root_cause(self, rank: int, error: RayTaskError, pending: dict[ray.ObjectRef, int], grace_s: float) -> str:
         """A peer's death when there is one, else what the first rank to raise said."""
-        deadline = monotonic() + GRACE_S
+        deadline = monotonic() + grace_s
         while pending and monotonic() < deadline:
             for call in ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - monotonic()))[0]:
                 other = pending.pop(call)
                 try:
                     ray.get(call)
                 except RayActorError:
-                    return self._death(other)
+                    return self.death(other)
                 except RayTaskError:
                     continue  # a consequence of the first
-        return f"rank {rank} ({self._place(rank)}): {self._words(error)}"
+        return f"rank {rank} ({self.members[rank].place}): {_words(error)}"
 
-    def _death(self, rank: int) -> str:
-        return f"rank {rank} ({self._place(rank)}) died"
 
-    def _place(self, rank: int) -> str:
-        return f"pid {self.members[rank]['pid']} on node {str(self.members[rank]['node_id'])[:8]}"
+def _seen(call: ray.ObjectRef) -> tuple[Sight, Status]:
+    try:
+        status: Status = ray.get(call, timeout=0)
+        return Sight(waits=status.waits, progress=status.progress, error=status.error), status
+    except GetTimeoutError:
+        return Sight(answered=False), Status()
+    except RayActorError:
+        return Sight(dead=True), Status()
 
-    @staticmethod
-    def _words(error: RayTaskError) -> str:
-        cause = getattr(error, "cause", None) or error
-        text = (str(cause).strip().splitlines() or [""])[0]
-        return text if isinstance(cause, (ValueError, OSError, RunError)) and text else f"{type(cause).__name__}: {text}"
+
+def _words(error: RayTaskError) -> str:
+    cause = getattr(error, "cause", None) or error
+    text = (str(cause).strip().splitlines() or [""])[0]
+    return text if isinstance(cause, (ValueError, OSError, RunError)) and text else f"{type(cause).__name__}: {text}"

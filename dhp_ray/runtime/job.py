@@ -1,4 +1,4 @@
-"""The process of the submitted job: it hosts the rendezvous store, starts the workers and the driver, and shows the run.
+"""The process of the submitted job: it hosts the rendezvous store, owns the workers, restarts the driver, and shows the run.
 
 Workers belong to this process, so they outlive a driver actor.
 """
@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dhp_ray.comm.device import ACCELERATORS, Accelerator
 from dhp_ray.config import Config
 from dhp_ray.runtime.console import Console
 from dhp_ray.runtime.indexing import index_ahead
-from dhp_ray.runtime.messages import Finished, Message, RunError
+from dhp_ray.runtime.messages import Finished, Notice, Replace, RunError
+from dhp_ray.runtime.roster import Roster
+
+MAX_DRIVERS = 20
+"""Driver actors that may be lost in one run; one that dies at each start is no accident."""
 
 
 def train(config: Config) -> int:
@@ -60,29 +62,49 @@ def _run(config: Config, console: Console) -> int:
     from torch.distributed import TCPStore  # seconds to import: after the configuration has been checked
 
     index_ahead(config.data)
-    accelerator = resolve_device(config)
-    room = reserve(config, accelerator)
+    roster = Roster(config, resolve_device(config))
     host = ray.util.get_node_ip_address()
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    workers = start_workers(config, accelerator, room)
-    driver: Any = start_driver(config, workers, (host, store.port))
-    last: Message | None = None
     try:
-        for reference in driver.run.remote():
-            last = ray.get(reference)
-            console.show(last)
-    except RayActorError:
-        raise RunError("the driver actor died; start the same command again to go on from the newest checkpoint") from None
+        roster.start()
+        for attempt in range(MAX_DRIVERS):
+            last = _drive(config, roster, (host, store.port), console, going_on=attempt > 0)
+            if last:
+                break
+        else:
+            raise RunError(f"the driver actor died {MAX_DRIVERS} times; start the same command again to go on from the newest checkpoint")
     finally:
         console.close()
-        for actor in [*workers, driver]:
-            ray.kill(actor)
-        remove_placement_group(room)
+        roster.close()
         del store
-    assert isinstance(last, Finished)
     if last.error:
         print(f"error: {last.error}", file=sys.stderr)
     return last.status
+
+
+def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, going_on: bool) -> Finished | None:
+    """The run under one driver actor; None when that was lost."""
+    driver = start_driver(config, dict(roster.workers), store, going_on)
+    handler = signal.signal(signal.SIGTERM, lambda *_: driver.stop.remote("SIGTERM"))
+    try:
+        for slot, worker in ({} if going_on else roster.grow()).items():
+            driver.offer.remote(slot, worker)
+        for reference in driver.run.remote():
+            message = ray.get(reference)
+            if isinstance(message, Finished):
+                console.show(message)
+                return message
+            if isinstance(message, Replace):
+                driver.offer.remote(message.slot, roster.replace(message.slot))
+            else:
+                console.show(message)
+    except RayActorError:
+        console.show(Notice("the driver actor died; another one takes over"))
+        return None
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        ray.kill(driver)
+    raise RunError("the driver ended without a word")
 
 
 def resolve_device(config: Config) -> Accelerator:
@@ -95,41 +117,11 @@ def resolve_device(config: Config) -> Accelerator:
     return ACCELERATORS[name]
 
 
-def reserve(config: Config, accelerator: Accelerator) -> PlacementGroup:
-    """Room for all workers, or an error once `cluster.start_timeout_s` has passed; an autoscaler is asked for it."""
-    cluster = config.cluster
-    bundle = {"CPU": cluster.cpus_per_worker} | ({accelerator.resource: 1.0} if accelerator.resource else {})
-    room = placement_group([bundle] * cluster.num_workers, strategy="PACK")
-    if not room.wait(cluster.start_timeout_s):
-        remove_placement_group(room)
-        have = ray.cluster_resources()
-        wanted = ", ".join(f"{amount * cluster.num_workers:g} {name}" for name, amount in bundle.items())
-        found = ", ".join(f"{have.get(name, 0.0):g} {name}" for name in bundle)
-        raise RunError(f"cluster.num_workers={cluster.num_workers}: needs {wanted}; the cluster has {found} in all (some may be in use), "
-                       f"and no more came within {cluster.start_timeout_s:g} s; lower cluster.num_workers or add nodes")
-    return room
+def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int], going_on: bool) -> Any:
+    from dhp_ray.runtime.driver import CONCURRENCY_GROUPS, Driver
 
-
-def start_workers(config: Config, accelerator: Accelerator, room: PlacementGroup) -> list[ActorHandle]:
-    from dhp_ray.runtime.worker import CONCURRENCY_GROUPS, Worker
-
-    actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)  # type: ignore[call-overload]
-    options: dict[str, Any] = {"num_cpus": config.cluster.cpus_per_worker}
-    if accelerator.resource == "GPU":
-        options["num_gpus"] = 1
-    elif accelerator.resource:
-        options["resources"] = {accelerator.resource: 1}
-    return [
-        actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=place), **options).remote(config)
-        for place in range(config.cluster.num_workers)
-    ]
-
-
-def start_driver(config: Config, workers: list[ActorHandle], store: tuple[str, int]) -> Any:
-    from dhp_ray.runtime.driver import Driver
-
-    actor: Any = ray.remote(Driver)
-    return actor.options(num_cpus=0, resources={"node:__internal_head__": 0.001}).remote(config, workers, store)
+    actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Driver)  # type: ignore[call-overload]
+    return actor.options(num_cpus=0, resources={"node:__internal_head__": 0.001}).remote(config, workers, store, going_on)
 
 
 def _first_line(error: BaseException) -> str:

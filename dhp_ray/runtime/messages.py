@@ -1,9 +1,12 @@
-"""What the driver tells the workers and the job's process, and the errors that end a run. Neither torch nor Ray here: the console needs none."""
+"""What driver, workers and the job's process tell one another, and the errors that end a run. Neither torch nor Ray here: the console needs none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from dhp_ray.planner.plan import StepResult
+from dhp_ray.runtime.elastic import Holdings
 
 if TYPE_CHECKING:
     import ray
@@ -13,15 +16,64 @@ class RunError(RuntimeError):
     """A failure that ends the run; the message is one line for the user."""
 
 
+class GroupError(RunError):
+    """A worker died, raised or answers no more. While training, the group forms anew; before, it ends the run."""
+
+
 @dataclass(frozen=True)
 class Membership:
-    """A rank's place in one generation of the group, and the store where the generation meets."""
+    """A rank's place in one generation of the group, the store where it meets, and who keeps a copy of each rank's shard (nobody: empty)."""
 
     rank: int
     world_size: int
     generation: int
     store_host: str
     store_port: int
+    keepers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Load:
+    """Begin with a checkpoint's state, or with fresh weights (no name)."""
+
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Begin with what the workers hold of an earlier generation. `owners`: the shards that this worker supplies."""
+
+    generation: int
+    version: int
+    owners: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step that a worker ran."""
+
+    result: StepResult
+    placeholders: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Status:
+    """A worker's own account, given at any time.
+
+    `generation` is the one that it is in or enters. `call` is what its training thread is at (empty: idle), `stands` the line of code there, `waits`
+    whether that waits for peers. `error` is what it raised, unless a lost peer was the cause. `ran` has its last steps, `steps`
+    the last step that left each state version.
+    """
+
+    generation: int = 0
+    call: str = ""
+    stands: str = ""
+    waits: bool = False
+    progress: str = ""
+    error: str = ""
+    held: tuple[Holdings, ...] = ()
+    ran: dict[int, Ran] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,6 +109,13 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class Replace:
+    """The worker of a slot is gone or no good: the job's process ends it and starts another one in its place."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
 class Finished:
     """The run is over. `error` is empty when all went well; `status` is the exit status of the job."""
 
@@ -65,4 +124,4 @@ class Finished:
     status: int = 0
 
 
-Message = Started | StepDone | Notice | Finished
+Message = Started | StepDone | Notice | Replace | Finished

@@ -1,4 +1,4 @@
-"""Everything that one rank holds: its place in the world, the model, the engine, the transport, its checkpoints.
+"""Everything that one rank holds in one generation: its place in the world, the engine, the transport, its checkpoints, its mirror.
 
 Plain torch: a Ray worker wraps one (`worker.py`), and benchmarks run the same object under plain torch.distributed.
 """
@@ -6,21 +6,29 @@ Plain torch: a Ray worker wraps one (`worker.py`), and benchmarks run the same o
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.world import enter_world, leave_world, make_group, meet, open_store
 from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
+from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder
 from dhp_ray.train.checkpoint import Checkpointer
 from dhp_ray.train.engine import FlatEngine, OptimizerSettings
 from dhp_ray.train.lockstep import LockstepStep
+from dhp_ray.train.mirror import Mirror
+from dhp_ray.train.reshard import Holding, reshard
 from dhp_ray.train.schedule import learning_rate_factor
 from dhp_ray.train.sharded import ShardedEngine
 from dhp_ray.train.step import RankStep
@@ -32,35 +40,77 @@ def token_ids(config: Config) -> dict[str, int] | None:
     return special_token_ids(byte_tokenizer()) if config.model.preset else None
 
 
-class Rank:
-    """One member of the group.
+def build_adapter(config: Config) -> ModelAdapter:
+    """The model of a run, with its first weights.
 
     Raises:
         ValueError: one line, when the model cannot be had.
     """
+    adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
+    adapter.freeze(config.train.freeze)
+    if config.train.activation_checkpointing:
+        adapter.set_activation_checkpointing()
+    return adapter
 
-    def __init__(self, config: Config, membership: Membership, accelerator: Accelerator) -> None:
-        self.config, self.membership = config, membership
+
+class Rank:
+    """One member of one generation of the group.
+
+    Args:
+        adapter: a model whose state is yet to be adopted or loaded when `adopts`; else its weights are the state.
+        originals: of the flat engine before, over the same adapter.
+        called_off: whether the generation is given up, asked while its ranks meet.
+
+    Raises:
+        ValueError: one line, when the model cannot be trained so.
+        MeetingError: the other ranks did not come.
+    """
+
+    def __init__(self, config: Config, membership: Membership, accelerator: Accelerator, adapter: ModelAdapter | None = None, adopts: bool = False,
+                 originals: Mapping[str, Tensor] | None = None, called_off: Callable[[], bool] = lambda: False) -> None:
+        self.config, self.membership, self.accelerator = config, membership, accelerator
+        rank, world_size = membership.rank, membership.world_size
         accelerator.compute_in(config.train.precision)
         self.device = accelerator.torch_device()
+        self.adapter = adapter or build_adapter(config)
         timeout = timedelta(seconds=config.comm.timeout_s)
-        store = dist.TCPStore(membership.store_host, membership.store_port, is_master=False, timeout=timeout)
-        dist.init_process_group(
-            accelerator.backend, store=dist.PrefixStore(f"generation-{membership.generation}", store), timeout=timeout,
-            rank=membership.rank, world_size=membership.world_size,
-            **({"device_id": self.device} if accelerator.name == "cuda" else {}))  # type: ignore[arg-type]
-        world = dist.group.WORLD if membership.world_size > 1 else None
-        self.save_group = dist.new_group(list(range(membership.world_size)), backend="gloo", timeout=timeout)
-        self.adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
-        self.adapter.freeze(config.train.freeze)
-        if config.train.activation_checkpointing:
-            self.adapter.set_activation_checkpointing()
-        self.engine = self._sharded_engine() if config.planner.sync == "micro_batch" else self._flat_engine(world)
-        transport = open_transport(config.comm.transport, membership.rank, membership.world_size, accelerator, config.comm.pool_groups, timeout)
+        store = open_store(membership.store_host, membership.store_port)
+        meet(store, membership.generation, rank, world_size, config.comm.timeout_s, called_off)
+        enter_world(store, membership.generation, rank, world_size, accelerator, timeout)
+        world = dist.group.WORLD if world_size > 1 else None
+        everyone = list(range(world_size))
+        self.state_group = make_group(everyone, "gloo", timeout, accelerator)  # checkpoints and re-sharding: host memory
+        mirrors = world_size > 1 and bool(membership.keepers)
+        mirror_group = make_group(everyone, "gloo", timeout, accelerator) if mirrors else None
+        self.engine = self._sharded_engine() if config.planner.sync == "micro_batch" else self._flat_engine(world, not adopts, originals)
+        transport = open_transport(config.comm.transport, rank, world_size, accelerator, config.comm.pool_groups, timeout)
+        self.mirror = Mirror(self.engine, rank, membership.keepers, mirror_group, snapshot=config.elastic.mirror_every_steps > 1)
+        self._mirror_lock = Lock()
         kind = LockstepStep if config.planner.sync == "micro_batch" else RankStep
-        self.stepper = kind(self.adapter, self.engine, transport, world, self.device)
+        self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self.finish_mirror)
         self.scratch = tempfile.TemporaryDirectory(prefix="dhp_ray_")
-        self.checkpointer = Checkpointer(self.engine, membership.rank, membership.world_size, self.save_group, Path(self.scratch.name), Folder(config.run.dir))
+        self.checkpointer = Checkpointer(self.engine, rank, world_size, self.state_group, Path(self.scratch.name), Folder(config.run.dir))
+
+    def adopt(self, supplies: Sequence[Holding]) -> None:
+        """Take over the state of an earlier generation; every rank calls this with what it is to supply."""
+        self.engine.adopt(reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank, self.state_group))
+
+    def begin_mirror(self, step: int) -> None:
+        """After a step: start to copy the state to this rank's keeper, when due. Every rank calls this alike."""
+        every = self.config.elastic.mirror_every_steps
+        if every and step % every == 0:
+            with self._mirror_lock:
+                self.mirror.begin()
+
+    def finish_mirror(self) -> None:
+        """Wait until the last copies have arrived. Any thread may call this, and more than once."""
+        with self._mirror_lock:
+            self.mirror.finish()
+
+    def holdings(self) -> list[Holding]:
+        """Every complete shard version that this rank has: its own and those that it keeps for others."""
+        found = {(holding.owner, holding.version): holding for holding in [*self.mirror.holdings(), *self.engine.holdings(self.membership.rank)]}
+        return list(found.values())
 
     def learning_rate_factor(self, step: int, total_steps: int) -> float:
         train = self.config.train
@@ -72,17 +122,26 @@ class Rank:
         if self.membership.rank == 0:
             self.adapter.save(folder, state)
 
-    def close(self) -> None:
-        self.checkpointer.close()
-        self.stepper.transport.close()
-        dist.destroy_process_group()
+    def close(self, broken: bool = False) -> None:
+        """Leave the generation. `broken`: peers may be gone, so nothing is waited for; holdings taken before stay good."""
+        self.checkpointer.close(timeout_s=0.0 if broken else None)
+        leave_world(lambda: self._let_go(broken), self.accelerator, broken)
         self.scratch.cleanup()
 
-    def _flat_engine(self, world: dist.ProcessGroup | None) -> Engine:
+    def _let_go(self, broken: bool) -> None:
+        """Drop every reference to a group: one that is left keeps sockets open, and peers waiting."""
+        if not broken or self.accelerator.name == "cpu":
+            self.stepper.transport.close()
+        self.mirror.close()
+        self.engine.release()
+        gone: Any = None
+        self.stepper = self.checkpointer = self.mirror = self.state_group = gone
+
+    def _flat_engine(self, world: dist.ProcessGroup | None, rebuild: bool, originals: Mapping[str, Tensor] | None) -> Engine:
         train = self.config.train
         self.adapter.module.to(self.device)  # type: ignore[arg-type]
         return FlatEngine(self.adapter.module, self._optimizer_settings(), world, self.membership.world_size, self.membership.rank,
-                          train.precision, int(train.bucket_mb * 2**20))
+                          train.precision, int(train.bucket_mb * 2**20), rebuild, originals)
 
     def _sharded_engine(self) -> Engine:
         assert dist.group.WORLD is not None

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
 from dhp_ray.config import CONF, Config, ConfigError, dump
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
-from dhp_ray.data.stream import Stream
+from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import PLANNERS, CostModel, warm_up
 from dhp_ray.planner.plan import ClusterSpec
+from dhp_ray.runtime.arrivals import Arrivals
 from dhp_ray.runtime.checkpoints import Checkpoints
 from dhp_ray.runtime.dispatch import Dispatcher
+from dhp_ray.runtime.elastic import keepers_of
 from dhp_ray.runtime.evaluation import Evaluation, held_out_stream
 from dhp_ray.runtime.group import WorkerGroup
-from dhp_ray.runtime.messages import Message, Notice, RunError, Started
+from dhp_ray.runtime.messages import Load, Message, Notice, RunError, Started
 from dhp_ray.runtime.records import RunRecords
+from dhp_ray.runtime.speeds import SpeedMeter
 from dhp_ray.runtime.tensorboard import ScalarLog
 from dhp_ray.storage import Folder
 
@@ -29,20 +32,61 @@ MEMORY_SHARE = 0.9
 
 @dataclass
 class Session:
-    """A run that is ready for its next step."""
+    """A run that is ready for its next step. `enter` replaces what is of one generation."""
 
+    config: Config
+    group: WorkerGroup
+    store: tuple[str, int]
     records: RunRecords
     checkpoints: Checkpoints
     scalars: ScalarLog
-    dispatcher: Dispatcher
-    evaluation: Evaluation
-    generation: int
-    first_step: int
+    cost: CostModel
+    stream: Stream | Mixture
+    held_out: Stream | None
+    arrivals: Arrivals
     total_steps: int
+    generation: int = 0
+    stream_lost: bool = False  # where the stream stands says nothing of the next step
+    stopping: str = ""  # why the run is to end early
+    failures: list[int] = field(default_factory=list)  # the step of each generation that broke, and those that a worker's own error broke
+    raised: list[int] = field(default_factory=list)
+    dispatcher: Dispatcher = field(init=False)
+    evaluation: Evaluation = field(init=False)
+    meter: SpeedMeter = field(init=False)
+
+    @property
+    def max_workers(self) -> int:
+        return self.config.cluster.max_workers or self.config.cluster.num_workers
+
+    @property
+    def keepers(self) -> tuple[int, ...]:
+        """Who keeps a copy of each rank's shard."""
+        return keepers_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
+
+    def enter(self, generation: int, batches: dict[int, Batch] | None = None) -> None:
+        """The group has joined `generation`: plan for it from here on, first the `batches` that an earlier one has left."""
+        self.generation = generation
+        self.records.cluster(generation, self.group.membership())
+        self.plan_for_group(batches)
+
+    def plan_for_group(self, batches: dict[int, Batch] | None = None) -> None:
+        cluster = ClusterSpec(self.group.size, self.group.ranks_per_node, int(self.config.planner.tokens_per_rank))
+        self.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
+        self.dispatcher = Dispatcher(self.stream, self.group, cluster, self.cost, self.config, self.meter.planned, self.records.plan, batches)
+        self.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, self.config)
+
+    def roll_back(self, step: int) -> None:
+        """Forget every step after `step`."""
+        self.records.truncate(step)
+        self.checkpoints.discard_after(step)
+        self.scalars.close()
+        self.scalars = ScalarLog(Folder(self.config.run.dir).child("tensorboard"), step + 1)
 
 
-def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> Generator[Message, None, Session]:
+def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals, going_on: bool) -> Generator[Message, None, Session]:
     """Open or resume the run of `run.dir`; yields what the user should see, returns the session.
+
+    `going_on`: the workers hold the state of this very run, whose driver was lost; they are left as they are.
 
     Raises:
         RunError, ConfigError, StorageError, DataError: one line each.
@@ -51,45 +95,52 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int]) -> 
     folder = Folder(config.run.dir)
     folder.probe()
     records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)
-    records.compare_config(config)
+    if not going_on:
+        records.compare_config(config)
     newest = checkpoints.newest()
-    resumed_step = newest.step if newest else 0
+    first_step = 1 + (records.last_step if going_on else newest.step if newest else 0)
     if config.planner.name not in PLANNERS:
         raise ConfigError(f"planner.name: got {config.planner.name!r}; allowed: {', '.join(PLANNERS)}")
     cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{config.cluster.device}.yaml"))
     stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
-    if newest:
-        stream.restore(newest.cursor)
     held_out = held_out_stream(config)
-
-    yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
-    probe = f".reach-{uuid.uuid4().hex}"
-    folder.write(probe, b"")
-    try:
-        group.describe(config.cluster.device, probe)
-    finally:
-        folder.delete(probe)
+    if not going_on:
+        yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
+    describe(group, folder, config.cluster.device)
     check_memory(group, config.planner.sync)
     resolve_limits(config, records.stored_config(), cost, group)
     stream.max_tokens = config.planner.max_sequence_tokens
     stream.max_image_tokens = int(config.planner.tokens_per_rank)
-    records.write_config(config)
-    checkpoints.discard_after(resumed_step)
-    records.truncate(resumed_step)
-
-    generation = 1
-    group.join(generation, store, checkpoints.name(resumed_step) if newest else "")
-    records.cluster(generation, group.membership())
-    cluster = ClusterSpec(len(group.workers), group.ranks_per_node, int(config.planner.tokens_per_rank))
+    scalars = ScalarLog(folder.child("tensorboard"), first_step)
     steps = config.run.steps
     total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
-    dispatcher = Dispatcher(stream, group, cluster, cost, config)
-    evaluation = Evaluation(held_out, group, cluster, cost, config)
-    scalars = ScalarLog(folder.child("tensorboard"), resumed_step + 1)
+    session = Session(config, group, store, records, checkpoints, scalars, cost, stream, held_out, arrivals, total_steps)
+    if going_on:
+        session.stream_lost = True
+        session.plan_for_group()
+        return session
+    records.write_config(config)
+    checkpoints.discard_after(first_step - 1)
+    records.truncate(first_step - 1)
+    if newest:
+        stream.restore(newest.cursor)
+    origin = Load(checkpoints.name(newest.step) if newest else "")
+    group.collect(group.join(1, store, session.keepers, [origin] * group.size, first_step - 1))
+    session.enter(1)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
-    records.event("started", generation=generation, step=resumed_step + 1, num_ranks=cluster.num_ranks)
-    yield Started(_opening(config, group, stream, resumed_step), resumed_step + 1, total_steps)
-    return Session(records, checkpoints, scalars, dispatcher, evaluation, generation, resumed_step + 1, total_steps)
+    records.event("started", generation=1, step=first_step, num_ranks=group.size)
+    yield Started(_opening(config, group, stream, first_step - 1), first_step, total_steps)
+    return session
+
+
+def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
+    """Learn where the workers are, and that each of them reaches the run folder."""
+    probe = f".reach-{uuid.uuid4().hex}"
+    folder.write(probe, b"")
+    try:
+        group.describe(device, probe)
+    finally:
+        folder.delete(probe)
 
 
 def resolve_limits(config: Config, stored: Mapping[str, Any], cost: CostModel, group: WorkerGroup) -> None:
@@ -102,12 +153,12 @@ def resolve_limits(config: Config, stored: Mapping[str, Any], cost: CostModel, g
     if planner.tokens_per_rank == "auto":
         planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or tokens_that_fit(cost, group))
     if not planner.max_sequence_tokens:
-        planner.max_sequence_tokens = int(stored.get("planner.max_sequence_tokens") or int(planner.tokens_per_rank) * len(group.workers))
+        planner.max_sequence_tokens = int(stored.get("planner.max_sequence_tokens") or int(planner.tokens_per_rank) * group.size)
 
 
 def tokens_that_fit(cost: CostModel, group: WorkerGroup) -> int:
     """Tokens of a pack that a rank's memory holds beside the resident state."""
-    free_bytes = MEMORY_SHARE * group.memory_bytes - max(member["resident_bytes"] for member in group.members)
+    free_bytes = MEMORY_SHARE * group.memory_bytes - max(member.described["resident_bytes"] for member in group.members)
     tokens = int(free_bytes / cost.memory_bytes_per_token) if cost.memory_bytes_per_token else 0
     if tokens < 1:
         raise RunError("planner.tokens_per_rank: got auto, and memory_bytes_per_token of the cost file gives no number; allowed: a number of tokens")
@@ -117,19 +168,20 @@ def tokens_that_fit(cost: CostModel, group: WorkerGroup) -> int:
 def check_memory(group: WorkerGroup, sync: str) -> None:
     """Refuse a model whose resident state leaves no room on a rank."""
     for rank, member in enumerate(group.members):
-        if member["resident_bytes"] > MEMORY_SHARE * group.memory_bytes:
+        resident_bytes, num_parameters = member.described["resident_bytes"], member.described["num_parameters"]
+        if resident_bytes > MEMORY_SHARE * group.memory_bytes:
             other = "planner.sync=micro_batch, " if sync == "step" else ""
             raise RunError(
-                f"model of {member['num_parameters'] / 1e9:.2f} B parameters: planner.sync={sync} keeps {member['resident_bytes'] / 2**30:.1f} GiB "
+                f"model of {num_parameters / 1e9:.2f} B parameters: planner.sync={sync} keeps {resident_bytes / 2**30:.1f} GiB "
                 f"on each rank, rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; use more or larger devices, {other}or a smaller model")
 
 
 def _opening(config: Config, group: WorkerGroup, stream: Stream | Mixture, resumed_step: int) -> tuple[str, ...]:
-    nodes = len({member["node_id"] for member in group.members})
+    nodes = len(set(group.nodes))
     model = config.model.preset or config.model.path
     return (
         f"model {model}, {config.train.precision}; {stream.num_rows} samples in {', '.join(source.path for source in sources_of(config.data))}",
-        f"{len(group.workers)} ranks on {config.cluster.device}, {nodes} node{'s' if nodes > 1 else ''}; "
+        f"{group.size} ranks on {config.cluster.device}, {nodes} node{'s' if nodes > 1 else ''}; "
         f"planner {config.planner.name}, sync {config.planner.sync}, at most {config.planner.tokens_per_rank} tokens a rank",
         f"resuming after step {resumed_step}" if resumed_step else f"new run in {config.run.dir}",
     )

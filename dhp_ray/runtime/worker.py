@@ -1,31 +1,69 @@
-"""The Ray actor of one rank: it prefetches the payload of step n+1 while step n runs."""
+"""The Ray actor of one rank: it trains in one thread, prefetches the next step's payload in another, and answers in a third.
+
+A worker outlives generations. When a call of the training thread fails, it keeps what it holds of the state, leaves the
+generation at once, so that its sockets free the peers that wait for it, and waits to be told to join the next one.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import tempfile
+import threading
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 import torch
+from torch import Tensor
 
 from dhp_ray.comm.device import choose
+from dhp_ray.comm.world import is_peer_loss
 from dhp_ray.config import Config
+from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import num_parameters
 from dhp_ray.planner.plan import RankPlan, StepResult
-from dhp_ray.runtime.messages import BlockRows, Membership
+from dhp_ray.runtime.elastic import Holdings
+from dhp_ray.runtime.messages import Adopt, BlockRows, Load, Membership, Ran, RunError, Status
 from dhp_ray.runtime.prefetch import load_payloads, processor_spec
-from dhp_ray.runtime.rank import Rank, token_ids
+from dhp_ray.runtime.rank import Rank, build_adapter, token_ids
 from dhp_ray.storage import Folder
 from dhp_ray.train.collate import Payload
-from dhp_ray.train.engine import resident_bytes
+from dhp_ray.train.engine import FlatEngine, resident_bytes
+from dhp_ray.train.reshard import Holding
 from dhp_ray.train.sharded import sharded_bytes
 
-CONCURRENCY_GROUPS = {"prefetch": 1}
+CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
 """Threads beside the one that trains."""
+
+RESULTS_KEPT = 3
+"""The driver may be so many steps behind when it is lost, and one more."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def training(method: Callable[Concatenate[Worker, Arguments], Result]) -> Callable[Concatenate[Worker, Arguments], Result]:
+    """A call of the training thread. When it fails, the worker leaves its generation and the caller gets one line."""
+
+    @wraps(method)
+    def call(self: Worker, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        self.call, self.thread = method.__name__, threading.get_ident()
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            failure = self._fall(error)
+        finally:
+            self.call = ""
+        raise failure  # out here: the error's frames would hold process groups
+
+    return call
 
 
 class Worker:
@@ -34,8 +72,17 @@ class Worker:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rank: Rank | None = None
+        self.adapter: ModelAdapter | None = None
+        self.originals: dict[str, Tensor] = {}
         self.prefetched: dict[int, tuple[RankPlan, dict[str, Payload]]] = {}
+        self.kept: list[tuple[int, int, Holding]] = []  # generation, its world size, and what is left of it here
+        self.ran: dict[int, Ran] = {}
+        self.steps: dict[int, int] = {}  # of each state version the last step that left it
+        self.generation = self.called_off = 0
+        self.call = self.error = ""
+        self.thread = 0
 
+    @ray.method(concurrency_group="control")
     def describe(self, device: str, probe: str) -> dict[str, Any]:
         """Where this worker is and how much memory its device has; also shows that it reaches the run folder."""
         self.accelerator = choose(device)
@@ -49,54 +96,96 @@ class Worker:
         return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name, "memory_bytes": self.accelerator.memory_bytes(),
                 "num_parameters": parameters, "resident_bytes": state_bytes}
 
-    def join(self, membership: Membership, checkpoint: str) -> int:
-        """Enter a generation, with the state of a checkpoint when one is named; returns the state version."""
-        torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # counts for this thread, which also runs the steps
+    @training
+    def prepare(self) -> None:
+        """Load what joining takes long for, while others still train."""
         self.processor = processor_spec(self.config).load()
-        self.rank = Rank(self.config, membership, self.accelerator)
-        if checkpoint:
-            self.rank.checkpointer.load(checkpoint)
+        if self.adapter is None:
+            self.adapter = build_adapter(self.config)
+
+    @training
+    def join(self, membership: Membership, origin: Load | Adopt, step: int) -> int:
+        """Enter a generation after `step`, with the state of `origin`; returns the state version."""
+        torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # counts for this thread, which also runs the steps
+        self.accelerator.activate()
+        self._leave()
+        self.generation, self.error = membership.generation, ""
+        self.prefetched.clear()
+        self.processor = processor_spec(self.config).load()
+        adopts = isinstance(origin, Adopt)
+        reusable = self.adapter if adopts and self.config.planner.sync == "step" else None  # FSDP2 modules keep their mesh for life
+        if reusable is None:
+            self.originals = {}
+        self.rank = Rank(self.config, membership, self.accelerator, reusable, adopts and reusable is not None, self.originals,
+                         lambda: self.called_off >= membership.generation)
+        self.adapter = self.rank.adapter
+        if isinstance(origin, Adopt):
+            self.rank.adopt([holding for generation, _, holding in self.kept
+                             if (generation, holding.version) == (origin.generation, origin.version) and holding.owner in origin.owners])
+        elif origin.name:
+            self.rank.checkpointer.load(origin.name)
+        self.rank.begin_mirror(0)
+        self.ran = {number: ran for number, ran in self.ran.items() if number <= step}
+        self.steps = {version: number for version, number in self.steps.items() if number < step} | {self.rank.engine.state_version: step}
         return self.rank.engine.state_version
 
     @ray.method(concurrency_group="prefetch")
     def prefetch(self, plan: RankPlan, blocks: list[BlockRows]) -> dict[str, str]:
         """Fetch and decode what this rank needs of a step; returns the samples that failed, with their reasons."""
-        assert self.rank is not None
-        payloads, failures = load_payloads(plan, blocks, self.processor, self.rank.adapter)
+        assert self.adapter is not None
+        payloads, failures = load_payloads(plan, blocks, self.processor, self.adapter)
         self.prefetched[plan.step] = (plan, payloads)
         return failures
 
-    def run(self, step: int, placeholders: frozenset[str], total_steps: int) -> StepResult:
+    @training
+    def run(self, step: int, placeholders: dict[str, str], total_steps: int) -> StepResult:
         """Run a prefetched step; the samples in `placeholders` keep their place with every label masked."""
         assert self.rank is not None
         wait = perf_counter()
         plan, payloads = self._take(step, placeholders)
         factor = self.rank.learning_rate_factor(step, total_steps)
         result = self.rank.stepper.run(plan, payloads, factor, data_wait_s=perf_counter() - wait)
+        self.kept.clear()  # every rank has its copies of this generation: the one before is done with
+        self.ran[step] = Ran(result, placeholders)
+        self.ran.pop(step - RESULTS_KEPT, None)
+        self.steps[result.state_version] = step
+        if result.applied:
+            self.rank.begin_mirror(step)
         saved, error = self.rank.checkpointer.poll()
         return replace(result, saved_steps=tuple(saved), save_error=error)
 
-    def evaluate(self, number: int, placeholders: frozenset[str]) -> tuple[float, int]:
+    @ray.method(concurrency_group="control")
+    def mirrored(self) -> None:
+        """Returns once the copies of the last step's state have arrived."""
+        rank = self.rank
+        if rank is not None:
+            rank.finish_mirror()
+
+    @training
+    def evaluate(self, number: int, placeholders: dict[str, str]) -> tuple[float, int]:
         """Loss sum and valid tokens, over all ranks, of a prefetched batch of held-out samples."""
         assert self.rank is not None
         return self.rank.stepper.evaluate(*self._take(number, placeholders))
 
-    def _take(self, step: int, placeholders: frozenset[str]) -> tuple[RankPlan, dict[str, Payload]]:
+    def _take(self, step: int, placeholders: dict[str, str]) -> tuple[RankPlan, dict[str, Payload]]:
         plan, payloads = self.prefetched.pop(step)
-        for sample_id in placeholders & payloads.keys():
+        for sample_id in placeholders.keys() & payloads.keys():
             payloads[sample_id] = replace(payloads[sample_id], masked=True)
         return plan, payloads
 
+    @training
     def save(self, step: int) -> None:
         """Stage the state and write it in the background; `run` and `finish_save` report when it is whole."""
         assert self.rank is not None
         self.rank.checkpointer.begin(step)
 
+    @training
     def finish_save(self) -> tuple[list[int], str]:
         assert self.rank is not None
         self.rank.checkpointer.finish()
         return self.rank.checkpointer.poll()
 
+    @training
     def export(self, name: str) -> None:
         """Write the trained model with its tokenizer and processor to the run folder (rank 0 does; all must call)."""
         assert self.rank is not None
@@ -108,7 +197,66 @@ class Worker:
                 self.processor.save(folder)
                 Folder(self.config.run.dir).upload(folder, name)
 
+    @training
     def leave(self) -> None:
         if self.rank is not None:
             self.rank.close()
             self.rank = None
+
+    @ray.method(concurrency_group="control")
+    def call_off(self, generation: int) -> None:
+        """Stop waiting for the ranks of a generation (or of one before it)."""
+        self.called_off = max(self.called_off, generation)
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> Status:
+        """What this worker is at; see Status."""
+        call = self.call
+        stands, waits = self._stands() if call else ("", False)
+        progress = f"{call} {getattr(self.rank and self.rank.stepper, 'progress', '')} {stands}"
+        return Status(self.generation, call, stands, waits, progress, self.error, () if call else self._held(), dict(self.ran), dict(self.steps))
+
+    def _stands(self) -> tuple[str, bool]:
+        """The line of our code that the training thread is at, and whether it waits for peers there."""
+        frames = traceback.extract_stack(sys._current_frames().get(self.thread))
+        waits = any("/torch/distributed/" in frame.filename or frame.filename.endswith(("comm/link.py", "comm/world.py")) for frame in frames)
+        ours = [frame for frame in frames if "/dhp_ray/" in frame.filename]
+        return (f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""), waits
+
+    def _held(self) -> tuple[Holdings, ...]:
+        found: dict[tuple[int, int], dict[int, list[int]]] = {}
+        here = [(self.rank.membership.generation, self.rank.membership.world_size, holding) for holding in self.rank.holdings()] if self.rank else []
+        for generation, world_size, holding in [*self.kept, *here]:
+            found.setdefault((generation, world_size), {}).setdefault(holding.owner, []).append(holding.version)
+        return tuple(Holdings(generation, world_size, versions) for (generation, world_size), versions in found.items())
+
+    def _leave(self) -> None:
+        """Leave the generation with all that is held of it."""
+        rank, self.rank = self.rank, None
+        if rank is None:
+            return
+        self.kept += [(rank.membership.generation, rank.membership.world_size, holding) for holding in rank.holdings()]
+        if isinstance(rank.engine, FlatEngine):
+            self.originals = rank.engine.originals
+        rank.close(broken=True)
+
+    def _fall(self, error: Exception) -> RunError:
+        """Leave the generation after an error; the error as one line."""
+        text = words_of(error)
+        if not is_peer_loss(error):
+            self.error = text
+        traceback.clear_frames(error.__traceback__)  # locals hold packs, links and through them process groups
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._leave()
+        gc.collect()
+        return RunError(text)
+
+
+def words_of(error: BaseException) -> str:
+    """One line: an error's own words where they are for the user, else its type, words and place."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, (ValueError, OSError, RunError)) and text:
+        return text
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dhp_ray/" in frame.filename]
+    place = f" (at {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
+    return f"{type(error).__name__}: {text}{place}"

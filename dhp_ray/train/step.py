@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -20,13 +20,19 @@ from dhp_ray.train.versions import Engine
 
 @dataclass
 class RankStep:
-    """Runs the steps of one rank. `world` is the group of all ranks (None: there is one rank)."""
+    """Runs the steps of one rank. `world` is the group of all ranks (None: there is one rank).
+
+    `before_update` is called after the packs: once a rank's `totals` returns, it has returned on every rank, and nothing of the state
+    has changed on any. `progress` tells where the step is.
+    """
 
     adapter: ModelAdapter
     engine: Engine
     transport: Transport
     world: dist.ProcessGroup | None
     device: torch.device
+    before_update: Callable[[], None] = lambda: None
+    progress: str = ""
 
     def run(self, plan: RankPlan, payloads: Mapping[str, Payload], learning_rate_factor: float, data_wait_s: float = 0.0) -> StepResult:
         """Losses, gradients and one update of this rank's packs.
@@ -39,6 +45,8 @@ class RankStep:
         self.engine.zero_gradients()
         sums = torch.zeros(2, dtype=torch.float64)  # loss sum, valid tokens
         times = [self._run_pack(plan, pack, payloads, sums, start) for pack in self._packs(plan)]
+        self.progress = f"step {plan.step}, update"
+        self.before_update()
         loss_sum, num_valid_tokens = self._totals(sums)
         update = self.engine.update(int(num_valid_tokens), learning_rate_factor)
         return StepResult(
@@ -65,6 +73,7 @@ class RankStep:
         return pack_loss(self.adapter, inputs, link)
 
     def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload], sums: torch.Tensor, start: float) -> PackTime:
+        self.progress = f"step {plan.step}, pack {pack.index}"
         inputs = collate(pack, payloads, plan.rank, self.adapter).to(self.device)
         link = self.transport.link(pack.ranks, pack.index)
         begin = perf_counter()

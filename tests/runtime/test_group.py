@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import ray
 
-from dhp_ray.runtime.group import WorkerGroup
+from dhp_ray.runtime.group import Member, OverdueError, WorkerGroup
 from dhp_ray.runtime.messages import RunError
 
 
-class Member:
+class Actor:
     """Does what it is told, as a worker that is somewhere and may fail."""
 
     def __init__(self, node_id: str) -> None:
@@ -40,20 +40,21 @@ class Member:
 @pytest.fixture
 def group(ray_cluster: None) -> Any:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
-    actor = ray.remote(num_cpus=0)(Member)
-    group = WorkerGroup([actor.remote(node_id) for node_id in ("b", "a", "b")])
+    actor = ray.remote(num_cpus=0)(Actor)
+    group = WorkerGroup([Member(slot, actor.remote(node_id)) for slot, node_id in enumerate(("b", "a", "b"))])
     group.describe("cpu", "")
     yield group
-    for worker in group.workers:
-        ray.kill(worker)
+    for member in group.members:
+        ray.kill(member.actor)
 
 
 def pids(group: WorkerGroup) -> list[int]:
-    return [member["pid"] for member in group.members]
+    return [member.described["pid"] for member in group.members]
 
 
 def test_ranks_of_a_node_are_neighbours(group: WorkerGroup) -> None:
-    assert [member["node_id"] for member in group.members] == ["b", "b", "a"]
+    assert group.nodes == ["b", "b", "a"]
+    assert [member.slot for member in group.members] == [0, 2, 1]
     assert group.ranks_per_node == 2
     assert group.memory_bytes == 400  # two ranks share a node's memory
     assert [rank["rank"] for rank in group.membership()] == [0, 1, 2]
@@ -76,3 +77,10 @@ def test_the_death_of_a_rank_explains_what_its_peers_say(group: WorkerGroup) -> 
     with pytest.raises(RunError) as caught:
         group.call("act", {first: "peer lost", second: "peer lost", third: "die"})
     assert str(caught.value) == f"rank 2 (pid {third} on node a) died"
+
+
+def test_calls_that_are_late_can_be_collected_again(group: WorkerGroup) -> None:
+    calls = group.start("act", {})
+    with pytest.raises(OverdueError, match=r"ranks \[0, 1, 2\] are not done"):
+        group.collect(calls, timeout_s=0.01)
+    assert group.collect(calls) == pids(group)

@@ -1,0 +1,155 @@
+"""What becomes of the group when something happens to it: pure functions from observations to decisions.
+
+    condition_of   what a survey shows of one worker          -> well, dead, silent, raised, stuck
+    decide         conditions, newcomers, bounds              -> go on, form a new generation, wait for capacity, or stop
+    adoption_of    which shard versions the survivors hold     -> the version to go on from, and who supplies each shard
+    keepers_of     the nodes of the ranks                     -> which rank keeps a copy of which rank's shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Condition(StrEnum):
+    """Of one worker. All but WELL leave the group."""
+
+    WELL = "well"
+    DEAD = "dead"
+    SILENT = "silent"
+    RAISED = "raised"
+    STUCK = "stuck"
+    SLOW = "slow"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a survey shows of a worker.
+
+    `progress` changes as it works; `waits`: for its peers, in a collective; `error`: what it raised of its own, no lost peer being the cause.
+    """
+
+    dead: bool = False
+    answered: bool = True
+    waits: bool = False
+    progress: str = ""
+    error: str = ""
+
+
+def condition_of(now: Sight, before: Sight | None, overdue: bool) -> Condition:
+    """`before` is what an earlier survey showed, one watchdog period ago; `overdue`: the step is far past its predicted end."""
+    if now.dead:
+        return Condition.DEAD
+    if not now.answered:
+        return Condition.SILENT
+    if now.error:
+        return Condition.RAISED
+    if overdue and before is not None and not now.waits and not before.waits and now.progress == before.progress:
+        return Condition.STUCK
+    return Condition.WELL
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """Nothing has to change."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form a new generation of these survivors (places in the old order) and so many newcomers."""
+
+    survivors: tuple[int, ...]
+    newcomers: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Too few for the run to go on: wait until there are `num_ranks`."""
+
+    num_ranks: int
+    have: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    reason: str
+
+
+Decision = GoOn | Form | Wait | Stop
+
+
+def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool, repeated_error: str = "") -> Decision:
+    """What to do about the group.
+
+    `broken`: its collectives have failed, so even with every worker well it has to form anew. `min_ranks` is the larger of
+    cluster.min_workers and what the longest sequence that waits needs. `repeated_error`: what a worker raised in a step
+    that had failed the same way before; running it again would not help.
+    """
+    if repeated_error:
+        return Stop(repeated_error)
+    well = tuple(place for place, condition in enumerate(conditions) if condition is Condition.WELL)
+    added = max(0, min(newcomers, max_ranks - len(well)))
+    if len(well) == len(conditions) and not broken and not added:
+        return GoOn()
+    if len(well) + added < min_ranks:
+        return Wait(min_ranks, len(well) + added)
+    return Form(well, added)
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Complete shard versions that a worker has of one generation: {owner: versions}."""
+
+    generation: int
+    world_size: int
+    versions: Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """Go on from `version`, whose shards are those of `generation`; `owners[place]` are what the worker at that place supplies."""
+
+    generation: int
+    version: int
+    owners: tuple[tuple[int, ...], ...]
+
+
+def adoption_of(held: Sequence[Sequence[Holdings]]) -> Adoption | None:
+    """The highest version of which every shard survives whole, from what each worker holds; None when there is none.
+
+    Of several that hold a shard, the one that supplies least so far does.
+    """
+    sizes = {holdings.generation: holdings.world_size for found in held for holdings in found}
+    best: Adoption | None = None
+    for generation, world_size in sorted(sizes.items()):
+        mine = [next((holdings.versions for holdings in found if holdings.generation == generation), {}) for found in held]
+        for version in sorted({version for versions in mine for owned in versions.values() for version in owned}):
+            supplied: list[list[int]] = [[] for _ in held]
+            for owner in range(world_size):
+                holders = [place for place, versions in enumerate(mine) if version in versions.get(owner, ())]
+                if not holders:
+                    break
+                supplied[min(holders, key=lambda place: (len(supplied[place]), place))].append(owner)
+            else:
+                if best is None or (version, generation) > (best.version, best.generation):
+                    best = Adoption(generation, version, tuple(tuple(owners) for owners in supplied))
+    return best
+
+
+def keepers_of(nodes: Sequence[str]) -> tuple[int, ...]:
+    """For each rank the rank that keeps a copy of its shard: on another node where there is one, as evenly as can be. Empty for one rank.
+
+    Losing any one rank, or any one node of several, then leaves every shard with its owner or its keeper.
+    """
+    if len(nodes) < 2:
+        return ()
+    kept = [0] * len(nodes)
+    found = []
+    for rank, node in enumerate(nodes):
+        others = [other for other in range(len(nodes)) if nodes[other] != node] or [other for other in range(len(nodes)) if other != rank]
+        keeper = min(others, key=lambda other: (kept[other], (other - rank) % len(nodes)))
+        kept[keeper] += 1
+        found.append(keeper)
+    return tuple(found)

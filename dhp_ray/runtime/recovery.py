@@ -1,0 +1,224 @@
+"""From one generation of the group to the next: who stays, which state they go on from, and from which step.
+
+    survey   who is dead, silent, stuck or has raised: their actors are ended, the job's process is asked for others
+    settle   everyone else leaves the broken generation, which closed sockets make them do
+    wait     until there are enough ranks
+    adopt    the highest state version of which every shard survives; without one, the newest checkpoint
+    join     survivors and newcomers meet; the state moves between their memories
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from dhp_ray.planner.plan import Plan
+from dhp_ray.runtime.elastic import Adoption, Condition, Form, GoOn, Sight, Stop, Wait, adoption_of, condition_of, decide
+from dhp_ray.runtime.group import Member, OverdueError, WorkerGroup, by_node
+from dhp_ray.runtime.messages import Adopt, GroupError, Load, Message, Notice, Ran, Replace, RunError, Status
+from dhp_ray.runtime.start import Session
+
+POLL_S = 0.05
+CAPACITY_POLL_S = 0.5
+MAX_FAILURES = 8
+"""Generations that may break in one and the same step before the run gives up."""
+
+WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck", Condition.RAISED: "raised", Condition.SLOW: "is slow"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A step that the workers had finished and the driver not committed: its plan file, and what the survivors say of it."""
+
+    step: int
+    plan_file: dict[str, Any]
+    ran: list[Ran]
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.from_json(self.plan_file)
+
+
+@dataclass
+class Sighted:
+    member: Member
+    condition: Condition
+    status: Status
+
+
+def wait_for(group: WorkerGroup, calls: Sequence[ray.ObjectRef], look_s: float, stuck_s: float) -> list[Any]:
+    """The results of calls to all workers. Every `look_s` the workers are looked at; while all of them get on, the calls may take longer.
+
+    Raises:
+        GroupError: one died, raised, answers no more, or stands still for `stuck_s` without waiting for others.
+    """
+    before: list[Sight] = []
+    stands_since = [time.monotonic()] * group.size
+    while True:
+        try:
+            return group.collect(calls, timeout_s=look_s, grace_s=0.0)
+        except OverdueError:
+            sights = [sight for sight, _ in group.survey()]
+        for rank, sight in enumerate(sights):
+            if not before or sight.progress != before[rank].progress:
+                stands_since[rank] = time.monotonic()
+            condition = condition_of(sight, before[rank] if before else None, overdue=time.monotonic() - stands_since[rank] >= stuck_s)
+            if condition is not Condition.WELL:
+                raise GroupError(f"rank {rank} ({group.members[rank].place}) {WORDS[condition]}")
+        before = sights
+
+
+def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int] = ()) -> Generator[Message, None, list[Finished]]:
+    """Put the next generation in the place of `session`'s; returns the steps that are finished and not committed.
+
+    `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: places of ranks to be replaced though they are well.
+
+    Raises:
+        GroupError: it broke too; call again.
+        RunError: the run cannot go on; one line.
+    """
+    begun = time.perf_counter()
+    batches = session.dispatcher.stop()
+    sighted = yield from _settled(session, set(leaving))
+    _check_repetition(session, sighted, broken)
+    sighted = yield from _enough(session, sighted, broken)
+    survivors = [seen for seen in sighted if seen.condition is Condition.WELL]
+    newcomers = session.arrivals.take(session.max_workers - len(survivors))
+    committed = session.records.last_step
+
+    adoption = adoption_of([seen.status.held for seen in survivors])
+    step = _step_of(adoption, survivors, committed) if adoption else session.checkpoints.newest_step()
+    finished = [_finished(session, number, survivors) for number in range(committed + 1, step + 1)]
+    if step < committed or session.stream_lost:
+        yield from _go_back(session, step, committed)
+        batches.clear()
+    origins: dict[int, Load | Adopt] = {}
+    load = Load(session.checkpoints.name(step) if step else "")
+    for place, seen in enumerate(survivors):
+        origins[seen.member.slot] = Adopt(adoption.generation, adoption.version, adoption.owners[place]) if adoption else load
+    for member in newcomers:
+        origins[member.slot] = Adopt(adoption.generation, adoption.version) if adoption else load
+
+    generation = max([session.generation, *(seen.status.generation for seen in survivors)]) + 1
+    session.group.members = by_node([*(seen.member for seen in survivors), *newcomers])
+    session.generation = generation
+    calls = session.group.join(generation, session.store, session.keepers, [origins[member.slot] for member in session.group.members], step)
+    try:
+        wait_for(session.group, calls, session.config.elastic.hang_s, session.config.comm.timeout_s)
+    except GroupError:
+        session.group.start("call_off", generation)  # those that still wait for the others
+        raise
+    session.enter(generation, {number: batch for number, batch in batches.items() if number > step})
+    seconds = time.perf_counter() - begun
+    session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size, seconds=round(seconds, 3),
+                          version=adoption.version if adoption else None, survivors=len(survivors), newcomers=len(newcomers))
+    yield Notice(f"generation {generation}: {cause}; {session.group.size} ranks go on with step {step + 1} after {seconds:.1f} s")
+    return finished
+
+
+def _settled(session: Session, leaving: set[int]) -> Generator[Message, None, list[Sighted]]:
+    """How every worker is, once all that are well have left what they were at. The others are ended and replaced."""
+    group = session.group
+    before, look_again = None, time.monotonic() + session.config.elastic.hang_s
+    ended: set[int] = set()
+    while True:
+        seen = group.survey()
+        overdue = time.monotonic() > look_again
+        sighted = []
+        for place, (sight, status) in enumerate(seen):
+            condition = condition_of(sight, before[place] if before else None, overdue)
+            if overdue and before and status.call and condition is Condition.WELL and sight.progress == before[place].progress:
+                condition = Condition.STUCK  # nobody is left that it could wait for
+            if condition is Condition.WELL and place in leaving:
+                condition = Condition.SLOW
+            sighted.append(Sighted(group.members[place], condition, status))
+        for place, found in enumerate(sighted):
+            if found.condition is not Condition.WELL and place not in ended:
+                ended.add(place)
+                session.records.event("worker_lost", rank=place, pid=found.member.described["pid"], node_id=found.member.described["node_id"],
+                                      condition=str(found.condition), error=found.status.error, stands=found.status.stands)
+                ray.kill(found.member.actor)
+                yield Replace(found.member.slot)
+        if not any(found.status.call and found.condition is Condition.WELL for found in sighted):
+            return sighted
+        if overdue or before is None:
+            before = [sight for sight, _ in seen]
+        if overdue:
+            look_again = time.monotonic() + session.config.elastic.hang_s
+        time.sleep(POLL_S)
+
+
+def _check_repetition(session: Session, sighted: list[Sighted], broken: bool) -> None:
+    """Stop a run that breaks in one step again and again."""
+    if not broken:
+        return
+    session.failures.append(session.records.last_step + 1)
+    times = session.failures.count(session.failures[-1])
+    raised = next((found for found in sighted if found.condition is Condition.RAISED), None)
+    if raised is not None:
+        session.raised.append(session.failures[-1])
+        if session.raised.count(session.failures[-1]) > 1:
+            raise RunError(f"step {session.failures[-1]} failed twice: a worker ({raised.member.place}) raised: {raised.status.error}")
+    if times > MAX_FAILURES:
+        raise RunError(f"step {session.failures[-1]} failed {times} times; the workers die or hang in it (see events.jsonl)")
+
+
+def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator[Message, None, list[Sighted]]:
+    """Wait until survivors and newcomers are as many as the run needs."""
+    told = False
+    while True:
+        ready = session.arrivals.ready()
+        yield from reopened(session)
+        needed = max(session.config.cluster.min_workers, session.dispatcher.needed_ranks)
+        if needed > session.max_workers:
+            raise RunError(f"a sequence of the next batch needs {needed} ranks of {session.config.planner.tokens_per_rank} tokens; "
+                           f"the run has at most {session.max_workers} (cluster.max_workers)")
+        conditions = [found.condition for found in sighted]
+        match decide(conditions, len(ready), needed, session.max_workers, broken or bool(session.stopping)):
+            case Stop(reason):
+                raise RunError(reason)
+            case Form() | GoOn():
+                return sighted
+            case Wait(num_ranks, have):
+                if session.stopping:
+                    raise RunError(f"stopped ({session.stopping}) while waiting for workers")
+                if not told:
+                    told = True
+                    session.records.event("waiting", num_ranks=num_ranks, have=have)
+                    yield Notice(f"{have} workers are left, the run needs {num_ranks}: waiting for capacity")
+        time.sleep(CAPACITY_POLL_S)
+        sighted = yield from _settled(session, set())
+
+
+def reopened(session: Session) -> Iterator[Message]:
+    """Ask anew for newcomers that failed on the way."""
+    while session.arrivals.failed:
+        slot, reason = session.arrivals.failed.pop()
+        session.records.event("newcomer_lost", slot=slot, error=reason)
+        yield Replace(slot)
+
+
+def _step_of(adoption: Adoption, survivors: list[Sighted], committed: int) -> int:
+    """The step after which the state is that of the adoption."""
+    return max((seen.status.steps[adoption.version] for seen in survivors if adoption.version in seen.status.steps), default=committed)
+
+
+def _finished(session: Session, step: int, survivors: list[Sighted]) -> Finished:
+    return Finished(step, session.records.read_plan(step), [seen.status.ran[step] for seen in survivors if step in seen.status.ran])
+
+
+def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
+    """Take the records, when steps after `step` have been committed, and the stream back to where they were then."""
+    if step < committed:
+        session.records.event("rollback", step=step, committed=committed)
+        yield Notice(f"the state after step {committed} is lost: going back to step {step}")
+        session.roll_back(step)
+    if step:
+        session.stream.restore(session.records.read_plan(step)["batch"]["cursor"])
+    else:
+        session.stream.start_epoch(0)
+    session.stream_lost = False

@@ -1,0 +1,101 @@
+"""How fast each rank is, from what its packs should have cost and what they did. Nothing here touches a worker.
+
+A rank's pace is its unblocked seconds over the nominal compute seconds of the packs that it ran: long packs and waiting for
+others change neither. Paces are smoothed over a few steps; a rank's speed is the group's typical pace over its own, so a
+machine that is slow as a whole, or a cost file that is off, makes nobody slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dhp_ray.planner import CostModel
+from dhp_ray.planner.plan import Plan, StepResult
+
+DECAY = 0.5
+"""What the last step's sums count for in the next: three steps make seven eighths of a change visible."""
+
+NOMINAL_FROM = 0.85
+"""From this speed on a rank counts as one of nominal speed: plans do not follow noise."""
+
+GRAIN = 0.05
+"""Speeds below are told to the planner in such steps."""
+
+SLOW_BELOW = 0.7
+SLOW_STEPS = 3
+"""A rank counts as slow, which people are told of, after so many steps in a row under that speed."""
+
+FORGET_AFTER = 10
+"""Steps without a pack after which a rank is given one as if it were of nominal speed, to see."""
+
+
+@dataclass
+class _Rank:
+    nominal_s: float = 0.0
+    busy_s: float = 0.0
+    unseen: int = 0
+    below: dict[float, int] = field(default_factory=dict)
+
+
+@dataclass
+class SpeedMeter:
+    """The speeds of one generation's ranks. One under `evict_below` for `patience` steps in a row is no good any more."""
+
+    num_ranks: int
+    evict_below: float = 0.0
+    patience: int = 1
+    _ranks: list[_Rank] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._ranks = [_Rank() for _ in range(self.num_ranks)]
+
+    def observe(self, nominal_s: Sequence[float], busy_s: Sequence[float]) -> None:
+        """One step: seconds by rank."""
+        for rank, nominal, busy in zip(self._ranks, nominal_s, busy_s, strict=True):
+            if nominal > 0 and busy > 0:
+                rank.nominal_s, rank.busy_s, rank.unseen = DECAY * rank.nominal_s + nominal, DECAY * rank.busy_s + busy, 0
+            else:
+                rank.unseen += 1
+                if rank.unseen >= FORGET_AFTER:
+                    rank.nominal_s = rank.busy_s = 0.0
+        for rank, speed in zip(self._ranks, self.measured()):
+            rank.below = {limit: rank.below.get(limit, 0) + 1 for limit in (SLOW_BELOW, self.evict_below) if speed < limit}
+
+    def measured(self) -> tuple[float, ...]:
+        """Speed of each rank: 1.0 is the group's typical one."""
+        paces = sorted(rank.busy_s / rank.nominal_s for rank in self._ranks if rank.nominal_s > 0)
+        typical = paces[(len(paces) - 1) // 2] if paces else 0.0  # the faster one of two
+        return tuple(typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0 for rank in self._ranks)
+
+    def planned(self) -> tuple[float, ...]:
+        """The speeds to plan with."""
+        return tuple(1.0 if speed >= NOMINAL_FROM else max(GRAIN, round(speed / GRAIN) * GRAIN) for speed in self.measured())
+
+    def slow(self) -> set[int]:
+        """Ranks that are slow and have been so for a while."""
+        return {place for place, rank in enumerate(self._ranks) if rank.below.get(SLOW_BELOW, 0) >= SLOW_STEPS}
+
+    def no_good(self) -> tuple[int, ...]:
+        """Ranks that should be replaced."""
+        return tuple(place for place, rank in enumerate(self._ranks) if rank.below.get(self.evict_below, 0) >= self.patience)
+
+
+def nominal_compute_s(plan: Plan, cost: CostModel) -> list[float]:
+    """Seconds of compute that each rank's packs take at nominal speed, communication left out."""
+    seconds = [0.0] * plan.cluster.num_ranks
+    for group in plan.groups:
+        samples = [plan.samples[row] for row in group.pack.sequences]
+        shared = sum(cost.attention_s(sample.num_tokens) + cost.linear_s * sample.num_tokens for sample in samples) / group.degree + cost.pack_s
+        images = [image_s for sample in samples for image_s in cost.image_s(sample)]
+        for member, rank in enumerate(group.ranks):
+            seconds[rank] += shared + sum(image_s for image_s, encoder in zip(images, group.encoders) if encoder == member)
+    return seconds
+
+
+def busy_s(results: Sequence[StepResult], num_ranks: int) -> list[float]:
+    """Unblocked seconds of each rank's packs; 0 for a rank that has not reported."""
+    seconds = [0.0] * num_ranks
+    for result in results:
+        seconds[result.rank] = sum(time.end_s - time.start_s - time.blocked_s for time in result.pack_times)
+    return seconds
