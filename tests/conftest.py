@@ -19,7 +19,12 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local ray.init would lea
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests run on two processes: those that need Ray on one of them, so that there is one cluster, the others file by file on either."""
+    for item in items:
+        needs_ray = "ray_cluster" in getattr(item, "fixturenames", ()) or "tests/integration/" in item.nodeid
+        item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.nodeid.partition("::")[0]))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
