@@ -53,7 +53,7 @@ class Commits:
         """Seconds after which a step is looked at, and after which a worker that does not get on is stuck: once it is known what predictions are worth."""
         elastic = self.session.config.elastic
         limit_s = max(elastic.hang_s, elastic.hang_factor * plan.predicted_time_s * self.scale.value)
-        return (limit_s, limit_s) if self.scale.ratios else (elastic.hang_s, self.session.config.comm.timeout_s)
+        return (limit_s / 2, limit_s) if self.scale.ratios else (elastic.hang_s / 2, self.session.config.comm.timeout_s)
 
     def recovered(self, finished: list[Finished]) -> Iterator[Message]:
         """Commit what the last generation had finished."""

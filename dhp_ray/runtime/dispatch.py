@@ -109,7 +109,7 @@ class Dispatcher:
     def failures(self, dispatched: Dispatched) -> dict[str, str]:
         """Samples that no longer can be used, with reasons: known on all ranks before the step starts."""
         merged: dict[str, str] = {}
-        for found in self.group.collect(dispatched.prefetches, grace_s=0.0):
+        for found in self.group.collect(dispatched.prefetches):
             merged |= found
         return dict(sorted(merged.items()))
 

@@ -27,7 +27,7 @@ from dhp_ray.runtime.commit import Commits, Done
 from dhp_ray.runtime.dispatch import Dispatched
 from dhp_ray.runtime.group import Member, WorkerGroup
 from dhp_ray.runtime.messages import Finished, GroupError, Message, Replace, RunError
-from dhp_ray.runtime.recovery import form_anew, reopened, wait_for
+from dhp_ray.runtime.recovery import form_anew, reopened
 from dhp_ray.runtime.start import Session, open_session
 from dhp_ray.storage import Folder, StorageError
 
@@ -117,7 +117,7 @@ class Driver:
         while running:
             step = running.current.step
             session.dispatcher.begin(step + 1)
-            results = wait_for(session.group, running.results, *self.commits.patience_s(running.current.plan))
+            results = session.group.collect(running.results, *self.commits.patience_s(running.current.plan))
             step_time_s = perf_counter() - running.begun_s
             following = session.dispatcher.take(step + 1, step_time_s)
             self.commits.save_when_due(step, last=following is None or bool(session.stopping))

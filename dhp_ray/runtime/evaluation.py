@@ -52,17 +52,23 @@ class Evaluation:
         if self.dispatcher is None or step % self.config.eval.every_steps:
             return None
         self.dispatcher.stream.start_epoch(0)
+        self.dispatcher.batches.clear()
+        self.dispatcher.at_end = False
         loss_sum, num_valid_tokens = 0.0, 0
         number = -1  # below 0: the next training step lies prefetched under its own number
         dispatched = self.dispatcher.dispatch(number)
         while dispatched:
             failures = self.dispatcher.failures(dispatched)
             yield from self._tell(dispatched, failures)
-            running = self.group.start("evaluate", number, frozenset(failures))
+            running = self.group.start("evaluate", number, failures)
+            del self.dispatcher.batches[number]  # its payload goes once the ranks have it
             number -= 1
             dispatched = self.dispatcher.dispatch(number)  # planned and sent while the workers run
             sums: list[tuple[float, int]] = self.group.collect(running)
             loss_sum, num_valid_tokens = loss_sum + sums[0][0], num_valid_tokens + sums[0][1]
+        if not self.dispatcher.at_end:
+            yield Notice(f"no evaluation after step {step}: a held-out sample needs {self.dispatcher.needed_ranks} ranks")
+            return None
         return loss_sum / max(1, num_valid_tokens)
 
     def _tell(self, dispatched: Dispatched, failures: dict[str, str]) -> Generator[Message, None, None]:

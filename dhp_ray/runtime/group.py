@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -11,18 +12,16 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from dhp_ray.runtime.elastic import Sight
+from dhp_ray.runtime.elastic import Condition, Sight, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status
 
 GRACE_S = 5.0
 """A killed rank makes its peers raise first; its own death is known to Ray a little later."""
 
-SURVEY_S = 5.0
+SURVEY_S = 4.0
 """How long a worker's control thread may take to answer."""
 
-
-class OverdueError(RuntimeError):
-    """Calls that are not done within their time."""
+WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck", Condition.RAISED: "raised", Condition.SLOW: "is too slow"}
 
 
 @dataclass
@@ -45,10 +44,14 @@ def by_node(members: Sequence[Member]) -> list[Member]:
 
 
 class WorkerGroup:
-    """Worker actors, in rank order once they have been described."""
+    """Worker actors, in rank order once they have been described.
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self.members = list(members)
+    Before a run trains, an error waits a little for the death that explains it. Once it does (`look_s`), errors come at once, for
+    a survey explains them, and after every `look_s` seconds without a result the workers are looked at.
+    """
+
+    def __init__(self, members: Sequence[Member], look_s: float | None = None) -> None:
+        self.members, self.look_s = list(members), look_s
 
     @property
     def size(self) -> int:
@@ -91,28 +94,29 @@ class WorkerGroup:
     def start(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         return [getattr(member.actor, method).remote(*arguments) for member in self.members]
 
-    def collect(self, calls: Sequence[ray.ObjectRef], timeout_s: float | None = None, grace_s: float = GRACE_S) -> list[Any]:
-        """Results by rank.
+    def collect(self, calls: Sequence[ray.ObjectRef], look_s: float | None = None, stuck_s: float = math.inf) -> list[Any]:
+        """Results by rank. While all workers get on, they may take as long as they need.
 
         Raises:
-            GroupError: a rank died or raised; the message names it and gives its own words. `grace_s`: how long to wait for a death that explains it.
-            OverdueError: not all are there after `timeout_s`; they can be collected again.
+            GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others; the message
+                names it, with its own words where it has any.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
-        deadline = None if timeout_s is None else monotonic() + timeout_s
+        look_s = look_s or self.look_s
+        looks = _Looks(self, stuck_s)
         results: dict[int, Any] = {}
         while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=None if deadline is None else max(0.0, deadline - monotonic()))
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=look_s)
             if not ready:
-                raise OverdueError(f"ranks {sorted(pending.values())} are not done after {timeout_s:.0f} s")
+                looks.look()
             for call in ready:
                 rank = pending.pop(call)
                 try:
                     results[rank] = ray.get(call)
                 except RayActorError:
-                    raise GroupError(self.death(rank)) from None
+                    raise GroupError(self.words(rank, Condition.DEAD)) from None
                 except RayTaskError as error:
-                    raise GroupError(self._root_cause(rank, error, pending, grace_s)) from None
+                    raise GroupError(self._root_cause(rank, error, pending)) from None
         return [results[rank] for rank in range(len(calls))]
 
     def survey(self, timeout_s: float = SURVEY_S) -> list[tuple[Sight, Status]]:
@@ -121,22 +125,43 @@ class WorkerGroup:
         ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
         return [_seen(call) for call in calls]
 
-    def death(self, rank: int) -> str:
-        return f"rank {rank} ({self.members[rank].place}) died"
+    def words(self, rank: int, condition: Condition) -> str:
+        return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
 
-    def _root_cause(self, rank: int, error: RayTaskError, pending: dict[ray.ObjectRef, int], grace_s: float) -> str:
-        """A peer's death when there is one, else what the first rank to raise said."""
-        deadline = monotonic() + grace_s
+    def _root_cause(self, rank: int, error: RayTaskError, pending: dict[ray.ObjectRef, int]) -> str:
+        """Before training, a peer's death when there is one; else what the first rank to raise said."""
+        deadline = monotonic() + (GRACE_S if self.look_s is None else 0.0)
         while pending and monotonic() < deadline:
             for call in ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - monotonic()))[0]:
                 other = pending.pop(call)
                 try:
                     ray.get(call)
                 except RayActorError:
-                    return self.death(other)
+                    return self.words(other, Condition.DEAD)
                 except RayTaskError:
                     continue  # a consequence of the first
         return f"rank {rank} ({self.members[rank].place}): {_words(error)}"
+
+
+class _Looks:
+    """Surveys of a group that is at some calls."""
+
+    def __init__(self, group: WorkerGroup, stuck_s: float) -> None:
+        self.group, self.stuck_s = group, stuck_s
+        self.before: list[Sight] = []
+        self.stands_since = [monotonic()] * group.size
+
+    def look(self) -> None:
+        """Raise GroupError for a worker that does not get on."""
+        sights = [sight for sight, _ in self.group.survey()]
+        for rank, sight in enumerate(sights):
+            before = self.before[rank] if self.before else None
+            if before is None or sight.progress != before.progress:
+                self.stands_since[rank] = monotonic()
+            condition = condition_of(sight, before, overdue=monotonic() - self.stands_since[rank] >= self.stuck_s)
+            if condition is not Condition.WELL:
+                raise GroupError(self.group.words(rank, condition))
+        self.before = sights
 
 
 def _seen(call: ray.ObjectRef) -> tuple[Sight, Status]:

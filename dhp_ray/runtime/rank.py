@@ -82,9 +82,13 @@ class Rank:
         self.state_group = make_group(everyone, "gloo", timeout, accelerator)  # checkpoints and re-sharding: host memory
         mirrors = world_size > 1 and bool(membership.keepers)
         mirror_group = make_group(everyone, "gloo", timeout, accelerator) if mirrors else None
-        self.engine = self._sharded_engine() if config.planner.sync == "micro_batch" else self._flat_engine(world, not adopts, originals)
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, config.comm.pool_groups, timeout)
-        self.mirror = Mirror(self.engine, rank, membership.keepers, mirror_group, snapshot=config.elastic.mirror_every_steps > 1)
+        self.engine = self._sharded_engine() if config.planner.sync == "micro_batch" else self._flat_engine(world, not adopts, originals)
+        try:
+            self.mirror = Mirror(self.engine, rank, membership.keepers, mirror_group, snapshot=config.elastic.mirror_every_steps > 1)
+        except BaseException:
+            self.engine.release()  # the next engine over this adapter must not find this one's hooks
+            raise
         self._mirror_lock = Lock()
         kind = LockstepStep if config.planner.sync == "micro_batch" else RankStep
         self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self.finish_mirror)

@@ -17,8 +17,8 @@ from typing import Any
 import ray
 
 from dhp_ray.planner.plan import Plan
-from dhp_ray.runtime.elastic import Adoption, Condition, Form, GoOn, Sight, Stop, Wait, adoption_of, condition_of, decide
-from dhp_ray.runtime.group import Member, OverdueError, WorkerGroup, by_node
+from dhp_ray.runtime.elastic import Adoption, Condition, Form, GoOn, Stop, Wait, adoption_of, condition_of, decide
+from dhp_ray.runtime.group import Member, by_node
 from dhp_ray.runtime.messages import Adopt, GroupError, Load, Message, Notice, Ran, Replace, RunError, Status
 from dhp_ray.runtime.start import Session
 
@@ -26,8 +26,6 @@ POLL_S = 0.05
 CAPACITY_POLL_S = 0.5
 MAX_FAILURES = 8
 """Generations that may break in one and the same step before the run gives up."""
-
-WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck", Condition.RAISED: "raised", Condition.SLOW: "is slow"}
 
 
 @dataclass(frozen=True)
@@ -50,28 +48,6 @@ class Sighted:
     status: Status
 
 
-def wait_for(group: WorkerGroup, calls: Sequence[ray.ObjectRef], look_s: float, stuck_s: float) -> list[Any]:
-    """The results of calls to all workers. Every `look_s` the workers are looked at; while all of them get on, the calls may take longer.
-
-    Raises:
-        GroupError: one died, raised, answers no more, or stands still for `stuck_s` without waiting for others.
-    """
-    before: list[Sight] = []
-    stands_since = [time.monotonic()] * group.size
-    while True:
-        try:
-            return group.collect(calls, timeout_s=look_s, grace_s=0.0)
-        except OverdueError:
-            sights = [sight for sight, _ in group.survey()]
-        for rank, sight in enumerate(sights):
-            if not before or sight.progress != before[rank].progress:
-                stands_since[rank] = time.monotonic()
-            condition = condition_of(sight, before[rank] if before else None, overdue=time.monotonic() - stands_since[rank] >= stuck_s)
-            if condition is not Condition.WELL:
-                raise GroupError(f"rank {rank} ({group.members[rank].place}) {WORDS[condition]}")
-        before = sights
-
-
 def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int] = ()) -> Generator[Message, None, list[Finished]]:
     """Put the next generation in the place of `session`'s; returns the steps that are finished and not committed.
 
@@ -84,6 +60,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int]
     begun = time.perf_counter()
     batches = session.dispatcher.stop()
     sighted = yield from _settled(session, set(leaving))
+    cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, sighted, broken)
     sighted = yield from _enough(session, sighted, broken)
     survivors = [seen for seen in sighted if seen.condition is Condition.WELL]
@@ -108,7 +85,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int]
     session.generation = generation
     calls = session.group.join(generation, session.store, session.keepers, [origins[member.slot] for member in session.group.members], step)
     try:
-        wait_for(session.group, calls, session.config.elastic.hang_s, session.config.comm.timeout_s)
+        session.group.collect(calls)
     except GroupError:
         session.group.start("call_off", generation)  # those that still wait for the others
         raise

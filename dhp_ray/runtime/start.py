@@ -70,6 +70,7 @@ class Session:
         self.plan_for_group(batches)
 
     def plan_for_group(self, batches: dict[int, Batch] | None = None) -> None:
+        self.group.look_s = self.config.elastic.hang_s / 2
         cluster = ClusterSpec(self.group.size, self.group.ranks_per_node, int(self.config.planner.tokens_per_rank))
         self.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         self.dispatcher = Dispatcher(self.stream, self.group, cluster, self.cost, self.config, self.meter.planned, self.records.plan, batches)

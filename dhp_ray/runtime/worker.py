@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.device import choose
-from dhp_ray.comm.world import is_peer_loss
+from dhp_ray.comm.world import is_peer_loss, leave_world
 from dhp_ray.config import Config
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import num_parameters
@@ -73,6 +73,7 @@ class Worker:
         self.config = config
         self.rank: Rank | None = None
         self.adapter: ModelAdapter | None = None
+        self.unused = False  # the adapter has its first weights
         self.originals: dict[str, Tensor] = {}
         self.prefetched: dict[int, tuple[RankPlan, dict[str, Payload]]] = {}
         self.kept: list[tuple[int, int, Holding]] = []  # generation, its world size, and what is left of it here
@@ -101,7 +102,7 @@ class Worker:
         """Load what joining takes long for, while others still train."""
         self.processor = processor_spec(self.config).load()
         if self.adapter is None:
-            self.adapter = build_adapter(self.config)
+            self.adapter, self.unused = build_adapter(self.config), True
 
     @training
     def join(self, membership: Membership, origin: Load | Adopt, step: int) -> int:
@@ -113,10 +114,11 @@ class Worker:
         self.prefetched.clear()
         self.processor = processor_spec(self.config).load()
         adopts = isinstance(origin, Adopt)
-        reusable = self.adapter if adopts and self.config.planner.sync == "step" else None  # FSDP2 modules keep their mesh for life
+        reusable = self.adapter if self.unused or (adopts and self.config.planner.sync == "step") else None  # FSDP2 modules keep their mesh for life
         if reusable is None:
             self.originals = {}
-        self.rank = Rank(self.config, membership, self.accelerator, reusable, adopts and reusable is not None, self.originals,
+        self.unused = False
+        self.rank = Rank(self.config, membership, self.accelerator, reusable, adopts, self.originals,
                          lambda: self.called_off >= membership.generation)
         self.adapter = self.rank.adapter
         if isinstance(origin, Adopt):
@@ -234,6 +236,7 @@ class Worker:
         """Leave the generation with all that is held of it."""
         rank, self.rank = self.rank, None
         if rank is None:
+            leave_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
             return
         self.kept += [(rank.membership.generation, rank.membership.world_size, holding) for holding in rank.holdings()]
         if isinstance(rank.engine, FlatEngine):
