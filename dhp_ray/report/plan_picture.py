@@ -52,6 +52,7 @@ def draw_planned(axes: Any, plan: Plan, fixed_s: float, colour: Callable[[int], 
     axes.axvline(plan.lower_bound_s, color="crimson", linestyle="--", label=f"lower bound {plan.lower_bound_s:.4g} s")
     axes.axvline(makespan, color="black", label=f"makespan {makespan:.4g} s")
     axes.set(xlim=(0, max(makespan, plan.lower_bound_s) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]", ylabel="rank")
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_title(f"{plan.planner}, sync={plan.sync}: {len(plan.samples)} sequences in {len(plan.groups)} packs on {plan.cluster.num_ranks} ranks", loc="left")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
 

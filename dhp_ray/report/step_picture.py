@@ -46,5 +46,6 @@ def draw_measured(axes: Any, plan: Plan, results: Sequence[StepResult], colour: 
     axes.axvline(last_s, color="black", label=f"last pack {last_s:.4g} s")
     axes.axvline(end_s, color="gray", linestyle=":", label=f"updated {end_s:.4g} s")
     axes.set(xlim=(0, max(end_s, 1e-9) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]", ylabel="rank")
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_title("measured; pale: waiting in exchanges", loc="left")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

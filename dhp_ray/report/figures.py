@@ -1,0 +1,132 @@
+"""The pictures of a report, as image bytes: curves and bars as SVG. No text of a sample enters them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from dhp_ray.planner.plan import Sample
+from dhp_ray.report.gains import Gains
+
+MAX_BARS = 80
+KINDS = ("text only", "with images", "with video")
+
+
+@contextmanager
+def svg(width: float, height: float, *shape: int) -> Iterator[tuple[Any, BytesIO]]:
+    """Axes to draw on, and the stream that holds the picture afterwards; the same input gives the same bytes."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure, stream = Figure(figsize=(width, height), layout="constrained"), BytesIO()
+    yield figure.subplots(*shape), stream
+    with matplotlib.rc_context({"svg.hashsalt": "dhp_ray"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+
+
+def loss_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
+    """Loss of every step, and of the held-out samples where there are any."""
+    with svg(10, 3.5) as (axes, stream):
+        _curve(axes, metrics, "loss", "training")
+        if any(line.get("eval_loss") is not None for line in metrics):
+            _curve(axes, metrics, "eval_loss", "held out", marker="o", linestyle="--")
+        axes.set(xlabel="step", ylabel="loss a token")
+        axes.legend()
+    return stream.getvalue()
+
+
+def throughput_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
+    """Tokens a second, and how much of the ranks' time was idle."""
+    with svg(10, 4.5, 2, 1) as ((above, below), stream):
+        rates = [{"step": line["step"], "rate": line["num_tokens"] / line["step_time_s"]} for line in metrics if line["step_time_s"]]
+        _curve(above, rates, "rate", "tokens a second")
+        _curve(below, metrics, "idle_fraction", "idle share of rank time", color="tab:orange")
+        above.set(ylabel="tokens/s", ylim=(0, None))
+        below.set(xlabel="step", ylabel="idle share", ylim=(0, 1))
+    return stream.getvalue()
+
+
+def prediction_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
+    """The makespan as planned (scaled by the run's median) and as measured."""
+    with svg(10, 3) as (axes, stream):
+        _curve(axes, metrics, "measured_makespan_s", "measured")
+        _curve(axes, metrics, "predicted_makespan_s", "predicted", linestyle="--")
+        axes.set(xlabel="step", ylabel="makespan [s]", ylim=(0, None))
+        axes.legend()
+    return stream.getvalue()
+
+
+def gains_picture(gains: Gains) -> bytes:
+    """Modelled time of all compared batches, planner by planner, and the lower bound."""
+    planners = gains.planners()
+    with svg(10, 0.8 + 0.5 * len(planners)) as (axes, stream):
+        totals = [gains.total_s(name) for name in planners]
+        bars = axes.barh(planners, totals, color=["tab:blue"] + ["tab:gray"] * (len(planners) - 1))
+        axes.bar_label(bars, [f" {total:.4g} s" for total in totals])
+        axes.axvline(gains.lower_bound_s(), color="crimson", linestyle="--", label="lower bound")
+        axes.set(xlabel="modelled time of the compared batches [s]", xlim=(0, 1.15 * max(totals)))
+        axes.invert_yaxis()
+        axes.legend(loc="upper right")
+    return stream.getvalue()
+
+
+def degrees_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
+    """Packs of each degree, as shares of a step's packs; many steps are put together into one bar."""
+    degrees = sorted({int(degree) for line in metrics for degree in line["degrees"]})
+    groups = [list(part) for part in np.array_split(np.arange(len(metrics)), min(len(metrics), MAX_BARS))]
+    with svg(10, 3.5) as (axes, stream):
+        below = np.zeros(len(groups))
+        totals = np.array([sum(sum(metrics[row]["degrees"].values()) for row in rows) for rows in groups], float)
+        left = [metrics[rows[0]]["step"] - 0.5 for rows in groups]
+        widths = [metrics[rows[-1]]["step"] + 0.5 - start for rows, start in zip(groups, left)]
+        colours = _shades(len(degrees))
+        for degree, colour in zip(degrees, colours):
+            counts = np.array([sum(metrics[row]["degrees"].get(str(degree), 0) for row in rows) for rows in groups]) / np.maximum(totals, 1)
+            axes.bar(left, counts, widths, below, align="edge", color=colour, label=f"{degree}")
+            below += counts
+        axes.set(xlabel="step", ylabel="share of packs", ylim=(0, 1), xlim=(left[0], left[-1] + widths[-1]))
+        if len(degrees) <= 16:
+            axes.legend(title="degree", loc="center left", bbox_to_anchor=(1, 0.5))
+    return stream.getvalue()
+
+
+def lengths_picture(samples: Sequence[Sample]) -> bytes:
+    """Histograms of lengths: all tokens by kind of sample, and by modality the text's and the images' and videos' tokens."""
+    with svg(10, 6, 2, 1) as ((above, below), stream):
+        edges = np.geomspace(1, max(2, *(sample.num_tokens for sample in samples)) * 1.01, 41)
+        by_kind = {kind: [sample.num_tokens for sample in samples if kind_of(sample) == kind] for kind in KINDS}
+        present = {kind: lengths for kind, lengths in by_kind.items() if lengths}
+        above.hist(list(present.values()), edges, stacked=True, label=[f"{kind} ({len(lengths)})" for kind, lengths in present.items()])
+        text = [sample.text_tokens for sample in samples if sample.text_tokens]
+        images = [sample.vision_tokens for sample in samples if kind_of(sample) == KINDS[1]]
+        videos = [sample.vision_tokens for sample in samples if kind_of(sample) == KINDS[2]]
+        for lengths, label in ((text, "text"), (images, "images"), (videos, "video")):
+            if lengths:
+                below.hist(lengths, edges, histtype="step", linewidth=1.5, label=f"{label}: {sum(lengths)} tokens")
+        above.set(xscale="log", ylabel="samples", title="tokens of a sample")
+        below.set(xscale="log", xlabel="tokens", ylabel="samples", title="its tokens of each modality")
+        above.legend()
+        below.legend()
+    return stream.getvalue()
+
+
+def kind_of(sample: Sample) -> str:
+    """A grid of more than one step in time is a video's."""
+    if not sample.vision_grids:
+        return KINDS[0]
+    return KINDS[2] if any(time > 1 for time, _, _ in sample.vision_grids) else KINDS[1]
+
+
+def _curve(axes: Any, lines: Sequence[dict[str, Any]], name: str, label: str, **style: Any) -> None:
+    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    axes.plot([step for step, _ in points], [value for _, value in points], label=label, **({"linewidth": 1.2} | style))
+
+
+def _shades(count: int) -> list[Any]:
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](place) for place in np.linspace(0.05, 0.95, count)]

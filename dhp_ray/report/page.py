@@ -1,0 +1,166 @@
+"""The report of a run: one HTML page with everything in it, no script, and nothing fetched.
+
+What comes from samples (ids, reasons, messages) is untrusted: `text` escapes it, and the page's own policy admits pictures in the page and styles alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from io import BytesIO
+from typing import Any
+
+from dhp_ray.credentials import masked
+from dhp_ray.planner.plan import Plan, Sample
+from dhp_ray.report import figures
+from dhp_ray.report.gains import Gains, compare, plan_from_json, spread
+from dhp_ray.report.plan_picture import draw_plan
+from dhp_ray.report.run_files import RunFiles
+
+MAX_COMPARED, MAX_PLANS_READ, MAX_ROWS = 32, 200, 200
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #d5dae1; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .8rem; }
+dl div { background: #f4f6f9; border-radius: .4rem; padding: .6rem .8rem; }
+dt { color: #57606a; font-size: .85rem; }
+dd { margin: 0; font-size: 1.25rem; }
+img { max-width: 100%; height: auto; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #e6e9ee; }
+td { overflow-wrap: anywhere; vertical-align: top; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+pre { background: #f4f6f9; padding: 1rem; overflow-x: auto; }
+.note { color: #57606a; font-size: .9rem; }
+"""
+
+
+def page(run: RunFiles) -> str:
+    """The whole page. The run has at least one step."""
+    plans = [plan_from_json(run.plan(step)) for step in sorted(spread(run.plan_steps, MAX_PLANS_READ))]
+    samples = [sample for plan in plans for sample in plan.samples]
+    gains = compare(spread(run.plan_steps, MAX_COMPARED), run.plan)
+    parts = [summary(run, gains), curves(run), planning(run, gains), degrees(run, plans), data(run, samples, len(plans)), events(run),
+             section("Configuration", f"<pre>{text(run.config)}</pre>")]
+    title = text(f"Run {run.folder.uri}")
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>{STYLE}</style></head>\n'
+            f"<body><h1>{title}</h1>\n<p class=note>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by dhp_ray's jobs/report.py.</p>\n" + "\n".join(parts)
+            + "\n</body></html>\n")
+
+
+def summary(run: RunFiles, gains: Gains) -> str:
+    last, rates = run.metrics[-1], [line["num_tokens"] / line["step_time_s"] for line in run.metrics if line["step_time_s"]]
+    cells = [("steps", f"{last['step']}"), ("samples", f"{sum(line['num_samples'] for line in run.metrics):,}"),
+             ("tokens", f"{sum(line['num_tokens'] for line in run.metrics):,}"), ("last loss", _number(last["loss"])),
+             ("tokens a second, median", f"{statistics.median(rates):,.0f}" if rates else "unknown"),
+             ("idle, median", f"{100 * statistics.median(line['idle_fraction'] for line in run.metrics):.0f} %"), ("ranks", f"{last['num_ranks']}"),
+             ("samples left out", f"{len(run.skipped)}")]
+    evaluated = [line["eval_loss"] for line in run.metrics if line.get("eval_loss") is not None]
+    if evaluated:
+        cells.append(("last held-out loss", _number(evaluated[-1])))
+    if gains.steps and "static" in gains.planners()[1:]:
+        cells.append(("static plans, modelled", f"{gains.total_s('static') / gains.total_s(gains.planners()[0]):.2f} times as long"))
+    return "<dl>" + "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in cells) + "</dl>"
+
+
+def curves(run: RunFiles) -> str:
+    return (section("Loss", picture(figures.loss_picture(run.metrics), "loss of each step"))
+            + section("Throughput", picture(figures.throughput_picture(run.metrics), "tokens a second and idle share of each step")
+                      + picture(figures.prediction_picture(run.metrics), "predicted and measured makespan of each step")
+                      + "<p class=note>Idle is rank time without a pack, or blocked in an exchange. The prediction is the plan's, times the run's median of "
+                        "measured over predicted.</p>"))
+
+
+def planning(run: RunFiles, gains: Gains) -> str:
+    if not gains.steps:
+        return section("What planning gained", "<p>This run's folder holds no plans.</p>")
+    planners = gains.planners()
+    own = gains.total_s(planners[0])
+    rows = [(name, _number(gains.total_s(name)), f"{gains.total_s(name) / own:.2f}", f"{100 * gains.idle(name):.0f} %") for name in planners]
+    rows.append(("lower bound", _number(gains.lower_bound_s()), f"{gains.lower_bound_s() / own:.2f}", ""))
+    missing = sorted(set().union(*(step.times_s for step in gains.steps)) - set(planners))
+    note = (f"<p>{len(gains.steps)} of {len(run.plan_steps)} batches, spread over the run, planned again by each baseline: on the same ranks, under the same "
+            "cost model. These are the model's seconds, not measured ones; how far the model is from the clock is shown above. One static degree for all, "
+            "the longest sequence's, is what frameworks without dynamic groups use.</p>")
+    if missing:
+        note += f"<p class=note>Not for every batch, and so not shown: {text(', '.join(missing))}.</p>"
+    table_ = table(("planner", "seconds", "of this run's", "idle"), rows, numbers=(1, 2, 3))
+    return section("What planning gained", note + picture(figures.gains_picture(gains), "modelled time of each planner") + table_)
+
+
+def degrees(run: RunFiles, plans: Sequence[Plan]) -> str:
+    shown = picture(figures.degrees_picture(run.metrics), "share of packs of each degree")
+    if plans:
+        stream, plan = BytesIO(), plans[-1]
+        draw_plan(plan, float(plan.inputs["cost"].get("fixed_s", 0.0)), stream)
+        shown += f"<p>The plan of step {run.plan_steps[-1]}:</p>" + picture(stream.getvalue(), "ranks down, time across, packs as boxes")
+    return section("Degrees", "<p>How many ranks the packs ran on.</p>" + shown)
+
+
+def data(run: RunFiles, samples: Sequence[Sample], num_plans: int) -> str:
+    if not samples:
+        return section("Data", "<p>This run's folder holds no plans, so the lengths of its samples are not known.</p>")
+    rows = []
+    for kind in figures.KINDS:
+        lengths = sorted(sample.num_tokens for sample in samples if figures.kind_of(sample) == kind)
+        if lengths:
+            images = sum(len(sample.vision_grids) for sample in samples if figures.kind_of(sample) == kind)
+            rows.append((kind, f"{len(lengths):,}", f"{images:,}", f"{sum(lengths):,}", f"{lengths[len(lengths) // 2]:,}", f"{lengths[-1]:,}"))
+    longest = sorted(samples, key=lambda sample: -sample.num_tokens)[:10]
+    seen = f"<p>Lengths of the samples of {num_plans} of {len(run.plan_steps)} batches, spread over the run.</p>"
+    by_kind = table(("kind", "samples", "images or videos", "tokens", "median", "longest"), rows, numbers=(1, 2, 3, 4, 5))
+    top = table(("longest samples", "tokens", "of text", "of images or video"),
+                [(sample.id, f"{sample.num_tokens:,}", f"{sample.text_tokens:,}", f"{sample.vision_tokens:,}") for sample in longest], numbers=(1, 2, 3))
+    left_out = "<p>No sample was left out.</p>" if not run.skipped else f"<p>{len(run.skipped)} left out:</p>" + table(
+        ("sample", "reason", "step"), [(line.get("id"), line.get("reason"), line.get("step")) for line in run.skipped[:MAX_ROWS]]) + _more(run.skipped)
+    return section("Data", seen + picture(figures.lengths_picture(samples), "histograms of lengths by modality") + by_kind + top + left_out)
+
+
+def events(run: RunFiles) -> str:
+    last = run.events[-MAX_ROWS:]
+    details = [", ".join(f"{name}={value}" for name, value in line.items() if name not in ("time", "kind")) for line in last]
+    rows = [(line.get("time"), line.get("kind"), words) for line, words in zip(last, details)]
+    earlier = f"<p class=note>{len(run.events) - len(last)} earlier ones are in events.jsonl.</p>" if len(run.events) > len(last) else ""
+    ranks = table(("rank", "node", "process", "device"),
+                  [[rank.get(name) for name in ("rank", "node_id", "pid", "device")] for rank in run.ranks[:MAX_ROWS]])
+    return section("Events", table(("time", "event", "details"), rows) + earlier) + section("Ranks", ranks + _more(run.ranks))
+
+
+def section(title: str, content: str) -> str:
+    return f"<section><h2>{text(title)}</h2>\n{content}</section>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> str:
+    """A table of untrusted cells; the columns in `numbers` stand to the right."""
+    mark = [" class=number" if column in numbers else "" for column in range(len(head))]
+    top = "".join(f"<th{kind}>{text(name)}</th>" for name, kind in zip(head, mark))
+    body = "".join("<tr>" + "".join(f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row, mark)) + "</tr>\n" for row in rows)
+    return f"<div class=scroll><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>"
+
+
+def picture(content: bytes, words: str) -> str:
+    """An image in the page itself. As an <img>, an SVG runs no script and fetches nothing."""
+    kind = "png" if content.startswith(b"\x89PNG") else "svg+xml"
+    return f'<p><img alt="{text(words)}" src="data:image/{kind};base64,{base64.b64encode(content).decode()}"></p>'
+
+
+def text(value: Any) -> str:
+    """Anything as the text of the page: escaped, without credentials, without control characters that could hide it."""
+    plain = "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in masked(str(value)))
+    return html.escape(plain, quote=True)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
+
+
+def _more(rows: Sequence[Any]) -> str:
+    return f"<p class=note>and {len(rows) - MAX_ROWS} more</p>" if len(rows) > MAX_ROWS else ""

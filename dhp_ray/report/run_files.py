@@ -1,0 +1,71 @@
+"""A run's folder, read as a visitor: nothing in it is changed, also while the run is going."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dhp_ray.storage import Folder, StorageError
+
+
+class NoRunError(ValueError):
+    """There is no run in the folder; the message is one line."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a report is made from. Lines are as written; a last line that is being written is left out."""
+
+    folder: Folder
+    config: str
+    metrics: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    skipped: list[dict[str, Any]]
+    ranks: list[dict[str, Any]]
+    plan_steps: list[int]
+
+    def plan(self, step: int) -> dict[str, Any]:
+        """The plan file of a step, in the form of `Plan.to_json`."""
+        tree = _json(self.folder, f"plans/step_{step:06d}.json")
+        if not isinstance(tree, dict):
+            raise StorageError(f"{self.folder.uri}/plans/step_{step:06d}.json: not a plan")
+        return tree
+
+
+def read_run(folder: Folder) -> RunFiles:
+    """The files of the run in `folder`.
+
+    Raises:
+        NoRunError: no run has been started there.
+        StorageError: a file cannot be read or is damaged.
+    """
+    if not folder.exists("config.yaml"):
+        raise NoRunError(f"run.dir: no run in {folder.uri} (it has no config.yaml); allowed: a folder that jobs/train.py has written")
+    cluster = _json(folder, "cluster.json") if folder.exists("cluster.json") else {}
+    steps = [int(name[5:-5]) for name in folder.names("plans") if name.startswith("step_") and name.endswith(".json") and name[5:-5].isdigit()]
+    return RunFiles(folder, folder.read("config.yaml").decode(errors="replace"), _lines(folder, "metrics.jsonl"), _lines(folder, "events.jsonl"),
+                    _lines(folder, "skipped.jsonl"), cluster.get("ranks", []) if isinstance(cluster, dict) else [], sorted(steps))
+
+
+def _lines(folder: Folder, name: str) -> list[dict[str, Any]]:
+    if not folder.exists(name):
+        return []
+    lines = []
+    texts = folder.read(name).decode(errors="replace").split("\n")[:-1]  # what follows the last newline is not written to its end
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict):
+            raise StorageError(f"{folder.uri}/{name}: line {number} is not a JSON object")
+        lines.append(line)
+    return lines
+
+
+def _json(folder: Folder, name: str) -> Any:
+    try:
+        return json.loads(folder.read(name))
+    except ValueError:
+        raise StorageError(f"{folder.uri}/{name}: not JSON") from None

@@ -1,0 +1,52 @@
+"""Writes a report of a run, one HTML page: `python jobs/report.py run.dir=FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dhp_ray.config import ConfigError, load
+
+HELP = """usage: python jobs/report.py [--config FILE] run.dir=FOLDER
+
+Writes FOLDER/report.html: one page without anything to fetch, with loss, throughput, what planning gained over static layouts, degrees, data and events.
+Works while the run is going, on a folder or a URI (s3://, gs://, hdfs://).
+
+  run.dir=FOLDER  the run's folder; without it, the one of conf/train.yaml or of --config FILE (a run's config.yaml, for example)
+
+Exit status: 0 on success, 2 on a bad argument or where no run is, 1 on failure (also where a run has not finished a step)."""
+
+
+def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(HELP)
+        return 0
+    try:
+        folder_name = load(argv).run.dir
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from dhp_ray.planner import PlanError
+    from dhp_ray.report.page import page
+    from dhp_ray.report.run_files import NoRunError, read_run
+    from dhp_ray.storage import Folder, StorageError
+
+    try:
+        run = read_run(Folder(folder_name))
+        if not run.metrics:
+            raise StorageError(f"{run.folder.uri}: the run has not finished a step yet; there is nothing to report")
+        run.folder.write("report.html", page(run).encode())
+    except NoRunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (StorageError, PlanError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{run.folder.uri.partition('?')[0]}/report.html: {len(run.metrics)} steps")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

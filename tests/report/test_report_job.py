@@ -1,0 +1,65 @@
+"""jobs/report.py as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dhp_ray.storage import Folder
+from tests.report.runs import write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def report(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / "jobs" / "report.py"), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_report_is_written_beside_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    done = report(f"run.dir={tmp_path}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{tmp_path}/report.html: 2 steps\n"
+    assert "2 of 2 batches" in (tmp_path / "report.html").read_text()
+    again = report("--config", str(tmp_path / "config.yaml"))
+    assert again.stdout == done.stdout
+
+
+def test_a_run_on_an_object_store(tmp_path: Path, object_store: str) -> None:
+    write_run(tmp_path, 2)
+    uri = f"s3://bucket/{tmp_path.name}/run{object_store}"
+    folder = Folder(uri)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            folder.upload(path, path.relative_to(tmp_path).as_posix())
+    done = report(f"run.dir={uri}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert b"2 of 2 batches" in folder.read("report.html")
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    empty, damaged = tmp_path / "empty", tmp_path / "damaged"
+    write_run(empty, 0)
+    write_run(damaged, 1)
+    (damaged / "metrics.jsonl").write_text("x\n")
+    cases = [(2, "no run in", f"run.dir={tmp_path / 'absent'}"), (2, "run.dri: no such key", "run.dri=x"), (1, "not finished a step yet", f"run.dir={empty}"),
+             (1, "metrics.jsonl: line 1", f"run.dir={damaged}"), (1, "not a folder that storage knows", "run.dir=nonsense://bucket/x")]
+    for status, words, argument in cases:
+        done = report(argument)
+        assert (done.returncode, done.stdout) == (status, "")
+        assert words in done.stderr
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_help_is_quick() -> None:
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = report("--help")
+        times.append(time.perf_counter() - begin)
+        assert done.returncode == 0
+        assert "run.dir=FOLDER" in done.stdout
+    assert min(times) < 1
