@@ -43,12 +43,6 @@ def check(config: Config) -> None:
         raise ConfigError(f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers ({config.cluster.num_workers})")
     if bool(config.eval.path) != bool(config.eval.every_steps):
         raise ConfigError(f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or neither")
-    not_yet = [
-        ("cluster.max_workers", config.cluster.max_workers, config.cluster.max_workers > config.cluster.num_workers, "0: the number of workers stays"),
-    ]
-    for dotted, value, asked, allowed in not_yet:
-        if asked:
-            raise ConfigError(f"{dotted}: got {value!r}, which is not there yet; allowed: {allowed}")
     if not config.run.dir:
         raise ConfigError("run.dir: got nothing; allowed: a folder or URI that every node reaches")
 

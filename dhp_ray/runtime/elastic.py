@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+MAX_FAILURES = 8
+"""Generations that may break in one and the same step before the run gives up."""
+
 
 class Condition(StrEnum):
     """Of one worker. All but WELL leave the group."""
@@ -80,15 +83,14 @@ class Stop:
 Decision = GoOn | Form | Wait | Stop
 
 
-def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool, repeated_error: str = "") -> Decision:
+def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool) -> Decision:
     """What to do about the group.
 
     `broken`: its collectives have failed, so even with every worker well it has to form anew. `min_ranks` is the larger of
-    cluster.min_workers and what the longest sequence that waits needs. `repeated_error`: what a worker raised in a step
-    that had failed the same way before; running it again would not help.
+    cluster.min_workers and what the longest sequence that waits needs; `max_ranks` is cluster.max_workers.
     """
-    if repeated_error:
-        return Stop(repeated_error)
+    if min_ranks > max_ranks:
+        return Stop(f"the next batch has a sequence that needs {min_ranks} ranks, and the run has at most {max_ranks} (cluster.max_workers)")
     well = tuple(place for place, condition in enumerate(conditions) if condition is Condition.WELL)
     added = max(0, min(newcomers, max_ranks - len(well)))
     if len(well) == len(conditions) and not broken and not added:
@@ -96,6 +98,21 @@ def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_
     if len(well) + added < min_ranks:
         return Wait(min_ranks, len(well) + added)
     return Form(well, added)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """The generations that have broken so far: the step that each was in, and whether a worker's own error did it."""
+
+    steps: tuple[int, ...] = ()
+    raised: tuple[int, ...] = ()
+
+    def with_one(self, step: int, raised: bool) -> Failures:
+        return Failures((*self.steps, step), (*self.raised, step) if raised else self.raised)
+
+    def hopeless(self, step: int) -> bool:
+        """Whether running a step once more would end as before: a worker raises in it for the second time, or it has broken too often."""
+        return self.raised.count(step) > 1 or self.steps.count(step) > MAX_FAILURES
 
 
 @dataclass(frozen=True)

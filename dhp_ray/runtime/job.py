@@ -15,7 +15,8 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from dhp_ray.comm.device import ACCELERATORS, Accelerator
-from dhp_ray.config import Config
+from dhp_ray.config import Config, ConfigError
+from dhp_ray.constraints import check_device
 from dhp_ray.runtime.console import Console
 from dhp_ray.runtime.indexing import index_ahead
 from dhp_ray.runtime.messages import Finished, Notice, Replace, RunError
@@ -35,10 +36,10 @@ def train(config: Config) -> int:
         console.close()
         print("error: interrupted; start the same command again to go on from the newest checkpoint", file=sys.stderr)
         return 1
-    except RunError as error:
+    except (ConfigError, RunError) as error:
         console.close()
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     finally:
         ray.shutdown()
 
@@ -108,12 +109,17 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
 
 
 def resolve_device(config: Config) -> Accelerator:
-    """The device of the workers: as configured, or the best kind that the cluster has."""
+    """The device of the workers: as configured, or the best kind that the cluster has.
+
+    Raises:
+        ConfigError: it cannot do what the configuration asks for.
+    """
     resources = ray.cluster_resources()
     name = config.cluster.device
     if name == "auto":
         name = "npu" if resources.get("NPU") else "cuda" if resources.get("GPU") else "cpu"
     config.cluster.device = name
+    check_device(config)
     return ACCELERATORS[name]
 
 

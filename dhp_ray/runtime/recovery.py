@@ -24,8 +24,6 @@ from dhp_ray.runtime.start import Session
 
 POLL_S = 0.05
 CAPACITY_POLL_S = 0.5
-MAX_FAILURES = 8
-"""Generations that may break in one and the same step before the run gives up."""
 
 
 @dataclass(frozen=True)
@@ -133,15 +131,12 @@ def _check_repetition(session: Session, sighted: list[Sighted], broken: bool) ->
     """Stop a run that breaks in one step again and again."""
     if not broken:
         return
-    session.failures.append(session.records.last_step + 1)
-    times = session.failures.count(session.failures[-1])
-    raised = next((found for found in sighted if found.condition is Condition.RAISED), None)
-    if raised is not None:
-        session.raised.append(session.failures[-1])
-        if session.raised.count(session.failures[-1]) > 1:
-            raise RunError(f"step {session.failures[-1]} failed twice: a worker ({raised.member.place}) raised: {raised.status.error}")
-    if times > MAX_FAILURES:
-        raise RunError(f"step {session.failures[-1]} failed {times} times; the workers die or hang in it (see events.jsonl)")
+    step = session.records.last_step + 1
+    raised = [f"rank {rank} ({found.member.place}) raised: {found.status.error}" for rank, found in enumerate(sighted) if found.condition is Condition.RAISED]
+    session.failures = session.failures.with_one(step, bool(raised))
+    if session.failures.hopeless(step):
+        why = raised[0] if raised else "its workers die or hang (see events.jsonl)"
+        raise RunError(f"step {step} has failed {session.failures.steps.count(step)} times; {why}")
 
 
 def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator[Message, None, list[Sighted]]:
@@ -151,9 +146,6 @@ def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator
         ready = session.arrivals.ready()
         yield from reopened(session)
         needed = max(session.config.cluster.min_workers, session.dispatcher.needed_ranks)
-        if needed > session.max_workers:
-            raise RunError(f"a sequence of the next batch needs {needed} ranks of {session.config.planner.tokens_per_rank} tokens; "
-                           f"the run has at most {session.max_workers} (cluster.max_workers)")
         conditions = [found.condition for found in sighted]
         match decide(conditions, len(ready), needed, session.max_workers, broken or bool(session.stopping)):
             case Stop(reason):

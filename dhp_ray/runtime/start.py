@@ -17,7 +17,7 @@ from dhp_ray.planner.plan import ClusterSpec
 from dhp_ray.runtime.arrivals import Arrivals
 from dhp_ray.runtime.checkpoints import Checkpoints
 from dhp_ray.runtime.dispatch import Dispatcher
-from dhp_ray.runtime.elastic import keepers_of
+from dhp_ray.runtime.elastic import Failures, keepers_of
 from dhp_ray.runtime.evaluation import Evaluation, held_out_stream
 from dhp_ray.runtime.group import WorkerGroup
 from dhp_ray.runtime.messages import Load, Message, Notice, RunError, Started
@@ -48,8 +48,7 @@ class Session:
     generation: int = 0
     stream_lost: bool = False  # where the stream stands says nothing of the next step
     stopping: str = ""  # why the run is to end early
-    failures: list[int] = field(default_factory=list)  # the step of each generation that broke, and those that a worker's own error broke
-    raised: list[int] = field(default_factory=list)
+    failures: Failures = field(default_factory=Failures)
     dispatcher: Dispatcher = field(init=False)
     evaluation: Evaluation = field(init=False)
     meter: SpeedMeter = field(init=False)

@@ -220,7 +220,8 @@ class Worker:
 
     def _stands(self) -> tuple[str, bool]:
         """The line of our code that the training thread is at, and whether it waits for peers there."""
-        frames = traceback.extract_stack(sys._current_frames().get(self.thread))
+        frame = sys._current_frames().get(self.thread)
+        frames = traceback.extract_stack(frame) if frame else []
         waits = any("/torch/distributed/" in frame.filename or frame.filename.endswith(("comm/link.py", "comm/world.py")) for frame in frames)
         ours = [frame for frame in frames if "/dhp_ray/" in frame.filename]
         return (f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""), waits
