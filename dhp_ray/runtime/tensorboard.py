@@ -22,6 +22,8 @@ from dhp_ray.config import Config
 from dhp_ray.storage import Folder
 
 UPLOAD_INTERVAL_S = 30.0
+MAX_CURVES = 16
+"""Curves of one for each rank or degree are drawn up to this many."""
 HYPERPARAMETERS = ("seed", "batch", "model", "cluster", "planner", "comm", "train")
 """Keys and sections whose numbers, words and switches the HPARAMS page compares between runs."""
 
@@ -43,6 +45,7 @@ EXTRA_TAGS = {
     "gradient_norm": "loss/gradient_norm",
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",
+    "late_plans": "plan/late_plans",
     "data_wait_s": "data/data_wait_s",
     "prefetch_wait_s": "data/prefetch_wait_s",
     "epoch": "data/epoch",
@@ -121,16 +124,20 @@ class ScalarLog:
 
 
 def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, float]:
-    """{tag: value} of a step, in groups: loss, throughput, balance, plan (with the number of packs of each degree), data, comm."""
+    """{tag: value} of a step, in groups: loss, throughput, balance, plan (with the number of packs of each degree), data, elastic, comm."""
     values = {tag: metrics[name] for name, tag in METRIC_TAGS.items() if name in metrics}
     values |= {tag: extra[name] for name, tag in EXTRA_TAGS.items() if name in extra}
     if metrics["step_time_s"] > 0:
         values["throughput/tokens_per_s"] = metrics["num_tokens"] / metrics["step_time_s"]
     degrees = {int(degree): count for degree, count in metrics["degrees"].items()}
     for degree in range(1, metrics["num_ranks"] + 1):  # zeros too, or a curve would run straight over the steps without that degree
-        if degree in degrees or metrics["num_ranks"] <= 16:
+        if degree in degrees or metrics["num_ranks"] <= MAX_CURVES:
             values[f"plan/degree_{degree}"] = degrees.get(degree, 0)
     values |= {f"comm/{name}": count for name, count in extra.items() if name.startswith("pool_")}
+    speeds = {name: speed for name, speed in extra.items() if name.startswith("speed_")}
+    if speeds:
+        values["elastic/slowest_speed"] = min(speeds.values())
+        values |= {f"elastic/{name}": speed for name, speed in speeds.items() if len(speeds) <= MAX_CURVES}
     if "applied" in extra:
         values["loss/update_applied"] = float(extra["applied"])
     return {tag: float(value) for tag, value in values.items()}

@@ -16,7 +16,7 @@ from dhp_ray.runtime.tensorboard import ScalarLog, cluster_text, scalars_of
 from dhp_ray.storage import Folder
 
 EXTRA = {"learning_rate": 1e-3, "gradient_norm": 1.5, "applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.01, "lower_bound_s": 0.3,
-         "prefetch_wait_s": 0.0, "pool_hits": 5, "pool_creations": 2, "pool_evictions": 0, "pool_overflows": 0}
+         "prefetch_wait_s": 0.0, "late_plans": 3, "pool_hits": 5, "pool_creations": 2, "pool_evictions": 0, "pool_overflows": 0}
 
 
 def metrics(step: int, **changes: Any) -> dict[str, Any]:
@@ -57,6 +57,13 @@ def test_every_metric_has_a_curve() -> None:
     for name, value in (whole | EXTRA).items():
         if name not in ("step", "degrees"):
             assert float(value) in drawn, name
+
+
+def test_speeds_of_ranks_are_curves_of_their_own_while_they_are_few() -> None:
+    tags = scalars_of(metrics(1), EXTRA | {"speed_0": 1.0, "speed_1": 0.5})
+    assert (tags["elastic/speed_1"], tags["elastic/slowest_speed"]) == (0.5, 0.5)
+    many = scalars_of(metrics(1), EXTRA | {f"speed_{rank}": 1.0 + rank for rank in range(17)})
+    assert [tag for tag in many if "speed" in tag] == ["elastic/slowest_speed"]
 
 
 def test_many_ranks_draw_only_the_degrees_that_occur() -> None:
