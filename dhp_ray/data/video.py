@@ -89,7 +89,7 @@ def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num
     """Patches, float32 of shape (P, patch_dim), of each range of steps in time of the video's grid, which was planned with `num_steps`.
 
     Raises:
-        ValueError: the frames that come out are not those that the container announced.
+        ValueError: the frames that come out are not those that the container announced, or are damaged.
         Exception: whatever PyAV raises on bytes that do not decode.
     """
     clip, temporal = clip_of(data, processor.limits), processor.temporal_patch_size
@@ -114,17 +114,22 @@ def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge
 
 def _frames(data: bytes, clip: Clip, wanted: set[int]) -> Iterator[tuple[int, np.ndarray]]:
     """The wanted frames, uint8 (height, width, 3), with their numbers."""
-    last, missing = max(wanted), set(wanted)
+    last, missing, number = max(wanted), set(wanted), -1
     with _opened(data) as (container, stream):
         stream.codec_context.thread_count = 1  # beside a worker that trains
-        for number, frame in enumerate(container.decode(stream)):
-            if number in missing:
-                if (frame.width, frame.height) != (clip.width, clip.height):
-                    raise ValueError(f"frame {number} has {frame.width}x{frame.height} pixels; the video's header says {clip.width}x{clip.height}")
-                missing.discard(number)
-                yield number, frame.to_ndarray(format="rgb24")
-            if number >= last:
-                break
+        try:
+            for number, frame in enumerate(container.decode(stream)):
+                if number in missing:
+                    if (frame.width, frame.height) != (clip.width, clip.height):
+                        raise ValueError(f"frame {number} has {frame.width}x{frame.height} pixels; the video's header says {clip.width}x{clip.height}")
+                    if frame.is_corrupt:
+                        raise ValueError(f"frame {number} of the video is damaged")
+                    missing.discard(number)
+                    yield number, frame.to_ndarray(format="rgb24")
+                if number >= last:
+                    break
+        except av.FFmpegError as error:
+            raise ValueError(f"the video does not decode after frame {number}: {error.strerror}") from None
     if missing:
         raise ValueError(f"the video ends before frame {min(missing)} of {clip.num_frames}")
 

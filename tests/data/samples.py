@@ -57,3 +57,12 @@ def video(num_frames: int = 20, width: int = 64, height: int = 48, rate: int = 1
             container.mux(track.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(track.encode())
     return stream.getvalue()
+
+
+def damaged_video(form: str = "mp4") -> bytes:
+    """A video whose container reads as if all were well; its later frames are zeros."""
+    data = bytearray(video(12, 56, 56, form=form))
+    first, stop = (data.index(b"mdat") + 4, data.index(b"moov") - 4) if form == "mp4" else (len(data) // 3, len(data) * 9 // 10)
+    start = first + (stop - first) * 6 // 10
+    data[start:stop] = bytes(stop - start)
+    return bytes(data)

@@ -14,7 +14,7 @@ from PIL import Image
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import Limits
 from dhp_ray.data.video import Clip, clip_of, decode_video
-from tests.data.samples import processor, talk, video
+from tests.data.samples import damaged_video, processor, talk, video
 
 PROCESSOR = processor()
 LIMITS = Limits()
@@ -163,3 +163,13 @@ def test_a_cut_video_does_not_decode_to_other_frames() -> None:
         except (ValueError, av.FFmpegError):
             continue
         assert len(patches) == math.prod(grids[0])
+
+
+@pytest.mark.parametrize(("form", "reason"), [("mp4", "the video does not decode after frame 2: Invalid data found when processing input"),
+                                              ("matroska", "frame 1 of the video is damaged")])
+def test_a_damaged_frame_is_not_trained_on(form: str, reason: str) -> None:
+    """Of a frame that it can read in part FFmpeg makes up the rest, and says so in a flag alone."""
+    data = damaged_video(form)
+    grid = PROCESSOR.encode(talk("<video>", "a"), [clip_of(data, LIMITS)]).grids[0]
+    with pytest.raises(ValueError, match=reason):
+        decode_video(data, PROCESSOR, [range(grid[0])], grid[0])

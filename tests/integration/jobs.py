@@ -44,6 +44,16 @@ def train(run_dir: Path, *arguments: str, timeout_s: float = 240.0) -> Ended:
     return ended
 
 
+def refused(status: int, *arguments: str) -> str:
+    """The one line that a run ends with that must fail."""
+    ended = run("train.py", *arguments)
+    assert ended.status == status, ended.output + ended.errors
+    said = [line for line in ended.error_lines if line.startswith("error: ")]
+    assert len(said) == 1, ended.errors
+    assert "Traceback" not in ended.output + ended.errors
+    return said[0]
+
+
 def lines(run_dir: Path, name: str) -> list[dict[str, Any]]:
     path = run_dir / name
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

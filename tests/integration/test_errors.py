@@ -8,17 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import lines, run
-
-
-def refused(status: int, *arguments: str) -> str:
-    """The one line that a failing start prints."""
-    ended = run("train.py", *arguments)
-    assert ended.status == status, ended.output + ended.errors
-    said = [line for line in ended.error_lines if line.startswith("error: ")]
-    assert len(said) == 1, ended.errors
-    assert "Traceback" not in ended.output + ended.errors
-    return said[0]
+from tests.integration.jobs import refused, run
 
 
 @pytest.fixture
@@ -50,37 +40,6 @@ def test_a_missing_file(ray_cluster: None, tmp_path: Path) -> None:
 def test_more_workers_than_the_cluster_has_room_for(ray_cluster: None, tmp_path: Path) -> None:
     line = refused(1, f"run.dir={tmp_path / 'run'}", "cluster.num_workers=64", "cluster.start_timeout_s=2")
     assert "cluster.num_workers=64: needs 6.4 CPU; the cluster has 2 CPU in all" in line
-
-
-@pytest.mark.parametrize("damage", ["absent", "header", "body"])
-def test_a_bad_image_is_left_out_and_listed(ray_cluster: None, conversations: Path, damage: str) -> None:
-    rows = json.loads((conversations / "rows.json").read_text())
-    bad = rows[3]
-    victim = conversations / (bad["image"] if isinstance(bad["image"], str) else bad["image"][0])
-    content = victim.read_bytes()
-    for row in rows:  # the image must be in one conversation only
-        assert row is bad or victim.name not in json.dumps(row)
-    victim.unlink()
-    if damage == "header":
-        victim.write_bytes(b"not an image")
-    elif damage == "body":
-        victim.write_bytes(content[: len(content) // 2])
-    ended = run("train.py", *llava(conversations))
-    assert ended.status == 0, ended.errors
-    skipped = lines(conversations / "run", "skipped.jsonl")
-    assert [row["id"] for row in skipped] == [bad["id"]]
-    assert f"sample {bad['id']} left out" in ended.output
-    used = [sample_id for line in lines(conversations / "run", "ledger.jsonl") for sample_id in line["sample_ids"]]
-    assert bad["id"] not in used
-    assert len(used) == len(set(used)) == 7
-
-
-def test_a_bad_image_ends_the_run_when_asked(ray_cluster: None, conversations: Path) -> None:
-    rows = json.loads((conversations / "rows.json").read_text())
-    victim = conversations / (rows[3]["image"] if isinstance(rows[3]["image"], str) else rows[3]["image"][0])
-    victim.write_bytes(b"not an image")
-    line = refused(1, *llava(conversations), "data.on_error=fail")
-    assert rows[3]["id"] in line
 
 
 def test_a_folder_of_another_configuration(ray_cluster: None, conversations: Path) -> None:
