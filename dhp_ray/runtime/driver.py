@@ -93,15 +93,14 @@ class Driver:
 
     def _train(self, session: Session, broken: str) -> Iterator[Message]:
         """Generation after generation, until the last step; `broken`: why the one that there is cannot go on."""
-        change, leaving = broken, tuple[int, ...]()
+        change = broken
         while True:
             try:
                 if change:
-                    finished = yield from form_anew(session, change, bool(broken), leaving)
+                    finished = yield from form_anew(session, change, bool(broken), () if broken else session.meter.no_good())
                     yield from self.commits.recovered(finished)
                 broken = ""
                 change = yield from self._steps(session)
-                leaving = session.meter.no_good()
                 yield from self.commits.finish_saves()
                 if not change:
                     yield from self._finish(session)

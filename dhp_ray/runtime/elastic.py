@@ -93,10 +93,10 @@ def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_
         return Stop(f"the next batch has a sequence that needs {min_ranks} ranks, and the run has at most {max_ranks} (cluster.max_workers)")
     well = tuple(place for place, condition in enumerate(conditions) if condition is Condition.WELL)
     added = max(0, min(newcomers, max_ranks - len(well)))
-    if len(well) == len(conditions) and not broken and not added:
-        return GoOn()
     if len(well) + added < min_ranks:
         return Wait(min_ranks, len(well) + added)
+    if len(well) == len(conditions) and not broken and not added:
+        return GoOn()
     return Form(well, added)
 
 

@@ -160,6 +160,7 @@ def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator
                     session.records.event("waiting", num_ranks=num_ranks, have=have)
                     yield Notice(f"{have} workers are left, the run needs {num_ranks}: waiting for capacity")
         time.sleep(CAPACITY_POLL_S)
+        session.group.members = [found.member for found in sighted if found.condition is Condition.WELL]  # the others are being replaced
         sighted = yield from _settled(session, set())
 
 
