@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dhp_ray.storage import Folder
+from dhp_ray.storage import Folder, StorageError
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,42 @@ class Checkpoints:
 
     def complete(self) -> list[int]:
         """Steps of the whole checkpoints, oldest first."""
-        steps = [int(match[1]) for name in self.folder.names("checkpoints") if (match := re.fullmatch(r"step_(\d+)", name))]
-        return sorted(step for step in steps if self.folder.exists(f"{self.name(step)}/manifest.json"))
+        return [step for step in self._steps() if self.folder.exists(f"{self.name(step)}/manifest.json")]
+
+    def _steps(self) -> list[int]:
+        """Steps that have a folder, oldest first."""
+        return sorted(int(match[1]) for name in self.folder.names("checkpoints") if (match := re.fullmatch(r"step_(\d+)", name)))
 
     def newest(self) -> Manifest | None:
+        """What the newest whole checkpoint says of itself; None: there is none.
+
+        Raises:
+            StorageError: its manifest is not one; one line.
+        """
         steps = self.complete()
-        return Manifest(**json.loads(self.folder.read(f"{self.name(steps[-1])}/manifest.json"))) if steps else None
+        if not steps:
+            return None
+        name = f"{self.name(steps[-1])}/manifest.json"
+        try:
+            return Manifest(**json.loads(self.folder.read(name)))
+        except (ValueError, TypeError):
+            raise StorageError(f"{self.folder.uri}/{name}: not the manifest of a checkpoint; allowed: one that a run has written, or no such folder") from None
 
     def newest_step(self) -> int:
         """The step of the newest whole checkpoint; 0: there is none."""
         return (self.complete() or [0])[-1]
 
     def seal(self, manifest: Manifest) -> None:
-        """Write the manifest, which makes the checkpoint whole; then drop the oldest ones."""
+        """Write the manifest, which makes the checkpoint whole; then drop the oldest ones, and what a failed save has left before it."""
         self.folder.write(f"{self.name(manifest.step)}/manifest.json", json.dumps(asdict(manifest)).encode())
-        for step in self.complete()[: -self.keep]:
-            self.folder.delete(self.name(step))
+        kept = self.complete()[-self.keep :]
+        for step in self._steps():
+            if step < manifest.step and step not in kept:
+                self.folder.delete(self.name(step))
 
     def discard_after(self, step: int) -> None:
         """Remove half-written folders, and those past `step`, before a run goes on from it."""
-        whole = set(self.complete())
-        for name in self.folder.names("checkpoints"):
-            match = re.fullmatch(r"step_(\d+)", name)
-            if match and (int(match[1]) > step or int(match[1]) not in whole):
-                self.folder.delete(f"checkpoints/{name}")
+        whole = self.complete()
+        for found in self._steps():
+            if found > step or found not in whole:
+                self.folder.delete(self.name(found))

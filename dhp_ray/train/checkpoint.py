@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -167,8 +168,12 @@ class Checkpointer:
         return entries
 
     def _write(self, step: int, state: ShardState, group: dist.ProcessGroup | None) -> None:
-        """The thread of a save. A peer must not wait for us: whatever may fail here happens inside torch's steps or after them."""
+        """The thread of a save: every rank's part is written, or none stays.
+
+        A peer must not wait for us in vain: what may fail here happens inside torch's steps, or is caught.
+        """
         folder = self.scratch / f"step_{step:06d}_{uuid4().hex}"  # a save that was left may still write to its own
+        error: str | None = None  # empty: another rank's
         try:
             writer = dcp.FileSystemWriter(folder, sync_files=False)  # the upload is what makes files safe
             planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -180,15 +185,26 @@ class Checkpointer:
                 if self._left.is_set():
                     return
                 self.folder.upload(file, f"checkpoints/step_{step:06d}/{file.name}")
-        except CheckpointException as error:
-            if self.rank in error.failures:
-                self._results.put((step, _one_line(error.failures[self.rank][0])))
-        except BaseException as error:  # told by poll, training goes on
-            self._results.put((step, _one_line(error)))
-        else:
-            self._results.put((step, ""))
+        except CheckpointException as failure:
+            error = _one_line(failure.failures[self.rank][0]) if self.rank in failure.failures else ""
+        except BaseException as failure:  # told by poll, training goes on
+            error = _one_line(failure)
+        try:
+            if not all_well(error is None, group):
+                self._withdraw(step, folder)
+                error = error or ""
+        except BaseException as failure:
+            error = error or _one_line(failure)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        if error != "":
+            self._results.put((step, error or ""))
+
+    def _withdraw(self, step: int, folder: Path) -> None:
+        """Remove this rank's files of a save that failed elsewhere: a full disk needs the room, for the logs and for the next save."""
+        for file in sorted(folder.iterdir()) if folder.exists() else []:
+            if not self._left.is_set():  # then a later generation may be writing files of these names
+                self.folder.delete(f"checkpoints/step_{step:06d}/{file.name}")
 
     def _source(self, name: str, state: ShardState, fetched: Path) -> Path:
         """Where the checkpoint can be read: in place, or a copy of the files that this rank needs."""
@@ -200,6 +216,16 @@ class Checkpointer:
         for file in sorted(needed_files(metadata, self._entries(state))):
             self.folder.download(f"{name}/{file}", fetched / file)
         return fetched
+
+
+def all_well(well: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether every rank says so. Waits as long as the slowest needs, whatever the group's own timeout: to upload may take long."""
+    if group is None:
+        return well
+    failed, options = torch.tensor(int(not well)), dist.AllreduceOptions()
+    options.reduceOp, options.timeout = dist.ReduceOp.MAX, timedelta(days=7)
+    group.allreduce([failed], options).wait()
+    return not failed.item()
 
 
 def compare_shapes(checkpoint: str, saved: dict[str, tuple[int, ...]], model: dict[str, tuple[int, ...]]) -> None:

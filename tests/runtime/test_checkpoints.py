@@ -1,7 +1,9 @@
 from pathlib import Path
 
+import pytest
+
 from dhp_ray.runtime.checkpoints import Checkpoints, Manifest
-from dhp_ray.storage import Folder
+from dhp_ray.storage import Folder, StorageError
 
 
 def manifest(step: int) -> Manifest:
@@ -31,3 +33,29 @@ def test_going_on_removes_what_is_half_written_or_later(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step_000003").mkdir()
     checkpoints.discard_after(4)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+
+
+def test_what_a_failed_save_has_left_goes_with_the_next_whole_one(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(Folder(str(tmp_path)), keep=5)
+    checkpoints.seal(manifest(2))
+    for step in (4, 8):
+        (tmp_path / f"checkpoints/step_{step:06d}").mkdir()
+    checkpoints.seal(manifest(6))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000006", "step_000008"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 3}', "null"])
+def test_what_is_no_manifest_is_one_line(tmp_path: Path, content: str) -> None:
+    checkpoints = Checkpoints(Folder(str(tmp_path)), keep=2)
+    checkpoints.seal(manifest(4))
+    (tmp_path / "checkpoints/step_000004/manifest.json").write_text(content)
+    with pytest.raises(StorageError, match=r"checkpoints/step_000004/manifest\.json: not the manifest of a checkpoint") as caught:
+        checkpoints.newest()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(Folder(str(tmp_path)), keep=2)
+    checkpoints.seal(manifest(4))
+    (tmp_path / "checkpoints/step_000008").write_text("")
+    assert checkpoints.newest() == manifest(4)

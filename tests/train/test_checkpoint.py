@@ -147,7 +147,9 @@ def fail_then_save(rank, world_size, run_dir, blocked):
     network = Network()
     engine = make_engine(network, rank, world_size)
     checkpointer = make_checkpointer(engine, rank, world_size, run_dir)
-    obstacle = checkpointer.scratch if blocked == "scratch" else Path(run_dir) / "run" / "checkpoints"
+    checkpoints = Path(run_dir) / "run" / "checkpoints"
+    folder = checkpoints / "step_000001" / "__1_0.distcp"  # where a file should be
+    obstacle = {"scratch": checkpointer.scratch, "run": checkpoints, "part": folder / "x"}[blocked]
     if rank == 1:
         obstacle.parent.mkdir(parents=True, exist_ok=True)
         obstacle.write_text("a file where a folder should be")
@@ -156,10 +158,10 @@ def fail_then_save(rank, world_size, run_dir, blocked):
     checkpointer.begin(1)
     train_step(engine, network, 1, rank, world_size)
     checkpointer.finish()
-    first = checkpointer.poll()
+    first = (*checkpointer.poll(), [path.name for path in checkpoints.glob("step_000001/*")] if checkpoints.is_dir() else [])
     dist.barrier()
     if rank == 1:
-        obstacle.unlink()
+        obstacle.unlink(missing_ok=True)
     dist.barrier()
     train_step(engine, network, 2, rank, world_size)
     saved = state_of(engine)
@@ -176,23 +178,31 @@ def fail_then_save(rank, world_size, run_dir, blocked):
 
 def test_a_node_that_cannot_write_is_told_and_the_next_save_works(tmp_path):
     results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "scratch")
-    (saved, error), *_ = results[1]
+    (saved, error, _), *_ = results[1]
     assert saved == []
     assert error.startswith("step 1: ")
     assert "scratch_3_1" in error
     assert "\n" not in error
-    assert [results[rank][0] for rank in (0, 2)] == [([], "")] * 2, "the others have not failed, and have saved nothing"
+    assert [results[rank][0] for rank in (0, 2)] == [([], "", [])] * 2, "the others have not failed, and have saved nothing"
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
 
 
 def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp_path):
     results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "run")
-    for (saved, error), *_ in results:
+    for (saved, error, _), *_ in results:
         assert saved == []
         assert error.startswith("step 1: StorageError: ")
         assert f"{tmp_path}/run/checkpoints/step_000001/" in error
         assert "\n" not in error
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
+
+
+def test_parts_of_a_save_that_failed_elsewhere_are_taken_back(tmp_path):
+    """On a full disk the parts that were written would take the room of the next save, and of the logs."""
+    results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "part")
+    assert [result[0] for result in results[::2]] == [([], "", [])] * 2
+    assert results[1][0][1].startswith(f"step 1: StorageError: {tmp_path}/run/checkpoints/step_000001/__1_0.distcp: cannot be copied from ")
+    assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
 
 
 def die_in_a_save(rank, port, run_dir, moment):
