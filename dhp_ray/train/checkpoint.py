@@ -183,7 +183,7 @@ class Checkpointer:
                 (folder / DESCRIPTION).write_text(json.dumps(description))
             for file in sorted(folder.iterdir()):
                 if self._left.is_set():
-                    return
+                    raise RuntimeError("it was left")
                 self.folder.upload(file, f"checkpoints/step_{step:06d}/{file.name}")
         except CheckpointException as failure:
             error = _one_line(failure.failures[self.rank][0]) if self.rank in failure.failures else ""
@@ -223,7 +223,7 @@ def all_well(well: bool, group: dist.ProcessGroup | None) -> bool:
     if group is None:
         return well
     failed, options = torch.tensor(int(not well)), dist.AllreduceOptions()
-    options.reduceOp, options.timeout = dist.ReduceOp.MAX, timedelta(days=7)
+    options.reduceOp, options.timeout = dist.ReduceOp.MAX, timedelta(days=7)  # type: ignore[assignment]
     group.allreduce([failed], options).wait()
     return not failed.item()
 
