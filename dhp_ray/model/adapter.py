@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dhp_ray.model.attention import PackContext
+    from dhp_ray.model.weights import StoredWeights
 
 PARTS = ("vision", "language")
 
@@ -32,6 +33,9 @@ class ModelAdapter(Protocol):
 
     module: PreTrainedModel
     """The Hugging Face model; all trainable state is in its `named_parameters()`."""
+
+    weights: StoredWeights | None
+    """Where the parameters' values are to be read from, of a module that was built without (on the meta device); None: it has them."""
 
     feature_width: int
     """F: width of a vision feature as it enters the language model."""

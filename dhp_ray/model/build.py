@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from dhp_ray.model.adapter import ModelAdapter, ModelError
 from dhp_ray.model.presets import preset_config
 from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.weights import StoredWeights
 
 FAMILIES: dict[str, Any] = {"qwen2_5_vl": Qwen25VL}
 
@@ -37,9 +38,31 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
             adapter: ModelAdapter = family(family.model_class(config))
             return adapter
     family = _family(read_config(path))
-    check_weights(path)
+    weight_files(path)
     loaded: ModelAdapter = family(_load(family.model_class, path))
     return loaded
+
+
+def build_skeleton(path: str) -> ModelAdapter:
+    """The model of a local folder without its weights: parameters on the meta device, and `weights` to read any rows of them from.
+
+    Raises:
+        ModelError: one line on what is missing or not supported.
+    """
+    logging.disable_progress_bar()
+    config = read_config(path)
+    family = _family(config)
+    files = weight_files(path)
+    with torch.device("meta"):
+        module = family.model_class(config)
+    for name, holder in list(module.named_modules()):
+        if next(holder.buffers(recurse=False), None) is not None:
+            module.set_submodule(name, type(holder)(holder.config))  # tables of rotary frequencies, which no file holds
+    if (Path(path) / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    adapter: ModelAdapter = family(module)
+    adapter.weights = StoredWeights(path, files, module, family.stored_names)
+    return adapter
 
 
 def num_parameters(preset: str, path: str, token_ids: Mapping[str, int] | None) -> int:
@@ -67,8 +90,8 @@ def read_config(path: str) -> PreTrainedConfig:
     return config
 
 
-def check_weights(path: str) -> None:
-    """Refuse a folder whose safetensors are missing, in whole or in part."""
+def weight_files(path: str) -> list[str]:
+    """The safetensors of a folder; refuses one whose are missing, in whole or in part."""
     folder = Path(path)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -83,6 +106,7 @@ def check_weights(path: str) -> None:
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         found = f" (it has {pickles[0]}, which can run code when read)" if pickles else ""
         raise ModelError(f"model.path: {path} has no {missing[0]}{found}; allowed: weights as safetensors")
+    return names
 
 
 def _family(config: PreTrainedConfig) -> Any:

@@ -15,6 +15,7 @@ from dhp_ray.model import attention
 from dhp_ray.model.adapter import PARTS, ModelError, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.loss import cross_entropy_sum
+from dhp_ray.model.weights import StoredWeights
 
 ATTENTION = {"text_config": "dhp_ring", "vision_config": "sdpa"}
 # "dynamic" and "longrope" choose frequencies by the longest position that a call sees, so shards of one sequence would differ.
@@ -26,12 +27,15 @@ class Qwen25VL:
 
     model_class = Qwen2_5_VLForConditionalGeneration
     config_class = Qwen2_5_VLConfig
+    stored_names = ((r"^visual\.", "model.visual."), (r"^model\.(?!language_model\.|visual\.)", "model.language_model."))
+    """Names in the published files, which are older than the module's, and what they are now."""
 
     def __init__(self, module: Qwen2_5_VLForConditionalGeneration) -> None:
         check(module.config)
         attention.register()
         module.set_attn_implementation(ATTENTION)
         self.module = module.train()
+        self.weights: StoredWeights | None = None
         vision: Any = module.config.vision_config
         text: Any = module.config.text_config
         self.feature_width: int = vision.out_hidden_size

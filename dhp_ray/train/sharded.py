@@ -29,6 +29,7 @@ from dhp_ray.train.buckets import Bucket, Piece
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.collectives import TimedCollective
 from dhp_ray.train.engine import COMPUTE_TYPES
+from dhp_ray.train.loading import first_row, read_shards
 from dhp_ray.train.lockstep import LockstepModel
 from dhp_ray.train.optimizer import OptimizerSettings, ShardState
 from dhp_ray.train.versions import Engine
@@ -43,10 +44,11 @@ class ShardedEngine(Engine):
 
     def __init__(self, adapter: ModelAdapter, settings: OptimizerSettings, world_group: dist.ProcessGroup, rank: int, device: torch.device,
                  precision: str = "fp32") -> None:
-        """Every rank calls this, with equal parameters, which move to `device` unit by unit. `world_group` holds all ranks, also where that is one.
+        """Every rank calls this, with equal parameters, which move to `device` unit by unit; or with a model built without weights, of which it reads
+        its rows. `world_group` holds all ranks, also where that is one.
 
         Raises:
-            ValueError: unknown precision, or no parameter to train.
+            ValueError: unknown precision, no parameter to train, or a file of weights that cannot be read.
         """
         if precision not in COMPUTE_TYPES:
             raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
@@ -67,6 +69,8 @@ class ShardedEngine(Engine):
             sharded.set_custom_all_gather(cast(Any, self._gather))
             sharded.set_custom_reduce_scatter(cast(Any, self._scatter))
         everything: dict[str, DTensor] = dict(module.named_parameters())
+        if adapter.weights is not None:
+            read_shards(self.root, everything, adapter.weights, rank, self.world_size, device)
         self.frozen = {name: parameter for name, parameter in everything.items() if not parameter.requires_grad}
         self.parameters = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
         if not self.parameters:
@@ -125,7 +129,7 @@ class ShardedEngine(Engine):
                 rows = parameter.to_local()
                 if name is None or not rows.numel():
                     continue
-                start = min(-(-parameter.shape[0] // self.world_size) * self.rank, parameter.shape[0]) * math.prod(parameter.shape[1:])
+                start = first_row(parameter.shape[0], self.rank, self.world_size) * math.prod(parameter.shape[1:])
                 found.append(Piece(name, start, start + rows.numel(), offset))
                 offset += rows.numel()
             if found:
