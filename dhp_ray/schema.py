@@ -171,4 +171,5 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     eval: Eval = field(default_factory=Eval)
     elastic: Elastic = field(default_factory=Elastic)
+    watch: Watch = field(default_factory=Watch)
     train: Train = field(default_factory=Train)

@@ -81,6 +81,7 @@ class Commits:
             yield from self._observe_speeds(done)
         extra |= {f"speed_{rank}": speed for rank, speed in enumerate(session.meter.planned())}
         session.scalars.step(metrics, extra)
+        session.watch.step(done.step, plan, done.results, session.scalars)
         yield StepDone(metrics, extra)
         for result in done.results:
             yield from self._note_saves(result.rank, list(result.saved_steps), result.save_error)

@@ -164,6 +164,7 @@ class Driver:
         session.group.call("leave")
         session.dispatcher.stop()
         session.stream.close()
+        session.watch.close()
         session.scalars.close()
         session.records.close()
         if session.stopping:

@@ -23,7 +23,8 @@ from dhp_ray.runtime.group import WorkerGroup
 from dhp_ray.runtime.messages import Load, Message, Notice, RunError, Started
 from dhp_ray.runtime.records import RunRecords
 from dhp_ray.runtime.speeds import SpeedMeter
-from dhp_ray.runtime.tensorboard import ScalarLog
+from dhp_ray.runtime.tensorboard import ScalarLog, cluster_text
+from dhp_ray.runtime.watch import Watch
 from dhp_ray.storage import Folder
 
 MEMORY_SHARE = 0.9
@@ -40,6 +41,7 @@ class Session:
     records: RunRecords
     checkpoints: Checkpoints
     scalars: ScalarLog
+    watch: Watch
     cost: CostModel
     stream: Stream | Mixture
     held_out: Stream | None
@@ -66,6 +68,7 @@ class Session:
         """The group has joined `generation`: plan for it from here on, first the `batches` that an earlier one has left."""
         self.generation = generation
         self.records.cluster(generation, self.group.membership())
+        self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
         self.plan_for_group(batches)
 
     def plan_for_group(self, batches: dict[int, Batch] | None = None) -> None:
@@ -77,6 +80,7 @@ class Session:
 
     def roll_back(self, step: int) -> None:
         """Forget every step after `step`."""
+        self.watch.close()
         self.records.truncate(step)
         self.checkpoints.discard_after(step)
         self.scalars.close()
@@ -114,7 +118,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     scalars = ScalarLog(folder.child("tensorboard"), first_step)
     steps = config.run.steps
     total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
-    session = Session(config, group, store, records, checkpoints, scalars, cost, stream, held_out, arrivals, total_steps)
+    watch = Watch(folder, config.watch.every_steps)
+    session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals, total_steps)
     if going_on:
         session.stream_lost = True
         session.plan_for_group()
@@ -128,6 +133,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     group.collect(group.join(1, store, session.keepers, [origin] * group.size, first_step - 1))
     session.enter(1)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
+    scalars.hyperparameters(config)
     records.event("started", generation=1, step=first_step, num_ranks=group.size)
     yield Started(_opening(config, group, stream, first_step - 1), first_step, total_steps)
     return session

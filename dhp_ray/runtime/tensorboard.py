@@ -84,8 +84,9 @@ class ScalarLog:
         points = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(event_pb2.Event(summary=summary_pb2.Summary(value=points)), step)
 
-    def text(self, name: str, markdown: str) -> None:
-        self._summary(text_pb(name, markdown), self.first_step)
+    def text(self, name: str, markdown: str, step: int | None = None) -> None:
+        """`step` None: the first one of this log."""
+        self._summary(text_pb(name, markdown), self.first_step if step is None else step)
 
     def hyperparameters(self, config: Config) -> None:
         """What the HPARAMS page lists of this run. A resumed run keeps the values of its first start there."""
