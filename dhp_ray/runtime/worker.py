@@ -113,6 +113,8 @@ class Worker:
         self.generation, self.error = membership.generation, ""
         self.prefetched.clear()
         self.processor = processor_spec(self.config).load()
+        if not gc.get_freeze_count():
+            gc.freeze()  # what is loaded stays: to look through it for cycles, at each change of membership, would take most of its time
         adopts = isinstance(origin, Adopt)
         reusable = self.adapter if self.unused or (adopts and self.config.planner.sync == "step") else None  # FSDP2 modules keep their mesh for life
         if reusable is None:
