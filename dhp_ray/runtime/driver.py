@@ -10,6 +10,7 @@ When the group breaks, or ought to change, a new generation takes its place (`re
 from __future__ import annotations
 
 import logging
+import os
 import time
 import traceback
 from collections.abc import Generator, Iterator
@@ -56,6 +57,7 @@ class Driver:
     def __init__(self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], going_on: bool) -> None:
         """`workers` by slot; `going_on`: they are in the midst of a run whose driver was lost."""
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # of several ranks that fail together one is asked; Ray would show the others' tracebacks
         self.config, self.store, self.going_on = config, store, going_on
         self.group = WorkerGroup([Member(slot, actor) for slot, actor in workers.items()])
         self.arrivals = Arrivals(config.cluster.device)

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from threading import Thread
 from typing import Any
 
 import ray
@@ -65,29 +66,51 @@ def _run(config: Config, console: Console) -> int:
     index_ahead(config.data)
     roster = Roster(config, resolve_device(config))
     host = ray.util.get_node_ip_address()
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    stores: list[TCPStore] = []
+    ending = Ending()
+    handler = signal.signal(signal.SIGTERM, ending.ask)
     try:
         roster.start()
-        for attempt in range(MAX_DRIVERS):
-            last = _drive(config, roster, (host, store.port), console, going_on=attempt > 0)
+        for _ in range(MAX_DRIVERS):
+            # A store for each driver: the numbers of generations that a lost one tried may come again. Groups that stand still use theirs.
+            stores.append(TCPStore(host, 0, is_master=True, wait_for_workers=False))
+            last = _drive(config, roster, (host, stores[-1].port), console, ending, going_on=len(stores) > 1)
             if last:
                 break
         else:
             raise RunError(f"the driver actor died {MAX_DRIVERS} times; start the same command again to go on from the newest checkpoint")
     finally:
+        signal.signal(signal.SIGTERM, handler)
         console.close()
         roster.close()
-        del store
+        stores.clear()
     if last.error:
         print(f"error: {last.error}", file=sys.stderr)
     return last.status
 
 
-def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, going_on: bool) -> Finished | None:
+class Ending:
+    """SIGTERM: the driver of the moment, and every later one, is to end the run early."""
+
+    def __init__(self) -> None:
+        self.driver: Any = None
+        self.reason = ""
+
+    def ask(self, *_: Any) -> None:
+        """The signal's handler. Ray, which it may have interrupted anywhere, is called from another thread."""
+        self.reason = "SIGTERM"
+        Thread(target=self.tell, daemon=True).start()
+
+    def tell(self) -> None:
+        if self.driver and self.reason:
+            self.driver.stop.remote(self.reason)
+
+
+def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, ending: Ending, going_on: bool) -> Finished | None:
     """The run under one driver actor; None when that was lost."""
-    driver = start_driver(config, dict(roster.workers), store, going_on)
-    handler = signal.signal(signal.SIGTERM, lambda *_: driver.stop.remote("SIGTERM"))
+    driver = ending.driver = start_driver(config, dict(roster.workers), store, going_on)
     try:
+        ending.tell()
         for slot, worker in ({} if going_on else roster.grow()).items():
             driver.offer.remote(slot, worker)
         for reference in driver.run.remote():
@@ -103,7 +126,6 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
         console.show(Notice("the driver actor died; another one takes over"))
         return None
     finally:
-        signal.signal(signal.SIGTERM, handler)
         ray.kill(driver)
     raise RunError("the driver ended without a word")
 

@@ -143,6 +143,11 @@ class RunRecords:
         members = [{name: rank[name] for name in ("rank", "pid", "node_id", "device")} for rank in ranks]
         self.folder.write("cluster.json", (json_text({"generation": generation, "ranks": members}) + "\n").encode())
 
+    @property
+    def generation(self) -> int:
+        """Of the membership; 0 before the first."""
+        return int(json.loads(self.folder.read("cluster.json"))["generation"]) if self.folder.exists("cluster.json") else 0
+
     def truncate(self, step: int) -> None:
         """Forget every step after `step` (a checkpoint's, 0 for none): the run goes on from there.
 

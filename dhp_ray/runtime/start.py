@@ -122,6 +122,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals, total_steps)
     if going_on:
         session.stream_lost = True
+        session.generation = records.generation
         session.plan_for_group()
         return session
     records.write_config(config)
