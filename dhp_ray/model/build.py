@@ -86,7 +86,10 @@ def read_config(path: str) -> PreTrainedConfig:
     name = tree.get("model_type") if isinstance(tree, dict) else None
     if name not in FAMILIES:
         raise ModelError(f"model.path: {path} holds a model of type {name!r}; allowed: {', '.join(sorted(FAMILIES))}")
-    config: PreTrainedConfig = FAMILIES[name].config_class.from_dict(tree)
+    try:
+        config: PreTrainedConfig = FAMILIES[name].config_class.from_dict(tree)
+    except Exception as error:  # transformers' checks of values raise errors of many kinds
+        raise ModelError(f"model.path: {file} is no configuration of a {name} model: {' '.join(str(error).split())[:300]}") from None
     return config
 
 

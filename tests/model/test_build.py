@@ -91,11 +91,14 @@ def test_a_missing_folder() -> None:
         build_model("", "/nowhere", None, 0)
 
 
-def test_a_folder_without_config(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_that_can_be_used(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^model.path: [^\n]* has no config.json; allowed: a local Hugging Face folder$"):
         build_model("", str(tmp_path), None, 0)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"^model.path: [^\n]*config.json is not JSON: [^\n]*$"):
+        build_model("", str(tmp_path), None, 0)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 2, "layer_types": ["full_attention"]}}))
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]*config.json is no configuration of a qwen2_5_vl model: [^\n]*num_hidden_layers[^\n]*$"):
         build_model("", str(tmp_path), None, 0)
 
 
