@@ -168,37 +168,49 @@ class Checkpointer:
         return entries
 
     def _write(self, step: int, state: ShardState, group: dist.ProcessGroup | None) -> None:
-        """The thread of a save: every rank's part is written, or none stays.
-
-        A peer must not wait for us in vain: what may fail here happens inside torch's steps, or is caught.
-        """
+        """The thread of a save; `poll` tells how it went."""
         folder = self.scratch / f"step_{step:06d}_{uuid4().hex}"  # a save that was left may still write to its own
-        error: str | None = None  # empty: another rank's
+        try:
+            error = self._saved(step, state, group, folder)
+        except BaseException as failure:
+            error = _one_line(failure)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if error is not None:
+            self._results.put((step, error))
+
+    def _saved(self, step: int, state: ShardState, group: dist.ProcessGroup | None, folder: Path) -> str | None:
+        """Every rank's part is written, or none stays: "" where it is, else what went wrong here, None where it was another rank.
+
+        A peer must not wait for us in vain: what may fail here happens inside torch's steps, or is caught. Where a collective
+        itself fails, or the save was left, we go: peers are freed when this group is closed.
+        """
+        error: str | None = ""
         try:
             writer = dcp.FileSystemWriter(folder, sync_files=False)  # the upload is what makes files safe
             planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-            if self.rank == 0:
-                description = {"state_version": state.version, "shapes": {name: list(shape) for name, shape in self.engine.shapes.items()}}
-                (folder / DESCRIPTION).write_text(json.dumps(description))
-            for file in sorted(folder.iterdir()):
-                if self._left.is_set():
-                    raise RuntimeError("it was left")
+        except CheckpointException as failure:  # on all ranks alike
+            error = _one_line(failure.failures[self.rank][0]) if self.rank in failure.failures else None
+        else:
+            try:
+                self._upload(step, state, folder)
+            except BaseException as failure:
+                error = _one_line(failure)
+        if self._left.is_set():
+            return error
+        if not all_well(error == "", group):
+            self._withdraw(step, folder)
+            return error or None
+        return ""
+
+    def _upload(self, step: int, state: ShardState, folder: Path) -> None:
+        if self.rank == 0:
+            description = {"state_version": state.version, "shapes": {name: list(shape) for name, shape in self.engine.shapes.items()}}
+            (folder / DESCRIPTION).write_text(json.dumps(description))
+        for file in sorted(folder.iterdir()):
+            if not self._left.is_set():
                 self.folder.upload(file, f"checkpoints/step_{step:06d}/{file.name}")
-        except CheckpointException as failure:
-            error = _one_line(failure.failures[self.rank][0]) if self.rank in failure.failures else ""
-        except BaseException as failure:  # told by poll, training goes on
-            error = _one_line(failure)
-        try:
-            if not all_well(error is None, group):
-                self._withdraw(step, folder)
-                error = error or ""
-        except BaseException as failure:
-            error = error or _one_line(failure)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        if error != "":
-            self._results.put((step, error or ""))
 
     def _withdraw(self, step: int, folder: Path) -> None:
         """Remove this rank's files of a save that failed elsewhere: a full disk needs the room, for the logs and for the next save."""

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -123,7 +124,7 @@ class Engine(ABC):
         self._detach()
         self.current, self.spare = ShardState.zeros(0, self.device), ShardState.zeros(0, self.device)
         self.current.version = self.spare.version = UNFINISHED
-        self.group = None
+        self.group = self.settings = self.optimizer = cast(Any, None)  # the settings know the model, and FSDP's modules the group
 
     @abstractmethod
     def _detach(self) -> None:
