@@ -56,6 +56,8 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int]
         RunError: the run cannot go on; one line.
     """
     begun = time.perf_counter()
+    if broken:
+        session.records.event("broken", generation=session.generation, step=session.records.last_step + 1, cause=cause)
     batches = session.dispatcher.stop()
     sighted = yield from _settled(session, set(leaving))
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
