@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,29 +18,45 @@ from dhp_ray.train.collate import Payload
 TOKEN_IDS = {"bos": 256, "pad": 256, "eos": 258, "vision_start": 259, "vision_end": 260, "image": 261, "video": 262}
 
 
-def make_sample(name: str, parts: Sequence[int | Grid], first_label: int | None = None) -> tuple[Sample, Payload]:
-    """A sample of text runs (their length) and images (their grid); labels count from `first_label`, by default every third token is masked."""
+@dataclass(frozen=True)
+class Film:
+    """A video as it is planned: pieces in time, each a grid; a step in time lasts `seconds`."""
+
+    seconds: float
+    pieces: tuple[Grid, ...]
+
+
+def make_sample(name: str, parts: Sequence[int | Grid | Film], first_label: int | None = None) -> tuple[Sample, Payload]:
+    """A sample of text runs (their length), images (their grid) and videos; labels count from `first_label`, by default every third token is masked."""
     random = np.random.default_rng(sum(map(ord, name)))
     ids: list[int] = []
     grids: list[Grid] = []
     pixels: list[np.ndarray | None] = []
-    for part in parts:
+    media: list[int] = []
+    seconds: list[float] = []
+    for place, part in enumerate(parts):
         if isinstance(part, int):
             ids += random.integers(0, 256, part).tolist()
             continue
-        grids.append(part)
-        patches = part[0] * part[1] * part[2]
-        pixels.append(random.standard_normal((patches, 3 * 2 * 14 * 14), dtype=np.float32))
-        ids += [TOKEN_IDS["vision_start"], *[TOKEN_IDS["image"]] * (patches // 4), TOKEN_IDS["vision_end"]]
+        pieces, lasts, token = (part.pieces, part.seconds, "video") if isinstance(part, Film) else ((part,), 0.0, "image")
+        ids.append(TOKEN_IDS["vision_start"])
+        for time, height, width in pieces:
+            pixels.append(random.standard_normal((time * height * width, 3 * 2 * 14 * 14), dtype=np.float32))
+            ids += [TOKEN_IDS[token]] * (time * height * width // 4)
+        ids.append(TOKEN_IDS["vision_end"])
+        grids += pieces
+        media += [place] * len(pieces)
+        seconds += [lasts] * len(pieces)
     input_ids = np.array(ids, np.int32)
     labels = np.where(input_ids < 256, input_ids, -100).astype(np.int32)
     if first_label is None:
         labels[::3] = -100
     else:
         labels[:first_label] = -100
-    vision_tokens = int((input_ids == TOKEN_IDS["image"]).sum())
+    vision_tokens = int(np.isin(input_ids, [TOKEN_IDS["image"], TOKEN_IDS["video"]]).sum())
     return (Sample(name, len(ids) - vision_tokens, vision_tokens, tuple(grids)),
-            Payload(input_ids=input_ids, labels=labels, grids=np.array(grids, np.int64).reshape(-1, 3), pixels=pixels))
+            Payload(input_ids=input_ids, labels=labels, grids=np.array(grids, np.int64).reshape(-1, 3), pixels=pixels,
+                    media=np.array(media, np.int64), seconds=np.array(seconds)))
 
 
 def make_pack(index: int, ranks: Sequence[int], samples: Sequence[Sample], encoders: Sequence[int] | None = None) -> RankPack:
@@ -76,11 +92,21 @@ def plain_loss(module: Qwen2_5_VLForConditionalGeneration, payload: Payload) -> 
     """Mean loss of one sample by transformers' own forward, and its number of valid tokens."""
     ids = torch.from_numpy(payload.input_ids.astype(np.int64))[None]
     labels = torch.from_numpy(payload.labels.astype(np.int64))[None]
-    images = {}
+    inputs: dict[str, Tensor] = {}
     if len(payload.grids):
-        images = {"pixel_values": torch.from_numpy(np.concatenate([patches for patches in payload.pixels if patches is not None])),
-                  "image_grid_thw": torch.from_numpy(payload.grids), "mm_token_type_ids": (ids == TOKEN_IDS["image"]).int()}
-    return module(input_ids=ids, labels=labels, **images).loss, int((labels[:, 1:] != -100).sum())
+        grids, seconds = (torch.from_numpy(values) for values in payload.whole())
+        inputs["mm_token_type_ids"] = (ids == TOKEN_IDS["image"]).int() + 2 * (ids == TOKEN_IDS["video"]).int()
+        of_video = np.zeros(len(payload.grids), bool) if payload.seconds is None else payload.seconds > 0
+        patches: dict[bool, list[np.ndarray]] = {False: [], True: []}
+        for is_video, values in zip(of_video, payload.pixels):
+            if values is not None:
+                patches[bool(is_video)].append(values)
+        if patches[False]:
+            inputs |= {"pixel_values": torch.from_numpy(np.concatenate(patches[False])), "image_grid_thw": grids[seconds == 0]}
+        if patches[True]:
+            inputs |= {"pixel_values_videos": torch.from_numpy(np.concatenate(patches[True])), "video_grid_thw": grids[seconds > 0],
+                       "second_per_grid_ts": seconds[seconds > 0].float()}
+    return module(input_ids=ids, labels=labels, **inputs).loss, int((labels[:, 1:] != -100).sum())
 
 
 def plain_gradients(module: Qwen2_5_VLForConditionalGeneration, payloads: Sequence[Payload]) -> tuple[float, dict[str, Tensor]]:

@@ -20,7 +20,7 @@ from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.rank import Rank
 from dhp_ray.train.collate import Payload
-from tests.packs import make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
+from tests.packs import Film, make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
 from tests.ranks import run_processes
 from tests.train.networks import whole
 
@@ -30,6 +30,7 @@ SAMPLES = [
     make_sample("word", [2]), make_sample("token", [1]), make_sample("short", [7]), make_sample("text", [40]), make_sample("long", [150]),
     make_sample("image", [20, (1, 4, 8), 30]), make_sample("images", [9, (1, 4, 6), 40, (1, 4, 4), 2, (1, 8, 6), 5]), make_sample("picture", [(1, 8, 8), 12]),
     make_sample("first", [(1, 2, 2), 1]), make_sample("clip", [(2, 4, 6), 3]), make_sample("wide", [4, (1, 2, 20), 60]),
+    make_sample("film", [5, Film(0.5, ((2, 4, 4), (2, 4, 4), (1, 4, 4))), 30, (1, 4, 8), 9]), make_sample("reel", [8, Film(1.5, ((3, 4, 6),)), 20]),
     make_sample("masked", [50], first_label=50), make_sample("unseen", [10, (1, 4, 4), 10], first_label=26),
 ]
 
@@ -85,6 +86,28 @@ def test_more_groups_than_the_pool_holds(reference: Path, sync: str) -> None:
     pools = check(reference, world, plans, "comm.pool_groups=2")
     assert pools[0]["evictions"] > 0
     assert pools[0]["overflows"] > 0
+
+
+@pytest.mark.parametrize("transport", [TRANSPORTS[0], pytest.param(TRANSPORTS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_video_in_packs_of_every_degree(reference: Path, sync: str, transport: str) -> None:
+    """Its pieces in time are encoded by different ranks; the ranks beside its pack have another video, text, or nothing."""
+    check(reference, World(5, sync, transport), [plan_of([
+        (tuple((rank + 1) % 5 for rank in range(degree)), ("film", "text"), tuple(piece % degree for piece in range(4)), 0),
+        *([(tuple((rank + 1) % 5 for rank in range(degree, 5)), ("reel",), (0,), 0)] if degree < 5 else []),
+        ((0,), ("image", "word"), (0,), 1)], sync) for degree in (1, 2, 3, 4, 5)])
+
+
+def plan_of(groups: Sequence[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], int]], sync: str, num_ranks: int = 5) -> Plan:
+    """A plan of groups: ranks, names of samples, encoders, micro-batch."""
+    named = {sample.id: sample for sample, _ in SAMPLES}
+    samples = [named[name] for _, names, _, _ in groups for name in names]
+    places = {sample.id: place for place, sample in enumerate(samples)}
+    planned = tuple(GroupPlan(ranks, Pack(tuple(places[name] for name in names)), 1.0, 0.0, micro_batch if sync == "micro_batch" else 0, encoders)
+                    for ranks, names, encoders, micro_batch in groups)
+    plan = Plan("listed", sync, ClusterSpec(num_ranks, num_ranks, 10_000), tuple(samples), planned, 1.0, 1.0)
+    plan.validate()
+    return plan
 
 
 def seeds(world: World, count: int) -> range:
