@@ -1,4 +1,4 @@
-"""The same 12 conversations in every format are the same sequences and pixels."""
+"""The same 12 conversations in every format are the same sequences, pixels and losses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from dhp_ray.comm.link import Link
 from dhp_ray.data.conversation import turns_of
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_rows
-from dhp_ray.runtime.prefetch import pixels_of
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.build import build_model
+from dhp_ray.planner.plan import RankPack, Sample
+from dhp_ray.runtime.prefetch import payload_of
 from dhp_ray.schema import Data, Model
+from dhp_ray.train.collate import Payload, collate
+from dhp_ray.train.pack import pack_loss
 from tests.data.samples import picture, processor, talk, video, write_rows
+from tests.packs import TOKEN_IDS, plain_copy, plain_loss
 
 PROCESSOR = processor()
 PICTURES = {f"{number}.png": picture(60 + 20 * number, 90) for number in range(3)} | {"turned.jpg": picture(120, 60, "JPEG", quality=90)}
@@ -142,22 +150,65 @@ def records(data: Data) -> dict[str, Row]:
     return {record["id"]: record for record in read_rows(block, list(range(block.num_rows)))}
 
 
+def payload(record: Row) -> Payload:
+    return payload_of(record, (True,) * len(record["grids"]), PROCESSOR)
+
+
+def loss_and_gradient(adapter: ModelAdapter, record: Row) -> tuple[float, torch.Tensor]:
+    """Of a record as a sequence of its own: the loss sum, and its gradient at the input embeddings and at the patches' projection."""
+    sample = Sample(record["id"], record["text_tokens"], record["vision_tokens"], tuple(tuple(grid) for grid in record["grids"].tolist()))
+    pack = RankPack(0, (0,), (sample,), (0,) * len(sample.vision_grids), 0.0)
+    adapter.module.zero_grad()
+    loss = pack_loss(adapter, collate(pack, {sample.id: payload(record)}, 0, adapter), Link((0,), 0, None))
+    loss.backward()
+    model = adapter.module.model
+    gradients = [model.language_model.embed_tokens.weight.grad, model.visual.patch_embed.proj.weight.grad]
+    return loss.item(), torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+
+
+@pytest.fixture(scope="module")
+def adapter() -> ModelAdapter:
+    return build_model("tiny", "", PROCESSOR.token_ids, 0)
+
+
+@pytest.fixture(scope="module")
+def expected(adapter: ModelAdapter, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Row, float, torch.Tensor]]:
+    """Records, losses and gradients of the LLaVA file."""
+    found = records(write_llava(tmp_path_factory.mktemp("expected")))
+    return {name: (record, *loss_and_gradient(adapter, record)) for name, record in found.items()}
+
+
 @pytest.mark.parametrize("write", [write_jsonl, write_messages, write_parquet, write_saved_set, write_hub_folder, write_shards])
-def test_every_format_gives_the_same_sequences_andpixels_of(write: Callable[[Path], Data], tmp_path: Path) -> None:
-    (tmp_path / "expected").mkdir()
-    (tmp_path / "found").mkdir()
-    expected, found = records(write_llava(tmp_path / "expected")), records(write(tmp_path / "found"))
+def test_every_format_gives_the_same_sequences_pixels_and_losses(
+        write: Callable[[Path], Data], adapter: ModelAdapter, expected: dict[str, tuple[Row, float, torch.Tensor]], tmp_path: Path) -> None:
+    found = records(write(tmp_path))
     assert sorted(found) == sorted(expected) == sorted(row["id"] for row in rows())
-    for name, record in expected.items():
+    for name, (record, loss, gradient) in expected.items():
         other = found[name]
         assert (record["error"], other["error"]) == ("", ""), name
         for key in ("input_ids", "labels", "grids", "media", "seconds"):
             assert np.array_equal(record[key], other[key]), (name, key)
-        here = (True,) * len(record["grids"])
-        for one, two in zip(pixels_of(record, here, PROCESSOR), pixels_of(other, here, PROCESSOR), strict=True):
+        for one, two in zip(payload(record).pixels, payload(other).pixels, strict=True):
             assert one is not None
             assert np.array_equal(one, two), name
-    film = expected["talk-11"]
+        found_loss, found_gradient = loss_and_gradient(adapter, other)
+        assert found_loss == loss, name  # the same sums in the same order: equal to the last bit
+        assert torch.equal(found_gradient, gradient), name
+
+
+def test_the_losses_are_those_of_plain_transformers(adapter: ModelAdapter, expected: dict[str, tuple[Row, float, torch.Tensor]]) -> None:
+    plain = plain_copy(adapter)
+    assert PROCESSOR.token_ids.items() >= TOKEN_IDS.items()  # those of `plain_loss`
+    assert len({loss for _, loss, _ in expected.values()}) == len(expected)
+    for name, (record, loss, _) in expected.items():
+        with torch.no_grad():
+            mean, count = plain_loss(plain, payload(record))
+        assert loss / count == pytest.approx(mean.item(), rel=1e-6), name
+        assert count > 0
+
+
+def test_the_film_is_a_video(expected: dict[str, tuple[Row, float, torch.Tensor]]) -> None:
+    film = expected["talk-11"][0]
     assert film["grids"][1][0] > 1
     assert film["seconds"][0] == 0 < film["seconds"][1]
     assert (film["input_ids"] == PROCESSOR.token_ids["video"]).sum() == np.prod(film["grids"][1]) // 4

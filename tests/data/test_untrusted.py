@@ -15,13 +15,15 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from transformers.image_utils import load_image
 
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.media import Limits
-from dhp_ray.data.processor import ProcessorSpec
+from dhp_ray.data.processor import Processor, ProcessorSpec, load_processor
 from dhp_ray.data.reader import ReadFragments, read_rows
 from dhp_ray.data.video import clip_of
 from dhp_ray.schema import Data
@@ -128,39 +130,54 @@ def test_any_video_bytes_are_a_clip_or_one_line(data: bytes) -> None:
         assert clip.num_frames <= 60 * 240
 
 
+FORMS = {"RGB": ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM", "GIF"], "RGBA": ["PNG", "WEBP", "TIFF"], "L": ["PNG", "JPEG", "GIF", "PPM"], "LA": ["PNG"],
+         "P": ["PNG", "GIF", "BMP"], "1": ["PNG", "BMP", "TIFF"], "CMYK": ["JPEG", "TIFF"], "I;16": ["PNG", "TIFF"], "F": ["TIFF"]}
+SIDES = st.tuples(st.integers(1, 400), st.integers(1, 400)) | st.tuples(st.integers(1, 3), st.integers(195, 620))
+COUNTING = [PROCESSOR, load_processor("tiny", "", 3136, 12544), load_processor("tiny", "", 100352, 200704)]  # most pictures: as they are, shrunk, enlarged
+
+
 @st.composite
 def pictures(draw: st.DrawFn) -> bytes:
-    mode = draw(st.sampled_from(["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "I;16", "F"]))
-    form = draw(st.sampled_from({"RGB": ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM", "GIF"], "RGBA": ["PNG", "WEBP", "TIFF"],
-                                 "L": ["PNG", "JPEG", "GIF", "PPM"], "LA": ["PNG"], "P": ["PNG", "GIF", "BMP"],
-                                 "1": ["PNG", "BMP", "TIFF"], "CMYK": ["JPEG", "TIFF"], "I;16": ["PNG", "TIFF"],
-                                 "F": ["TIFF"]}[mode]))
-    size = draw(st.tuples(st.integers(1, 400), st.integers(1, 400)))
-    image = Image.linear_gradient("L").resize(size)
+    """A picture of any mode, form and shape, with an orientation in EXIF, in XMP, in both or in neither."""
+    mode = draw(st.sampled_from(sorted(FORMS)))
+    form = draw(st.sampled_from(FORMS[mode]))
+    width, height = draw(SIDES)
+    image = Image.linear_gradient("L").resize(draw(st.sampled_from([(width, height), (height, width)])))
     image = image.convert("I;16") if mode == "I;16" else image.convert(mode)
-    exif = Image.Exif()
-    orientation = draw(st.integers(0, 9))
-    if orientation:
-        exif[0x0112] = orientation
+    options: dict[str, Any] = {}
+    orientation, other = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    if orientation and form in ("PNG", "JPEG", "WEBP", "TIFF"):
+        options["exif"] = Image.Exif()
+        options["exif"][0x0112] = orientation
+    if other and form in ("PNG", "JPEG", "WEBP"):
+        xmp = f'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="{other}"/></x:xmpmeta>'
+        if form == "PNG":
+            options["pnginfo"] = PngInfo()
+            options["pnginfo"].add_itxt("XML:com.adobe.xmp", xmp)
+        else:
+            options["xmp"] = xmp.encode()
+    if mode == "P" and form != "BMP" and draw(st.booleans()):
+        options["transparency"] = 0
     stream = io.BytesIO()
-    image.save(stream, form, **({"exif": exif} if form in ("PNG", "JPEG", "WEBP", "TIFF") else {}))
+    image.save(stream, form, **options)
     return stream.getvalue()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(pictures())
-def test_the_headers_token_count_is_the_real_processors(data: bytes) -> None:
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pictures(), st.sampled_from(COUNTING))
+def test_the_headers_token_count_is_the_real_processors(data: bytes, ours: Processor) -> None:
+    with Image.open(io.BytesIO(data)) as opened:
+        upright = load_image(opened)
     try:
-        encoded = PROCESSOR.encode(talk("<image>", "a"), [image_size(data)])
+        encoded = ours.encode(talk("<image>", "a"), [image_size(data)])
     except RowError as error:
         assert_one_line(error, "aspect ratio")
-        with pytest.raises(ValueError, match="aspect ratio"), Image.open(io.BytesIO(data)) as image:
-            PROCESSOR.image_processor(images=[ImageOps.exif_transpose(image).convert("RGB")], return_tensors="np")
+        with pytest.raises(ValueError, match="aspect ratio"):
+            ours.image_processor(images=[upright], return_tensors="np")
         return
-    with Image.open(io.BytesIO(data)) as image:  # as transformers' load_image does
-        expected = PROCESSOR.image_processor(images=[ImageOps.exif_transpose(image).convert("RGB")], return_tensors="np")
+    expected = ours.image_processor(images=[upright], return_tensors="np")
     assert encoded.grids == tuple(tuple(grid) for grid in expected["image_grid_thw"].tolist())
-    assert encoded.vision_tokens == len(expected["pixel_values"]) // 4
+    assert encoded.vision_tokens == len(expected["pixel_values"]) // 4 == int((encoded.input_ids == ours.token_ids["image"]).sum())
 
 
 def bomb(width: int, height: int) -> bytes:
