@@ -56,7 +56,7 @@ class Mirror:
     """Sends this rank's shard to its keeper and keeps those of others; on the calls, see the picture above.
 
     With `snapshot` this rank's own shard is kept too in the versions that were mirrored: needed where not every version
-    is, since the engine has the last two alone.
+    is, since the engine has the last two alone. Then updates need not wait for `finish`.
     """
 
     def __init__(self, engine: Engine, rank: int, keepers: Sequence[int], group: dist.ProcessGroup | None, snapshot: bool = False) -> None:
@@ -102,7 +102,7 @@ class Mirror:
         """Start to send this rank's current version and to receive those that it keeps; returns at once.
 
         Every rank calls this after an update that was applied, and at the start of a generation. Until `finish` the
-        engine may run packs, but not update twice. Raises RuntimeError when a peer is gone.
+        engine may run packs and, without a snapshot, not update twice. Raises RuntimeError when a peer is gone.
         """
         if self._group is None:
             return
@@ -188,7 +188,10 @@ class Mirror:
         with device.stream(self._stream):
             for mine, theirs in zip(staged.tensors().values(), current.tensors().values(), strict=True):
                 mine.copy_(theirs, non_blocking=True)
-            return self._stream.record_event()
+            copied = self._stream.record_event()
+        if self._snapshot:
+            device.current_stream(self._engine.device).wait_event(copied)  # updates go on, and the second would overwrite what is copied
+        return copied
 
     def _send_staged(self, own: _Versions, copied: Any) -> None:
         """The thread of an exchange from a device: what is sent must have arrived in host memory."""

@@ -28,15 +28,12 @@ def equal(first: ShardState, second: ShardState) -> bool:
     return first.version == second.version and all(torch.equal(mine, theirs) for mine, theirs in zip(first.tensors().values(), second.tensors().values()))
 
 
-def gathered(state: ShardState) -> list[Any]:
-    """A state's tensors and version of every rank, by the world's group."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (*[tensor.tolist() for tensor in state.tensors().values()], state.version))
-    return found
-
-
-def as_told(state: ShardState) -> Any:
-    return (*[tensor.tolist() for tensor in state.tensors().values()], state.version)
+def gathered(state: ShardState) -> list[ShardState]:
+    """What every rank has, by the world's group."""
+    mine = torch.stack(list(state.tensors().values()))
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [ShardState(*tensors.unbind(), version=state.version) for tensors in found]
 
 
 def mirrored(rank: int, keepers: list[int]) -> list[Any]:
@@ -46,7 +43,7 @@ def mirrored(rank: int, keepers: list[int]) -> list[Any]:
     engine = make_engine(network, rank, world_size)
     mirror = Mirror(engine, rank, keepers, dist.new_group(list(range(world_size)), backend="gloo"))
     told: list[Any] = [(mirror.held(), mirror.memory_bytes, engine.shard_size)]
-    had: dict[int, list[Any]] = {}
+    had: dict[int, list[ShardState]] = {}
     for step in range(4):
         if step:
             train_step(engine, network, step - 1, rank, world_size)
@@ -55,7 +52,7 @@ def mirrored(rank: int, keepers: list[int]) -> list[Any]:
         during = {owner: [state.version for state in states] for owner, states in mirror.held().items()}
         mirror.finish()
         held = mirror.held()
-        right = all(as_told(state) == had[state.version][owner] for owner, states in held.items() for state in states)
+        right = all(equal(state, had[state.version][owner]) for owner, states in held.items() for state in states)
         told.append((during, {owner: [state.version for state in states] for owner, states in held.items()}, right))
         pieces = {holding.owner: holding.pieces for holding in mirror.holdings()}
         assert pieces == {owner: engine.layout.pieces(owner) for owner in held}
@@ -123,20 +120,22 @@ def test_one_rank_keeps_nothing_and_no_rank_its_own() -> None:
     assert run_ranks(no_group, 2) == [[({}, [], 0), said]] * 2
 
 
-def broken_off(rank: int, port: int) -> Any:
-    """Rank 2 dies between its update and its `begin`: rank 0 keeps its version 1, and what rank 1 had sent arrives."""
+def broken_off(rank: int, port: int, width: int, sends: bool) -> Any:
+    """Rank 2 dies before it sends its version 2, or while that is on its way: what the others hold, and whether it is right."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
-    network = Network()
-    engine = make_engine(network, rank, 3)
+    network = Network(width=width)
+    engine = make_engine(network, rank, 3, bucket_bytes=10**7)
     mirror = Mirror(engine, rank, [1, 0, 0], dist.new_group([0, 1, 2], backend="gloo"))
     train_step(engine, network, 0, rank, 3)
     mirror.begin()
     mirror.finish()
-    earlier = gathered(engine.current)
+    had = {1: gathered(engine.current)}
     train_step(engine, network, 1, rank, 3)
-    later = gathered(engine.current)
+    had[2] = gathered(engine.current)
     if rank == 2:
+        if sends:
+            mirror.begin()
         os.kill(os.getpid(), signal.SIGKILL)
     said = ""
     try:
@@ -146,19 +145,52 @@ def broken_off(rank: int, port: int) -> Any:
         said = str(error)
     held = mirror.held()
     versions = {owner: [state.version for state in states] for owner, states in held.items()}
-    right = all(as_told(state) == (earlier, later)[state.version - 1][owner] for owner, states in held.items() for state in states)
+    right = all(equal(state, had[state.version][owner]) for owner, states in held.items() for state in states)
     store.add("done", 1)
     while store.add("done", 0) < 2:  # a rank that is gone early would break off the other's exchange too
         time.sleep(0.01)
     return said, versions, right
 
 
-def test_a_peer_that_dies_before_it_sends_leaves_its_older_version_whole() -> None:
-    (said, versions, right), (other_said, other_versions, other_right) = run_processes(broken_off, 3, mortal=[2])[:2]
+@pytest.mark.parametrize(("width", "sends"), [(6, False), (1000, True)])
+def test_a_peer_that_dies_before_all_has_come_leaves_its_older_version_whole(width: int, sends: bool) -> None:
+    """What is to be sent is 2 kB, or 64 MB."""
+    (said, versions, right), (other_said, other_versions, other_right) = run_processes(broken_off, 3, width, sends, mortal=[2])[:2]
     assert said.startswith("mirror: rank 0's exchange broke off: ")
     assert "\n" not in said.strip()
-    assert versions == {1: [1, 2], 2: [1]}, "the version of rank 2 that never came does not count"
+    assert versions == {1: [1, 2], 2: [1]}, "the version of rank 2 that did not come whole does not count"
     assert right
     assert other_said == "", "its owner and its keeper live"
     assert other_versions == {0: [1, 2]}
     assert other_right
+
+
+def from_a_device(rank: int) -> list[Any]:
+    """Every rank has an engine of its own on the one device; updates go on while a version is copied from it."""
+    torch.cuda.set_device(0)
+    network = Network(width=1500).cuda()
+    engine = make_engine(network, 0, 1, bucket_bytes=10**7)
+    mirror = Mirror(engine, rank, [1, 0], dist.new_group([0, 1], backend="gloo"), snapshot=True)
+    right = []
+    for step in range(3):
+        engine.zero_gradients()
+        for gradient in engine.gradients().values():
+            gradient.fill_(rank + step + 1)
+        engine.update(1)
+        had = gathered(copied(engine.current))
+        mirror.begin()
+        mirror.finish()
+        right += [equal(mirror.held()[owner][-1], had[owner]) for owner in range(2)]
+    mirror.begin()
+    for _ in range(2):  # overwrites what is on its way, on the device
+        engine.update(1)
+    mirror.finish()
+    right += [equal(mirror.held()[owner][-1], had[owner]) for owner in range(2)]
+    versions = {owner: [state.version for state in states] for owner, states in mirror.held().items()}
+    return [all(right), versions, mirror.memory_bytes == 4 * 3 * 4 * engine.shard_size]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_sends_from_pinned_memory() -> None:
+    assert run_ranks(from_a_device, 2) == [[True, {0: [3], 1: [3]}, True]] * 2
