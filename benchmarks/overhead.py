@@ -1,10 +1,10 @@
 """What the Ray driver costs a step: a run of `jobs/train.py` against the same plans run by plain torch.distributed.
 
-    python benchmarks/overhead.py               10 blocks of 3 steps each way, on 2 workers
-    python benchmarks/overhead.py --steps 5 --blocks 6
+    python benchmarks/overhead.py               5 blocks of 6 steps each way, on 2 workers, preset small
+    python benchmarks/overhead.py --steps 3 --blocks 10
 
 Blocks take turns. Each way's step is timed from its end to the end of the one before, so all that the driver does between two steps counts;
-a block's first step does not. The plain ranks are the worker's own `Rank` object and their plans the run's files; a thread of each decodes its
+a block's first steps do not, in which processes still start. The plain ranks are the worker's own `Rank` object and their plans the run's files; a thread of each decodes its
 images a step ahead, as the worker's does.
 """
 
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from dhp_ray.train.collate import Payload
 
 NUM_RANKS = 2
-SETTINGS = ("train.schedule=constant", "checkpoint.every_steps=0", f"cluster.num_workers={NUM_RANKS}", "cluster.cpus_per_worker=0.5")
+SETTINGS = ("model=small", "train.schedule=constant", "checkpoint.every_steps=0", f"cluster.num_workers={NUM_RANKS}", "cluster.cpus_per_worker=0.5")
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=10, help="blocks each way")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a block that count")
-    parser.add_argument("--samples", type=int, default=48, help="samples of a step; a step should take a second or more")
+    parser.add_argument("--blocks", type=int, default=5, help="blocks each way")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a block that count")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of a block before them")
+    parser.add_argument("--samples", type=int, default=12, help="samples of a step; a step should take a second or more")
     arguments = parser.parse_args(argv)
 
     from benchmarks.worlds import data_overrides, rows_of
@@ -53,12 +54,12 @@ def main(argv: list[str]) -> int:
         rows = {row["id"]: row for row in rows_of(config, 2 * arguments.samples)}
         ray_s: list[float] = []
         plain_s: list[float] = []
-        per_block = arguments.steps + 1
+        per_block = arguments.steps + arguments.warm_up
         print(f"{NUM_RANKS} ranks, {arguments.samples} samples a step, blocks of {arguments.steps} steps; median seconds of a step", flush=True)
         for block in range(arguments.blocks):
             first, last = block * per_block + 1, (block + 1) * per_block
-            ray_s += ray_block(overrides, last)
-            plain_s += plain_block(config, rows, [plan_of(run_dir, step) for step in range(first, last + 1)])
+            ray_s += ray_block(overrides, last)[-arguments.steps :]
+            plain_s += plain_block(config, rows, [plan_of(run_dir, step) for step in range(first, last + 1)])[-arguments.steps :]
             medians = (statistics.median(times[-arguments.steps :]) for times in (ray_s, plain_s))
             print("block {}: ray {:.3f}, plain {:.3f}".format(block + 1, *medians), flush=True)
     ray_median, plain_median = statistics.median(ray_s), statistics.median(plain_s)

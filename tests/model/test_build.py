@@ -41,6 +41,8 @@ def test_the_tiny_preset() -> None:
     assert vision.depth == 2
     assert list(vision.fullatt_block_indexes) == [1]
 
+    assert 7_000_000 < num_parameters("small", "", TOKEN_IDS) < 7_500_000
+
 
 def test_a_folder_of_safetensors_in_shards(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
@@ -141,7 +143,7 @@ def test_broken_safetensors(tmp_path: Path) -> None:
 
 
 def test_an_unknown_preset_and_token_ids_that_lack_a_name() -> None:
-    with pytest.raises(ModelError, match=r"^model.preset: got 'huge'; allowed: tiny$"):
+    with pytest.raises(ModelError, match=r"^model.preset: got 'huge'; allowed: small, tiny$"):
         build_model("huge", "", TOKEN_IDS, 0)
     with pytest.raises(ModelError, match=r"^model.preset: tiny needs the tokenizer's ids of video, eos$"):
         build_model("tiny", "", {name: token for name, token in TOKEN_IDS.items() if name not in ("video", "eos")}, 0)
