@@ -4,8 +4,8 @@
     python benchmarks/overhead.py --steps 3 --blocks 10
 
 Blocks take turns. Each way's step is timed from its end to the end of the one before, so all that the driver does between two steps counts;
-a block's first steps do not, in which processes still start. The plain ranks are the worker's own `Rank` object and their plans the run's files; a thread of each decodes its
-images a step ahead, as the worker's does.
+a block's first steps do not, in which processes still start. The plain ranks are the worker's own `Rank` object and their plans the run's files; a
+thread of each decodes its images a step ahead, as the worker's does. Neither side mirrors its state (benchmarks/recovery.py measures that).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dhp_ray.train.collate import Payload
 
 NUM_RANKS = 2
-SETTINGS = ("model=small", "train.schedule=constant", "checkpoint.every_steps=0", f"cluster.num_workers={NUM_RANKS}", "cluster.cpus_per_worker=0.5")
+SETTINGS = ("model=small", "train.schedule=constant", "checkpoint.every_steps=0", "elastic.mirror_every_steps=0", f"cluster.num_workers={NUM_RANKS}", "cluster.cpus_per_worker=0.5")
 
 
 def main(argv: list[str]) -> int:
