@@ -101,7 +101,7 @@ def _settled(session: Session, leaving: set[int]) -> Generator[Message, None, li
     """How every worker is, once all that are well have left what they were at. The others are ended and replaced."""
     group = session.group
     before, look_again = None, time.monotonic() + session.config.elastic.hang_s
-    ended: set[int] = set()
+    ended: dict[int, Sighted] = {}  # as they were when they were ended
     while True:
         seen = group.survey()
         overdue = time.monotonic() > look_again
@@ -115,13 +115,13 @@ def _settled(session: Session, leaving: set[int]) -> Generator[Message, None, li
             sighted.append(Sighted(group.members[place], condition, status))
         for place, found in enumerate(sighted):
             if found.condition is not Condition.WELL and place not in ended:
-                ended.add(place)
+                ended[place] = found
                 session.records.event("worker_lost", rank=place, pid=found.member.described["pid"], node_id=found.member.described["node_id"],
                                       condition=str(found.condition), error=found.status.error, stands=found.status.stands)
                 ray.kill(found.member.actor)
                 yield Replace(found.member.slot)
         if not any(found.status.call and found.condition is Condition.WELL for found in sighted):
-            return sighted
+            return [ended.get(place, found) for place, found in enumerate(sighted)]
         if overdue or before is None:
             before = [sight for sight, _ in seen]
         if overdue:
