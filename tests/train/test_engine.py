@@ -1,9 +1,7 @@
 import math
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dhp_ray.train.engine import FlatEngine, OptimizerSettings, Update, resident_bytes
@@ -202,61 +200,6 @@ def test_small_updates_are_not_lost_in_bf16():
         engine.update(1)
     assert engine.full_parameters()["weight"] == pytest.approx(torch.full((4, 4), 0.995).numpy(), abs=1e-5)
     assert network.weight.detach().float() == pytest.approx(torch.full((4, 4), 0.995).numpy(), abs=4e-3)
-
-
-def uneven_start(rank, world_size):
-    network = Network()
-    with torch.no_grad():
-        network.hidden.weight += rank  # a rank that did not build the same model
-    engine = make_engine(network, rank, world_size)
-    return {name: parameter.detach().clone() for name, parameter in network.named_parameters()}, engine.state_version
-
-
-def test_resident_parameters_are_built_from_the_shards():
-    results = run_tensors(uneven_start, 3, 3)
-    for parameters, version in results:
-        assert version == 0
-        assert all(torch.equal(parameters[name], results[0][0][name]) for name in parameters)
-
-
-def broken_update(rank, world_size, broken_part):
-    network = Network()
-    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=2))
-    engine = FlatEngine(network, settings(), group, world_size, rank, "fp32", 400)
-    train_step(engine, network, 0, rank, world_size)
-    before = [tensor.clone() for tensor in engine.current.tensors().values()]
-    resident = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-    failed = False
-    if broken_part == "reduce" and rank == 1:
-        failed = True  # this rank never comes to the update
-    else:
-        if broken_part == "gather" and rank == 1:
-            engine.optimizer.settings = None  # this rank fails while it computes; the others wait for its slices
-        try:
-            train_step(engine, network, 1, rank, world_size)
-        except (RuntimeError, AttributeError):
-            failed = True
-    unchanged = all(torch.equal(first, second) for first, second in zip(before, engine.current.tensors().values(), strict=True))
-    version = engine.state_version
-    engine.optimizer.settings = engine.settings
-    dist.barrier()
-    engine.group = dist.group.WORLD
-    engine.rebuild()
-    back = all(torch.equal(resident[name], parameter) for name, parameter in network.named_parameters())
-    train_step(engine, network, 1, rank, world_size)
-    return failed, unchanged, version, back, engine.full_parameters()
-
-
-@pytest.mark.parametrize("broken_part", ["reduce", "gather"])
-def test_a_failure_inside_the_update_leaves_the_version_whole(broken_part):
-    expected, _, _ = plain_training(Network(), 2)
-    results = run_tensors(broken_update, 2, 2, broken_part)
-    for failed, unchanged, version, back, _ in results:
-        assert failed
-        assert unchanged
-        assert version == 1
-        assert back, "rebuild on a working group brings the parameters back"
-    assert max(error(results[0][4][name], expected[name]) for name in expected) < TOLERANCE
 
 
 class LoggedWork:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +15,12 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPack, Sample
-from dhp_ray.storage import Folder
-from dhp_ray.train.checkpoint import Checkpointer
 from dhp_ray.train.collate import Payload
-from dhp_ray.train.engine import FlatEngine
 from dhp_ray.train.lockstep import LockstepStep
 from dhp_ray.train.optimizer import OptimizerSettings
 from dhp_ray.train.sharded import ShardedEngine, sharded_bytes
-from dhp_ray.train.step import RankStep
 from tests.packs import make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
 from tests.ranks import run_ranks
-from tests.train.networks import run_tensors, whole
 
 TOLERANCE = 1e-5
 CPU = torch.device("cpu")
@@ -243,55 +237,6 @@ def test_bf16_stays_near_fp32() -> None:
     assert narrow == pytest.approx(wide, rel=2e-2)
     assert narrow != wide
     assert wide[3] < wide[0]
-
-
-def save_and_load(rank: int, num_ranks: int, sync: str, run_dir: str, first: bool, plan: Plan, payloads: dict[str, Payload]) -> dict[str, Any]:
-    """State and next loss after two steps that are saved, or after loading what was saved."""
-    adapter = rough_model(seed=0 if first else 5)
-    adapter.freeze(["vision"])
-    if sync == "micro_batch":
-        stepper: RankStep = make_step(adapter, rank, num_ranks)
-    else:
-        world = dist.group.WORLD if num_ranks > 1 else None
-        engine = FlatEngine(adapter.module, settings(adapter), world, num_ranks, rank, "fp32", 4096)
-        stepper = RankStep(adapter, engine, open_transport("parent", rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30)), world, CPU)
-    save_group = dist.new_group(list(range(num_ranks)), backend="gloo")
-    checkpointer = Checkpointer(stepper.engine, rank, num_ranks, save_group, Path(run_dir) / f"scratch_{rank}", Folder(f"{run_dir}/run"))
-    rank_plan = plan.rank_plan(1, rank)
-    own = payloads_of(rank_plan.packs, payloads, rank)
-    if first:
-        for _ in range(2):
-            stepper.run(rank_plan, own, 1.0)
-        checkpointer.begin(2)
-        checkpointer.finish()
-        assert checkpointer.poll() == ([2], "")
-    else:
-        checkpointer.load("checkpoints/step_000002")
-    found = {"version": stepper.engine.state_version, **{kind: whole(stepper.engine, kind) for kind in ("value", "exp_avg", "exp_avg_sq")}}
-    names = [name for name in stepper.engine.full_parameters() if not adapter.is_vision(name)]
-    parameters = stepper.engine.full_parameters()
-    return found | {"parameters": {name: parameters[name].flatten() for name in names}} | {"loss": stepper.run(rank_plan, own, 1.0).loss_sum}
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [
-    (("micro_batch", 3), [("step", 1), ("step", 2), ("micro_batch", 5)]), (("step", 2), [("micro_batch", 1), ("micro_batch", 3)]),
-    (("micro_batch", 5), [("micro_batch", 2), ("step", 3)])])
-def test_a_checkpoint_of_either_mode_resumes_in_either_on_any_number_of_ranks(tmp_path: Path, saved: tuple[str, int], loaded: list[tuple[str, int]]) -> None:
-    def run(sync: str, num_ranks: int, first: bool) -> dict[str, Any]:
-        plan, payloads = make_plan(num_ranks, [[(list(range(num_ranks)), [[70], [25]], None)], [([0], [[20]], None)]])
-        found: dict[str, Any] = run_tensors(save_and_load, num_ranks, num_ranks, sync, str(tmp_path), first, plan, payloads)[0]
-        return found
-
-    wanted = run(*saved, True)
-    assert wanted["version"] == 2
-    assert all(torch.equal(wanted["value"][name], tensor) for name, tensor in wanted["parameters"].items())
-    for sync, num_ranks in loaded:
-        found = run(sync, num_ranks, False)
-        assert found["version"] == 2
-        for kind in ("value", "exp_avg", "exp_avg_sq", "parameters"):
-            assert found[kind].keys() == wanted[kind].keys()
-            assert all(torch.equal(found[kind][name], wanted[kind][name]) for name in wanted[kind]), (sync, num_ranks, kind)
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
 def test_sharded_bytes_count_rows_gradients_and_two_versions() -> None:
