@@ -29,7 +29,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from dhp_ray.storage import Folder
 from dhp_ray.train.optimizer import ShardState
@@ -58,6 +60,21 @@ class Intervals:
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
         return self.parts[index.offset[0]]
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Says why a file cannot be written: torch's own error, of a position in its archive, comes on top of the system's."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            raise OSError(f"{self.path}: cannot be written: {cause.strerror or cause}") from None
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -187,7 +204,7 @@ class Checkpointer:
         """
         error: str | None = ""
         try:
-            writer = dcp.FileSystemWriter(folder, sync_files=False)  # the upload is what makes files safe
+            writer = _Writer(folder, sync_files=False)  # the upload is what makes files safe
             planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as failure:  # on all ranks alike

@@ -1,5 +1,7 @@
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import time
@@ -149,8 +151,10 @@ def fail_then_save(rank, world_size, run_dir, blocked):
     checkpointer = make_checkpointer(engine, rank, world_size, run_dir)
     checkpoints = Path(run_dir) / "run" / "checkpoints"
     folder = checkpoints / "step_000001" / "__1_0.distcp"  # where a file should be
-    obstacle = {"scratch": checkpointer.scratch, "run": checkpoints, "part": folder / "x"}[blocked]
-    if rank == 1:
+    obstacle = {"scratch": checkpointer.scratch, "run": checkpoints, "part": folder / "x", "size": Path(run_dir) / "none"}[blocked]
+    if rank == 1 and blocked == "size":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+    elif rank == 1:
         obstacle.parent.mkdir(parents=True, exist_ok=True)
         obstacle.write_text("a file where a folder should be")
     dist.barrier()
@@ -158,10 +162,12 @@ def fail_then_save(rank, world_size, run_dir, blocked):
     checkpointer.begin(1)
     train_step(engine, network, 1, rank, world_size)
     checkpointer.finish()
+    dist.barrier()  # all have taken back what they wrote
     first = (*checkpointer.poll(), [path.name for path in checkpoints.glob("step_000001/*")] if checkpoints.is_dir() else [])
     dist.barrier()
     if rank == 1:
         obstacle.unlink(missing_ok=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     dist.barrier()
     train_step(engine, network, 2, rank, world_size)
     saved = state_of(engine)
@@ -185,6 +191,12 @@ def test_a_node_that_cannot_write_is_told_and_the_next_save_works(tmp_path):
     assert "\n" not in error
     assert [results[rank][0] for rank in (0, 2)] == [([], "", [])] * 2, "the others have not failed, and have saved nothing"
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
+
+
+def test_a_node_without_room_says_so(tmp_path):
+    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "size")
+    assert re.fullmatch(rf"step 1: OSError: {tmp_path}/scratch_2_1/step_000001_\w+: cannot be written: File too large", results[1][0][1])
+    assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
 
 
 def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp_path):
