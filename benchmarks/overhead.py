@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from dhp_ray.train.collate import Payload
 
 NUM_RANKS = 2
-SETTINGS = ("model=small", "train.schedule=constant", "checkpoint.every_steps=0", "elastic.mirror_every_steps=0", f"cluster.num_workers={NUM_RANKS}", "cluster.cpus_per_worker=0.5")
+SETTINGS = ("model=small", "train.schedule=constant", "checkpoint.every_steps=0", "elastic.mirror_every_steps=0",
+            f"cluster.num_workers={NUM_RANKS}", "cluster.cpus_per_worker=0.5")
 
 
 def main(argv: list[str]) -> int:
