@@ -24,6 +24,9 @@ from dhp_ray.runtime.start import Session
 
 POLL_S = 0.05
 CAPACITY_POLL_S = 0.5
+ENDING_S = 6.0
+"""A process that is stopped is ended by Ray only after some 5 s; its sockets stay open so long."""
+
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ def _settled(session: Session, leaving: set[int]) -> Generator[Message, None, li
                                       condition=str(found.condition), error=found.status.error, stands=found.status.stands)
                 ray.kill(found.member.actor)
                 yield Replace(found.member.slot)
+                before, look_again = None, time.monotonic() + ENDING_S + session.config.elastic.hang_s  # till then others may wait for it
         if not any(found.status.call and found.condition is Condition.WELL for found in sighted):
             return [ended.get(place, found) for place, found in enumerate(sighted)]
         if overdue or before is None:
