@@ -28,7 +28,6 @@ ENDING_S = 6.0
 """A process that is stopped is ended by Ray only after some 5 s; its sockets stay open so long."""
 
 
-
 @dataclass(frozen=True)
 class Finished:
     """A step that the workers had finished and the driver not committed: its plan file, and what the survivors say of it."""
