@@ -55,7 +55,7 @@ class ShardedEngine(Engine):
         self.adapter, self.rank, self.world_size = adapter, rank, world_group.size()
         module: Any = adapter.module
         self.root = LockstepModel(adapter)
-        units = [*adapter.units(), self.root]
+        self._units = units = [*adapter.units(), self.root]
         for name, parameter in module.named_parameters():
             if parameter.ndim == 0:
                 raise ValueError(f"parameter {name}: a scalar, which cannot be sharded; allowed with planner.sync=step")
@@ -148,10 +148,22 @@ class ShardedEngine(Engine):
         return cast(DTensor, gradient).to_local().reshape(-1)
 
     def _detach(self) -> None:
-        """FSDP's modules hold the mesh for life, and so do torch's caches of what DTensors do; the mesh holds the group."""
+        """The module is of no use any more, and what still refers to it holds neither memory nor the group.
+
+        FSDP has no call for this: its modules keep the group for life, and so does the mesh, which torch's caches of what DTensors do keep too.
+        """
         self._mesh._pg_registry.clear()  # read by torch.compile alone
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator, union-attr]
+                group.mesh_info.shard_process_group = None
+                for parameter in group.fsdp_params:
+                    parameter.free_unsharded_param()
+        for parameter in (self.parameters | self.frozen).values():
+            parameter.grad = None
+            with torch.no_grad():
+                parameter.to_local().untyped_storage().resize_(0)
         self.adapter = self.root = cast(Any, None)
-        self.parameters, self.frozen = {}, {}
+        self._units, self.parameters, self.frozen = [], {}, {}
 
     def _reduce(self) -> float:
         """FSDP has reduced the gradients in every backward pass."""

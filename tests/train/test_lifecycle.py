@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
@@ -47,7 +48,6 @@ class Member:
     def __init__(self, port: int, run_dir: str) -> None:
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
         self.run_dir = run_dir
-        gc.freeze()  # what was imported is not walked by each collection
         self.generation = 0
         self.adapter: ModelAdapter | None = None
 
@@ -90,10 +90,14 @@ class Member:
         self.mirror.close()
         self.stepper.transport.close()
         del self.stepper, self.mirror, self.checkpointer
-        if self.sync == "micro_batch":
-            self.adapter = None
-            gc.collect()  # FSDP's modules are in cycles
+        world = weakref.ref(dist.group.WORLD)
         dist.destroy_process_group()
+        assert world() is None, "a group that is referred to keeps its sockets open"  # though FSDP's modules are in cycles, and still there
+        if self.sync == "micro_batch":
+            left = [parameter.to_local() if isinstance(parameter, DTensor) else parameter  # whole ones where a forward broke off
+                    for parameter in self.adapter.module.parameters()]  # type: ignore[union-attr]
+            assert sum(tensor.untyped_storage().nbytes() for tensor in left) == 0
+            self.adapter = None
         return found
 
 
