@@ -27,6 +27,12 @@ def key(default: Any, text: str, *, choices: tuple[str, ...] = (), minimum: floa
     return field(default=default, metadata=metadata)
 
 
+MONTH_S = 30 * 86400
+"""Longest time to wait for anything: the clocks below count nanoseconds."""
+
+LARGEST = 1e30
+"""Of numbers that are computed with in 32 bits."""
+
 FORMATS = ("llava", "parquet", "webdataset", "huggingface", "synthetic")
 
 
@@ -63,8 +69,8 @@ class Data:
     path: str = key("", "file or folder of the samples")
     image_root: str = key("", "folder that image names are relative to; empty: the folder of data.path")
     sources: list[Source] = key([], "several sources mixed by weight, in place of data.path: [{path: a, weight: 1}, ...]")
-    min_pixels: int = key(3136, "an image with fewer pixels is scaled up to this many", minimum=1)
-    max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1)
+    min_pixels: int = key(3136, "an image with fewer pixels is scaled up to this many", minimum=1, maximum=10**9)
+    max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1, maximum=10**9)
     max_decoded_pixels: int = key(64_000_000, "an image, or a video's frames, with more pixels than this is refused, before it is decoded", minimum=1)
     max_file_mb: float = key(512.0, "a larger image or video file is refused", above=0)
     video_fps: float = key(2.0, "frames a second taken from a video", above=0)
@@ -88,12 +94,12 @@ class Model:
 
 @dataclass(kw_only=True)
 class Cluster:
-    num_workers: int = key(2, "workers (ranks) at start", minimum=1)
+    num_workers: int = key(2, "workers (ranks) at start", minimum=1, maximum=100_000)
     min_workers: int = key(1, "a run already going waits for capacity below this many", minimum=1)
-    max_workers: int = key(0, "a run already going grows to at most this many; 0: cluster.num_workers", minimum=0)
+    max_workers: int = key(0, "a run already going grows to at most this many; 0: cluster.num_workers", minimum=0, maximum=100_000)
     device: str = key("auto", "where workers compute", choices=("auto", "cpu", "cuda", "npu"))
-    cpus_per_worker: float = key(1.0, "CPUs that each worker reserves", above=0)
-    start_timeout_s: float = key(10.0, "seconds to wait for room for num_workers (600 with an autoscaler)", above=0)
+    cpus_per_worker: float = key(1.0, "CPUs that each worker reserves", minimum=0.0001, maximum=10_000)
+    start_timeout_s: float = key(10.0, "seconds to wait for room for num_workers (600 with an autoscaler)", above=0, maximum=MONTH_S)
 
 
 @dataclass(kw_only=True)
@@ -109,7 +115,7 @@ class Planner:
 class Comm:
     transport: str = key("pool", "process groups made for each plan, or the ring over one parent group", choices=("pool", "parent"))
     pool_groups: int = key(64, "process groups kept at most; a plan's further ones use the parent group", minimum=1)
-    timeout_s: float = key(600.0, "seconds after which a collective counts as stuck", above=0)
+    timeout_s: float = key(600.0, "seconds after which a collective counts as stuck", above=0, maximum=MONTH_S)
 
 
 @dataclass(kw_only=True)
@@ -127,7 +133,7 @@ class Eval:
 @dataclass(kw_only=True)
 class Elastic:
     mirror_every_steps: int = key(1, "copy each rank's state to another rank after so many steps; 0: never, a lost worker then costs a rollback", minimum=0)
-    hang_s: float = key(10.0, "a step counts as hung at the earliest after so many seconds", above=0)
+    hang_s: float = key(10.0, "a step counts as hung at the earliest after so many seconds", above=0, maximum=MONTH_S)
     hang_factor: float = key(5.0, "and after so many times its predicted seconds", minimum=1)
     evict_below: float = key(0.2, "a worker slower than this share of the others' speed is replaced; 0: never", minimum=0, below=1)
     patience: int = key(20, "steps in a row that it must be so slow for", minimum=1)
@@ -140,20 +146,20 @@ class Watch:
 
 @dataclass(kw_only=True)
 class Train:
-    learning_rate: float = key(1e-3, "peak learning rate", above=0)
-    vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate", minimum=0)
+    learning_rate: float = key(1e-3, "peak learning rate", above=0, maximum=LARGEST)
+    vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate", minimum=0, maximum=LARGEST)
     warmup_steps: int = key(0, "steps of linear warm-up", minimum=0)
     schedule: str = key("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
     min_learning_rate_ratio: float = key(0.1, "where the cosine ends, as a share of the peak", minimum=0, maximum=1)
-    weight_decay: float = key(0.01, "AdamW's decay of matrices; biases and norms have none", minimum=0)
+    weight_decay: float = key(0.01, "AdamW's decay of matrices; biases and norms have none", minimum=0, maximum=LARGEST)
     adam_beta1: float = key(0.9, "AdamW's first beta", minimum=0, below=1)
     adam_beta2: float = key(0.95, "AdamW's second beta", minimum=0, below=1)
-    adam_eps: float = key(1e-8, "AdamW's epsilon", above=0)
-    clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0)
+    adam_eps: float = key(1e-8, "AdamW's epsilon", above=0, maximum=LARGEST)
+    clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0, maximum=LARGEST)
     precision: str = key("fp32", "computing type; master weights and moments are fp32", choices=("fp32", "bf16"))
     freeze: list[str] = key([], "parts left as they are: vision, language")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
-    bucket_mb: float = key(64.0, "megabytes of gradients reduced in one collective", above=0)
+    bucket_mb: float = key(64.0, "megabytes of gradients reduced in one collective", above=0, maximum=1e6)
 
 
 @dataclass(kw_only=True)

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         arguments = read_arguments(argv)
         plan, fixed_s = replayed(arguments["replay"]) if arguments["replay"] else planned(arguments)
     except ValueError as error:  # PlanError and ArgumentError: one line each
-        print(f"plan.py: {error}", file=sys.stderr)
+        print(f"plan.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     try:
         if arguments["out"]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+
 
 class DataError(ValueError):
     """Data that a run cannot use at all; the message is one line: which file or key, what is wrong, what is allowed."""
@@ -14,3 +16,10 @@ class RowError(ValueError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the error's name when it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def told(error: BaseException) -> str:
+    """What an error says of a file: the system's or a reader's words; the error's name before those of other kinds."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return first_line(error) if isinstance(error, (OSError, pa.ArrowException)) else f"{type(error).__name__}: {first_line(error)}"

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from dhp_ray.credentials import masked
 from dhp_ray.data import fragments as kept
-from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.errors import DataError, first_line, told
 from dhp_ray.data.fragments import Fragment, Fragments, FragmentWriter
 from dhp_ray.data.saved_sets import arrow_schema, saved_files, scan_arrow
 from dhp_ray.data.shards import scan_tar
@@ -59,8 +59,10 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
             try:
                 for fragment in _SCANS[kind](path, names, _after(done, sum(sizes), progress)):
                     writer.add(fragment)
-            except OSError as error:
-                raise DataError(f"data.path: {path} cannot be read: {error.strerror or first_line(error)}") from None
+            except DataError:
+                raise
+            except Exception as error:  # foreign bytes make readers raise errors of many kinds
+                raise DataError(f"data.path: {path} cannot be read: {told(error)}") from None
             done += size
         table = writer.table()
         if key:
@@ -177,6 +179,8 @@ def _scan_arrow(path: str, names: _Names, progress: Callable[[int], None]) -> It
     _check_columns(arrow_schema(path), path)
     first = 0
     for start, stop, batch in scan_arrow(path, progress):
+        # The file is mapped: offsets that lead out of it would be followed.
+        batch.select([name for name in batch.schema.names if name == "id"]).validate(full=True)
         for offset in range(0, batch.num_rows, ROWS_PER_FRAGMENT):
             part = batch.slice(offset, ROWS_PER_FRAGMENT)
             ids = part["id"].to_pylist() if "id" in part.schema.names else [None] * part.num_rows

@@ -17,7 +17,7 @@ import pyarrow as pa
 from dhp_ray.credentials import masked
 from dhp_ray.data import formats
 from dhp_ray.data.conversation import MEDIA
-from dhp_ray.data.errors import RowError, first_line
+from dhp_ray.data.errors import RowError, first_line, told
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
@@ -61,9 +61,9 @@ class ReadFragments:
             fragment: Fragment = pickle.loads(item["fragment"])
             try:
                 rows = formats.read_rows(fragment)
-            except (OSError, pa.ArrowException) as error:
+            except Exception as error:  # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
                 # Told as data: an error raised here would reach the driver as text, in several layers.
-                records = [_unusable(fragment.path, first_line(error)) | {"position": item["position"], "row": UNREADABLE}]
+                records = [_unusable(fragment.path, told(error)) | {"position": item["position"], "row": UNREADABLE}]
                 blocks.append(_block(records))
                 continue
             order = row_order(self.seed, item["epoch"], item["number"], len(rows))

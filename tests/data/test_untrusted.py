@@ -6,12 +6,15 @@ import io
 import json
 import pickle
 import struct
+import tarfile
 import zlib
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +28,7 @@ from dhp_ray.data.index import index_fragments
 from dhp_ray.data.media import Limits
 from dhp_ray.data.processor import Processor, ProcessorSpec, load_processor
 from dhp_ray.data.reader import ReadFragments, read_rows
-from dhp_ray.data.video import clip_of
+from dhp_ray.data.video import clip_of, decode_video
 from dhp_ray.schema import Data
 from tests.data.samples import picture, processor, talk, video, write_rows
 
@@ -36,7 +39,11 @@ SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChe
 
 
 def records(path: Path, root: Path) -> list[dict[str, Any]]:
-    fragments = index_fragments(Data(format="llava", path=str(path)))
+    return records_of(Data(format="llava", path=str(path)), root)
+
+
+def records_of(data: Data, root: Path) -> list[dict[str, Any]]:
+    fragments = index_fragments(data)
     items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)} for number, fragment in enumerate(fragments)]
     block = ReadFragments(ProcessorSpec("tiny"), str(root), 0)(pa.Table.from_pylist(items))
     return read_rows(block, list(range(block.num_rows)))
@@ -100,6 +107,40 @@ def damaged(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
     return bytes(data)
 
 
+def stored_rows(form: str) -> bytes:
+    """Three good rows, as a file of a format."""
+    rows = [{"id": f"row-{number}", "image": SEEDS[number], "conversations": talk("<image>?", "a")} for number in range(3)]
+    stream = io.BytesIO()
+    if form == "webdataset":
+        with tarfile.open(fileobj=stream, mode="w") as archive:
+            for row in rows:
+                for name, content in (("json", json.dumps({"conversations": row["conversations"]}).encode()), ("png", row["image"])):
+                    member = tarfile.TarInfo(f"{row['id']}.{name}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    elif form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), stream, row_group_size=2)
+    else:
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_stream(stream, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("form", ["webdataset", "parquet", "huggingface"])
+@settings(SLOW, max_examples=40)
+@given(data=st.data())
+def test_any_bytes_for_a_stored_set_are_rows_or_one_line(form: str, data: st.DataObject, tmp_path: Path) -> None:
+    path = tmp_path / {"webdataset": "a.tar", "parquet": "a.parquet", "huggingface": "a.arrow"}[form]
+    path.write_bytes(data.draw(damaged([stored_rows(form)])))
+    try:
+        found = records_of(Data(format=form, path=str(path)), tmp_path)
+    except DataError as error:
+        assert_one_line(error, path.name)
+    else:
+        assert all(record["id"] and "\n" not in record["id"] + record["error"] for record in found)
+
+
 @settings(SLOW, max_examples=30)
 @given(damaged(SEEDS) | st.binary(max_size=300))
 def test_any_image_bytes_are_patches_of_the_planned_grid_or_an_error(data: bytes) -> None:
@@ -120,14 +161,20 @@ def test_any_image_bytes_are_patches_of_the_planned_grid_or_an_error(data: bytes
 
 @SLOW
 @given(damaged(FILMS) | st.binary(max_size=300))
-def test_any_video_bytes_are_a_clip_or_one_line(data: bytes) -> None:
+def test_any_video_bytes_are_the_planned_patches_or_one_line(data: bytes) -> None:
     try:
-        clip = clip_of(data, Limits(max_decoded_pixels=10**6, max_video_seconds=60))
+        clip = clip_of(data, Limits(max_decoded_pixels=10**5, max_video_seconds=60))
+        grid = PROCESSOR.encode_turns(PROCESSOR.turns(talk("<video>", "a")), [clip], slice_tokens=10**6).grids[0]
     except RowError as error:
         assert_one_line(error)
-    else:
-        assert clip.width * clip.height <= 10**6
-        assert clip.num_frames <= 60 * 240
+        return
+    assert clip.width * clip.height <= 10**5
+    assert clip.num_frames <= 60 * 240
+    try:
+        patches = decode_video(data, PROCESSOR, [range(grid[0])], grid[0])
+    except (ValueError, av.FFmpegError):  # what a worker reports as the sample's reason
+        return
+    assert patches[0].shape == (np.prod(grid), PROCESSOR.patch_dim)
 
 
 FORMS = {"RGB": ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM", "GIF"], "RGBA": ["PNG", "WEBP", "TIFF"], "L": ["PNG", "JPEG", "GIF", "PPM"], "LA": ["PNG"],
