@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from dhp_ray.model.adapter import ModelError
 
+STORED_TYPES = ("F64", "F32", "F16", "BF16")
+"""What safetensors calls the types of plain weights; others are quantized, and mean nothing without their scales."""
+
 
 class Rows(NamedTuple):
     """Where rows of a parameter go: `into` (rows, ...) takes those from `start` on."""
@@ -31,7 +34,7 @@ class StoredWeights:
         renamed: patterns of older names and what takes their place, applied in order.
 
     Raises:
-        ModelError: one line on a file that cannot be read, or a parameter that is missing or has another shape.
+        ModelError: one line on a file that cannot be read, or a parameter that is missing, quantized or of another shape.
     """
 
     def __init__(self, path: str, files: Sequence[str], module: nn.Module, renamed: Sequence[tuple[str, str]] = ()) -> None:
@@ -49,7 +52,10 @@ class StoredWeights:
                     if (called := _renamed(key, renamed)) not in first_names:
                         continue  # of a part that the module has not
                     name = first_names[called]
-                    shape = tuple(stored.get_slice(key).get_shape())
+                    entry = stored.get_slice(key)
+                    shape, kind = tuple(entry.get_shape()), entry.get_dtype()
+                    if kind not in STORED_TYPES:
+                        raise ModelError(f"model.path: {path}: {key} is stored as {kind}; allowed: {', '.join(STORED_TYPES)}")
                     if shape != shapes[name]:
                         raise ModelError(f"model.path: {path}: {key} has shape {shape}; its config.json says {shapes[name]}")
                     self._places.append((file, key, name))

@@ -109,7 +109,7 @@ def read_alone(rank: int, path: str) -> None:
     read_shards(shard(adapter), dict(adapter.module.named_parameters()), adapter.weights, 0, 1, CPU)
 
 
-def test_a_weight_that_is_missing_or_of_another_shape_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_weight_that_is_missing_or_of_another_shape_or_type_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     adapter = rough_model()
     adapter.save(tmp_path, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     weights = load_file(tmp_path / "model.safetensors")
@@ -119,6 +119,9 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_refused_before_anything
         build_skeleton(str(tmp_path))
     save_file(weights | {stored: weights[stored][:5].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=rf"^model.path: [^\n]*: {re.escape(stored)} has shape \(5, 128\); its config.json says \(352, 128\)$"):
+        build_skeleton(str(tmp_path))
+    save_file(weights | {stored: weights[stored].to(torch.int8)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"^model.path: [^\n]*: {re.escape(stored)} is stored as I8; allowed: F64, F32, F16, BF16$"):
         build_skeleton(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ModelError, match=r"^model.path: [^\n]*: model.safetensors cannot be read: [^\n]+$"):
