@@ -99,10 +99,14 @@ class Dispatcher:
         self.late_plans += 1
         return self._send(step, self.batches[step], self._plan(self.batches[step], LAST_RESORT[self.config.planner.sync]))
 
-    def stop(self) -> dict[int, Batch]:
-        """Plan no more; the batches that have been taken from the stream."""
+    def drop(self) -> None:
+        """Send no further plan."""
         with self._lock:
             self._dropped = True
+
+    def stop(self) -> dict[int, Batch]:
+        """Plan no more; the batches that have been taken from the stream. Waits for one that is being read."""
+        self.drop()
         self._thread.shutdown(wait=True)
         return self.batches
 

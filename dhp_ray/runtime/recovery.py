@@ -60,7 +60,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int]
     begun = time.perf_counter()
     if broken:
         session.records.event("broken", generation=session.generation, step=session.records.last_step + 1, cause=cause)
-    batches = session.dispatcher.stop()
+    session.dispatcher.drop()
     sighted = yield from _settled(session, set(leaving))
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, sighted, broken)
@@ -73,8 +73,8 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int]
     step = _step_of(adoption, survivors, committed) if adoption else session.checkpoints.newest_step()
     finished = [_finished(session, number, survivors) for number in range(committed + 1, step + 1)]
     if step < committed or session.stream_lost:
+        session.dispatcher.stop().clear()
         yield from _go_back(session, step, committed)
-        batches.clear()
     origins: dict[int, Load | Adopt] = {}
     load = Load(session.checkpoints.name(step) if step else "")
     for place, seen in enumerate(survivors):
@@ -91,6 +91,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int]
     except GroupError:
         session.group.start("call_off", generation)  # those that still wait for the others
         raise
+    batches = session.dispatcher.stop()  # a batch may have been on its way: the ranks have not waited for it
     session.enter(generation, {number: batch for number, batch in batches.items() if number > step})
     seconds = time.perf_counter() - begun
     session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size, seconds=round(seconds, 3),
