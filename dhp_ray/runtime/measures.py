@@ -51,7 +51,7 @@ def step_metrics(plan: Plan, results: Sequence[StepResult], step_time_s: float, 
         "predicted_makespan_s": plan.predicted_time_s * scale,
         "measured_makespan_s": makespan_s(results),
         "idle_fraction": idle_fraction(results),
-        "num_ranks": len(results),
+        "num_ranks": plan.cluster.num_ranks,
         "generation": generation,
         "degrees": {str(degree): count for degree, count in plan.degrees().items()},
     }
