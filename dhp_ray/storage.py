@@ -198,4 +198,5 @@ def told(place: str, problem: str) -> Iterator[None]:
     except (OSError, pa.ArrowException, ValueError) as error:  # a bad URI is a ValueError
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         first = (reason.strip().splitlines() or [type(error).__name__])[0]
+        first = re.sub(r"^.*Detail: \[errno \d+\] ", "", first)  # pyarrow names the file once more, and then the reason
         raise StorageError(f"{place}: {problem}: {masked(first)}") from None  # the cause would show the whole URI

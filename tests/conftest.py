@@ -40,7 +40,7 @@ def ray_cluster() -> Iterator[None]:
     """A local cluster of 2 CPUs; entry points started as processes find it through RAY_ADDRESS."""
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     yield
     del os.environ["RAY_ADDRESS"]

@@ -94,6 +94,12 @@ def test_a_missing_file_is_one_line_with_its_name(folder: Folder, tmp_path: Path
         assert isinstance(caught.value, OSError)
 
 
+def test_the_reason_is_the_systems_own(tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as caught:
+        Folder(str(tmp_path)).read("missing.json")
+    assert str(caught.value) == f"{tmp_path}/missing.json: cannot be read: No such file or directory"
+
+
 def test_an_upload_of_nothing_is_one_line(folder: Folder, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="absent"):
         folder.upload(tmp_path / "absent", "x")
