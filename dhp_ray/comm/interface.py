@@ -1,0 +1,34 @@
+"""The network interface that a node's address belongs to: gloo must be told which one to listen on.
+
+Left alone, gloo looks up the host's name, which on many machines means the loopback (other nodes then cannot reach the rank), or a public address.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+SIOCGIFADDR = 0x8915
+"""Linux's call for the IPv4 address of an interface."""
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has this IPv4 address; empty where none has it (or the address is of another kind)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # this interface has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
+
+
+def listen_on(address: str) -> None:
+    """Have this process's gloo groups listen on the interface of `address`, unless GLOO_SOCKET_IFNAME names one already."""
+    name = interface_of(address)
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
