@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dhp_ray.storage import Folder, StorageError, patiently, replacing, sync_folder, told
+from dhp_ray.storage import Folder, StorageError, append_whole, patiently, replacing, sync_folder, told
 
 
 class SpooledLog:
@@ -87,15 +87,13 @@ class SpooledLog:
     def _add(self, text: bytes) -> None:
         file = self._file.fileno()
         end = os.fstat(file).st_size
-        try:
-            done = os.write(file, text)  # one write of a whole line, so that threads' lines do not mix
-            while done < len(text):
-                done += os.write(file, text[done:])  # the disk took only a part: this says why, or takes the rest
-            if not self._spooled:
+        append_whole(file, text)
+        if not self._spooled:
+            try:
                 os.fsync(file)
-        except OSError:
-            os.ftruncate(file, end)  # the next line must not continue half of this one
-            raise
+            except OSError:
+                os.ftruncate(file, end)  # the line counts as not written
+                raise
 
     def _drop_torn_line(self) -> None:
         if not self._path.exists():

@@ -155,6 +155,18 @@ def patiently(write: Callable[[], None]) -> None:
         time.sleep(0.1)
 
 
+def append_whole(file: int, content: bytes) -> None:
+    """Add bytes to the end of an open file (its descriptor), all or none: what follows must not continue a half."""
+    end = os.fstat(file).st_size
+    try:
+        done = os.write(file, content)  # in one write, so that those of threads do not mix
+        while done < len(content):
+            done += os.write(file, content[done:])  # the disk took only a part: this says why, or takes the rest
+    except OSError:
+        os.ftruncate(file, end)
+        raise
+
+
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A temporary file beside `target`, which takes its place, safe on the disk, when the block ends well."""

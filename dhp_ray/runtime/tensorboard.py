@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dhp_ray.config import Config
-from dhp_ray.storage import Folder
+from dhp_ray.storage import Folder, append_whole, patiently, told
 
 UPLOAD_INTERVAL_S = 30.0
 MAX_CURVES = 16
@@ -67,9 +68,9 @@ class ScalarLog:
         local = folder.local_path()
         self._spool = None if local else tempfile.TemporaryDirectory(prefix="dhp_ray_tensorboard_")
         self._path = (local or Path(self._spool.name if self._spool else "")) / self._name
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "wb")  # noqa: SIM115  stays open for the log's life
-        self._records = RecordWriter(self._file)
+        with told(str(self._path), "cannot be opened"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  stays open for the log's life
         self._lock = threading.Lock()
         self._uploaded_at = time.monotonic()
         self._write(event_pb2.Event(file_version="brain.Event:2"))
@@ -112,9 +113,11 @@ class ScalarLog:
 
     def _write(self, event: event_pb2.Event, step: int = 0) -> None:
         event.wall_time, event.step = time.time(), step
+        record = BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
         with self._lock:
-            self._records.write(event.SerializeToString())
-            self._records.flush()
+            with told(str(self._path), "cannot be written"):
+                patiently(lambda: append_whole(self._file.fileno(), record.getvalue()))
             if time.monotonic() - self._uploaded_at > UPLOAD_INTERVAL_S:
                 self._flush()
 

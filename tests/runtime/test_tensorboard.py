@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from dhp_ray.config import load
 from dhp_ray.runtime.tensorboard import ScalarLog, cluster_text, scalars_of
 from dhp_ray.storage import Folder
+from tests.disks import fill
 
 EXTRA = {"learning_rate": 1e-3, "gradient_norm": 1.5, "applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.01, "lower_bound_s": 0.3,
          "prefetch_wait_s": 0.0, "late_plans": 3, "pool_hits": 5, "pool_creations": 2, "pool_evictions": 0, "pool_overflows": 0}
@@ -146,6 +148,17 @@ def test_an_object_store_gets_the_whole_file(tmp_path: Path, monkeypatch: pytest
     log.close()
     assert points(tmp_path / "store", "loss/train") == [(1, 10.0), (2, 5.0)]
     assert len(os.listdir(tmp_path / "store")) == 1
+
+
+def test_a_full_disk_is_waited_for(small_disk: Path) -> None:
+    """A save that fills it gives the room back; no event is written in part."""
+    log = ScalarLog(Folder(str(small_disk)).child("tensorboard"), 1)
+    log.scalars(1, {"loss/train": 3.0})
+    fill(small_disk / "part")
+    threading.Timer(0.5, (small_disk / "part").unlink).start()
+    for step in range(2, 60):
+        log.scalars(step, {f"loss/train_{'x' * 100}": 2.0, "loss/train": 2.0})
+    assert [step for step, _ in points(small_disk / "tensorboard", "loss/train")] == list(range(1, 60))
 
 
 def test_torch_is_not_needed() -> None:
