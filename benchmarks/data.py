@@ -1,60 +1,92 @@
-"""Rows a second of the data stream, beside plain pyarrow on the same file and the consumption of the tiny model: `python benchmarks/data.py`.
+"""Whether data keeps up: rows a second of the stream, the driver's memory, and steps that wait. `python benchmarks/data.py [rows] [memory] [waits]`
 
-Three measurements in one run, on the synthetic set (jobs/prepare_data.py's, made here in a temporary folder):
+    rows     pyarrow  every row group read into memory, columns as they are: nothing tokenized, no header read
+             stream   `dhp_ray.data.stream.Stream` to its last batch: headers, chat template, tokens, labels, blocks in Ray's object store
+             model    forward and backward of the tiny model on one rank, one sample after the other, images decoded as a worker does
+    memory   the resident memory of the process that takes batches from the stream, over samples with a picture of 4 kB each, then of 4 MB
+    waits    a run of `jobs/train.py`: the steps whose start waited, for their batch, their plan or their decoded images
 
-    pyarrow   every row group read into memory, columns as they are: nothing tokenized, no header read
-    stream    `dhp_ray.data.stream.Stream` to its last batch: headers, chat template, tokens, labels, blocks in Ray's object store
-    model     forward and backward of the tiny model on one rank, one sample after the other, images decoded as a worker does
+All of them on data made here in a temporary folder: the synthetic set (jobs/prepare_data.py's), and pictures of noise.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
-import pyarrow.parquet as pq
-import ray
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from dhp_ray.comm.link import Link
-from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.stream import Stream
-from dhp_ray.data.synthetic import write
-from dhp_ray.model.build import build_model
-from dhp_ray.planner.plan import RankPack, RankPlan, Sample
-from dhp_ray.runtime.messages import BlockRows
-from dhp_ray.runtime.prefetch import load_payloads
-from dhp_ray.schema import Data, Model, Synthetic
-from dhp_ray.train.collate import collate
-from dhp_ray.train.pack import pack_loss
+import numpy as np  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+import ray  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from dhp_ray.comm.link import Link  # noqa: E402
+from dhp_ray.data.processor import ProcessorSpec  # noqa: E402
+from dhp_ray.data.stream import Batch, Stream  # noqa: E402
+from dhp_ray.data.synthetic import write  # noqa: E402
+from dhp_ray.model.build import build_model  # noqa: E402
+from dhp_ray.planner.plan import RankPack, RankPlan, Sample  # noqa: E402
+from dhp_ray.runtime.messages import BlockRows  # noqa: E402
+from dhp_ray.runtime.prefetch import load_payloads  # noqa: E402
+from dhp_ray.schema import Data, Model, Synthetic  # noqa: E402
+from dhp_ray.train.collate import collate  # noqa: E402
+from dhp_ray.train.pack import pack_loss  # noqa: E402
 
 BATCH = 16
+SECTIONS = ("rows", "memory", "waits")
+PICTURES = {"4 kB": (36, 36), "4 MB": (1180, 1180)}
+"""Sides of pictures of noise, which stored as they are take so much."""
+WAIT_SHARE, WAIT_S = 0.01, 0.005
+"""A step has waited when its start came so much later than the end of the step before: this share of its own time, but at least so many seconds."""
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--samples", type=int, default=1024)
-    arguments.add_argument("--model-samples", type=int, default=48, help="samples that the model is timed on")
-    options = arguments.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"any of {', '.join(SECTIONS)}; all of them by default")
+    parser.add_argument("--samples", type=int, default=1024, help="rows: samples of the synthetic set")
+    parser.add_argument("--model-samples", type=int, default=48, help="rows: samples that the model is timed on")
+    parser.add_argument("--pictures", type=int, default=2000, help="memory: samples of each size")
+    parser.add_argument("--steps", type=int, default=40, help="waits: steps of the run")
+    parser.add_argument("--step-samples", type=int, default=48, help="waits: samples of a step, which should take half a second or more")
+    options = parser.parse_args()
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"no section {unknown.pop()!r}; there are {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(num_cpus=os.cpu_count(), include_dashboard=False, configure_logging=False, log_to_driver=False)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "synthetic.parquet"
-        data = Data(path=str(path), synthetic=Synthetic(num_samples=options.samples))
-        write(path, data, 0)
-        plain = options.samples / plain_seconds(path)
-        stream = Stream(data, Model(preset="tiny"), seed=0)
-        first_s, epoch_s, samples, blocks = stream_seconds(stream)
-        model = options.model_samples / model_seconds(samples[: options.model_samples], blocks, data)
-        stream.close()
-    print(f"The stream's first batch took {first_s:.1f} s (its reading tasks start).\n")
-    print(f"| {options.samples} samples | rows/s |\n|---|---|\n| plain pyarrow | {plain:.0f} |\n"
-          f"| stream, after the first batch | {len(samples) / epoch_s:.0f} |\n| tiny model, one rank | {model:.1f} |")
+    sections = options.sections or SECTIONS
+    ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, configure_logging=False, log_to_driver=False)
+    with tempfile.TemporaryDirectory(prefix="dhp_ray_data_") as folder:
+        if "rows" in sections:
+            compare_rates(Path(folder), options.samples, options.model_samples)
+        if "memory" in sections:
+            compare_memory(Path(folder), options.pictures)
+        if "waits" in sections:
+            count_waits(Path(folder), options.steps, options.step_samples)
     ray.shutdown()
+
+
+def compare_rates(folder: Path, num_samples: int, num_model_samples: int) -> None:
+    path = folder / "synthetic.parquet"
+    data = Data(path=str(path), synthetic=Synthetic(num_samples=num_samples))
+    write(path, data, 0)
+    plain = num_samples / plain_seconds(path)
+    stream = Stream(data, Model(preset="tiny"), seed=0)
+    first_s, epoch_s, samples, blocks = stream_seconds(stream)
+    model = num_model_samples / model_seconds(samples[:num_model_samples], blocks, data)
+    stream.close()
+    print(f"The stream's first batch took {first_s:.1f} s (its reading tasks start).\n")
+    print(f"| {num_samples} samples | rows/s |\n|---|---|\n| plain pyarrow | {plain:.0f} |\n"
+          f"| stream, after the first batch | {len(samples) / epoch_s:.0f} |\n| tiny model, one rank | {model:.1f} |\n", flush=True)
 
 
 def plain_seconds(path: Path) -> float:
@@ -94,6 +126,74 @@ def model_seconds(samples: list[Sample], blocks: Payload, data: Data) -> float:
         assert not failures
         pack_loss(adapter, collate(pack, payloads, 0, adapter), link).backward()
     return time.perf_counter() - begun
+
+
+def compare_memory(folder: Path, num_samples: int) -> None:
+    print(f"| {num_samples} samples with a picture of | image bytes read | resident at the first batch | most after it | growth |\n|---|---|---|---|---|")
+    for name, size in PICTURES.items():
+        path = folder / name.replace(" ", "_")
+        num_bytes = write_pictures(path, size, num_samples)
+        first, most = driver_memory(Stream(Data(format="llava", path=str(path / "rows.jsonl")), Model(preset="tiny"), seed=0), num_samples)
+        print(f"| {name} | {num_bytes / 1e6:,.0f} MB | {first / 1e6:.0f} MB | {most / 1e6:.0f} MB | {(most - first) / 1e6:.0f} MB |", flush=True)
+    print(flush=True)
+
+
+def write_pictures(folder: Path, size: tuple[int, int], num_samples: int) -> int:
+    """Conversations that show one of eight pictures of noise; the bytes that reading them all takes."""
+    folder.mkdir()
+    for number in range(8):
+        noise = np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8)
+        Image.fromarray(noise).save(folder / f"{number}.png", compress_level=0)
+    talk = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "Noise."}]
+    rows = (json.dumps({"id": f"{row:06d}", "image": f"{row % 8}.png", "conversations": talk}) for row in range(num_samples))
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return sum((folder / f"{row % 8}.png").stat().st_size for row in range(num_samples))
+
+
+def driver_memory(stream: Stream, num_samples: int) -> tuple[int, int]:
+    """Resident bytes of this process at the first batch, and the most at any later one. Like the driver, it keeps a batch and the one that follows."""
+    kept: list[Batch] = []
+    resident: list[int] = []
+    count = 0
+    while (batch := stream.next_batch(BATCH)) is not None:
+        kept = [*kept[-1:], batch]
+        count += len(batch.samples)
+        resident.append(resident_bytes())
+    assert count == num_samples, batch
+    stream.close()
+    return resident[0], max(resident[1:])
+
+
+def resident_bytes() -> int:
+    return next(1024 * int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+
+
+def count_waits(folder: Path, num_steps: int, batch_size: int) -> None:
+    path, run_dir = folder / "waits.parquet", folder / "run"
+    num_samples = num_steps * batch_size
+    write(path, Data(path=str(path), synthetic=Synthetic(num_samples=num_samples)), 0)
+    settings = [f"run.dir={run_dir}", f"run.steps={num_steps}", f"data.path={path}", f"data.synthetic.num_samples={num_samples}",
+                f"batch.global_samples={batch_size}", "cluster.num_workers=2", "cluster.cpus_per_worker=0.5", "planner.tokens_per_rank=1000"]
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    subprocess.run([sys.executable, str(ROOT / "jobs" / "train.py"), *settings], check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    step_s = [json.loads(line)["step_time_s"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    waited_s, late_plans = waits_of(run_dir)
+    waiting = [step for step, (waited, took) in enumerate(zip(waited_s, step_s, strict=True), 1) if waited > max(WAIT_S, WAIT_SHARE * took)]
+    print(f"| {num_steps} steps of {batch_size} samples, jobs/train.py | |\n|---|---|\n| median step | {statistics.median(step_s):.2f} s |\n"
+          f"| steps that waited more than {100 * WAIT_SHARE:.0f} % of their time (at least {1e3 * WAIT_S:.0f} ms) | {len(waiting)} "
+          f"({100 * len(waiting) / num_steps:.1f} %): {', '.join(map(str, waiting)) or 'none'} |\n"
+          f"| median wait | {1e3 * statistics.median(waited_s):.1f} ms |\n| longest wait after step 1 | {1e3 * max(waited_s[1:]):.0f} ms |\n"
+          f"| plans that came late | {late_plans} |")
+
+
+def waits_of(run_dir: Path) -> tuple[list[float], int]:
+    """Seconds that each step of a run waited, before its start and in its slowest rank; and the plans that the planner's last resort replaced."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    driver, ranks = ([point.value for point in events.Scalars(tag)] for tag in ("data/data_wait_s", "data/prefetch_wait_s"))
+    return [before + inside for before, inside in zip(driver, ranks, strict=True)], int(events.Scalars("plan/late_plans")[-1].value)
 
 
 if __name__ == "__main__":
