@@ -6,6 +6,7 @@ generation at once, so that its sockets free the peers that wait for it, and wai
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -129,6 +130,7 @@ class Worker:
         elif origin.name:
             self.rank.checkpointer.load(origin.name)
         self.rank.begin_mirror(0)
+        give_back_memory()
         self.ran = {number: ran for number, ran in self.ran.items() if number <= step}
         self.steps = {version: number for version, number in self.steps.items() if number < step} | {self.rank.engine.state_version: step}
         return self.rank.engine.state_version
@@ -256,6 +258,13 @@ class Worker:
         self._leave()
         gc.collect()
         return RunError(text)
+
+
+def give_back_memory() -> None:
+    """Let the system have what has been freed: glibc keeps it for the thread that had it, and each generation has threads of its own."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def words_of(error: BaseException) -> str:
