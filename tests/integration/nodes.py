@@ -21,7 +21,11 @@ class Nodes:
         self._folder = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray_", dir="/tmp")  # short: sockets are made below it
         from ray.cluster_utils import Cluster  # reads RAY_TMPDIR
 
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False})
+        try:
+            self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False})
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self.address: str = self._cluster.address
         self.nodes: list[Any] = []
 
