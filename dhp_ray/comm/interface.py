@@ -27,6 +27,16 @@ def interface_of(address: str) -> str:
     return ""
 
 
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine that a connection to `host` would come from; empty where no way leads there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))  # sends nothing
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
 def listen_on(address: str) -> None:
     """Have this process's gloo groups listen on the interface of `address`, unless GLOO_SOCKET_IFNAME names one already."""
     name = interface_of(address)

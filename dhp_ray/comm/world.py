@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from dhp_ray.comm.device import Accelerator
+from dhp_ray.comm.interface import address_towards, listen_on
 
 POLL_S = 0.01
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -28,6 +29,8 @@ class MeetingError(RuntimeError):
 
 
 def open_store(host: str, port: int) -> dist.TCPStore:
+    """A connection to the rendezvous. From now on this process's gloo groups listen on the network that leads there, and on no other."""
+    listen_on(address_towards(host, port))
     return dist.TCPStore(host, port, is_master=False, timeout=CONNECT_TIMEOUT)
 
 

@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.comm.interface import interface_of, listen_on
+from dhp_ray.comm.interface import address_towards, interface_of, listen_on
 
 
 def test_the_loopback_and_this_machines_address_have_interfaces() -> None:
     names = [name for _, name in socket.if_nameindex()]
     assert interface_of("127.0.0.1") in names
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: the system only chooses the address that it would send from
-        except OSError:
-            pytest.skip("this machine has no network but the loopback")
-        address = probe.getsockname()[0]
+    assert address_towards("127.0.0.1", 9) == "127.0.0.1"
+    address = address_towards("198.51.100.1", 9)
+    if not address:
+        pytest.skip("this machine has no network but the loopback")
     assert interface_of(address) in names
+
+
+def test_nowhere_is_towards_nothing() -> None:
+    assert address_towards("not a host", 9) == ""
 
 
 @pytest.mark.parametrize("address", ["198.51.100.77", "::1", "not an address", ""])
