@@ -121,10 +121,11 @@ class Driver:
             results = session.group.collect(running.results, *self.commits.patience_s(running.current.plan))
             step_time_s = perf_counter() - running.begun_s
             following = session.dispatcher.take(step + 1, step_time_s)
+            waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
             self.commits.save_when_due(step, last=following is None or bool(session.stopping))
             eval_loss = yield from session.evaluation.loss_when_due(step)
             change = yield from self._change(session)
-            launched = self._launch(session, None if change or session.stopping else following)
+            launched = self._launch(session, None if change or session.stopping else following, waited_s)
             session.group.call("mirrored")
             yield from self.commits.commit(running.done(results, step_time_s, eval_loss))
             if self.refused:
@@ -133,8 +134,8 @@ class Driver:
         short = session.dispatcher.needed_ranks > session.group.size and not session.stopping
         return change or (f"a sequence of the next batch needs {session.dispatcher.needed_ranks} ranks" if short else "")
 
-    def _launch(self, session: Session, dispatched: Dispatched | None) -> Running | None:
-        """Start a dispatched step on all ranks, once each has said which samples it cannot decode."""
+    def _launch(self, session: Session, dispatched: Dispatched | None, waited_s: float = 0.0) -> Running | None:
+        """Start a dispatched step on all ranks, once each has said which samples it cannot decode. `waited_s`: how long its batch and plan were waited for."""
         if dispatched is None:
             return None
         wait = perf_counter()
@@ -145,7 +146,7 @@ class Driver:
                 return None
         begun = perf_counter()
         results = session.group.start("run", dispatched.step, failures, session.total_steps)
-        return Running(dispatched, failures, results, begun, begun - wait)
+        return Running(dispatched, failures, results, begun, waited_s + begun - wait)
 
     def _change(self, session: Session) -> Generator[Message, None, str]:
         """Why the membership ought to change now, between two steps; empty: it need not."""

@@ -21,7 +21,7 @@ from dhp_ray.comm.world import enter_world, leave_world, make_group, meet, open_
 from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import build_model
+from dhp_ray.model.build import build_model, build_skeleton
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder
 from dhp_ray.train.checkpoint import Checkpointer
@@ -41,12 +41,15 @@ def token_ids(config: Config) -> dict[str, int] | None:
 
 
 def build_adapter(config: Config) -> ModelAdapter:
-    """The model of a run, with its first weights.
+    """The model of a run, with its first weights; of a folder in lockstep without them, for no rank is to hold them all.
 
     Raises:
         ValueError: one line, when the model cannot be had.
     """
-    adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
+    if config.planner.sync == "micro_batch" and not config.model.preset:
+        adapter = build_skeleton(config.model.path)  # the engine reads each rank's rows
+    else:
+        adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
     adapter.freeze(config.train.freeze)
     if config.train.activation_checkpointing:
         adapter.set_activation_checkpointing()
