@@ -31,11 +31,11 @@ lint: install
 	$(BIN)/lint-imports
 
 test: install lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 # Also what is slow, and what needs a CUDA device (those tests skip themselves where there is none).
 test-all: install lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m ''
+	$(BIN)/python -m pytest -n 2 -m ''
 
 clean:
 	rm -rf .venv runs build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,20 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local ray.init would lea
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests run on two processes, file by file: all files that need Ray on one of them, so that there is one cluster."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneCluster(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ray" if "ray_cluster" in (config.rootpath / file).read_text() else file
+
+    return OneCluster(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests run on two processes: those that need Ray on one of them, so that there is one cluster, the others file by file on either."""
-    for item in items:
-        needs_ray = "ray_cluster" in getattr(item, "fixturenames", ()) or "tests/integration/" in item.nodeid
-        item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.nodeid.partition("::")[0]))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
