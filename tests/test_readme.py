@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
@@ -12,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,6 +25,7 @@ from dhp_ray.data.reader import ReadFragments
 from dhp_ray.schema import Config, Data, Model
 from tests.data.samples import picture
 from tests.report.runs import write_run
+from tests.test_jobs import entry
 
 ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
@@ -80,7 +81,7 @@ def test_a_training_command_is_one(arguments: list[str]) -> None:
 
 
 def test_the_other_commands_are_ones() -> None:
-    plan_job = importlib.import_module("jobs.plan")
+    plan_job = entry("plan")
     for arguments in jobs("plan.py"):
         plan_job.read_arguments(arguments)
     for arguments in jobs("report.py"):
@@ -173,6 +174,7 @@ def test_what_a_run_leaves_is_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_from_a_clone_to_a_model_of_ones_own(tmp_path: Path) -> None:
     """The five commands of the README on a folder of twenty pictures, in a copy of what git tracks; `make install` is spared by its own environment."""
     checkout = tmp_path / "dhp_ray"
@@ -192,12 +194,15 @@ def test_from_a_clone_to_a_model_of_ones_own(tmp_path: Path) -> None:
     assert len(commands) == 5
     assert commands[0].startswith("git clone")
     (checkout / ".venv").mkdir()
-    for name in ("bin", "installed"):  # what `make install` would make
-        (checkout / ".venv" / name).symlink_to(Path(sys.prefix) / "bin") if name == "bin" else (checkout / ".venv" / name).touch()
-    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "VIRTUAL_ENV")} | {"PYTHONPATH": str(checkout)}
+    for name in ("bin", "lib", "pyvenv.cfg"):
+        (checkout / ".venv" / name).symlink_to(Path(sys.prefix) / name)
+    (checkout / ".venv" / "installed").touch()
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "VIRTUAL_ENV")}
+    environment |= {"PYTHONPATH": str(checkout), "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray_")}  # else a head that runs on this machine would be joined
     program = "\n".join(commands[1:])
     done = subprocess.run(["bash", "-e", "-c", program], cwd=checkout, env=environment, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
     assert (checkout / "runs" / "mine" / "report.html").exists()
     ledger = [json.loads(line) for line in (checkout / "runs" / "mine" / "ledger.jsonl").read_text().splitlines()]
     assert sorted(name for line in ledger for name in line["sample_ids"]) == sorted(row["id"] for row in chat)

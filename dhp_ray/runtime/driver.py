@@ -128,9 +128,9 @@ class Driver:
             launched = self._launch(session, None if change or session.stopping else following, waited_s)
             session.group.call("mirrored")
             yield from self.commits.commit(running.done(results, step_time_s, eval_loss))
-            if self.refused:
-                raise RunError(self.refused)
             running = launched
+        if self.refused:  # also where it is the first step
+            raise RunError(self.refused)
         short = session.dispatcher.needed_ranks > session.group.size and not session.stopping
         return change or (f"a sequence of the next batch needs {session.dispatcher.needed_ranks} ranks" if short else "")
 

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError
 from dhp_ray.comm.device import ACCELERATORS, Accelerator
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.constraints import check_device
+from dhp_ray.credentials import masked
 from dhp_ray.runtime.console import Console
 from dhp_ray.runtime.indexing import index_ahead
 from dhp_ray.runtime.messages import Finished, Notice, Replace, RunError
@@ -57,7 +58,7 @@ def connect() -> None:
         ray.init(logging_level=logging.ERROR)
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS", "this machine")
-        raise RunError(f"no Ray cluster at {where}: {_first_line(error)}") from None
+        raise RunError(masked(f"no Ray cluster at {where}: {_first_line(error)}")) from None
 
 
 def _run(config: Config, console: Console) -> int:

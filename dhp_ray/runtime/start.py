@@ -25,7 +25,7 @@ from dhp_ray.runtime.records import RunRecords
 from dhp_ray.runtime.speeds import SpeedMeter
 from dhp_ray.runtime.tensorboard import ScalarLog, cluster_text
 from dhp_ray.runtime.watch import Watch
-from dhp_ray.storage import Folder
+from dhp_ray.storage import Folder, StorageError
 
 MEMORY_SHARE = 0.9
 """Share of a device's memory that is planned with; the rest is the allocator's and the communicators'."""
@@ -97,7 +97,10 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     """
     Thread(target=warm_up, name="planner-warm-up", daemon=True).start()  # compiled by the time the workers are up
     folder = Folder(config.run.dir)
-    folder.probe()
+    try:
+        folder.probe()
+    except StorageError as error:
+        raise StorageError(f"run.dir: {error}") from None
     records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)
     if not going_on:
         records.compare_config(config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -34,7 +35,7 @@ from dhp_ray.runtime.elastic import Holdings
 from dhp_ray.runtime.messages import Adopt, BlockRows, Load, Membership, Ran, RunError, Status
 from dhp_ray.runtime.prefetch import load_payloads, processor_spec
 from dhp_ray.runtime.rank import Rank, build_adapter, token_ids
-from dhp_ray.storage import Folder
+from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import FlatEngine, resident_bytes
 from dhp_ray.train.reshard import Holding
@@ -89,7 +90,12 @@ class Worker:
         """Where this worker is and how much memory its device has; also shows that it reaches the run folder."""
         self.accelerator = choose(device)
         self.accelerator.activate()
-        Folder(self.config.run.dir).read(probe)
+        folder = Folder(self.config.run.dir)
+        try:
+            folder.read(probe)
+        except StorageError as error:
+            raise StorageError(f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; allowed: a folder or URI that every node "
+                               "reaches") from None
         context = ray.get_runtime_context()
         parameters = num_parameters(self.config.model.preset, self.config.model.path, token_ids(self.config))
         num_workers = self.config.cluster.num_workers
