@@ -114,8 +114,8 @@ def test_a_worker_killed_one_stopped_and_the_driver_killed(start: Start, undistu
     check(again, undisturbed)
 
 
-@pytest.mark.parametrize(("sync", "faults", "seed"), [
-    ("micro_batch", 6, 1), pytest.param("step", 6, 2, marks=pytest.mark.slow), pytest.param("step", 12, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("sync", "faults", "seed"), [("micro_batch", 6, 1), ("step", 6, 2), ("step", 12, 3)])
 def test_a_soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: int) -> None:
     """Two nodes with two workers each, in a cluster of its own; all kinds of faults, among them a node that is lost and one that comes."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from dhp_ray.runtime.group import Member, OverdueError, WorkerGroup
-from dhp_ray.runtime.messages import RunError
+from dhp_ray.runtime.group import Member, WorkerGroup
+from dhp_ray.runtime.messages import GroupError, RunError, Status
 
 
 class Actor:
@@ -22,6 +23,10 @@ class Actor:
 
     def describe(self, device: str, probe: str) -> dict[str, Any]:
         return {"pid": os.getpid(), "node_id": self.node_id, "device": device, "memory_bytes": 800, "num_parameters": 1, "resident_bytes": 1}
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> Status:
+        return Status(call="act", progress="act")
 
     def act(self, what: dict[int, str]) -> int:
         deed = what.get(os.getpid(), "answer")
@@ -40,7 +45,7 @@ class Actor:
 @pytest.fixture
 def group(ray_cluster: None) -> Any:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
-    actor = ray.remote(num_cpus=0)(Actor)
+    actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Actor)
     group = WorkerGroup([Member(slot, actor.remote(node_id)) for slot, node_id in enumerate(("b", "a", "b"))])
     group.describe("cpu", "")
     yield group
@@ -79,8 +84,14 @@ def test_the_death_of_a_rank_explains_what_its_peers_say(group: WorkerGroup) -> 
     assert str(caught.value) == f"rank 2 (pid {third} on node a) died"
 
 
-def test_calls_that_are_late_can_be_collected_again(group: WorkerGroup) -> None:
+def test_calls_may_take_longer_than_a_look_while_all_get_on(group: WorkerGroup) -> None:
+    assert group.collect(group.start("act", {}), look_s=0.05) == pids(group)
+
+
+def test_a_worker_that_answers_no_more_is_found_by_a_look(group: WorkerGroup) -> None:
+    stopped = pids(group)[2]
     calls = group.start("act", {})
-    with pytest.raises(OverdueError, match=r"ranks \[0, 1, 2\] are not done"):
-        group.collect(calls, timeout_s=0.01)
-    assert group.collect(calls) == pids(group)
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(GroupError, match=rf"^rank 2 \(pid {stopped} on node a\) answers no more$"):
+        group.collect(calls, look_s=0.5)
+    os.kill(stopped, signal.SIGCONT)

@@ -152,7 +152,7 @@ def broken_off(rank: int, port: int, width: int, sends: bool) -> Any:
     return said, versions, right
 
 
-@pytest.mark.parametrize(("width", "sends"), [(6, False), (1000, True)])
+@pytest.mark.parametrize(("width", "sends"), [(6, False), pytest.param(1000, True, marks=pytest.mark.slow)])
 def test_a_peer_that_dies_before_all_has_come_leaves_its_older_version_whole(width: int, sends: bool) -> None:
     """What is to be sent is 2 kB, or 64 MB, all of which may get away before its sender is gone."""
     (said, versions, right), (other_said, other_versions, other_right) = run_processes(broken_off, 3, width, sends, mortal=[2])[:2]
