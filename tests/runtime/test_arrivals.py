@@ -100,5 +100,7 @@ def test_one_that_dies_before_it_is_taken_is_noticed_by_its_next_call_not_by_arr
     wait_until(found.ready)
     (member,) = found.take(1)
     ray.kill(member.actor)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(member.actor.describe.remote("cpu", ""))
+    with pytest.raises(ray.exceptions.RayActorError):  # `kill` returns before the process is gone
+        for _ in range(500):
+            ray.get(member.actor.describe.remote("cpu", ""))
+            time.sleep(0.02)
