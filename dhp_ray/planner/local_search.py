@@ -16,11 +16,11 @@ from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Items, Machine, times_at
 from dhp_ray.planner.schedule import Schedule, firsts_of
 
-THRESHOLD = 0.1
+THRESHOLD = 0.3
 """By how much a step may lengthen the plan at first, as a share."""
 
-WORK, STEPS, SEEDS = 2_000_000, 500, 40
-"""Steps x items x ranks in all, about; steps from each seed, and seeds, at most."""
+WORK, STEPS, SEEDS = 2_000_000, 2000, 9
+"""Steps x items x ranks in all, where STEPS from each of three seeds are not more than that; seeds at most."""
 
 
 class Ordered(NamedTuple):
@@ -38,15 +38,16 @@ def alike(machine: Machine) -> bool:
 
 
 def best_order(items: Items, schedule: Schedule, machine: Machine, target_s: float) -> Ordered:
-    """The best order found from a schedule of the items, and from largest first; ends early at `target_s`."""
+    """The best order found from a schedule of the items, and from largest first on as few and on as many ranks as can be; ends early at `target_s`."""
     degrees = range(1, len(machine.speeds) + 1)
     times = np.stack([np.full(len(items), np.inf), *(times_at(items, degree, machine) for degree in degrees)], axis=1)
     degree = np.zeros(len(items), dtype=np.int64)
     degree[schedule.rows] = np.repeat(np.diff(schedule.first_rank), np.diff(schedule.first_row))
-    steps = STEPS * max(1, len(items) // 8)
-    seeds = int(np.clip(WORK // (steps * times.size), 2, SEEDS))
+    steps = max(STEPS, STEPS // 4 * (len(items) // 8))
+    seeds = int(np.clip(WORK // (steps * times.size), 3, SEEDS))
     largest_first = np.argsort(-items.language_s - items.vision_s, kind="stable")
-    return _search(times, np.stack([schedule.rows, largest_first]), np.stack([degree, items.minimum_degree]), target_s, steps, seeds)
+    orders = np.stack([schedule.rows, largest_first, largest_first])
+    return _search(times, orders, np.stack([degree, items.minimum_degree, np.full_like(degree, len(machine.speeds))]), target_s, steps, seeds)
 
 
 @inner
@@ -89,7 +90,7 @@ def _search(times: np.ndarray, orders: np.ndarray, degrees: np.ndarray, target_s
     best_s = _makespan(times, order, degree, free)
     best_order, best_degree = order.copy(), degree.copy()
     for seed in range(seeds):
-        order[:], degree[:] = orders[seed % 2], degrees[seed % 2]
+        order[:], degree[:] = orders[seed % len(orders)], degrees[seed % len(orders)]
         state, now_s = seed + 1, _makespan(times, order, degree, free)
         for step in range(steps):
             state = _next(state)

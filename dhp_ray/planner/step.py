@@ -38,7 +38,7 @@ TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
 """Items x ranks: up to TINY with shuffled orders and a local search, up to SMALL thorough from 0.1 % above the bound, up to LARGE from 1 %; beyond, always
 quick."""
 
-ORDERS = 32
+ORDERS = 16
 """Orders of the items that are tried, at most."""
 
 
