@@ -1,6 +1,6 @@
 """The planner's figures: modelled step times beside its peers', the gap to the lower bound, planning times, reuse of groups.
 
-    DHP_RAY_TEST_DATA=FOLDER python benchmarks/planner.py [peers] [gap] [honest] [time] [speeds] [pool]     (none: all)
+    DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 python benchmarks/planner.py [peers] [gap] [honest] [time] [speeds] [pool]   (none: all)
 
 FOLDER holds `cost/flexsp_gpt7b_a800.yaml` and `lengths/`. Times are seconds of the cost model, tokens_per_rank 8192, 8 ranks a node, unless said otherwise.
 """
@@ -14,10 +14,11 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, plan_batch, warm_up
+from dhp_ray.planner import LAST_RESORT, ClusterSpec, CostModel, Plan, PlanError, Sample, plan_batch, warm_up
 
 FOLDER = Path(os.environ.get("DHP_RAY_TEST_DATA", "data"))
 TOKENS_PER_RANK = 8192
@@ -27,6 +28,10 @@ TOKENS_PER_RANK = 8192
 PEERS = {(128, 8): (20.39, 21.42, 21.84, 22.13), (128, 64): (4.86, 4.86, 5.01, 5.20), (512, 64): (8.91, 8.62, 9.26, 9.77),
          (2048, 64): (63.86, 73.63, 73.77, 86.03), (512, 512): (4.00, 4.00, 1.84, 2.39), (2048, 512): (15.86, 12.88, 11.94, 12.16),
          (512, 1024): (4.00, 2.91, 1.30, 1.60), (2048, 1024): (9.23, 9.23, 6.13, 7.26)}
+
+
+SKETCH = {(128, 8): 17.92, (128, 64): 4.23, (512, 64): 6.34, (2048, 64): 60.14, (512, 512): 1.72, (2048, 512): 8.31, (2048, 1024): 4.70}
+"""Modelled seconds of the first sketch of a planner for sync=step."""
 
 
 def published_cost() -> CostModel:
@@ -58,8 +63,8 @@ def drawn(name: str, count: int, num_ranks: int, seed: int) -> np.ndarray:
 
 
 def planned(lengths: np.ndarray, num_ranks: int, cost: CostModel, *, tokens_per_rank: int = TOKENS_PER_RANK, speeds: tuple[float, ...] = (),
-            pool: tuple[tuple[int, ...], ...] = (), planner: str = "dhp", sync: str = "step") -> Plan:
-    samples = [Sample(str(row), int(length)) for row, length in enumerate(lengths)]
+            pool: tuple[tuple[int, ...], ...] = (), planner: str = "dhp", sync: str = "step", images: int = 0) -> Plan:
+    samples = [Sample(str(row), int(length), 0, ((1, 16, 16),) * images) for row, length in enumerate(lengths)]
     return plan_batch(samples, ClusterSpec(num_ranks, 8, tokens_per_rank, speeds), cost, planner=planner, sync=sync, pool=pool)
 
 
@@ -70,16 +75,17 @@ def gap_of(plan: Plan, cost: CostModel) -> float:
 
 def peers(cost: CostModel) -> None:
     print("\n## Beside the peers\n")
-    print("| sequences/ranks | Megatron main | Megatron dev | DHP reference | FlexSP | static_best | dhp micro_batch (bound) | dhp step (bound) "
+    print("| sequences/ranks | Megatron main | Megatron dev | DHP reference | FlexSP | static_best | dhp micro_batch (bound) | sketch | dhp step (bound) "
           "| step over best peer |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for (count, num_ranks), others in PEERS.items():
         lengths = bimodal(count, num_ranks)
         static, lockstep, step = (planned(lengths, num_ranks, cost, planner=planner, sync=sync) for planner, sync in (
             ("static_best", "micro_batch"), ("dhp", "micro_batch"), ("dhp", "step")))
         floor = step.lower_bound_s / min(others)
         print(f"| {count}/{num_ranks} | {' | '.join(f'{other:.2f}' for other in others)} | {static.predicted_time_s:.2f} "
-              f"| {lockstep.predicted_time_s:.2f} ({lockstep.lower_bound_s:.2f}) | {step.predicted_time_s:.2f} ({step.lower_bound_s:.2f}) "
+              f"| {lockstep.predicted_time_s:.2f} ({lockstep.lower_bound_s:.2f}) | {SKETCH.get((count, num_ranks), '')} "
+              f"| {step.predicted_time_s:.2f} ({step.lower_bound_s:.2f}) "
               f"| {step.predicted_time_s / min(others):.2f}{f', at least {floor:.2f}' if floor > 0.8 else ''} |")
 
 
@@ -112,14 +118,25 @@ def honest(cost: CostModel) -> None:
 
 
 def time_it(cost: CostModel) -> None:
-    print("\n## Planning time, median of 20 after the first call [ms]\n")
-    print("| sequences/ranks | step | micro_batch | allowed |\n|---|---|---|---|")
+    print("\n## Planning time, median (least) of 20 after the first call [ms]\n")
+    print(f"Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. With images: four a sequence. Last resort: the planner for when time is up.\n")
+    print("| sequences/ranks | step | micro_batch | allowed | step: 5 % spread of speeds | step: with images | step: a pool of 32 groups "
+          "| last resort: step / micro_batch |\n|---|---|---|---|---|---|---|---|")
+    seeing = replace(cost, vision_linear_s=1e-5, _cache={})
     for count, num_ranks, allowed in ((512, 64, 3), (2048, 512, 10), (2048, 1024, 20), (16384, 4096, 60)):
-        lengths, cells = bimodal(count, num_ranks), []
-        for sync in ("step", "micro_batch"):
-            times = [planned(lengths, num_ranks, cost, sync=sync).planning_time_s for _ in range(21 if sync == "step" or count < 16384 else 4)][1:]
-            cells.append(f"{1e3 * statistics.median(times):.1f}")
-        print(f"| {count}/{num_ranks} | {' | '.join(cells)} | {allowed} |")
+        lengths = bimodal(count, num_ranks)
+        spread = tuple(np.clip(np.random.default_rng(1).normal(1, 0.05, num_ranks), 0.7, 1.3))
+        known = planned(bimodal(count, num_ranks, 1), num_ranks, cost).process_groups()[-32:]
+        cells = [median_ms(lengths, num_ranks, cost), median_ms(lengths, num_ranks, cost, sync="micro_batch"), str(allowed),
+                 median_ms(lengths, num_ranks, cost, speeds=spread), median_ms(lengths, num_ranks, seeing, images=4),
+                 median_ms(lengths, num_ranks, cost, pool=known),
+                 " / ".join(median_ms(lengths, num_ranks, cost, planner=LAST_RESORT[sync], sync=sync) for sync in LAST_RESORT)]
+        print(f"| {count}/{num_ranks} | {' | '.join(cells)} |")
+
+
+def median_ms(lengths: np.ndarray, num_ranks: int, cost: CostModel, **options: Any) -> str:
+    times = [1e3 * planned(lengths, num_ranks, cost, **options).planning_time_s for _ in range(21)][1:]
+    return f"{statistics.median(times):.1f} ({min(times):.1f})"
 
 
 def speeds(cost: CostModel) -> None:
@@ -137,30 +154,48 @@ def speeds(cost: CostModel) -> None:
 def pool(cost: CostModel) -> None:
     print("\n## Reuse of groups: 200 batches of Wikipedia lengths, 64 ranks, a pool of 32 (least recently used goes)\n")
     print("| sequences a batch | uses after 20 batches | hits | makespan over placement without reuse |\n|---|---|---|---|")
-    for count in (256, 512, 1024):
-        known: list[tuple[int, ...]] = []
-        uses, hits, time_s, alone_s = 0, 0, 0.0, 0.0
-        for batch in range(200):
-            lengths = drawn("wikipedia", count, 64, batch)
-            plan = planned(lengths, 64, cost, pool=tuple(known))
-            time_s += plan.predicted_time_s - cost.fixed_s
-            alone_s += planned(lengths, 64, cost).predicted_time_s - cost.fixed_s
-            for group in plan.groups:
-                if group.degree > 1:
-                    uses += batch >= 20
-                    hits += batch >= 20 and group.ranks in known
-                    known = [*(ranks for ranks in known if ranks != group.ranks), group.ranks][-32:]
-        print(f"| {count} | {uses} | {100 * hits / uses:.1f} % | {100 * (time_s / alone_s - 1):+.2f} % |")
+    for count in (128, 256, 512, 1024):
+        uses, hits, longer = reused(count, 200, cost)
+        print(f"| {count} | {uses} | {100 * hits / uses:.1f} % | {100 * longer:+.2f} % |")
+
+
+def reused(count: int, batches: int, cost: CostModel) -> tuple[int, int, float]:
+    """Uses of groups of two ranks and more after the first 20 batches, how many of them hit the pool, and by what share all batches got longer."""
+    known: list[tuple[int, ...]] = []
+    uses, hits, time_s, alone_s = 0, 0, 0.0, 0.0
+    for batch in range(batches):
+        lengths = drawn("wikipedia", count, 64, batch)
+        plan = planned(lengths, 64, cost, pool=tuple(known))
+        time_s += plan.predicted_time_s - cost.fixed_s
+        alone_s += planned(lengths, 64, cost).predicted_time_s - cost.fixed_s
+        for group in plan.groups:
+            if group.degree > 1:
+                uses += batch >= 20
+                hits += batch >= 20 and group.ranks in known
+                known = [*(ranks for ranks in known if ranks != group.ranks), group.ranks][-32:]
+    return uses, hits, time_s / alone_s - 1
 
 
 TABLES = {"peers": peers, "gap": gap, "honest": honest, "time": time_it, "speeds": speeds, "pool": pool}
 
-if __name__ == "__main__":
+def main(names: list[str]) -> int:
+    if {"-h", "--help"} & set(names):
+        print(__doc__)
+        return 0
+    unknown = [name for name in names if name not in TABLES]
+    if unknown:
+        print(f"planner.py: {unknown[0]}: no such table; allowed: {', '.join(TABLES)}", file=sys.stderr)
+        return 2
     begin = time.perf_counter()
     print(f"compiled in {warm_up():.1f} s", end="")
     first = time.perf_counter()
     planned(bimodal(512, 64), 64, published_cost())
     print(f"; first call after that {time.perf_counter() - first:.3f} s")
-    for name in sys.argv[1:] or TABLES:
+    for name in names or TABLES:
         TABLES[name](published_cost())
     print(f"\n{time.perf_counter() - begin:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

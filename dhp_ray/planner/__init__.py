@@ -1,6 +1,6 @@
 """Plans a global batch: which sequences run together, on which ranks, in which order.
 
-    samples -> problem_of -> a planner of PLANNERS -> placements -> priced (cost, encoders, timeline, bound) -> Plan
+    samples -> problem_of -> a planner of PLANNERS -> schedule -> priced (cost, encoders, timeline, bound) -> Plan
 
 A pure function of its arguments: same batch, speeds, costs and pool, same plan.
 """
@@ -19,19 +19,20 @@ from dhp_ray.planner.paper import dhp_paper
 from dhp_ray.planner.plan import ClusterSpec, Plan, PlanError, Sample, SequenceTooLongError, samples_from_json
 from dhp_ray.planner.pow2 import pow2
 from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
-from dhp_ray.planner.problem import Placement, Problem, problem_of
+from dhp_ray.planner.problem import Problem, problem_of
+from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.static import static
 from dhp_ray.planner.static_best import static_best
 from dhp_ray.planner.timeline import idle_fraction, starts_of
 
-__all__ = ["PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanError", "Sample", "SequenceTooLongError", "idle_fraction", "plan_batch", "replay", "starts_of",
-           "warm_up"]
+__all__ = ["LAST_RESORT", "PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanError", "Sample", "SequenceTooLongError", "idle_fraction", "plan_batch",
+           "replay", "starts_of", "warm_up"]
 
-PLANNERS: dict[str, Callable[[Problem], list[Placement]]] = {
+PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
     "dhp": dhp, "dhp_paper": dhp_paper, "static": static, "static_best": static_best, "pow2": pow2}
 
-LAST_RESORT = {"step": "static", "micro_batch": "static"}
-"""The fastest planner of each mode, for when there is no time for another."""
+LAST_RESORT = {"step": "pow2", "micro_batch": "pow2"}
+"""The planner of each mode for when there is no time for another: milliseconds at any size, and valid wherever the batch can be planned at all."""
 
 
 def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",
@@ -49,9 +50,9 @@ def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
         raise PlanError(f"sync: got {sync!r}; allowed: {', '.join(SYNCS)}")
     problem = problem_of(samples, cluster, cost, sync, pool)
     problem = replace(problem, lower_bound_s=lower_bound_s(problem))
-    placements = PLANNERS[planner](problem)
-    times, encoders = times_of(problem, placements)
-    groups, makespan = groups_of(problem, placements, times, encoders), makespan_of(problem, placements, times)
+    schedule = PLANNERS[planner](problem)
+    times = times_of(problem, schedule)
+    groups, makespan = groups_of(problem, schedule, times), makespan_of(problem, schedule, times)
     inputs: dict[str, Any] = {"speeds": list(cluster.speeds), "cost": cost.to_json(), "pool": [list(ranks) for ranks in pool]}
     plan = Plan(planner, sync, cluster, problem.samples, groups, makespan, problem.lower_bound_s, 0.0, inputs)
     plan.validate()
@@ -62,10 +63,11 @@ def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
 def warm_up() -> float:
     """Compile the loops (in a thread, while workers start); returns the seconds that it took. Planning before that compiles what it needs by itself."""
     begin = time.perf_counter()
-    cost = CostModel(1e-9, 1e-4, 1e5, 0.1, {2: 1e10})
-    samples = [Sample(str(length), length) for length in (30, 5, 5)]
+    cost = CostModel(1e-9, 1e-4, 1e5, 0.1, {2: 1e10}, vision_linear_s=1e-4)
+    samples = [Sample(str(length), length, 0, ((1, 2, 2),)) for length in (30, 7, 5)]
     for sync in SYNCS:
-        plan_batch(samples, ClusterSpec(4, 2, 10), cost, sync=sync)
+        for speeds in ((), (1.0, 1.0, 1.0, 0.5)):
+            plan_batch(samples, ClusterSpec(4, 4, 10, speeds), cost, sync=sync)
     return time.perf_counter() - begin
 
 

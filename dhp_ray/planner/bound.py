@@ -19,63 +19,66 @@ on the sequence: O(sequences + ranks) memory, some 40 trials of O(sequences).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from dhp_ray.planner.compiled import compiled, inner
-from dhp_ray.planner.items import Items, items_of
+from dhp_ray.planner.items import Item, Items
 from dhp_ray.planner.problem import Problem
 
+LIMIT = np.dtype([(name, np.float64) for name in ("pace", "encode_pace", "transfer_s", "hidden", "once_s", "charge_s", "stretch")])
+"""What d ranks can do at best: `pace` is the d-th fastest speed, `encode_pace` the sum of the d fastest.
 
-class Limits(NamedTuple):
-    """What d ranks can do at best, for d = 0 (unused) to N: `pace` is the d-th fastest speed, `encode_pace` the sum of the d fastest.
+On d ranks or more, `charge_s` is the least area in seconds that a token pays beyond its compute, and `stretch` the least area over compute: 1 but for unequal
+speeds, where a group's members are held to the pace of its slowest.
+"""
 
-    On d ranks or more, `charge_s` is the least area in seconds that a token pays beyond its compute, and `stretch` the least area over compute: 1 but for
-    unequal speeds, where a group's members are held to the pace of its slowest.
-    """
+Limit: TypeAlias = Any
+Limits: TypeAlias = Any
+"""A record of LIMIT, and a numpy.recarray of one for each number of ranks from 0 (unused) to N."""
 
-    pace: np.ndarray
-    encode_pace: np.ndarray
-    transfer_s: np.ndarray
-    hidden: np.ndarray
-    once_s: np.ndarray
-    charge_s: np.ndarray
-    stretch: np.ndarray
+STRETCHED = 64
+"""Ranks of the largest set that is looked at."""
 
 
 def lower_bound_s(problem: Problem) -> float:
     """Seconds that no plan of this batch can beat, fixed costs included."""
     micro_batches = 1
     if problem.sync == "micro_batch":
-        micro_batches = -(-int(problem.tokens.sum()) // problem.cluster.max_tokens)
-    makespan = _bound(items_of(problem), limits_of(problem), float(sum(problem.cluster.speeds)))
-    return float(makespan) + problem.cost.fixed_s * micro_batches
+        micro_batches = -(-int(problem.items.tokens.sum()) // problem.cluster.max_tokens)
+    return float(_bound(problem.items, limits_of(problem), float(problem.speeds.sum()))) + problem.cost.fixed_s * micro_batches
 
 
 def limits_of(problem: Problem) -> Limits:
-    cluster, tables = problem.cluster, problem.tables
-    fastest = np.sort(np.array(cluster.speeds))[::-1]
+    cluster, rates = problem.cluster, problem.machine.rates
+    fastest = np.sort(problem.speeds)[::-1]
     degrees = np.arange(cluster.num_ranks + 1)
-    pace = fastest[np.maximum(degrees, 1) - 1]
+    limits: Limits = np.recarray(len(degrees), dtype=LIMIT)
+    limits.pace = fastest[np.maximum(degrees, 1) - 1]
+    limits.encode_pace = np.concatenate([[1.0], np.cumsum(fastest)])
+    limits.transfer_s = np.where(degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s))
+    limits.hidden, limits.once_s = rates.hidden, rates.once_s
     slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
-    transfer = np.where(degrees > cluster.ranks_per_node, tables.transfer_s[1], tables.transfer_s.min(axis=0))
-    once = tables.latency_s + tables.pack_s
-    charge = (0.0 if tables.hidden.any() else 1.0) * transfer * slowest_sum + once * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
-    charge = np.minimum.accumulate(charge[:0:-1])[::-1]
-    stretch = np.ones(len(degrees)) if fastest[0] == fastest[-1] else _stretch(fastest)
-    return Limits(pace, np.concatenate([[1.0], np.cumsum(fastest)]), transfer, tables.hidden, once, np.concatenate([[0.0], charge]), stretch)
+    charge = (0.0 if rates.hidden.any() else 1.0) * limits.transfer_s * slowest_sum
+    charge += rates.once_s * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
+    limits.charge_s = np.concatenate([[0.0], np.minimum.accumulate(charge[:0:-1])[::-1]])
+    limits.stretch = 1.0 if fastest[0] == fastest[-1] else _stretch(fastest)
+    return limits
 
 
 @compiled
 def _stretch(fastest: np.ndarray) -> np.ndarray:
     """For d ranks or more: the least of (sum of speeds) / (d * slowest speed) over all sets; the best sets are neighbours by speed.
 
-    O(N^2) time, O(N) memory.
+    It does not fall with d: without its fastest, a set of d + 1 has a lower one. So beyond STRETCHED ranks that of STRETCHED holds as a bound. O(N STRETCHED).
     """
     num_ranks = len(fastest)
     stretch = np.ones(num_ranks + 1)
-    for degree in range(num_ranks, 0, -1):
+    for degree in range(1, num_ranks + 1):
+        if degree > STRETCHED:
+            stretch[degree] = stretch[STRETCHED]
+            continue
         best, total = np.inf, 0.0
         for last in range(num_ranks):
             total += fastest[last]
@@ -83,30 +86,29 @@ def _stretch(fastest: np.ndarray) -> np.ndarray:
                 total -= fastest[last - degree]
             if last >= degree - 1:
                 best = min(best, total / (degree * fastest[last]))
-        stretch[degree] = best if degree == num_ranks else min(best, stretch[degree + 1])
+        stretch[degree] = best
     return np.maximum(stretch * (1 - 1e-12), 1.0)
 
 
 @inner
-def _least_time(items: Items, item: int, degree: int, limits: Limits) -> float:
-    pace = limits.pace[degree]
-    exposed = limits.transfer_s[degree] * items.tokens[item] - limits.hidden[degree] * items.attention_s[item] / pace
-    encode = max(items.vision_s[item] / limits.encode_pace[degree], items.image_s[item] / limits.pace[1])
-    return items.language_s[item] / degree / pace + encode + max(0.0, exposed) + limits.once_s[degree]
+def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
+    exposed = limit.transfer_s * item.tokens - limit.hidden * item.attention_s / limit.pace
+    encode = max(item.vision_s / limit.encode_pace, item.image_s / fastest)
+    return item.language_s / degree / limit.pace + encode + max(0.0, exposed) + limit.once_s
 
 
 @inner
-def _least_area(items: Items, item: int, degree: int, limits: Limits) -> float:
-    """On `degree` ranks or more. Images go to the members as they please, so their area is not stretched."""
-    return items.language_s[item] * limits.stretch[degree] + items.vision_s[item] + items.tokens[item] * limits.charge_s[degree]
+def _least_area(item: Item, limit: Limit) -> float:
+    """On so many ranks or more. Images go to the members as they please, so their area is not stretched."""
+    return item.language_s * limit.stretch + item.vision_s + item.tokens * limit.charge_s
 
 
 @inner
-def _shortest(items: Items, item: int, floor_s: float, limits: Limits) -> float:
+def _shortest(item: Item, floor_s: float, limits: Limits) -> float:
     """Least time of an item over all degrees, or any time at or below `floor_s`."""
     best = np.inf
-    for degree in range(items.minimum_degree[item], len(limits.pace)):
-        best = min(best, _least_time(items, item, degree, limits))
+    for degree in range(item.minimum_degree, len(limits)):
+        best = min(best, _least_time(item, degree, limits[degree], limits[1].pace))
         if best <= floor_s:
             break
     return best
@@ -115,31 +117,33 @@ def _shortest(items: Items, item: int, floor_s: float, limits: Limits) -> float:
 @inner
 def _fits(items: Items, rows: np.ndarray, area: float, limits: Limits, makespan: float, total_speed: float) -> bool:
     """Whether the areas of `rows` on the degrees that meet the makespan fit beside `area`."""
-    for item in rows:
-        degree = max(items.minimum_degree[item], int(items.language_s[item] / (makespan * limits.pace[1])))
-        while _least_time(items, item, degree, limits) > makespan * (1 + 1e-12):
+    fastest = limits[1].pace
+    for row in rows:
+        item = items[row]
+        degree = max(item.minimum_degree, int(item.language_s / (makespan * fastest)))
+        while _least_time(item, degree, limits[degree], fastest) > makespan * (1 + 1e-12):
             degree += 1
-            if degree == len(limits.pace):
+            if degree == len(limits):
                 return False
-        area += _least_area(items, item, degree, limits)
+        area += _least_area(item, limits[degree])
     return area <= makespan * total_speed
 
 
 @compiled
 def _bound(items: Items, limits: Limits, total_speed: float) -> float:
-    low, high = 0.0, 0.0
-    for item in range(len(items.tokens)):
-        low += _least_area(items, item, items.minimum_degree[item], limits) / total_speed
-    for item in range(len(items.tokens)):
-        low = max(low, _shortest(items, item, low, limits))
-    rows, count, area = np.zeros(len(items.tokens), dtype=np.int64), 0, 0.0
-    for item in range(len(items.tokens)):
-        degree = items.minimum_degree[item]
-        if _least_time(items, item, degree, limits) > low:
-            rows[count] = item
+    low, high, fastest = 0.0, 0.0, limits[1].pace
+    for row in range(len(items)):
+        low += _least_area(items[row], limits[items[row].minimum_degree]) / total_speed
+    for row in range(len(items)):
+        low = max(low, _shortest(items[row], low, limits))
+    rows, count, area = np.zeros(len(items), dtype=np.int64), 0, 0.0
+    for row in range(len(items)):
+        degree = items[row].minimum_degree
+        if _least_time(items[row], degree, limits[degree], fastest) > low:
+            rows[count] = row
             count += 1
         else:  # meets every makespan that is left as it is
-            area += _least_area(items, item, degree, limits)
+            area += _least_area(items[row], limits[degree])
     rows = rows[:count]
     if _fits(items, rows, area, limits, low, total_speed):
         return low

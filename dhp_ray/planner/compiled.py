@@ -3,7 +3,8 @@
 The loops use nothing whose result differs between the two: no fast-math, stable sorts only.
 
 Machine code is kept beside the source, or where the user's caches are, if either can be written. numba looks for changes in a function's own file only, while
-these call each other across files; so a digest of all of the planner's files is part of the key.
+these call each other across files; so a digest of all of the planner's files is part of the version. Compiled functions release Python's lock: a plan made in a
+thread does not stop the others.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__fil
 
 
 class PackageCache(FunctionCache):  # type: ignore[misc]
-    """numba's cache of a function, with the digest in its key."""
+    """numba's cache of a function, with the digest in its version: what another version wrote is not even opened (it may name classes that are gone)."""
 
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), DIGEST)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file._version += DIGEST
 
 
 def compiled(function: Function) -> Function:
     """Compile at the first call."""
-    return cast(Function, _cached(njit(function), function))
+    return cast(Function, _cached(njit(nogil=True)(function), function))
 
 
 def inner(function: Function) -> Function:

@@ -16,8 +16,8 @@ exposed. `bandwidth` is a table by degree (a degree between two rows takes the r
 (`intra`) and one for groups that cross nodes (`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in
 `sync=micro_batch`) and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode.
 
-Both kinds are one formula over tables by degree (`Tables`), which is all that the schedulers see:
-    exposed = max(0, transfer_s[crosses, d] * sum s - hidden[d] * attention / v) + latency_s[d]
+Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see; `once_s` holds latency and pack_s:
+    time = (language / d + encode) / v + max(0, transfer_s * sum s - hidden * attention / v) + once_s
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import yaml
@@ -41,13 +41,12 @@ Bandwidth = dict[int, float]
 """Bytes per second by degree."""
 
 
-class Tables(NamedTuple):
-    """A cost model by degree, for degrees 0 (unused) to the largest. `transfer_s` has a row inside a node (0) and one across nodes (1)."""
+RATE = np.dtype([(name, np.float64) for name in ("inside_s", "across_s", "hidden", "once_s")])
+"""What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides of that, seconds once."""
 
-    transfer_s: np.ndarray
-    hidden: np.ndarray
-    latency_s: np.ndarray
-    pack_s: float
+Rate: TypeAlias = Any
+Rates: TypeAlias = Any
+"""A record of RATE, and a numpy.recarray of one for each degree from 0 (unused) on. (Type checkers know no fields.)"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class CostModel:
     resident_bytes: float | dict[str, float] = 0.0
     estimated: bool = False
     source: str = ""
-    _cache: dict[int, Tables] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[int, Rates] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s", "vision_quadratic_s",
@@ -119,7 +118,8 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads back (JSON makes strings of the degrees; those are read too)."""
-        return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+        values = {item.name: getattr(self, item.name) for item in fields(self) if not item.name.startswith("_")}
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
     def resident(self, sync: str) -> float:
         """Bytes of parameters, gradients and optimizer state that a rank holds throughout."""
@@ -138,23 +138,27 @@ class CostModel:
         """Seconds of one rank for the attention of sequences of these lengths."""
         return self.quadratic_s * num_tokens * num_tokens
 
+    def images_s(self, grids: np.ndarray) -> np.ndarray:
+        """Seconds of one rank to encode images of these (time, height, width), one a row."""
+        patches = grids[:, 1] * grids[:, 2]
+        seconds: np.ndarray = grids[:, 0] * (self.vision_quadratic_s * patches * patches + self.vision_linear_s * patches)
+        return seconds
+
     def image_s(self, sample: Sample) -> list[float]:
         """Seconds of one rank to encode each image of a sample, in order."""
-        return [time * (self.vision_quadratic_s * (height * width) ** 2 + self.vision_linear_s * height * width)
-                for time, height, width in sample.vision_grids]
+        return self.images_s(np.array(sample.vision_grids, dtype=np.float64).reshape(-1, 3)).tolist()  # type: ignore[no-any-return]
 
-    def tables(self, max_degree: int) -> Tables:
-        """The model by degree, up to `max_degree`; made once."""
+    def rates(self, max_degree: int) -> Rates:
+        """The model by degree: a RATE for each degree from 0 (unused) to `max_degree`; made once."""
         if max_degree not in self._cache:
             degrees = np.maximum(np.arange(max_degree + 1, dtype=np.float64), 1.0)
-            steps = degrees - 1
-            bandwidth = np.stack([_by_degree(link, max_degree) for link in self._links()])
-            transfer = self.comm_bytes_per_token / degrees / bandwidth
+            steps, rates = degrees - 1, np.recarray(max_degree + 1, dtype=RATE)
+            rates.inside_s, rates.across_s = [self.comm_bytes_per_token / degrees / _by_degree(link, max_degree) * (steps > 0) for link in self._links()]
+            rates.hidden, rates.once_s = 0.0, self.latency_s * (steps > 0) + self.pack_s
             if self.communication == "ring":
-                tables = Tables(transfer * steps, self.overlap * steps / degrees / degrees, steps * self.latency_s, self.pack_s)
-            else:
-                tables = Tables(np.where(steps > 0, transfer, 0.0), np.zeros(max_degree + 1), np.where(steps > 0, self.latency_s, 0.0), self.pack_s)
-            self._cache[max_degree] = tables
+                rates.inside_s, rates.across_s = rates.inside_s * steps, rates.across_s * steps
+                rates.hidden, rates.once_s = self.overlap * steps / degrees / degrees, self.latency_s * steps + self.pack_s
+            self._cache[max_degree] = rates
         return self._cache[max_degree]
 
     def pack_time_s(self, lengths: Sequence[int], ranks: Sequence[int], cluster: ClusterSpec, encode_s: float = 0.0) -> float:
@@ -165,12 +169,12 @@ class CostModel:
         degree = len(ranks)
         speed = min(cluster.speeds[rank] for rank in ranks)
         crosses = int(len({cluster.node_of(rank) for rank in ranks}) > 1)
-        tables = self.tables(cluster.num_ranks)
+        rate = self.rates(cluster.num_ranks)[degree]
         tokens = float(sum(lengths))
         attention = self.quadratic_s * sum(length * length for length in lengths)
         compute = (attention + self.linear_s * tokens) / (degree * speed)
-        exposed = max(0.0, tables.transfer_s[crosses, degree] * tokens - tables.hidden[degree] * attention / speed)
-        return float(compute + encode_s + exposed + tables.latency_s[degree] + self.pack_s)
+        exposed = max(0.0, (rate.across_s if crosses else rate.inside_s) * tokens - rate.hidden * attention / speed)
+        return float(compute + encode_s + exposed + rate.once_s)
 
     def _links(self) -> tuple[Bandwidth, Bandwidth]:
         """Bandwidth inside a node and across nodes."""

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+import numpy as np
+
+from dhp_ray.planner.compiled import compiled, inner
+from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.sorting import ascending
 
 
-def encoders_of(image_s: Sequence[float], speeds: Sequence[float]) -> tuple[tuple[int, ...], float]:
-    """The member that encodes each image, and the seconds of the member that takes longest.
+@compiled
+def encoders_of(schedule: Schedule, first_image: np.ndarray, all_image_s: np.ndarray, speeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(the member that encodes each image, where each group's images begin, seconds of the member of each group that takes longest)
 
-    `image_s`: cost of each image on a nominal rank, in order; `speeds`: one a member. Longest processing time first (Graham 1969), O(n log(n d)); ties go to
-    the earlier image and the lower member, so every member computes the same.
+    `all_image_s`: cost of each image on a nominal rank, those of sequence i from `first_image[i]` on; members are places in the group's ranks. Longest
+    processing time first (Graham 1969), O(images x members); ties go to the earlier image and the lower member.
     """
-    if len(speeds) == 1:
-        return (0,) * len(image_s), sum(image_s) / speeds[0]
-    members = [0] * len(image_s)
-    if not image_s:
-        return (), 0.0
-    if len(set(speeds)) == 1:
-        free = [(0.0, member) for member in range(len(speeds))]
-        for index in sorted(range(len(image_s)), key=lambda index: -image_s[index]):
-            busy, member = heapq.heappop(free)
-            members[index] = member
-            heapq.heappush(free, (busy + image_s[index] / speeds[0], member))
-        return tuple(members), max(busy for busy, _ in free)
-    loads = [0.0] * len(speeds)
-    for index in sorted(range(len(image_s)), key=lambda index: -image_s[index]):
-        member = min(range(len(speeds)), key=lambda member: (loads[member] + image_s[index] / speeds[member], member))
-        loads[member] += image_s[index] / speeds[member]
-        members[index] = member
-    return tuple(members), max(loads)
+    num_groups = len(schedule.first_row) - 1
+    members, first, longest_s = np.zeros(len(all_image_s), dtype=np.int64), np.zeros(num_groups + 1, dtype=np.int64), np.zeros(num_groups)
+    for group in range(num_groups):
+        begin = end = first[group]
+        image_s = np.zeros(_num_images(schedule, group, first_image))
+        for row in schedule.rows[schedule.first_row[group]:schedule.first_row[group + 1]]:
+            for image in range(first_image[row], first_image[row + 1]):
+                image_s[end - begin] = all_image_s[image]
+                end += 1
+        first[group + 1] = end
+        ranks = schedule.ranks[schedule.first_rank[group]:schedule.first_rank[group + 1]]
+        busy = np.zeros(len(ranks))
+        for image in ascending(-image_s):
+            best = 0
+            for member in range(1, len(ranks)):
+                if busy[member] + image_s[image] / speeds[ranks[member]] < busy[best] + image_s[image] / speeds[ranks[best]]:
+                    best = member
+            members[begin + image] = best
+            busy[best] += image_s[image] / speeds[ranks[best]]
+        longest_s[group] = busy.max()
+    return members, first, longest_s
+
+
+@inner
+def _num_images(schedule: Schedule, group: int, first_image: np.ndarray) -> int:
+    count = 0
+    for row in schedule.rows[schedule.first_row[group]:schedule.first_row[group + 1]]:
+        count += first_image[row + 1] - first_image[row]
+    return count

@@ -1,76 +1,76 @@
-"""What the schedulers place: sequences, or packs made beforehand, as arrays that the compiled loops read."""
+"""What the schedulers place: sequences, or packs made beforehand. Compiled loops read them as records, which are passed on for nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from dhp_ray.planner.compiled import inner
-from dhp_ray.planner.cost import Tables
-from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.cost import Rate, Rates
+from dhp_ray.planner.packing import Packs
 
+ITEM = np.dtype([(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s")] + [("tokens", np.int64), ("minimum_degree", np.int64)])
+"""One item; seconds are one nominal rank's. attention_s: a part of language_s. vision_s: all its images; image_s: the largest of them. minimum_degree: the
+fewest ranks that hold it. A pack's are the sums of its sequences', `image_s` their largest."""
 
-class Items(NamedTuple):
-    """One entry an item; seconds are one nominal rank's. A pack's are the sums of its sequences', `image_s` their largest."""
-
-    language_s: np.ndarray
-    attention_s: np.ndarray
-    vision_s: np.ndarray
-    image_s: np.ndarray
-    tokens: np.ndarray
-    minimum_degree: np.ndarray
+Item: TypeAlias = Any
+Items: TypeAlias = Any
+"""A record of ITEM, and a numpy.recarray of them."""
 
 
 class Machine(NamedTuple):
-    """The cluster and its costs. `uniform`: all ranks have speed 1."""
+    """The cluster and its costs (`CostModel.rates`). `uniform`: all ranks have speed 1."""
 
     speeds: np.ndarray
     ranks_per_node: int
     tokens_per_rank: int
     uniform: bool
     fastest: float
-    tables: Tables
+    rates: Rates
 
 
-def items_of(problem: Problem) -> Items:
-    """Every sequence an item."""
-    return Items(problem.language_s, problem.attention_s, problem.vision_s, problem.image_s, problem.tokens, problem.minimum_degree)
+def items_of(tokens: np.ndarray, language_s: np.ndarray, attention_s: np.ndarray, vision_s: np.ndarray, image_s: np.ndarray, tokens_per_rank: int) -> Items:
+    """One item for each entry of the arrays."""
+    items = np.recarray(len(tokens), dtype=ITEM)
+    items.tokens, items.language_s, items.attention_s, items.vision_s, items.image_s = tokens, language_s, attention_s, vision_s, image_s
+    items.minimum_degree = -(-tokens // tokens_per_rank)
+    return items
 
 
-def items_of_packs(problem: Problem, packs: Sequence[Sequence[int]]) -> Items:
+def packed(items: Items, packs: Packs, tokens_per_rank: int) -> Items:
     """Every pack an item."""
-    flat = np.concatenate([np.asarray(pack) for pack in packs])
-    first = np.cumsum([0] + [len(pack) for pack in packs[:-1]])
-    tokens = np.add.reduceat(problem.tokens[flat], first)
-    language, attention, vision = (np.add.reduceat(array[flat], first) for array in (problem.language_s, problem.attention_s, problem.vision_s))
-    return Items(language, attention, vision, np.maximum.reduceat(problem.image_s[flat], first), tokens, -(-tokens // problem.cluster.tokens_per_rank))
+    inside, first = items[packs.rows], packs.first[:-1]
+    tokens, language, attention, vision = (np.add.reduceat(array, first) for array in (inside.tokens, inside.language_s, inside.attention_s, inside.vision_s))
+    return items_of(tokens, language, attention, vision, np.maximum.reduceat(inside.image_s, first), tokens_per_rank)
 
 
-def machine_of(problem: Problem) -> Machine:
-    speeds = np.array(problem.cluster.speeds)
-    return Machine(speeds, problem.cluster.ranks_per_node, problem.cluster.tokens_per_rank, bool((speeds == 1.0).all()), float(speeds.max()), problem.tables)
+def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
+    """Seconds of every item on so many nominal ranks, in one node where they fit."""
+    rate = machine.rates[degree]
+    transfer_s = rate.across_s if degree > machine.ranks_per_node else rate.inside_s
+    exposed = np.maximum(0.0, transfer_s * items.tokens - rate.hidden * items.attention_s)
+    times: np.ndarray = items.language_s / degree + np.maximum(items.vision_s / degree, items.image_s) + exposed + rate.once_s
+    return times
 
 
 @inner
-def time_s(items: Items, item: int, degree: int, crosses: int, speed: float, tables: Tables) -> float:
+def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> float:
     """Seconds of an item on `degree` ranks, the slowest of `speed` (`cost`, with images dealt out evenly)."""
-    exposed = tables.transfer_s[crosses, degree] * items.tokens[item] - tables.hidden[degree] * items.attention_s[item] / speed
-    encode = max(items.vision_s[item] / degree, items.image_s[item])
-    return (items.language_s[item] / degree + encode) / speed + max(0.0, exposed) + tables.latency_s[degree] + tables.pack_s
+    exposed = (rate.across_s if crosses else rate.inside_s) * item.tokens - rate.hidden * item.attention_s / speed
+    encode = max(item.vision_s / degree, item.image_s)
+    return (item.language_s / degree + encode) / speed + max(0.0, exposed) + rate.once_s
 
 
 @inner
-def least_degree(items: Items, item: int, time_limit_s: float, machine: Machine) -> int:
-    """The fewest ranks, were all as fast as the fastest, that run an item within a time, inside a node where they fit; 0 if none do.
+def least_degree(item: Item, time_limit_s: float, fastest: float, node_size: int, rates: Rates, most: int) -> int:
+    """The fewest ranks, were all as fast as the fastest, that run an item within a time, inside a node where they fit; 0 if it is not `most` or fewer.
 
     O(1) but where communication rules.
     """
-    num_ranks = len(machine.speeds)
-    degree = max(items.minimum_degree[item], int(items.language_s[item] / (time_limit_s * machine.fastest)))
-    while degree <= num_ranks:
-        if time_s(items, item, degree, 1 if degree > machine.ranks_per_node else 0, machine.fastest, machine.tables) <= time_limit_s:
+    degree = max(item.minimum_degree, int(item.language_s / (time_limit_s * fastest)))
+    while degree <= most:
+        if time_s(item, degree, degree > node_size, fastest, rates[degree]) <= time_limit_s:
             return degree
         degree += 1
     return 0

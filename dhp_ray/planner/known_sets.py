@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.compiled import inner
-from dhp_ray.planner.items import Items, Machine, time_s
+from dhp_ray.planner.items import Item, Machine, time_s
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import firsts_of
 from dhp_ray.planner.windows import Window
 
 
@@ -18,8 +20,14 @@ class Sets(NamedTuple):
     first: np.ndarray
 
 
+def sets_of(problem: Problem) -> Sets:
+    """Groups of the pool that this cluster can form, least recently used first."""
+    known = [ranks for ranks in problem.pool if len(ranks) > 1 and min(ranks) >= 0 and max(ranks) < problem.cluster.num_ranks]
+    return Sets(np.array([rank for ranks in known for rank in sorted(ranks)], dtype=np.int64), firsts_of([len(ranks) for ranks in known]))
+
+
 @inner
-def best_set(items: Items, item: int, lowest: int, highest: int, makespan: float, machine: Machine, free: np.ndarray, known: Sets, num_sets: int,
+def best_set(item: Item, lowest: int, highest: int, makespan: float, machine: Machine, free: np.ndarray, known: Sets, num_sets: int,
              gap_weight: float, limit: float, chosen: np.ndarray) -> Window:
     """Of the first `num_sets` known sets of `lowest` to `highest` ranks, the one that wastes least (`windows`), at most `limit`; degree 0 if there is none."""
     best = Window(limit, 0, 0.0)
@@ -38,9 +46,9 @@ def best_set(items: Items, item: int, lowest: int, highest: int, makespan: float
             slowest = min(slowest, machine.speeds[rank])
             speed_sum += machine.speeds[rank]
             idle += (start - free[rank]) * machine.speeds[rank]
-        crosses = 1 if members[0] // machine.ranks_per_node != members[-1] // machine.ranks_per_node else 0
-        time = time_s(items, item, degree, crosses, slowest, machine.tables)
-        cost = gap_weight * idle + time * speed_sum - items.language_s[item] - items.vision_s[item]
+        crosses = members[0] // machine.ranks_per_node != members[-1] // machine.ranks_per_node
+        time = time_s(item, degree, crosses, slowest, machine.rates[degree])
+        cost = gap_weight * idle + time * speed_sum - item.language_s - item.vision_s
         if start + time <= makespan and cost <= best.cost:
             best = Window(cost, degree, start)
             chosen[:degree] = members

@@ -16,29 +16,31 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.bound import limits_of
-from dhp_ray.planner.items import Items, Machine, items_of, machine_of
-from dhp_ray.planner.micro_batch import MicroBatch, fill_micro_batch
+from dhp_ray.planner.known_sets import sets_of
+from dhp_ray.planner.micro_batch import Cluster, MicroBatch, extremes_s, micro_batch_within, shortest_micro_batch, trials
 from dhp_ray.planner.placing import ranks_of
-from dhp_ray.planner.problem import Placement, Problem
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 
-MAKESPANS, SPAN = 24, 6.0
-"""Makespans that are tried for one micro-batch, and the longest over the shortest of them."""
+MAKESPANS, SPAN = ((256, 40), (4096, 16), (10**9, 4)), 4.5
+"""Makespans that are tried for one micro-batch, with up to so many sequences; and the longest over the shortest of them."""
 
-LARGE = 4096
-"""Sequences beyond which a quarter of the makespans must do."""
-
-WASTE = 1.05
+WASTE = 1.15
 """What the rest of a partial plan is taken to need, over its lower bound."""
 
-WORK = 30_000
+WORK = 20_000
 """Sequences in all fills of one micro-batch, about: sets the width of the search."""
+
+FAR = 16.0
+"""The longest makespan that is tried for all that is left, over the time of the longest sequence alone."""
 
 
 class Part(NamedTuple):
-    """A micro-batch: rows (largest first), and how they are packed."""
+    """A micro-batch: rows (largest first), how they are packed, and a time in which they cannot be done."""
 
     rows: np.ndarray
     packed: MicroBatch
+    low_s: float
 
     @property
     def time_s(self) -> float:
@@ -46,115 +48,105 @@ class Part(NamedTuple):
 
 
 class State(NamedTuple):
-    """A partial plan: what is left (largest first), and the time so far."""
+    """A partial plan: what is left (largest first), its value and tokens, and the time so far."""
 
     rest: np.ndarray
+    value: float
+    tokens: int
     parts: tuple[Part, ...]
     time_s: float
+
+
+class Step(NamedTuple):
+    """One micro-batch more after a partial plan, not yet made."""
+
+    rank_s: float
+    state: State
+    makespan_s: float
 
 
 class Lockstep:
     """The search for one batch."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.items: Items = items_of(problem)
-        self.machine: Machine = machine_of(problem)
-        self.pace = np.sort(self.machine.speeds)[::-1].copy()
-        self.fixed_s = problem.cost.fixed_s
+        self.items, machine = problem.items, problem.machine
+        self.cluster = Cluster(machine, np.sort(machine.speeds)[::-1].copy(), problem.cost.linear_s, problem.cost.quadratic_s)
+        self.fixed_s, self.max_tokens, self.total_speed = problem.cost.fixed_s, problem.cluster.max_tokens, float(machine.speeds.sum())
         work = self.items.language_s + self.items.vision_s
         self.order = np.argsort(-work, kind="stable")
         self.value = work + self.items.tokens * limits_of(problem).charge_s[self.items.minimum_degree]
+        self.makespans = next(makespans for most, makespans in MAKESPANS if len(self.order) <= most)
+        self.width = int(np.clip(WORK // (self.makespans * len(self.order)), 1, 8))
 
     def run(self) -> list[Part]:
-        width = int(np.clip(WORK // (MAKESPANS * len(self.order)), 1, 8))
         ends: list[State] = []
-        beam = [State(self.order, (), 0.0)]
+        beam = [State(self.order, float(self.value.sum()), int(self.items.tokens.sum()), (), 0.0)]
         while beam:
             for state in beam:
-                shortest_s = min((end.time_s for end in ends), default=np.inf)
-                if self.items.tokens[state.rest].sum() <= self.problem.cluster.max_tokens and self.least_s(state) < shortest_s:
-                    ends += self.end(state)
-            following = [after for state in beam[:width] for after in self.next(state)]
+                ends += self.end(state, shortest_s(ends))
+            steps = [step for state in beam[:self.width] for step in self.steps(state, shortest_s(ends))]
+            following = [self.after(step) for step in sorted(steps, key=lambda step: step.rank_s)[:3 * self.width]]
             ends += [state for state in following if not len(state.rest)]
-            shortest_s = min((state.time_s for state in ends), default=np.inf)
-            following = [state for state in following if len(state.rest) and self.least_s(state) < shortest_s]
-            beam = sorted(following, key=lambda state: state.time_s + WASTE * (self.least_s(state) - state.time_s))[:3 * width]
-        best = sorted(ends, key=lambda state: state.time_s)[:width]
-        plans = [[self.shortened(part, 1e-3) for part in state.parts] for state in best]
+            beam = [state for state in following if len(state.rest)]
+        best = sorted(ends, key=lambda state: state.time_s)[:self.width]
+        plans = [[self.shortened(part) for part in state.parts] for state in best]
         return min(plans, key=lambda parts: sum(part.time_s for part in parts) + self.fixed_s * len(parts))
 
-    def end(self, state: State) -> list[State]:
-        """All that is left in one micro-batch, if it fits."""
-        part = self.together(state.rest)
-        return [State(state.rest[:0], (*state.parts, part), state.time_s + part.time_s + self.fixed_s)] if part else []
+    def least_s(self, value: float, tokens: float) -> float:
+        """A lower bound on the time that the rest of a plan takes."""
+        return value / self.total_speed - (-tokens // self.max_tokens) * self.fixed_s
 
-    def next(self, state: State) -> list[State]:
-        """A partial plan with one micro-batch more, for each makespan that holds the longest sequence left."""
-        states = []
-        for makespan_s in self.makespans(int(state.rest[0])):
-            packed = fill_micro_batch(self.items, state.rest, self.value, makespan_s, self.machine, self.pace, False)
-            inside = packed.pack >= 0
-            if inside[0]:
-                part = Part(state.rest[inside], packed._replace(pack=packed.pack[inside]))
-                states.append(State(state.rest[~inside], (*state.parts, part), state.time_s + part.time_s + self.fixed_s))
-        return states
+    def end(self, state: State, limit_s: float) -> list[State]:
+        """All that is left in one micro-batch, if it fits and ends before `limit_s`."""
+        longest_s, low_s = extremes_s(self.items, state.rest[0], self.cluster)
+        low_s, room_s = max(low_s, state.value / self.total_speed), limit_s - state.time_s - self.fixed_s
+        if state.tokens > self.max_tokens or low_s >= room_s:
+            return []
+        begin_s, high_s = (longest_s, FAR * longest_s) if room_s == np.inf else (room_s, room_s)
+        packed, low_s = shortest_micro_batch(self.items, state.rest, self.value, low_s, begin_s, high_s, 1e-2, self.cluster)
+        if not packed.complete:
+            return []
+        part = Part(state.rest, packed, low_s)
+        return [State(state.rest[:0], 0.0, 0, (*state.parts, part), state.time_s + part.time_s + self.fixed_s)]
 
-    def least_s(self, state: State) -> float:
-        """A lower bound on the time of every plan that goes on from a partial one."""
-        micro_batches = -(-int(self.items.tokens[state.rest].sum()) // self.problem.cluster.max_tokens)
-        return state.time_s + float(self.value[state.rest].sum() / self.pace.sum()) + self.fixed_s * micro_batches
+    def steps(self, state: State, limit_s: float) -> list[Step]:
+        """One micro-batch more, for each makespan (`trials`), where that may end before `limit_s`. Makespans that come to the same count once."""
+        steps = {}
+        for makespan_s, seconds, value, tokens in trials(self.items, state.rest, self.value, self.makespans, SPAN, self.cluster).tolist():
+            so_far_s, rest_s = state.time_s + seconds + self.fixed_s, self.least_s(state.value - value, state.tokens - tokens)
+            if seconds and so_far_s + rest_s < limit_s:
+                steps[seconds, value] = Step(so_far_s + WASTE * rest_s, state, makespan_s)
+        return list(steps.values())
 
-    def makespans(self, row: int) -> list[float]:
-        """Times that a pack with this sequence may take, falling: from several alike in full memory on its minimum degree, to alone on many ranks."""
-        alone = self.alone(row)
-        room = self.machine.tokens_per_rank * self.items.minimum_degree[row] / self.items.tokens[row]
-        longest = float(alone[0]) * max(1.0, float(room))
-        count = MAKESPANS if len(self.order) <= LARGE else MAKESPANS // 4
-        return np.geomspace(longest, max(float(alone[-1]), longest / SPAN), count).tolist()  # type: ignore[no-any-return]
+    def after(self, step: Step) -> State:
+        """The partial plan after a step."""
+        state = step.state
+        packed = micro_batch_within(self.items, state.rest, self.value, step.makespan_s, self.cluster)
+        inside = packed.pack >= 0
+        least_s = extremes_s(self.items, state.rest[0], self.cluster)[1]
+        part = Part(state.rest[inside], packed._replace(pack=packed.pack[inside]), max(least_s, packed.value / self.total_speed))
+        return State(state.rest[~inside], state.value - packed.value, state.tokens - packed.tokens, (*state.parts, part),
+                     state.time_s + part.time_s + self.fixed_s)
 
-    def alone(self, row: int) -> np.ndarray:
-        """Times of a sequence on the degrees that it may take, falling."""
-        tables, speeds = self.machine.tables, self.pace
-        degrees = np.arange(self.items.minimum_degree[row], len(speeds) + 1)
-        pace = speeds[degrees - 1]
-        crosses = (degrees > self.machine.ranks_per_node).astype(np.int64)
-        exposed = tables.transfer_s[crosses, degrees] * self.items.tokens[row] - tables.hidden[degrees] * self.items.attention_s[row] / pace
-        encode = np.maximum(self.items.vision_s[row] / degrees, self.items.image_s[row])
-        times = (self.items.language_s[row] / degrees + encode) / pace + np.maximum(0.0, exposed) + tables.latency_s[degrees] + tables.pack_s
-        return np.unique(times[times <= np.minimum.accumulate(times)])[::-1] * (1 + 1e-12)
-
-    def together(self, rows: np.ndarray) -> Part | None:
-        """All rows in one micro-batch, as short as can be; None if they do not fit."""
-        longest = float(self.alone(int(rows[0]))[0])
-        for makespan_s in (longest, 2 * longest, 4 * longest, 16 * longest):
-            packed = fill_micro_batch(self.items, rows, self.value, makespan_s, self.machine, self.pace, True)
-            if packed.complete:
-                return self.shortened(Part(rows, packed), 1e-2)
-        return None
-
-    def shortened(self, part: Part, tolerance: float) -> Part:
-        """The same rows in less time, by bisection."""
-        low = max(float(self.alone(int(part.rows[0]))[-1]), float(self.value[part.rows].sum()) / float(self.pace.sum()))
-        best, high = part, part.time_s
-        while high - low > tolerance * high:
-            middle = (low + high) / 2
-            packed = fill_micro_batch(self.items, part.rows, self.value, middle, self.machine, self.pace, True)
-            if packed.complete:
-                best, high = Part(part.rows, packed), float(packed.time.max())
-            else:
-                low = middle
-        return best
+    def shortened(self, part: Part) -> Part:
+        """The same rows in less time."""
+        packed, low_s = shortest_micro_batch(self.items, part.rows, self.value, part.low_s, part.time_s, part.time_s, 1e-3, self.cluster)
+        return Part(part.rows, packed, low_s) if packed.complete and packed.time.max() < part.time_s else part
 
 
-def dhp_micro_batch(problem: Problem) -> list[Placement]:
-    """Placements in order of execution."""
-    placements = []
-    for index, part in enumerate(Lockstep(problem).run()):
+def shortest_s(ends: list[State]) -> float:
+    return min((end.time_s for end in ends), default=np.inf)
+
+
+def dhp_micro_batch(problem: Problem) -> Schedule:
+    machine, pool = problem.machine, sets_of(problem)
+    rows, sizes, ranks, degrees, numbers = [], [], [], [], []
+    for number, part in enumerate(Lockstep(problem).run()):
         packed = part.packed
-        rows: list[list[int]] = [[] for _ in packed.degree]
-        for row, pack in zip(part.rows.tolist(), packed.pack.tolist()):
-            rows[pack].append(row)
-        for ranks, members in zip(ranks_of(problem, packed.degree, packed.first), rows):
-            placements.append(Placement(ranks, tuple(members), index))
-    return placements
+        members, first = by_owner(packed.pack, len(packed.degree))
+        rows.append(part.rows[members])
+        sizes.append(np.diff(first))
+        ranks.append(ranks_of(packed.degree, packed.first, machine, pool))
+        degrees.append(packed.degree)
+        numbers.append(np.full(len(packed.degree), number))
+    return Schedule(np.concatenate(rows), firsts_of(np.concatenate(sizes)), np.concatenate(ranks), firsts_of(np.concatenate(degrees)), np.concatenate(numbers))

@@ -1,8 +1,8 @@
 """One micro-batch under a makespan: which of the items that are left run in it, in which packs, on how many ranks each.
 
-Items come largest first. Each goes to the open pack with the least memory left that still holds it and stays under the makespan; else it opens a pack on the
-fewest ranks that meet the makespan, if so many are left; else it waits for another micro-batch. Ranks are handed out fastest first, so the slowest ranks get
-the last (smallest) packs, and are asked for no more than they can do. O(items x (log packs + shift)).
+Items come largest first. Each goes to the open pack that can take least beside it, by memory and by time (`best_fit`); else it opens a pack on the fewest ranks
+that meet the makespan, if so many are left; else it waits for another micro-batch. Ranks are handed out fastest first, so the slowest ranks get the last
+(smallest) packs, and are asked for no more than they can do. O(items + packed items x (log packs + shift)).
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dhp_ray.planner.best_fit import OWNER, add, first_with, rooms_for, shrink
 from dhp_ray.planner.compiled import compiled, inner
-from dhp_ray.planner.items import Items, Machine
+from dhp_ray.planner.cost import Rate
+from dhp_ray.planner.items import Items, Machine, time_s
 
 
 class MicroBatch(NamedTuple):
     """`pack[i]` is the pack of `rest[i]`, -1 if it waits.
 
-    Pack p runs on `degree[p]` ranks, from place `first[p]` of the ranks by speed, for `time[p]` seconds. `value`: the sum over what is served.
+    Pack p runs on `degree[p]` ranks, from place `first[p]` of the ranks by speed, for `time[p]` seconds. `value`: the sum over what is served. `tokens`: so
+    many are served.
     """
 
     pack: np.ndarray
@@ -26,51 +29,62 @@ class MicroBatch(NamedTuple):
     first: np.ndarray
     time: np.ndarray
     value: float
+    tokens: int
     complete: bool
 
 
+class Cluster(NamedTuple):
+    """`machine`, the speeds of its ranks, fastest first, and the seconds of language that a token and a token squared cost."""
+
+    machine: Machine
+    pace: np.ndarray
+    linear_s: float
+    quadratic_s: float
+
+
 @inner
-def _time(language: float, attention: float, vision: float, image: float, tokens: float, degree: int, speed: float, machine: Machine) -> float:
-    tables = machine.tables
-    crosses = 1 if degree > machine.ranks_per_node else 0
-    exposed = tables.transfer_s[crosses, degree] * tokens - tables.hidden[degree] * attention / speed
-    return (language / degree + max(vision / degree, image)) / speed + max(0.0, exposed) + tables.latency_s[degree] + tables.pack_s
+def _time(language: float, attention: float, vision: float, image: float, tokens: float, degree: int, pace: float, transfer_s: float, rate: Rate) -> float:
+    compute = (language / degree + max(vision / degree, image)) / pace
+    return compute + max(0.0, transfer_s * tokens - rate.hidden * attention / pace) + rate.once_s
 
 
-@compiled
-def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, machine: Machine, pace: np.ndarray, all_or_none: bool) -> MicroBatch:
-    """`rest`: items, largest first; `value`: what serving each is worth; `pace`: speeds of the ranks, fastest first. Stops early if not all fit but must."""
-    num_ranks, capacity = len(pace), machine.tokens_per_rank
+@inner
+def _longest(time_left: float, quadratic_s: float, linear_s: float) -> float:
+    """The most tokens n for which quadratic n^2 + linear n is no more than a time."""
+    if time_left <= 0.0:
+        return 0.0
+    return 2.0 * time_left / (linear_s + np.sqrt(linear_s * linear_s + 4.0 * quadratic_s * time_left)) * (1.0 + 1e-9)
+
+
+@inner
+def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, cluster: Cluster, all_or_none: bool) -> MicroBatch:
+    """`rest`: items, largest first; `value`: what serving each is worth. Stops early if not all fit but must."""
+    pace, rates, node_size, capacity = cluster.pace, cluster.machine.rates, cluster.machine.ranks_per_node, float(cluster.machine.tokens_per_rank)
+    num_ranks = len(pace)
     pack = np.full(len(rest), -1)
     limit = min(num_ranks, len(rest))
     degree, first, time = np.zeros(limit, dtype=np.int64), np.zeros(limit, dtype=np.int64), np.zeros(limit)
-    language, attention, vision, image, tokens = np.zeros(limit), np.zeros(limit), np.zeros(limit), np.zeros(limit), np.zeros(limit, dtype=np.int64)
-    room, order = np.zeros(limit, dtype=np.int64), np.zeros(limit, dtype=np.int64)  # memory left of the open packs, ascending
-    count, used, served, complete = 0, 0, 0.0, True
+    language, attention, vision, image, tokens = np.zeros(limit), np.zeros(limit), np.zeros(limit), np.zeros(limit), np.zeros(limit)
+    rooms, state = rooms_for(limit)  # tokens of the longest sequence that each open pack may take
+    count, used, served, served_tokens, complete = 0, 0, 0.0, 0, True
     for place in range(len(rest)):
-        item = rest[place]
-        need = items.tokens[item]
-        low, high = 0, count
-        while low < high:
-            middle = (low + high) // 2
-            if room[middle] < need:
-                low = middle + 1
-            else:
-                high = middle
-        into, spent = -1, 0.0
-        for found in range(low, count):
-            candidate = order[found]
-            spent = _time(language[candidate] + items.language_s[item], attention[candidate] + items.attention_s[item],
-                          vision[candidate] + items.vision_s[item], max(image[candidate], items.image_s[item]), float(tokens[candidate] + need),
-                          degree[candidate], pace[first[candidate] + degree[candidate] - 1], machine)
+        item = items[rest[place]]
+        found, spent, into = first_with(rooms, state, item.tokens), 0.0, -1
+        while found >= 0:
+            into = int(rooms[OWNER, found])
+            rate = rates[degree[into]]
+            spent = _time(language[into] + item.language_s, attention[into] + item.attention_s, vision[into] + item.vision_s, max(image[into], item.image_s),
+                          tokens[into] + item.tokens, degree[into], pace[first[into] + degree[into] - 1],
+                          rate.across_s if degree[into] > node_size else rate.inside_s, rate)
             if spent <= makespan:
-                into, low = candidate, found
                 break
-        if into < 0:
-            ranks = items.minimum_degree[item]
+            found -= 1
+        if found < 0:
+            ranks = num_ranks + 1
+            if used < num_ranks:
+                ranks = max(item.minimum_degree, int(item.language_s / (makespan * pace[used])))
             while used + ranks <= num_ranks:
-                spent = _time(items.language_s[item], items.attention_s[item], items.vision_s[item], items.image_s[item], float(need), ranks,
-                              pace[used + ranks - 1], machine)
+                spent = time_s(item, ranks, ranks > node_size, pace[used + ranks - 1], rates[ranks])
                 if spent <= makespan:
                     break
                 ranks += 1
@@ -82,21 +96,84 @@ def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan
             into = count
             degree[into], first[into] = ranks, used
             used += ranks
-            left = ranks * capacity - need
-            low = count
             count += 1
-        else:
-            left = room[low] - need
         pack[place] = into
-        served += value[item]
-        language[into] += items.language_s[item]
-        attention[into] += items.attention_s[item]
-        vision[into] += items.vision_s[item]
-        image[into] = max(image[into], items.image_s[item])
-        tokens[into] += need
+        served += value[rest[place]]
+        served_tokens += item.tokens
+        language[into] += item.language_s
+        attention[into] += item.attention_s
+        vision[into] += item.vision_s
+        image[into] = max(image[into], item.image_s)
+        tokens[into] += item.tokens
         time[into] = spent
-        while low > 0 and room[low - 1] > left:
-            room[low], order[low] = room[low - 1], order[low - 1]
-            low -= 1
-        room[low], order[low] = left, into
-    return MicroBatch(pack, degree[:count], first[:count], time[:count], served, complete)
+        # How much longer may it take? An upper bound where it has images, or where attention hides communication.
+        rate, share, left_s = rates[degree[into]], degree[into] * pace[first[into] + degree[into] - 1], makespan - spent
+        transfer_s = rate.across_s if degree[into] > node_size else rate.inside_s
+        if rate.hidden > 0.0:
+            left_s += max(0.0, transfer_s * tokens[into] - rate.hidden * attention[into] * degree[into] / share)
+            transfer_s = 0.0
+        longest = min(degree[into] * capacity - tokens[into], _longest(left_s, cluster.quadratic_s / share, cluster.linear_s / share + transfer_s))
+        if found >= 0:
+            shrink(rooms, state, found, longest)
+        else:
+            add(rooms, state, longest, into)
+    return MicroBatch(pack, degree[:count], first[:count], time[:count], served, served_tokens, complete)
+
+
+@compiled
+def micro_batch_within(items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, cluster: Cluster) -> MicroBatch:
+    """As much as fits under a makespan."""
+    return fill_micro_batch(items, rest, value, makespan, cluster, False)
+
+
+@compiled
+def extremes_s(items: Items, item: int, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of an item alone, on its minimum degree and on the best one."""
+    least_s, alone_s = np.inf, 0.0
+    for degree in range(len(cluster.pace), items[item].minimum_degree - 1, -1):
+        alone_s = time_s(items[item], degree, degree > cluster.machine.ranks_per_node, cluster.pace[degree - 1], cluster.machine.rates[degree])
+        least_s = min(least_s, alone_s)
+    return alone_s * (1 + 1e-12), least_s * (1 + 1e-12)
+
+
+@compiled
+def trials(items: Items, rest: np.ndarray, value: np.ndarray, count: int, span: float, cluster: Cluster) -> np.ndarray:
+    """(count, 4): makespan, and the seconds, value and tokens of what fits under it; seconds are 0 if the first item does not.
+
+    Makespans fall, each the time of a pack with the first item: from several alike in full memory on its minimum degree, to alone on the best degree (or
+    `span` times less).
+    """
+    most_s, least_s = extremes_s(items, rest[0], cluster)
+    most_s *= max(1.0, cluster.machine.tokens_per_rank * items[rest[0]].minimum_degree / items[rest[0]].tokens)
+    ratio = (max(least_s, most_s / span) / most_s) ** (1.0 / (count - 1))
+    found = np.zeros((count, 4))
+    for index in range(count):
+        makespan = max(most_s * ratio**index, least_s)
+        packed = fill_micro_batch(items, rest, value, makespan, cluster, False)
+        if packed.pack[0] >= 0:
+            found[index, 0], found[index, 1], found[index, 2], found[index, 3] = makespan, packed.time.max(), packed.value, packed.tokens
+    return found
+
+
+@compiled
+def shortest_micro_batch(items: Items, rows: np.ndarray, value: np.ndarray, low: float, makespan: float, high: float, tolerance: float,
+                         cluster: Cluster) -> tuple[MicroBatch, float]:
+    """All rows in one micro-batch, as short as can be, and a makespan that failed, at most `tolerance` below (a share).
+
+    Begins with `makespan`, doubled up to `high` until it can be had (`complete` is False if none can), then bisects down to `low`, which cannot.
+    """
+    best = fill_micro_batch(items, rows, value, makespan, cluster, True)
+    while not best.complete:
+        if makespan >= high:
+            return best, makespan
+        low, makespan = makespan, min(high, 2.0 * makespan)
+        best = fill_micro_batch(items, rows, value, makespan, cluster, True)
+    makespan = best.time.max()
+    while makespan - low > tolerance * makespan:
+        middle = (low + makespan) / 2
+        packed = fill_micro_batch(items, rows, value, middle, cluster, True)
+        if packed.complete:
+            best, makespan = packed, packed.time.max()
+        else:
+            low = middle
+    return best, low

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
-import bisect
+from typing import NamedTuple
 
 import numpy as np
 
+from dhp_ray.planner.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
+from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.schedule import Schedule, by_owner, gathered
 
-def best_fit_decreasing(tokens: np.ndarray, minimum_degree: np.ndarray, tokens_per_rank: int, degree: int = 0) -> list[list[int]]:
-    """Rows of each pack, longest first. O(K log K) comparisons.
 
-    A pack holds `d * tokens_per_rank` tokens, where d is its first (longest) sequence's minimum degree, or `degree` where given; a sequence goes to the open
-    pack with the least room left that still fits it. (A pack's d is never below a later sequence's: they come longest first.)
+class Packs(NamedTuple):
+    """Pack p holds `rows[first[p]:first[p + 1]]`, longest first."""
+
+    rows: np.ndarray
+    first: np.ndarray
+
+
+def best_fit_decreasing(tokens: np.ndarray, capacity: np.ndarray) -> Packs:
+    """Packs of the sequences of these lengths, in the order in which they were opened. O(K log K) comparisons.
+
+    A pack holds the capacity of its first (longest) sequence, in tokens; a sequence goes to the open pack with the least room left that still fits it. (Where
+    capacities follow lengths, a later sequence never needs more than a pack has: they come longest first.)
     """
-    packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room left, pack), ascending
-    for row in np.argsort(-tokens, kind="stable").tolist():
-        need = int(tokens[row])
-        place = bisect.bisect_left(rooms, (need, -1))
-        if place < len(rooms):
-            room, pack = rooms.pop(place)
+    longest_first = np.argsort(-tokens, kind="stable")
+    pack, count = _packs(tokens, capacity, longest_first)
+    order, first = by_owner(pack, count)
+    return Packs(longest_first[order], first)
+
+
+def unpacked(schedule: Schedule, packs: Packs) -> Schedule:
+    """A schedule of sequences from one of packs."""
+    rows, first_row = gathered(packs.rows, packs.first, schedule.rows)
+    return schedule._replace(rows=rows, first_row=first_row[schedule.first_row])
+
+
+@compiled
+def _packs(tokens: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, int]:
+    """(pack of each sequence of `order`, number of packs)"""
+    pack, count = np.zeros(len(order), dtype=np.int64), 0
+    rooms, state = rooms_for(len(order))
+    for place in range(len(order)):
+        row = order[place]
+        found = first_with(rooms, state, tokens[row])
+        if found < 0:
+            pack[place] = count
+            add(rooms, state, capacity[row] - tokens[row], count)
+            count += 1
         else:
-            room, pack = (degree or int(minimum_degree[row])) * tokens_per_rank, len(packs)
-            packs.append([])
-        packs[pack].append(row)
-        bisect.insort(rooms, (room - need, pack))
-    return packs
+            pack[place] = int(rooms[OWNER, found])
+            shrink(rooms, state, found, rooms[ROOM, found] - tokens[row])
+    return pack, count

@@ -3,83 +3,101 @@
 1. Best-fit decreasing packs the sequences (`packing`).
 2. Packs go, longest first, into the first micro-batch whose ranks still cover their minimum degrees.
 3. In each micro-batch the ranks are dealt out so that the slowest pack is as fast as can be. The paper fills a table DP[i][j] in O(K N^2); the problem is a
-   separable bottleneck, so the same optimum comes from a search on the makespan M: with T_i made non-increasing in d (a pack may leave ranks idle), pack i
-   needs d_i(M) = the least d with T_i(d) <= M, and M can be had if the sum of d_i(M) is at most N. O(K log N) a trial, some 50 trials.
+   separable bottleneck, so the same optimum comes from a search on the makespan M: pack i needs the least d with T_i(d) <= M, and M can be had if these sum
+   to at most N. Some 40 trials, each O(K) where compute rules.
 
-With `sync=step` the same packs run in the same order without a barrier, each on the ranks that are free first.
+With `sync=step` the same packs run in the same order without a barrier, each on the ranks that are free first. Speeds are left out, as in the paper.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from dhp_ray.planner.compiled import compiled, inner
+from dhp_ray.planner.items import Item, Items, Machine, least_degree, packed, time_s
 from dhp_ray.planner.packing import best_fit_decreasing
-from dhp_ray.planner.problem import Placement, Problem
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, gathered
+from dhp_ray.planner.sorting import ascending
 
 
-def dhp_paper(problem: Problem) -> list[Placement]:
-    """Placements in order of execution."""
-    num_ranks = problem.cluster.num_ranks
-    packs = best_fit_decreasing(problem.tokens, problem.minimum_degree, problem.cluster.tokens_per_rank)
-    free = np.zeros(num_ranks)
-    placements = []
-    for index, members in enumerate(micro_batches(problem, packs)):
-        times = pack_times(problem, members)
-        degrees = allocate(times, [int(-(-problem.tokens[pack].sum() // problem.cluster.tokens_per_rank)) for pack in members], num_ranks)
-        if problem.sync == "micro_batch":
-            free = np.zeros(num_ranks)
-        ready = np.argsort(free, kind="stable")
-        first = 0
-        for pack in sorted(range(len(members)), key=lambda pack: -times[pack, degrees[pack] - 1]):
-            ranks = np.sort(ready[first:first + degrees[pack]])
-            first += degrees[pack]
-            free[ranks] = free[ranks].max() + times[pack, degrees[pack] - 1]
-            placements.append(Placement(tuple(ranks.tolist()), tuple(members[pack]), index))
-    return placements
+def dhp_paper(problem: Problem) -> Schedule:
+    cluster = problem.cluster
+    packs = best_fit_decreasing(problem.items.tokens, problem.items.minimum_degree * cluster.tokens_per_rank)
+    items, machine = packed(problem.items, packs, cluster.tokens_per_rank), problem.nominal_machine
+    micro_batch, count = first_fit(items.minimum_degree, cluster.num_ranks)
+    members, first = by_owner(micro_batch, count)
+    order, degree, ranks = _deal(items, machine, members, first, problem.sync == "micro_batch")
+    rows, first_row = gathered(packs.rows, packs.first, order)
+    return Schedule(rows, first_row, ranks[:degree.sum()], firsts_of(degree), micro_batch[order] * int(problem.sync == "micro_batch"))
 
 
-def micro_batches(problem: Problem, packs: list[list[int]]) -> list[list[list[int]]]:
-    """Packs by micro-batch, first fit by the ranks that their memory needs. O(packs x micro-batches)."""
-    groups: list[list[list[int]]] = []
-    rooms: list[int] = []
-    for pack in packs:
-        need = int(-(-problem.tokens[pack].sum() // problem.cluster.tokens_per_rank))
-        index = next((index for index, room in enumerate(rooms) if room >= need), len(rooms))
-        if index == len(rooms):
-            rooms.append(problem.cluster.num_ranks)
-            groups.append([])
-        rooms[index] -= need
-        groups[index].append(pack)
-    return groups
+@compiled
+def first_fit(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
+    """(the first micro-batch with that many ranks left, for each pack; number of micro-batches). O(packs x micro-batches)."""
+    micro_batch, used, count = np.zeros(len(need), dtype=np.int64), np.zeros(len(need), dtype=np.int64), 0
+    for pack in range(len(need)):
+        index = 0
+        while used[index] + need[pack] > num_ranks:
+            index += 1
+        used[index] += need[pack]
+        micro_batch[pack] = index
+        count = max(count, index + 1)
+    return micro_batch, count
 
 
-def pack_times(problem: Problem, packs: list[list[int]]) -> np.ndarray:
-    """(packs, N) seconds of each pack at degrees 1 to N, on nominal ranks; a group larger than a node crosses nodes."""
-    tables, num_ranks = problem.tables, problem.cluster.num_ranks
-    degrees = np.arange(1, num_ranks + 1)
-    language, attention, vision, tokens = (np.array([array[pack].sum() for pack in packs])[:, None] for array in (
-        problem.language_s, problem.attention_s, problem.vision_s, problem.tokens))
-    image = np.array([problem.image_s[pack].max() for pack in packs])[:, None]
-    transfer = np.where(degrees > problem.cluster.ranks_per_node, tables.transfer_s[1, 1:], tables.transfer_s[0, 1:])
-    exposed = np.maximum(0.0, transfer * tokens - tables.hidden[1:] * attention)
-    times: np.ndarray = language / degrees + np.maximum(vision / degrees, image) + exposed + tables.latency_s[1:] + tables.pack_s
-    return times
+@compiled
+def _deal(items: Items, machine: Machine, members: np.ndarray, first: np.ndarray, lockstep: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(packs in order of execution, the degree of each, their ranks one after the other); `members[first[m]:first[m + 1]]` are micro-batch m's packs."""
+    num_ranks = len(machine.speeds)
+    order, degree = np.zeros(len(members), dtype=np.int64), np.zeros(len(members), dtype=np.int64)
+    ranks, dealt, free = np.zeros(num_ranks * (len(first) - 1), dtype=np.int64), 0, np.zeros(num_ranks)
+    for micro_batch in range(len(first) - 1):
+        begin, end = first[micro_batch], first[micro_batch + 1]
+        degrees = allocate(items, members[begin:end], machine)
+        seconds = np.zeros(end - begin)
+        for place in range(end - begin):
+            seconds[place] = _time(items[members[begin + place]], degrees[place], machine)
+        ready, taken = np.arange(num_ranks) if lockstep else ascending(free), 0
+        for index, place in enumerate(ascending(-seconds)):
+            chosen = ready[taken:taken + degrees[place]]
+            chosen = chosen[ascending(chosen.astype(np.float64))]
+            ranks[dealt:dealt + len(chosen)] = chosen
+            free[chosen] = free[chosen].max() + seconds[place]
+            order[begin + index], degree[begin + index] = members[begin + place], len(chosen)
+            taken += len(chosen)
+            dealt += len(chosen)
+    return order, degree, ranks
 
 
-def allocate(times: np.ndarray, minimum_degree: list[int], num_ranks: int) -> list[int]:
-    """The degree of each pack that makes the slowest fastest; `times` is (packs, N), the minimum degrees sum to at most N."""
-    least = np.array(minimum_degree)
-    best = times.copy()
-    best[np.arange(1, num_ranks + 1) < least[:, None]] = np.inf
-    best = np.minimum.accumulate(best, axis=1)
-    low, high = float(best[:, -1].max()), float(best[np.arange(len(best)), least - 1].max())
-
-    def needed(makespan: float) -> np.ndarray:
-        return (best > makespan).sum(axis=1) + 1
-
-    if needed(low).sum() <= num_ranks:
-        high = low
-    while high - low > 1e-9 * high:
+@inner
+def allocate(items: Items, members: np.ndarray, machine: Machine) -> np.ndarray:
+    """The degree of each pack of a micro-batch that makes the slowest fastest; their minimum degrees sum to at most N."""
+    low, high = 0.0, 0.0
+    for item in members:
+        high = max(high, _time(items[item], items[item].minimum_degree, machine))
+    while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if needed(middle).sum() <= num_ranks else (middle, high)
-    return [int(degree) for degree in needed(high)]
+        if _needed(items, members, middle, machine)[1]:
+            high = middle
+        else:
+            low = middle
+    return _needed(items, members, high, machine)[0]
+
+
+@inner
+def _needed(items: Items, members: np.ndarray, makespan: float, machine: Machine) -> tuple[np.ndarray, bool]:
+    """(the least degrees that meet a makespan, whether there are so many ranks)"""
+    degrees, total = np.zeros(len(members), dtype=np.int64), 0
+    num_ranks, node_size, rates = len(machine.speeds), machine.ranks_per_node, machine.rates
+    for place in range(len(members)):
+        degrees[place] = least_degree(items[members[place]], makespan, 1.0, node_size, rates, num_ranks - total)
+        if degrees[place] == 0:
+            return degrees, False
+        total += degrees[place]
+    return degrees, True
+
+
+@inner
+def _time(item: Item, degree: int, machine: Machine) -> float:
+    return time_s(item, degree, degree > machine.ranks_per_node, 1.0, machine.rates[degree])

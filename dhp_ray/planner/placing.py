@@ -4,50 +4,76 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.problem import Problem, Ranks
+from dhp_ray.planner.compiled import compiled, inner
+from dhp_ray.planner.items import Machine
+from dhp_ray.planner.known_sets import Sets
+from dhp_ray.planner.sorting import ascending
 
 
-def ranks_of(problem: Problem, degree: np.ndarray, first: np.ndarray) -> list[Ranks]:
-    """The ranks of each group, ascending, no rank twice.
+@compiled
+def ranks_of(degree: np.ndarray, first: np.ndarray, machine: Machine, pool: Sets) -> np.ndarray:
+    """The ranks of each group, ascending, one group after the other; no rank twice.
 
-    Where all ranks are equally fast: groups larger than a node take whole nodes first; then, largest first, a group of the pool whose ranks are all free, else
-    the node with the fewest free ranks that hold it, else any free ranks. Where they are not, group g has the ranks from place `first[g]` of the ranks by
-    speed, as its time was predicted. O(groups x (nodes + pool)).
+    Where all ranks are equally fast, largest group first: a group of the pool whose ranks are all free (the last of them: the one used last), else the node
+    with the fewest free ranks that hold it, else whole nodes and the rest from the node that it fills best. Where they are not, group g has the ranks from
+    place `first[g]` of the ranks by speed, as its time was predicted. O(groups x (nodes + pool)).
     """
-    cluster = problem.cluster
-    if len(set(cluster.speeds)) > 1:
-        by_speed = np.argsort(-np.array(cluster.speeds), kind="stable")
-        return [tuple(np.sort(by_speed[begin:begin + size]).tolist()) for begin, size in zip(first.tolist(), degree.tolist())]
-    size = cluster.ranks_per_node
-    nodes = [list(range(begin, min(begin + size, cluster.num_ranks))) for begin in range(0, cluster.num_ranks, size)]
-    pool: dict[int, list[Ranks]] = {}
-    for ranks in reversed(problem.pool):  # the one used last first
-        if len(ranks) > 1 and max(ranks) < cluster.num_ranks:
-            pool.setdefault(len(ranks), []).append(tuple(sorted(ranks)))
-    chosen: list[Ranks] = [()] * len(degree)
-    for group in np.argsort(-degree, kind="stable").tolist():
-        need = int(degree[group])
-        known = [ranks for ranks in pool.get(need, []) if all(rank in nodes[rank // size] for rank in ranks)]
-        ranks = known[0] if known else _fresh(nodes, need, size)
-        for rank in ranks:
-            nodes[rank // size].remove(rank)
-        chosen[group] = ranks
-    return chosen
+    begin = np.zeros(len(degree) + 1, dtype=np.int64)
+    for group in range(len(degree)):
+        begin[group + 1] = begin[group] + degree[group]
+    ranks, num_ranks = np.zeros(begin[-1], dtype=np.int64), len(machine.speeds)
+    if machine.speeds.min() < machine.speeds.max():
+        by_speed = ascending(-machine.speeds)
+        for group in range(len(degree)):
+            chosen = by_speed[first[group]:first[group] + degree[group]]
+            ranks[begin[group]:begin[group + 1]] = chosen[ascending(chosen.astype(np.float64))]
+        return ranks
+    node_size = machine.ranks_per_node
+    free, num_free = np.ones(num_ranks, dtype=np.bool_), np.zeros((num_ranks + node_size - 1) // node_size, dtype=np.int64)
+    for rank in range(num_ranks):
+        num_free[rank // node_size] += 1
+    for group in ascending(-degree.astype(np.float64)):
+        chosen = ranks[begin[group]:begin[group + 1]]
+        if not _from_pool(chosen, free, pool):
+            _fresh(chosen, free, num_free, node_size)
+        for rank in chosen:
+            free[rank] = False
+            num_free[rank // node_size] -= 1
+    return ranks
 
 
-def _fresh(nodes: list[list[int]], need: int, size: int) -> Ranks:
-    if need <= size:
-        fitting = [(len(free), node) for node, free in enumerate(nodes) if len(free) >= need]
-        if fitting:
-            return tuple(nodes[min(fitting)[1]][:need])
-    fullest = sorted(range(len(nodes)), key=lambda node: (-len(nodes[node]), node))
-    ranks: list[int] = []
-    for node in fullest:
-        left = need - len(ranks)
-        if left < len(nodes[node]):  # the rest from the node that it fills best
-            rest = [(len(nodes[other]), other) for other in fullest if len(nodes[other]) >= left and not set(nodes[other]) & set(ranks)]
-            node = min(rest)[1]
-        ranks += nodes[node][:left]
-        if len(ranks) == need:
-            break
-    return tuple(sorted(ranks))
+@inner
+def _from_pool(chosen: np.ndarray, free: np.ndarray, pool: Sets) -> bool:
+    for index in range(len(pool.first) - 2, -1, -1):
+        known = pool.ranks[pool.first[index]:pool.first[index + 1]]
+        all_free = len(known) == len(chosen) > 1
+        for place in range(len(known)):
+            all_free = all_free and free[known[place]]
+            if not all_free:
+                break
+            chosen[place] = known[place]
+        if all_free:
+            return True
+    return False
+
+
+@inner
+def _fresh(chosen: np.ndarray, free: np.ndarray, num_free: np.ndarray, node_size: int) -> None:
+    """Fill `chosen` from node after node."""
+    need, taken = len(chosen), 0
+    used = np.zeros(len(num_free), dtype=np.bool_)
+    while taken < need:
+        best = -1
+        for node in range(len(num_free)):  # the fullest of those that hold the rest, else the one with the most free ranks
+            if used[node] or num_free[node] == 0:
+                continue
+            holds, best_holds = num_free[node] >= need - taken, best >= 0 and num_free[best] >= need - taken
+            if best < 0 or (holds and (not best_holds or num_free[node] < num_free[best])) or (
+                    not holds and not best_holds and num_free[node] > num_free[best]):
+                best = node
+        used[best] = True
+        for rank in range(best * node_size, min((best + 1) * node_size, len(free))):
+            if free[rank] and taken < need:
+                chosen[taken] = rank
+                taken += 1
+    chosen[:] = chosen[ascending(chosen.astype(np.float64))]

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 Grid = tuple[int, int, int]
 """Patches of one image or frame before the merger: (time, height, width)."""
@@ -164,47 +167,54 @@ class Plan:
         return dict(sorted(counts.items()))
 
     def rank_plan(self, step: int, rank: int) -> RankPlan:
+        return self.rank_plans(step)[rank]
+
+    def rank_plans(self, step: int) -> list[RankPlan]:
+        """Every rank's slice. O(ranks + sum of degrees)."""
         numbers = sorted({group.micro_batch for group in self.groups}) if self.sync == "micro_batch" else []
         encoding = {group.micro_batch for group in self.groups if group.encoders}
         place = {number: index for index, number in enumerate(numbers)}
-        packs = tuple(
-            RankPack(index, group.ranks, tuple(self.samples[row] for row in group.pack.sequences), group.encoders, group.predicted_time_s,
-                     place.get(group.micro_batch, 0))
-            for index, group in enumerate(self.groups) if rank in group.ranks)
-        return RankPlan(step, rank, self.process_groups(), packs, tuple(number in encoding for number in numbers))
+        packs: list[list[RankPack]] = [[] for _ in range(self.cluster.num_ranks)]
+        for index, group in enumerate(self.groups):
+            samples = tuple([self.samples[row] for row in group.pack.sequences])
+            pack = RankPack(index, group.ranks, samples, group.encoders, group.predicted_time_s, place.get(group.micro_batch, 0))
+            for rank in group.ranks:
+                packs[rank].append(pack)
+        process_groups, encodes = self.process_groups(), tuple(number in encoding for number in numbers)
+        return [RankPlan(step, rank, process_groups, tuple(packs[rank]), encodes) for rank in range(self.cluster.num_ranks)]
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
-        seen = [row for group in self.groups for row in group.pack.sequences]
-        if sorted(seen) != list(range(len(self.samples))):
-            raise PlanError(f"plan: {len(seen)} placements for {len(self.samples)} sequences; each must run exactly once")
-        num_images = [len(sample.vision_grids) for sample in self.samples]
-        any_image = any(num_images)
-        lengths = [sample.text_tokens + sample.vision_tokens for sample in self.samples]
-        for index, group in enumerate(self.groups):
-            ranks, rows = group.ranks, group.pack.sequences
-            tokens = sum([lengths[row] for row in rows])
-            if not ranks or (len(ranks) > 1 and len(set(ranks)) != len(ranks)) or min(ranks) < 0 or max(ranks) >= self.cluster.num_ranks:
-                raise PlanError(f"plan: group {index} has ranks {group.ranks}; each must be one of {self.cluster.num_ranks}, once")
-            if tokens > len(ranks) * self.cluster.tokens_per_rank:
-                raise PlanError(f"plan: group {index} holds {tokens} tokens on {group.degree} ranks of {self.cluster.tokens_per_rank} tokens")
-            images = sum([num_images[row] for row in rows]) if any_image else 0
-            if len(group.encoders) != images or (images and not (min(group.encoders) >= 0 and max(group.encoders) < group.degree)):
-                raise PlanError(f"plan: group {index} has {images} images and encoders {group.encoders}")
+        rows, pieces = _flat([group.pack.sequences for group in self.groups])
+        if len(rows) != len(self.samples) or (np.sort(rows) != np.arange(len(rows))).any():
+            raise PlanError(f"plan: {len(rows)} placements for {len(self.samples)} sequences; each must run exactly once")
+        ranks, degrees = _flat([group.ranks for group in self.groups])
+        group_of = np.repeat(np.arange(len(degrees)), degrees)
+        wrong = degrees == 0
+        wrong[group_of[(ranks < 0) | (ranks >= self.cluster.num_ranks) | ~_first_of_its_kind(group_of, ranks)]] = True
+        if wrong.any():
+            index = int(wrong.argmax())
+            raise PlanError(f"plan: group {index} has ranks {self.groups[index].ranks}; each must be one of {self.cluster.num_ranks}, once")
+        group_of_row = np.repeat(np.arange(len(pieces)), pieces)
+        tokens = np.zeros(len(pieces), dtype=np.int64)
+        np.add.at(tokens, group_of_row, np.array([sample.text_tokens + sample.vision_tokens for sample in self.samples])[rows])
+        if (tokens > degrees * self.cluster.tokens_per_rank).any():
+            index = int((tokens > degrees * self.cluster.tokens_per_rank).argmax())
+            raise PlanError(f"plan: group {index} holds {tokens[index]} tokens on {degrees[index]} ranks of {self.cluster.tokens_per_rank} tokens")
+        grids = [sample.vision_grids for sample in self.samples]
+        images = np.zeros(len(pieces), dtype=np.int64)
+        if any(grids):
+            np.add.at(images, group_of_row, np.array([len(grid) for grid in grids])[rows])
+        for index, (group, count) in enumerate(zip(self.groups, images.tolist())):
+            if len(group.encoders) != count or (count and not (min(group.encoders) >= 0 and max(group.encoders) < group.degree)):
+                raise PlanError(f"plan: group {index} has {count} images and encoders {group.encoders}")
         if self.sync == "micro_batch":
-            self._validate_lockstep()
-
-    def _validate_lockstep(self) -> None:
-        busy: set[tuple[int, int]] = set()
-        last = 0
-        for group in self.groups:
-            if group.micro_batch < last:
+            micro_batch = np.array([group.micro_batch for group in self.groups])
+            if (np.diff(micro_batch) < 0).any():
                 raise PlanError("plan: micro-batches out of order")
-            last = group.micro_batch
-            for rank in group.ranks:
-                if (last, rank) in busy:
-                    raise PlanError(f"plan: rank {rank} runs twice in micro-batch {last}")
-                busy.add((last, rank))
+            twice = ~_first_of_its_kind(micro_batch[group_of], ranks)
+            if twice.any():
+                raise PlanError(f"plan: rank {ranks[twice][0]} runs twice in micro-batch {micro_batch[group_of[twice][0]]}")
 
     def to_json(self) -> dict[str, Any]:
         """The form of a plan file; `inputs` (when given, here with the samples) are what the plan replays from."""
@@ -255,6 +265,20 @@ class StepResult:
     pool: dict[str, int]
     saved_steps: tuple[int, ...] = ()
     save_error: str = ""
+
+
+def _flat(pieces: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    """All numbers one after the other, and how many each piece has."""
+    return np.array(list(chain.from_iterable(pieces)), dtype=np.int64), np.array([len(piece) for piece in pieces], dtype=np.int64)
+
+
+def _first_of_its_kind(kind: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """Whether a (kind, number) has not come before."""
+    order = np.lexsort((number, kind))
+    same = (np.diff(kind[order]) == 0) & (np.diff(number[order]) == 0)
+    first = np.ones(len(order), dtype=bool)
+    first[order[1:][same]] = False
+    return first
 
 
 def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -1,49 +1,94 @@
-"""Power-of-two degrees: each sequence gets the least power of two that holds it; packs go, slowest first, to the aligned ranks that are free first."""
+"""Power-of-two degrees: each sequence gets the least power of two that holds it; packs go, slowest first, to the aligned ranks that have done them first."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from dhp_ray.planner.compiled import compiled, inner
+from dhp_ray.planner.items import packed, times_at
 from dhp_ray.planner.packing import best_fit_decreasing
-from dhp_ray.planner.paper import pack_times
-from dhp_ray.planner.problem import Placement, Problem
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 
 
-def pow2(problem: Problem) -> list[Placement]:
+def pow2(problem: Problem) -> Schedule:
     """Sequences of one degree are packed by best fit; a group of d ranks starts at a multiple of d. O(packs x ranks)."""
-    num_ranks = problem.cluster.num_ranks
-    degrees = np.minimum(2 ** np.ceil(np.log2(problem.minimum_degree)).astype(np.int64), num_ranks)
-    packs: list[tuple[float, int, list[int]]] = []
-    for degree in np.unique(degrees).tolist():
-        rows = np.flatnonzero(degrees == degree)
-        grouped = [rows[pack].tolist() for pack in best_fit_decreasing(
-            problem.tokens[rows], problem.minimum_degree[rows], problem.cluster.tokens_per_rank, degree)]
-        packs += zip(pack_times(problem, grouped)[:, degree - 1].tolist(), [degree] * len(grouped), grouped)
-    packs.sort(key=lambda pack: (-pack[0], -pack[1], pack[2]))
+    cluster, machine, items = problem.cluster, problem.nominal_machine, problem.items
+    degrees = np.minimum(2 ** np.ceil(np.log2(items.minimum_degree)).astype(np.int64), cluster.num_ranks)
+    all_rows, sizes, times, degree = [], [], [], []
+    for each in np.unique(degrees).tolist():
+        rows = np.flatnonzero(degrees == each)
+        packs = best_fit_decreasing(items.tokens[rows], np.full(len(rows), each * cluster.tokens_per_rank))
+        packs = packs._replace(rows=rows[packs.rows])
+        all_rows.append(packs.rows)
+        sizes.append(np.diff(packs.first))
+        times.append(times_at(packed(items, packs, cluster.tokens_per_rank), each, machine))
+        degree.append(np.full(len(sizes[-1]), each))
+    seconds, need = np.concatenate(times), np.concatenate(degree)
+    order = np.lexsort((-need, -seconds))
+    need = need[order]
     if problem.sync == "micro_batch":
-        return _lockstep(packs, num_ranks)
-    free = np.zeros(num_ranks)
-    placements = []
-    for seconds, degree, members in packs:
-        blocks = free[:num_ranks // degree * degree].reshape(-1, degree).max(axis=1)
-        block = int(blocks.argmin())
-        free[block * degree:(block + 1) * degree] = blocks[block] + seconds
-        placements.append(Placement(tuple(range(block * degree, (block + 1) * degree)), tuple(members)))
-    return placements
+        first, micro_batch = _aligned(need, cluster.num_ranks)
+        in_time = np.argsort(micro_batch, kind="stable")
+        order, need, first, micro_batch = order[in_time], need[in_time], first[in_time], micro_batch[in_time]
+    else:
+        first, micro_batch = _earliest(need, seconds[order], problem.speeds), np.zeros(len(order), dtype=np.int64)
+    rows, first_row = gathered(np.concatenate(all_rows), firsts_of(np.concatenate(sizes)), order)
+    first_rank = firsts_of(need)
+    return Schedule(rows, first_row, np.repeat(first - first_rank[:-1], need) + np.arange(first_rank[-1]), first_rank, micro_batch)
 
 
-def _lockstep(packs: list[tuple[float, int, list[int]]], num_ranks: int) -> list[Placement]:
-    """Each pack in the first micro-batch with a free aligned block."""
-    taken: list[np.ndarray] = []
-    placements = []
-    for _, degree, rows in packs:
-        for index in range(len(taken) + 1):
+@compiled
+def _earliest(need: np.ndarray, seconds: np.ndarray, speeds: np.ndarray) -> np.ndarray:
+    """The first rank of each pack's block: of the aligned ones, that which has done it first. O(packs x ranks)."""
+    free, first = np.zeros(len(speeds)), np.zeros(len(need), dtype=np.int64)
+    for pack in range(len(need)):
+        degree, best = need[pack], np.inf
+        for begin in range(0, len(free) - degree + 1, degree):
+            start, pace = 0.0, np.inf
+            for rank in range(begin, begin + degree):
+                start, pace = max(start, free[rank]), min(pace, speeds[rank])
+            if start + seconds[pack] / pace < best:
+                first[pack], best = begin, start + seconds[pack] / pace
+        free[first[pack]:first[pack] + degree] = best
+    return first
+
+
+@compiled
+def _aligned(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """(the first rank of each pack's block, its micro-batch): the first aligned block that is left in the first micro-batch that has one.
+
+    `begin[m, l]`: of blocks of 2^l ranks in micro-batch m, those before are taken. O(packs x micro-batches + ranks).
+    """
+    first, micro_batch = np.zeros(len(need), dtype=np.int64), np.zeros(len(need), dtype=np.int64)
+    taken, begin = np.zeros((1, num_ranks), dtype=np.bool_), np.zeros((1, 64), dtype=np.int64)
+    for pack in range(len(need)):
+        degree, level, index = need[pack], 0, 0
+        while 2**level < degree:
+            level += 1
+        while True:
             if index == len(taken):
-                taken.append(np.zeros(num_ranks, dtype=bool))
-            blocks = taken[index][:num_ranks // degree * degree].reshape(-1, degree).any(axis=1)
-            if not blocks.all():
+                taken, begin = _doubled(taken), _doubled(begin)
+            place, free = begin[index, level], 0
+            while place + free < num_ranks and free < degree:  # past the next taken rank, to the next multiple
+                if taken[index, place + free]:
+                    place, free = place + degree, 0
+                else:
+                    free += 1
+            begin[index, level] = place
+            if free == degree:
                 break
-        block = int(blocks.argmin())
-        taken[index][block * degree:(block + 1) * degree] = True
-        placements.append(Placement(tuple(range(block * degree, (block + 1) * degree)), tuple(rows), index))
-    return sorted(placements, key=lambda placement: placement.micro_batch)
+            index += 1
+        first[pack], micro_batch[pack] = place, index
+        for rank in range(place, place + degree):
+            taken[index, rank] = True
+    return first, micro_batch
+
+
+@inner
+def _doubled(rows: np.ndarray) -> np.ndarray:
+    more = np.zeros((2 * rows.shape[0], rows.shape[1]), dtype=rows.dtype)
+    for row in range(rows.shape[0]):
+        for column in range(rows.shape[1]):
+            more[row, column] = rows[row, column]
+    return more

@@ -1,58 +1,38 @@
-"""Prices placements: the predicted time of each on its very ranks, its memory, and which member encodes which image."""
+"""Prices schedules: the predicted time of each group on its very ranks, its memory, and which member encodes which image."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
 from dhp_ray.planner.compiled import compiled
 from dhp_ray.planner.encoders import encoders_of
 from dhp_ray.planner.plan import GroupPlan, Pack
-from dhp_ray.planner.problem import Placement, Problem
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule
 
 
-def times_of(problem: Problem, placements: Sequence[Placement]) -> tuple[np.ndarray, list[tuple[int, ...]]]:
-    """Seconds of each placement, and the encoders of its images. The formulas are `cost`'s; all placements at once."""
-    tables, cluster = problem.tables, problem.cluster
-    rows = np.array([row for placement in placements for row in placement.sequences], dtype=np.int64)
-    first_row = _firsts([len(placement.sequences) for placement in placements])
-    ranks = np.array([rank for placement in placements for rank in placement.ranks], dtype=np.int64)
-    degree = np.array([len(placement.ranks) for placement in placements])
-    first_rank = _firsts(degree)
-    speed = np.minimum.reduceat(np.array(cluster.speeds)[ranks], first_rank)
-    nodes = ranks // cluster.ranks_per_node
-    crosses = (np.minimum.reduceat(nodes, first_rank) != np.maximum.reduceat(nodes, first_rank)).astype(np.int64)
-    tokens, language, attention = (np.add.reduceat(array[rows], first_row) for array in (problem.tokens, problem.language_s, problem.attention_s))
-    exposed = np.maximum(0.0, tables.transfer_s[crosses, degree] * tokens - tables.hidden[degree] * attention / speed)
-    encoders: list[tuple[int, ...]] = [()] * len(placements)
-    encode = np.zeros(len(placements))
-    if problem.num_images:
-        for index, placement in enumerate(placements):
-            encoders[index], encode[index] = _encoders(problem, placement)
-    return language / (degree * speed) + encode + exposed + tables.latency_s[degree] + tables.pack_s, encoders
+def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
+    """Seconds of each group. The formulas are `cost`'s; all groups at once."""
+    items, first_rank, degree = problem.items[schedule.rows], schedule.first_rank[:-1], np.diff(schedule.first_rank)
+    rates = problem.machine.rates[degree]
+    speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
+    nodes = schedule.ranks // problem.cluster.ranks_per_node
+    crosses = np.minimum.reduceat(nodes, first_rank) != np.maximum.reduceat(nodes, first_rank)
+    tokens, language, attention = (np.add.reduceat(array, schedule.first_row[:-1]) for array in (items.tokens, items.language_s, items.attention_s))
+    exposed = np.maximum(0.0, np.where(crosses, rates.across_s, rates.inside_s) * tokens - rates.hidden * attention / speed)
+    encode = _encoders(problem, schedule)[2] if problem.all_image_s.any() else 0.0
+    times: np.ndarray = language / (degree * speed) + encode + exposed + rates.once_s
+    return times
 
 
-def groups_of(problem: Problem, placements: Sequence[Placement], times: np.ndarray, encoders: Sequence[tuple[int, ...]]) -> tuple[GroupPlan, ...]:
-    resident, per_token = problem.cost.resident(problem.sync), problem.cost.memory_bytes_per_token
-    rows = np.array([row for placement in placements for row in placement.sequences], dtype=np.int64)
-    tokens = np.add.reduceat(problem.tokens[rows], _firsts([len(placement.sequences) for placement in placements]))
-    memory = resident + per_token * tokens / np.array([len(placement.ranks) for placement in placements])
-    return tuple([GroupPlan(placement.ranks, Pack(placement.sequences), time, bytes_, placement.micro_batch, members)
-                  for placement, time, bytes_, members in zip(placements, times.tolist(), memory.tolist(), encoders)])
-
-
-def makespan_of(problem: Problem, placements: Sequence[Placement], times: np.ndarray) -> float:
+def makespan_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> float:
     """Seconds of the whole step, fixed costs included (`timeline`)."""
     fixed_s = problem.cost.fixed_s
     if problem.sync == "micro_batch":
-        index = np.array([placement.micro_batch for placement in placements])
-        slowest = np.zeros(index.max() + 1)
-        np.maximum.at(slowest, index, times)
-        return float(slowest.sum() + fixed_s * len(np.unique(index)))
-    ranks = np.array([rank for placement in placements for rank in placement.ranks], dtype=np.int64)
-    first = np.append(_firsts([len(placement.ranks) for placement in placements]), len(ranks))
-    return fixed_s + float(_finish(ranks, first, times, problem.cluster.num_ranks))
+        slowest = np.zeros(schedule.micro_batch.max() + 1)
+        np.maximum.at(slowest, schedule.micro_batch, times)
+        return float(slowest.sum() + fixed_s * (np.bincount(schedule.micro_batch) > 0).sum())
+    return fixed_s + float(_finish(schedule.ranks, schedule.first_rank, times, problem.cluster.num_ranks))
 
 
 @compiled
@@ -67,13 +47,27 @@ def _finish(ranks: np.ndarray, first: np.ndarray, times: np.ndarray, num_ranks: 
     return free.max()
 
 
-def _encoders(problem: Problem, placement: Placement) -> tuple[tuple[int, ...], float]:
-    image_s = [seconds for row in placement.sequences for seconds in problem.cost.image_s(problem.samples[row])]
-    if image_s and not any(image_s):  # without vision costs, balance patches
-        image_s = [float(t * h * w) for row in placement.sequences for t, h, w in problem.samples[row].vision_grids]
-        return encoders_of(image_s, [1.0] * len(placement.ranks))[0], 0.0
-    return encoders_of(image_s, [problem.cluster.speeds[rank] for rank in placement.ranks])
+def time_of(problem: Problem, schedule: Schedule) -> float:
+    """Seconds of the whole step under a schedule."""
+    return makespan_of(problem, schedule, times_of(problem, schedule))
 
 
-def _firsts(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+def groups_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> tuple[GroupPlan, ...]:
+    """The groups of a plan. Without vision costs images are dealt out by their patches."""
+    tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
+    memory = problem.cost.resident(problem.sync) + problem.cost.memory_bytes_per_token * tokens / np.diff(schedule.first_rank)
+    rows, ranks = schedule.rows.tolist(), schedule.ranks.tolist()
+    row, rank = schedule.first_row.tolist(), schedule.first_rank.tolist()
+    members, image = ([], [0] * len(row))
+    if len(problem.all_image_s):
+        members, image = (array.tolist() for array in _encoders(problem, schedule)[:2])
+    return tuple([
+        GroupPlan(tuple(ranks[rank[group]:rank[group + 1]]), Pack(tuple(rows[row[group]:row[group + 1]])), seconds, bytes_, micro_batch,
+                  tuple(members[image[group]:image[group + 1]]))
+        for group, (seconds, bytes_, micro_batch) in enumerate(zip(times.tolist(), memory.tolist(), schedule.micro_batch.tolist()))])
+
+
+def _encoders(problem: Problem, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    costs = problem.all_image_s.any()
+    return encoders_of(schedule, problem.first_image, problem.all_image_s if costs else problem.all_image_patches, problem.speeds if costs else np.ones(
+        problem.cluster.num_ranks))

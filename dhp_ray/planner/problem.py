@@ -1,36 +1,24 @@
-"""A batch to plan: its sequences as arrays, the cluster and the cost model.
-
-What a planner returns is a list of `Placement`s in order of execution; `planner.plan_batch` prices them and makes the `Plan`.
-"""
+"""A batch to plan: its sequences as arrays, the cluster and the cost model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.cost import CostModel, Tables
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.items import Items, Machine, items_of
 from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample, SequenceTooLongError
-
-Ranks = tuple[int, ...]
-
-
-class Placement(NamedTuple):
-    """Sequences (rows of the batch) that run together on `ranks`, ascending."""
-
-    ranks: Ranks
-    sequences: tuple[int, ...]
-    micro_batch: int = 0
+from dhp_ray.planner.schedule import Ranks, firsts_of
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A batch as the planners see it. Arrays have one entry a sequence; seconds are one rank's at nominal speed.
+    """A batch as the planners see it.
 
-    tokens: int64. attention_s: its attention, part of language_s. vision_s: all its images; image_s: the largest of them.
-    minimum_degree: the fewest ranks that hold it. lower_bound_s: `bound`'s, once known.
+    items: one ITEM a sequence. all_image_s: seconds of each image on a nominal rank, those of sequence i from first_image[i] on; all_image_patches likewise.
+    lower_bound_s: `bound`'s, once known.
     """
 
     samples: tuple[Sample, ...]
@@ -38,20 +26,26 @@ class Problem:
     cost: CostModel
     sync: str
     pool: tuple[Ranks, ...]
-    tables: Tables
-    tokens: np.ndarray
-    language_s: np.ndarray
-    attention_s: np.ndarray
-    vision_s: np.ndarray
-    image_s: np.ndarray
-    minimum_degree: np.ndarray
-    num_images: int
+    items: Items
+    first_image: np.ndarray
+    all_image_s: np.ndarray
+    all_image_patches: np.ndarray
     lower_bound_s: float = 0.0
 
     @property
-    def work_s(self) -> np.ndarray:
-        """Compute of each sequence on one nominal rank."""
-        return self.language_s + self.vision_s
+    def speeds(self) -> np.ndarray:
+        return np.array(self.cluster.speeds)
+
+    @property
+    def machine(self) -> Machine:
+        speeds = self.speeds
+        return Machine(speeds, self.cluster.ranks_per_node, self.cluster.tokens_per_rank, bool((speeds == 1.0).all()), float(speeds.max()),
+                       self.cost.rates(len(speeds)))
+
+    @property
+    def nominal_machine(self) -> Machine:
+        """The cluster as planners see it that know nothing of speeds."""
+        return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True, fastest=1.0)
 
 
 def problem_of(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, sync: str, pool: Sequence[Ranks] = ()) -> Problem:
@@ -69,13 +63,13 @@ def problem_of(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
         raise PlanError(f"sample {samples[shortest].id}: {tokens[shortest]} tokens; a sequence has at least 1")
     if tokens[longest] > cluster.max_tokens:
         raise SequenceTooLongError(samples[longest].id, int(tokens[longest]), cluster.max_tokens)
-    attention = cost.quadratic_s * tokens.astype(np.float64) ** 2
-    vision, image = np.zeros(len(samples)), np.zeros(len(samples))
-    num_images = sum([len(sample.vision_grids) for sample in samples])
-    if num_images and (cost.vision_linear_s or cost.vision_quadratic_s):
-        for row, sample in enumerate(samples):
-            if sample.vision_grids:
-                seconds = cost.image_s(sample)
-                vision[row], image[row] = sum(seconds), max(seconds)
-    return Problem(tuple(samples), cluster, cost, sync, tuple(pool), cost.tables(cluster.num_ranks), tokens, attention + cost.linear_s * tokens, attention,
-                   vision, image, -(-tokens // cluster.tokens_per_rank), num_images)
+    attention = cost.attention_s(tokens.astype(np.float64))
+    grids = [sample.vision_grids for sample in samples]
+    counts = np.array([len(grid) for grid in grids]) if any(grids) else np.zeros(len(samples), dtype=np.int64)
+    images = np.array([image for grid in grids for image in grid], dtype=np.float64).reshape(-1, 3)
+    seconds = cost.images_s(images)
+    owner, vision, image = np.repeat(np.arange(len(samples)), counts), np.zeros(len(samples)), np.zeros(len(samples))
+    np.add.at(vision, owner, seconds)
+    np.maximum.at(image, owner, seconds)
+    items = items_of(tokens, attention + cost.linear_s * tokens, attention, vision, image, cluster.tokens_per_rank)
+    return Problem(tuple(samples), cluster, cost, sync, tuple(pool), items, firsts_of(counts), seconds, images.prod(axis=1))

@@ -72,19 +72,19 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
     for place in range(len(order)):
         if lowest[place] == 0:
             continue
-        item, highest = order[place], _highest_degree(lowest[place], machine)
+        item, highest = items[order[place]], _highest_degree(lowest[place], machine)
         window = Window(np.inf, 0, 0.0)
         if reuse_s > 0.0:  # a new group of a common degree is likelier to be used again
             degree = _common_degree(lowest[place], machine)
-            window = best_window(items, item, degree, degree, makespan, machine, ranks, gap_weight, chosen)
+            window = best_window(item, degree, degree, makespan, machine, ranks, gap_weight, chosen)
         if window.degree == 0:
-            window = best_window(items, item, lowest[place], highest, makespan, machine, ranks, gap_weight, chosen)
-        again = best_set(items, item, lowest[place], highest, makespan, machine, ranks.free, known, num_sets, gap_weight, window.cost + reuse_s, from_set)
+            window = best_window(item, lowest[place], highest, makespan, machine, ranks, gap_weight, chosen)
+        again = best_set(item, lowest[place], highest, makespan, machine, ranks.free, known, num_sets, gap_weight, window.cost + reuse_s, from_set)
         if again.degree:
             window = again
             chosen[:again.degree] = from_set[:again.degree]
         elif 1 < window.degree < len(busy) and met[chosen[:window.degree]].max() >= MAX_GROUPS_PER_RANK:
-            window = best_set(items, item, lowest[place], len(busy), makespan, machine, ranks.free, known, num_sets, gap_weight, np.inf, chosen)
+            window = best_set(item, lowest[place], len(busy), makespan, machine, ranks.free, known, num_sets, gap_weight, np.inf, chosen)
             again = window
         if window.degree == 0:
             return Skeleton(False, none, none, none, nothing, none, nothing, nothing, nothing)
@@ -101,7 +101,7 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
         for rank in members:
             slowest = min(slowest, machine.speeds[rank])
         low_node, high_node = members[0] // machine.ranks_per_node, members[-1] // machine.ranks_per_node
-        finish = window.start + time_s(items, item, window.degree, 1 if high_node > low_node else 0, slowest, machine.tables)
+        finish = window.start + time_s(item, window.degree, high_node > low_node, slowest, machine.rates[window.degree])
         if first[group] + window.degree > len(group_ranks):
             group_ranks = np.concatenate((group_ranks, np.zeros(len(group_ranks) + len(busy), dtype=np.int64)))
             hole_rank = np.concatenate((hole_rank, np.zeros(len(hole_rank) + len(busy), dtype=np.int64)))
@@ -113,7 +113,7 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
                 num_holes += 1
             ranks.free[rank] = finish
         keep_sorted(ranks, low_node, high_node, machine.ranks_per_node)
-        group_item[group], group_start[group] = item, window.start
+        group_item[group], group_start[group] = order[place], window.start
         first[group + 1] = first[group] + window.degree
         group_ranks[first[group]:first[group + 1]] = members
         group += 1
@@ -136,10 +136,11 @@ def _with_all_ranks(pool: Sets, num_ranks: int, count: int, total: int) -> Sets:
 def _lowest_degrees(items: Items, order: np.ndarray, smallest_s: float, makespan: float, machine: Machine) -> np.ndarray:
     """The fewest ranks that each item of `order` needs, 0 for the small ones; cut short where one does not meet the makespan at all."""
     lowest = np.zeros(len(order), dtype=np.int64)
+    num_ranks, node_size, rates = len(machine.speeds), machine.ranks_per_node, machine.rates
     for place in range(len(order)):
-        item = order[place]
-        if items.minimum_degree[item] > 1 or time_s(items, item, 1, 0, 1.0, machine.tables) > smallest_s:
-            lowest[place] = least_degree(items, item, makespan, machine)
+        item = items[order[place]]
+        if item.minimum_degree > 1 or time_s(item, 1, False, 1.0, rates[1]) > smallest_s:
+            lowest[place] = least_degree(item, makespan, machine.fastest, node_size, rates, num_ranks)
             if lowest[place] == 0:
                 return lowest[:place]
     return lowest

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dhp_ray.planner.pricing import makespan_of, times_of
-from dhp_ray.planner.problem import Placement, Problem
+from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.static import uniform
 
 
-def static_best(problem: Problem) -> list[Placement]:
-    """Of the degrees that leave equally many groups, the largest is tried: O(sqrt N) plans."""
-    num_ranks, least = problem.cluster.num_ranks, int(problem.minimum_degree.max())
+def static_best(problem: Problem) -> Schedule:
+    """Of the degrees that leave equally many groups, the largest is tried: O(sqrt N) schedules."""
+    num_ranks, least = problem.cluster.num_ranks, int(problem.items.minimum_degree.max())
     degrees = sorted({num_ranks // groups for groups in range(1, num_ranks // least + 1)} | {least})
-    plans = [uniform(problem, degree) for degree in degrees]
-    return min(plans, key=lambda plan: makespan_of(problem, plan, times_of(problem, plan)[0]))
+    return min((uniform(problem, degree) for degree in degrees), key=lambda schedule: time_of(problem, schedule))

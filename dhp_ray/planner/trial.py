@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.fill import busy_of, fill
 from dhp_ray.planner.items import Items, Machine
 from dhp_ray.planner.known_sets import Sets
@@ -69,17 +69,28 @@ def try_makespan(items: Items, single_s: np.ndarray, makespan: float, machine: M
             skeleton = place_skeleton(items, order, smallest, makespan, machine, idle, pool, choices.gap_weight[choice], reuse_s)
             if not skeleton.placed:
                 break
-            rest = order[single_s[order] <= smallest]
+            rest = _kept(order, single_s[order], -np.inf, smallest)
             bins = fill(items, rest, skeleton, makespan, machine)
-            left = rest[bins < 0]
+            left = _kept(rest, bins, -1.0, -1.0)
             if len(left) <= effort.leftover:
                 busy = busy_of(items, rest, bins, skeleton, machine)
                 last = place_skeleton(items, left, 0.0, makespan, machine, busy, no_pool, 1.0, 0.0)
                 if last.placed:
-                    return Found(choice, makespan, skeleton, rest[bins >= 0], bins[bins >= 0], last)
+                    return Found(choice, makespan, skeleton, _kept(rest, bins, 0.0, np.inf), _kept(bins, bins, 0.0, np.inf), last)
             largest = left[0]
             for item in left:
                 if single_s[item] > single_s[largest]:
                     largest = item
             smallest = single_s[largest] * (1 - 1e-9)
     return Found(-1, makespan, skeleton, none, none, last)
+
+
+@inner
+def _kept(numbers: np.ndarray, values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Those whose value lies between two (a mask would take seconds to compile)."""
+    kept, count = np.zeros(len(numbers), dtype=np.int64), 0
+    for index in range(len(numbers)):
+        if low <= values[index] <= high:
+            kept[count] = numbers[index]
+            count += 1
+    return kept[:count]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.compiled import inner
-from dhp_ray.planner.items import Items, Machine, time_s
+from dhp_ray.planner.items import Item, Machine, time_s
 from dhp_ray.planner.sorting import ascending
 
 SPEEDS = 16
@@ -25,9 +25,10 @@ EVEN = 1e-12
 
 class Ranks(NamedTuple):
     """When each rank is free; `by_free` holds each node's ranks in the order in which they get free, node after node; so does `nodes` the nodes, by
-    their last rank's time (`node_free`)."""
+    their last rank's time (`node_free`). `by_speed`: all ranks, fastest first."""
 
     free: np.ndarray
+    by_speed: np.ndarray
     by_free: np.ndarray
     nodes: np.ndarray
     node_free: np.ndarray
@@ -47,7 +48,7 @@ def ranks_of(busy: np.ndarray, machine: Machine) -> Ranks:
     num_nodes = (len(busy) + machine.ranks_per_node - 1) // machine.ranks_per_node
     by_speed = ascending(-machine.speeds)
     node = by_speed // machine.ranks_per_node
-    ranks = Ranks(busy.copy(), by_speed[ascending(node.astype(np.float64))], np.arange(num_nodes), np.zeros(num_nodes))
+    ranks = Ranks(busy.copy(), by_speed, by_speed[ascending(node.astype(np.float64))], np.arange(num_nodes), np.zeros(num_nodes))
     keep_sorted(ranks, 0, num_nodes - 1, machine.ranks_per_node)
     return ranks
 
@@ -55,7 +56,7 @@ def ranks_of(busy: np.ndarray, machine: Machine) -> Ranks:
 @inner
 def keep_sorted(ranks: Ranks, low_node: int, high_node: int, node_size: int) -> None:
     """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they get free (insertion sort)."""
-    free, by_free, nodes, node_free = ranks
+    free, by_free, nodes, node_free = ranks.free, ranks.by_free, ranks.nodes, ranks.node_free
     for node in range(low_node, high_node + 1):
         begin, end = node * node_size, min((node + 1) * node_size, len(free))
         for index in range(begin + 1, end):
@@ -74,18 +75,19 @@ def keep_sorted(ranks: Ranks, low_node: int, high_node: int, node_size: int) -> 
 
 
 @inner
-def best_window(items: Items, item: int, lowest: int, highest: int, makespan: float, machine: Machine, ranks: Ranks, gap_weight: float,
+def best_window(item: Item, lowest: int, highest: int, makespan: float, machine: Machine, ranks: Ranks, gap_weight: float,
                 chosen: np.ndarray) -> Window:
     """The window with the least waste on `lowest` to `highest` ranks; its ranks are written to `chosen`.
 
-    Equal speeds: inside nodes, and whole nodes; anywhere only if there is no such window. Unequal speeds: all of them, among ranks that are fast enough.
+    Equal speeds: inside nodes, and whole nodes; anywhere only if there is no such window. Unequal speeds: inside nodes, and anywhere if a node is too small
+    or has none, among ranks that are fast enough.
     """
     best = Window(np.inf, 0, 0.0)
     if machine.uniform:
         for degree in range(lowest, highest + 1):
-            crosses = 1 if degree > machine.ranks_per_node else 0
-            time = time_s(items, item, degree, crosses, 1.0, machine.tables)
-            extra = time * degree - items.language_s[item] - items.vision_s[item]
+            crosses = degree > machine.ranks_per_node
+            time = time_s(item, degree, crosses, 1.0, machine.rates[degree])
+            extra = time * degree - item.language_s - item.vision_s
             if extra >= best.cost - EVEN or time > makespan:
                 continue
             if crosses:
@@ -97,18 +99,26 @@ def best_window(items: Items, item: int, lowest: int, highest: int, makespan: fl
     else:
         for begin in range(0, len(ranks.free), machine.ranks_per_node):
             node = ranks.by_free[begin:begin + machine.ranks_per_node]
-            for slowest in machine.speeds[node]:
+            for place in range(len(node)):
+                slowest = machine.speeds[node[place]]
+                if (machine.speeds[node[:place]] == slowest).any():
+                    continue
                 fast = node[machine.speeds[node] >= slowest]
                 for degree in range(lowest, min(highest, len(fast)) + 1):
-                    best = _among(items, item, degree, 0, makespan, machine, ranks.free, fast, slowest, gap_weight, best, chosen)
-    by_speed = ascending(-machine.speeds)
-    everywhere = by_speed[ascending(ranks.free[by_speed])]
-    count = 1 if machine.uniform else min(len(by_speed), SPEEDS)
+                    best = _among(item, degree, False, makespan, machine, ranks.free, fast, slowest, gap_weight, best, chosen)
+        if best.degree and highest <= machine.ranks_per_node:
+            return best
+    everywhere = ranks.by_speed[ascending(ranks.free[ranks.by_speed])]
+    count = 1 if machine.uniform else min(len(everywhere), SPEEDS)
+    before = -1.0
     for index in range(count):
-        slowest = machine.speeds[by_speed[len(by_speed) - 1 - index * len(by_speed) // count]]
+        slowest = machine.speeds[ranks.by_speed[len(everywhere) - 1 - index * len(everywhere) // count]]
+        if slowest == before:
+            continue
+        before = slowest
         fast = everywhere[machine.speeds[everywhere] >= slowest]
         for degree in range(lowest, min(highest, len(fast)) + 1):
-            best = _among(items, item, degree, 1, makespan, machine, ranks.free, fast, slowest, gap_weight, best, chosen)
+            best = _among(item, degree, True, makespan, machine, ranks.free, fast, slowest, gap_weight, best, chosen)
     return best
 
 
@@ -174,12 +184,12 @@ def _whole_nodes(degree: int, time: float, extra: float, makespan: float, machin
 
 
 @inner
-def _among(items: Items, item: int, degree: int, crosses: int, makespan: float, machine: Machine, free: np.ndarray, order: np.ndarray, slowest: float,
+def _among(item: Item, degree: int, crosses: bool, makespan: float, machine: Machine, free: np.ndarray, order: np.ndarray, slowest: float,
            gap_weight: float, best: Window, chosen: np.ndarray) -> Window:
     """Windows of `order`, ranks as they get free, none slower than `slowest`. O(ranks)."""
     speeds = machine.speeds
-    time = time_s(items, item, degree, crosses, slowest, machine.tables)
-    compute = items.language_s[item] + items.vision_s[item]
+    time = time_s(item, degree, crosses, slowest, machine.rates[degree])
+    compute = item.language_s + item.vision_s
     idle, speed_sum = 0.0, 0.0  # of the window: sums of free * speed and of speed
     for last in range(len(order)):
         rank = order[last]

@@ -54,6 +54,7 @@ def test_help_names_every_planner_and_is_instant():
     (["lengths={csv}", "num_ranks=4", "rank=1"], "rank=1: no such argument; allowed: lengths="),
     (["lengths={csv}", "num_ranks=4", "planner=best"], "planner: got 'best'; allowed: dhp"),
     (["lengths={csv}", "num_ranks=4", "speeds=1,x"], "speeds: got '1,x'"), (["lengths={csv}", "num_ranks=4", "speeds=1"], "1 speeds for 4 ranks"),
+    (["lengths={csv}", "num_ranks=4", "speeds=1,1,0,1"], "rank 2 has speed 0.0; it must be above 0"),
     (["lengths={csv}", "num_ranks=2"], "sample 0: 20000 tokens; the cluster holds at most 16384"),
     (["lengths=absent.csv", "num_ranks=2"], "absent.csv cannot be read"), (["replay={csv}"], "cannot be read"),
     (["lengths={csv}", "num_ranks=4", "cost=absent.yaml"], "absent.yaml: cannot be read")])
@@ -77,3 +78,11 @@ def test_a_file_without_the_column_is_refused(tmp_path, capsys):
     (tmp_path / "other.csv").write_text("length\n7\n")
     assert job.main([f"lengths={tmp_path / 'other.csv'}", "num_ranks=1"]) == 2
     assert "has columns length; a column num_tokens is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "message"), [("linear_s: -1", "linear_s: got -1; allowed: a number of at least 0"), ("", "linear_s: missing")])
+def test_a_bad_cost_file_is_named(lengths, tmp_path, capsys, line, message):
+    path = tmp_path / "cost.yaml"
+    path.write_text(f"quadratic_s: 0.0\ncomm_bytes_per_token: 1\nfixed_s: 0\nbandwidth_bytes_per_s: 1\n{line}\n")
+    assert job.main([f"lengths={lengths}", "num_ranks=4", f"cost={path}"]) == 2
+    assert capsys.readouterr().err == f"plan.py: {path}: {message}\n"

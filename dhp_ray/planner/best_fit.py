@@ -1,0 +1,107 @@
+"""Best fit: of many rooms, the least that holds a need. Made for needs that fall, or nearly so.
+
+Rooms that hold the least need so far, or more, are kept sorted; smaller ones wait in a heap until the needs have come down to them. With needs that fall, the
+least room that holds one is the last of the sorted ones, and what is left of it goes to the end again or to the heap: O(log n) each, nothing is shifted. Needs
+that rise at times cost a binary search and a shift.
+
+    need 5:  sorted 9 7 6 | heap 4 2     6 is taken, 1 is left of it, to the heap
+    need 4:  sorted 9 7 4 | heap 2 1     4 came down from the heap
+
+All is in two arrays, since compiled loops pass those on for nothing and tuples of arrays at a price: `rooms` (4, n) and `state` (3,).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dhp_ray.planner.compiled import inner
+
+ROOM, OWNER, WAITING, WAITING_OWNER = 0, 1, 2, 3
+"""Rows of `rooms`: the sorted ones (falling) and whose each is, then the heap (largest first) and whose each is."""
+
+SORTED, HEAP, FLOOR = 0, 1, 2
+"""Entries of `state`: how many are sorted, how many wait, and the least need so far."""
+
+
+@inner
+def rooms_for(most: int) -> tuple[np.ndarray, np.ndarray]:
+    """No rooms yet, and space for so many: (rooms, state)."""
+    state = np.zeros(3)
+    state[FLOOR] = np.inf
+    return np.zeros((4, most)), state
+
+
+@inner
+def first_with(rooms: np.ndarray, state: np.ndarray, need: float) -> int:
+    """The place of the least room that holds `need`, -1 if none does; places before it have more."""
+    if need < state[FLOOR]:
+        state[FLOOR] = need
+        while state[HEAP] > 0 and rooms[WAITING, 0] >= need:
+            last = int(state[SORTED])
+            rooms[ROOM, last], rooms[OWNER, last] = rooms[WAITING, 0], rooms[WAITING_OWNER, 0]
+            state[SORTED] += 1
+            _drop_largest(rooms, state)
+    low, high = 0, int(state[SORTED])
+    if high > 0 and rooms[ROOM, high - 1] >= need:
+        return high - 1
+    while low < high:
+        middle = (low + high) // 2
+        if rooms[ROOM, middle] >= need:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@inner
+def shrink(rooms: np.ndarray, state: np.ndarray, place: int, left: float) -> None:
+    """The room at `place` is now `left`."""
+    owner, count = rooms[OWNER, place], int(state[SORTED])
+    while place + 1 < count and (rooms[ROOM, place + 1] > left or left < state[FLOOR]):
+        rooms[ROOM, place], rooms[OWNER, place] = rooms[ROOM, place + 1], rooms[OWNER, place + 1]
+        place += 1
+    if left >= state[FLOOR]:
+        rooms[ROOM, place], rooms[OWNER, place] = left, owner
+    else:
+        state[SORTED] -= 1
+        state[HEAP] += 1
+        _rise(rooms, int(state[HEAP]) - 1, left, owner)
+
+
+@inner
+def add(rooms: np.ndarray, state: np.ndarray, left: float, owner: int) -> None:
+    """A new room."""
+    if left < state[FLOOR]:
+        state[HEAP] += 1
+        _rise(rooms, int(state[HEAP]) - 1, left, owner)
+        return
+    place = int(state[SORTED])
+    state[SORTED] += 1
+    while place > 0 and rooms[ROOM, place - 1] < left:
+        rooms[ROOM, place], rooms[OWNER, place] = rooms[ROOM, place - 1], rooms[OWNER, place - 1]
+        place -= 1
+    rooms[ROOM, place], rooms[OWNER, place] = left, owner
+
+
+@inner
+def _rise(rooms: np.ndarray, place: int, left: float, owner: float) -> None:
+    while place > 0 and rooms[WAITING, (place - 1) // 2] < left:
+        above = (place - 1) // 2
+        rooms[WAITING, place], rooms[WAITING_OWNER, place] = rooms[WAITING, above], rooms[WAITING_OWNER, above]
+        place = above
+    rooms[WAITING, place], rooms[WAITING_OWNER, place] = left, owner
+
+
+@inner
+def _drop_largest(rooms: np.ndarray, state: np.ndarray) -> None:
+    """The gap at the top sinks to a leaf, and the last of the heap rises from there."""
+    state[HEAP] -= 1
+    count, place = int(state[HEAP]), 0
+    left, owner = rooms[WAITING, count], rooms[WAITING_OWNER, count]
+    while 2 * place + 1 < count:
+        below = 2 * place + 1
+        if below + 1 < count:
+            below += int(rooms[WAITING, below + 1] > rooms[WAITING, below])
+        rooms[WAITING, place], rooms[WAITING_OWNER, place] = rooms[WAITING, below], rooms[WAITING_OWNER, below]
+        place = below
+    _rise(rooms, place, left, owner)

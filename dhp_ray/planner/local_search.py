@@ -1,0 +1,142 @@
+"""Small batches of `sync=step` on ranks that are alike: a local search for what comes first, and on how many ranks.
+
+A plan is an order of the items and a degree for each. They are placed one after the other, each on the ranks that are free first. Any schedule follows from
+some order and degrees in that way without getting longer: with its items sorted by start, none starts later than it did. A step of the search moves an item,
+swaps two or changes a degree, and stays if the plan gets no longer by it than a threshold that falls to nothing (threshold accepting, Dueck and Scheuer 1990),
+from several seeds. O(steps x items x ranks) time, O(items x ranks) memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.planner.compiled import compiled, inner
+from dhp_ray.planner.items import Items, Machine, times_at
+from dhp_ray.planner.schedule import Schedule, firsts_of
+
+THRESHOLD = 0.3
+"""By how much a step may lengthen the plan at first, as a share."""
+
+WORK, STEPS, SEEDS = 2_000_000, 2000, 9
+"""Steps x items x ranks in all, where STEPS from each of three seeds are not more than that; seeds at most."""
+
+
+class Ordered(NamedTuple):
+    """Items in the order in which they are placed, and the degree of each item (by its number)."""
+
+    makespan_s: float
+    order: np.ndarray
+    degree: np.ndarray
+
+
+def alike(machine: Machine) -> bool:
+    """Whether it does not matter which ranks form a group."""
+    one_node = len(machine.speeds) <= machine.ranks_per_node or machine.ranks_per_node == 1
+    return machine.uniform and (one_node or bool((machine.rates.inside_s == machine.rates.across_s).all()))
+
+
+def best_order(items: Items, schedule: Schedule, machine: Machine, target_s: float) -> Ordered:
+    """The best order found from a schedule of the items, and from largest first on as few and on as many ranks as can be; ends early at `target_s`."""
+    degrees = range(1, len(machine.speeds) + 1)
+    times = np.stack([np.full(len(items), np.inf), *(times_at(items, degree, machine) for degree in degrees)], axis=1)
+    degree = np.zeros(len(items), dtype=np.int64)
+    degree[schedule.rows] = np.repeat(np.diff(schedule.first_rank), np.diff(schedule.first_row))
+    steps = max(STEPS, STEPS // 4 * (len(items) // 8))
+    seeds = int(np.clip(WORK // (steps * times.size), 3, SEEDS))
+    largest_first = np.argsort(-items.language_s - items.vision_s, kind="stable")
+    orders = np.stack([schedule.rows, largest_first, largest_first])
+    return _search(times, orders, np.stack([degree, items.minimum_degree, np.full_like(degree, len(machine.speeds))]), target_s, steps, seeds)
+
+
+@inner
+def _makespan(times: np.ndarray, order: np.ndarray, degree: np.ndarray, free: np.ndarray) -> float:
+    """`free`: space for the times at which ranks get free, rising."""
+    num_ranks = len(free)
+    for rank in range(num_ranks):
+        free[rank] = 0.0
+    for item in order:
+        need = degree[item]
+        end, place = free[need - 1] + times[item, need], 0
+        while place + need < num_ranks and free[place + need] < end:
+            free[place] = free[place + need]
+            place += 1
+        for rank in range(place, place + need):
+            free[rank] = end
+    return free[num_ranks - 1]
+
+
+@inner
+def _next(state: int) -> int:
+    """A linear congruential generator, alike compiled or not."""
+    return (state * 1103515245 + 12345) % 2147483648
+
+
+@inner
+def _move(order: np.ndarray, source: int, target: int) -> None:
+    item = order[source]
+    for place in range(source, target):
+        order[place] = order[place + 1]
+    for place in range(source, target, -1):
+        order[place] = order[place - 1]
+    order[target] = item
+
+
+@compiled
+def _search(times: np.ndarray, orders: np.ndarray, degrees: np.ndarray, target_s: float, steps: int, seeds: int) -> Ordered:
+    count, num_ranks, minimum_degree = times.shape[0], times.shape[1] - 1, degrees[1]
+    free, order, degree = np.zeros(num_ranks), orders[0].copy(), degrees[0].copy()
+    best_s = _makespan(times, order, degree, free)
+    best_order, best_degree = order.copy(), degree.copy()
+    for seed in range(seeds):
+        order[:], degree[:] = orders[seed % len(orders)], degrees[seed % len(orders)]
+        state, now_s = seed + 1, _makespan(times, order, degree, free)
+        for step in range(steps):
+            state = _next(state)
+            move, one = (state >> 8) % 3, (state >> 12) % count
+            state = _next(state)
+            other = (state >> 8) % count
+            item, before = order[one], degree[order[one]]
+            if move == 0:
+                degree[item] = minimum_degree[item] + (state >> 8) % (num_ranks - minimum_degree[item] + 1)
+            elif move == 1:
+                order[one], order[other] = order[other], item
+            else:
+                _move(order, one, other)
+            state = _next(state)
+            found_s = _makespan(times, order, degree, free)
+            if found_s - now_s <= THRESHOLD * now_s * (1.0 - step / steps) * ((state >> 8) % 1024) / 1024.0:
+                now_s = found_s
+            elif move == 0:
+                degree[item] = before
+            elif move == 1:
+                order[one], order[other] = item, order[one]
+            else:
+                _move(order, other, one)
+            if now_s < best_s * (1.0 - 1e-12):
+                best_s, best_order[:], best_degree[:] = now_s, order, degree
+                if best_s <= target_s:
+                    return Ordered(best_s, best_order, best_degree)
+    return Ordered(best_s, best_order, best_degree)
+
+
+def placed_in_order(ordered: Ordered, items: Items, machine: Machine) -> Schedule:
+    """Each item on the ranks that are free first; what runs on the same ranks one after the other is one pack, as far as memory goes."""
+    free, last = np.zeros(len(machine.speeds)), np.full(len(machine.speeds), -1)
+    members: list[list[int]] = []
+    ranks: list[np.ndarray] = []
+    for item in ordered.order.tolist():
+        need = int(ordered.degree[item])
+        chosen = np.sort(np.argsort(free, kind="stable")[:need])
+        free[chosen] = free[chosen].max() + times_at(items[item:item + 1], need, machine)[0]
+        group = int(last[chosen[0]])
+        if group < 0 or not np.array_equal(ranks[group], chosen) or (last[chosen] != group).any() or (
+                items.tokens[[*members[group], item]].sum() > need * machine.tokens_per_rank):
+            group = len(members)
+            members.append([])
+            ranks.append(chosen)
+        members[group].append(item)
+        last[chosen] = group
+    return Schedule(np.concatenate(members), firsts_of([len(group) for group in members]), np.concatenate(ranks), firsts_of([len(group) for group in ranks]),
+                    np.zeros(len(members), dtype=np.int64))

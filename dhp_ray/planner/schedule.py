@@ -1,0 +1,46 @@
+"""What a planner returns: groups in order of execution, as flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Ranks = tuple[int, ...]
+
+
+class Schedule(NamedTuple):
+    """Group g runs `rows[first_row[g]:first_row[g + 1]]` on `ranks[first_rank[g]:first_rank[g + 1]]`, ascending, in `micro_batch[g]`."""
+
+    rows: np.ndarray
+    first_row: np.ndarray
+    ranks: np.ndarray
+    first_rank: np.ndarray
+    micro_batch: np.ndarray
+
+
+def in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
+    """The same groups, group `order[0]` first."""
+    rows, first_row = gathered(schedule.rows, schedule.first_row, order)
+    ranks, first_rank = gathered(schedule.ranks, schedule.first_rank, order)
+    return Schedule(rows, first_row, ranks, first_rank, schedule.micro_batch[order])
+
+
+def firsts_of(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Where each of several pieces begins in an array that holds them one after the other, and where the last one ends."""
+    firsts = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=firsts[1:])
+    return firsts
+
+
+def gathered(values: np.ndarray, first: np.ndarray, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pieces `values[first[p]:first[p + 1]]` for p of `pieces`, one after the other, and where each begins."""
+    sizes = first[pieces + 1] - first[pieces]
+    firsts = firsts_of(sizes)
+    return values[np.repeat(first[pieces] - firsts[:-1], sizes) + np.arange(firsts[-1])], firsts
+
+
+def by_owner(owner: np.ndarray, num_owners: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices grouped by their owner, in order, and where each owner's begin."""
+    return np.argsort(owner, kind="stable"), firsts_of(np.bincount(owner, minlength=num_owners))

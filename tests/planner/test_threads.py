@@ -1,0 +1,91 @@
+"""Planning beside other threads: no lock of Python's is held in the loops, two plans at once are two plans, and there is a planner for when time is up."""
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from numba.core.registry import CPUDispatcher
+from test_dhp import ALL_TO_ALL, RING, bimodal
+
+import dhp_ray.planner
+from dhp_ray.planner import LAST_RESORT, ClusterSpec, plan_batch
+
+
+def test_compiled_loops_release_the_lock():
+    modules = [importlib.import_module(f"dhp_ray.planner.{module.name}") for module in pkgutil.iter_modules(dhp_ray.planner.__path__)]
+    loops = {value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)}
+    entries = [loop for loop in loops if not loop.targetoptions.get("no_cpython_wrapper")]
+    assert len(entries) > 8
+    assert all(loop.targetoptions.get("nogil") for loop in entries)
+
+
+WARM = """
+from numba.core.registry import CPUDispatcher
+import importlib, pkgutil, sys
+import dhp_ray.planner
+from dhp_ray.planner import ClusterSpec, plan_batch, warm_up
+sys.path.insert(0, {folder!r})
+from test_dhp import ALL_TO_ALL, RING, bimodal
+warm_up()
+modules = [importlib.import_module(f"dhp_ray.planner.{{module.name}}") for module in pkgutil.iter_modules(dhp_ray.planner.__path__)]
+loops = {{value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)}}
+counts = {{loop.py_func.__qualname__: len(loop.signatures) for loop in loops}}
+for cost in (ALL_TO_ALL, RING):
+    for sync in ("step", "micro_batch"):
+        for count, ranks, speeds in ((512, 64, ()), (9, 4, ()), (30, 6, (1.0, 0.9, 0.8, 1.1, 1.0, 0.4))):
+            plan_batch(bimodal(count, ranks), ClusterSpec(ranks, 8, 8192, speeds), cost, sync=sync, pool=((0, 1),))
+print([loop.py_func.__qualname__ for loop in loops if len(loop.signatures) > counts[loop.py_func.__qualname__]])
+"""
+
+
+def test_after_the_warm_up_nothing_is_compiled():
+    code = WARM.format(folder=os.path.dirname(__file__))
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_two_threads_plan_at_once():
+    cases = [(bimodal(300, 24, seed), ClusterSpec(24, 8, 8192), cost, sync)
+             for seed in range(3) for cost in (ALL_TO_ALL, RING) for sync in ("step", "micro_batch")]
+    alone = [plan_batch(samples, cluster, cost, sync=sync).groups for samples, cluster, cost, sync in cases]
+    found: dict[tuple[int, int], object] = {}
+
+    def work(thread: int) -> None:
+        for turn in range(len(cases)):
+            index = (turn + thread * 5) % len(cases)
+            samples, cluster, cost, sync = cases[index]
+            found[thread, index] = plan_batch(samples, cluster, cost, sync=sync).groups
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found.get((thread, index)) for thread in range(2) for index in range(len(cases))] == alone * 2
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("cost", [ALL_TO_ALL, RING])
+def test_the_last_resort_is_valid_and_fast(sync, cost):
+    generator = np.random.default_rng(0)
+    for count, num_ranks, speeds in ((2048, 1024, ()), (40, 6, ()), (3, 7, ()), (100, 12, tuple(generator.uniform(0.3, 1.2, 12))), (5, 1, (0.4,))):
+        cluster, samples = ClusterSpec(num_ranks, 8, 8192, speeds), bimodal(count, num_ranks)
+        plan = plan_batch(samples, cluster, cost, planner=LAST_RESORT[sync], sync=sync)  # validates itself
+        begin = time.perf_counter()
+        plan = plan_batch(samples, cluster, cost, planner=LAST_RESORT[sync], sync=sync)
+        assert time.perf_counter() - begin < 0.1
+        assert plan.predicted_time_s >= plan.lower_bound_s * (1 - 1e-9)
+        assert all(group.predicted_time_s == pytest.approx(cost.pack_time_s([samples[row].num_tokens for row in group.pack.sequences], group.ranks, cluster))
+                   for group in plan.groups)
+
+
+def test_the_last_resort_gives_a_slow_rank_less():
+    slow = ClusterSpec(8, 8, 8192, (1.0,) * 7 + (0.25,))
+    plan = plan_batch([*bimodal(400, 1, 1)], slow, ALL_TO_ALL, planner=LAST_RESORT["step"])
+    tokens = [sum(plan.samples[row].num_tokens for group in plan.groups if rank in group.ranks for row in group.pack.sequences) for rank in range(8)]
+    assert tokens[7] < 0.5 * min(tokens[:7])
