@@ -26,7 +26,6 @@ from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan
 from dhp_ray.runtime.group import WorkerGroup
-from dhp_ray.runtime.host import take_precedence
 from dhp_ray.runtime.messages import BlockRows
 
 LATE_SHARE = 0.02
@@ -61,7 +60,7 @@ class Dispatcher:
         self.pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # as every rank's will be once it has run the plans
         self.late_plans = 0
         self.at_end = False
-        self._thread = ThreadPoolExecutor(1, "planning", initializer=take_precedence)  # its steps wait for it
+        self._thread = ThreadPoolExecutor(1, "planning")
         self._ahead: Future[Dispatched | None] | None = None
         self._lock, self._batch_there = Lock(), Event()
         self._dropped = self._sent = False

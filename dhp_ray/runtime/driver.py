@@ -27,7 +27,6 @@ from dhp_ray.runtime.arrivals import Arrivals
 from dhp_ray.runtime.commit import Commits, Done
 from dhp_ray.runtime.dispatch import Dispatched
 from dhp_ray.runtime.group import Member, WorkerGroup
-from dhp_ray.runtime.host import take_precedence
 from dhp_ray.runtime.messages import Finished, GroupError, Message, Replace, RunError
 from dhp_ray.runtime.recovery import form_anew, reopened
 from dhp_ray.runtime.start import Session, open_session
@@ -79,7 +78,6 @@ class Driver:
 
     def run(self) -> Iterator[Message]:
         """Train to the end; the last message says how it ended."""
-        take_precedence()
         try:
             if self.going_on:
                 yield from self._reconcile()

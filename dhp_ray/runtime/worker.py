@@ -6,6 +6,7 @@ generation at once, so that its sockets free the peers that wait for it, and wai
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import socket
@@ -31,7 +32,6 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import num_parameters
 from dhp_ray.planner.plan import RankPlan, StepResult
 from dhp_ray.runtime.elastic import Holdings
-from dhp_ray.runtime.host import give_back_memory, take_precedence
 from dhp_ray.runtime.messages import Adopt, BlockRows, Load, Membership, Ran, RunError, Status
 from dhp_ray.runtime.prefetch import load_payloads, processor_spec
 from dhp_ray.runtime.rank import Rank, build_adapter, token_ids
@@ -114,7 +114,6 @@ class Worker:
     @training
     def join(self, membership: Membership, origin: Load | Adopt, step: int) -> int:
         """Enter a generation after `step`, with the state of `origin`; returns the state version."""
-        take_precedence()
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # counts for this thread, which also runs the steps
         self.accelerator.activate()
         self._leave()
@@ -265,6 +264,13 @@ class Worker:
         self._leave()
         gc.collect()
         return RunError(text)
+
+
+def give_back_memory() -> None:
+    """Let the system have what has been freed: glibc keeps it for the thread that had it, and each generation has threads of its own."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def words_of(error: BaseException) -> str:
