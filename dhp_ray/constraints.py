@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from dhp_ray.credentials import MASK, Uri
 from dhp_ray.schema import Config, ConfigError
+
+UPLOADS = "working_dir_files"
+"""Ray's name for the folder of a node where it unpacks the working directories of submitted jobs."""
 
 
 def check(config: Config) -> None:
@@ -55,6 +60,20 @@ def check_device(config: Config) -> None:
     """
     if config.cluster.device == "cuda" and config.train.precision == "fp32":
         raise ConfigError("train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; master weights stay fp32)")
+
+
+def check_run_folder(config: Config, working_folder: Path) -> None:
+    """Refuse a run folder inside the upload of a submitted job: each node has a copy of its own, and Ray deletes them.
+
+    The job's working folder tells, and not that it was submitted: a job may have changed to a folder that stays.
+
+    Raises:
+        ConfigError: `run.dir` is relative, and the working folder is one that Ray unpacked.
+    """
+    folder = config.run.dir
+    if UPLOADS in working_folder.parts and "://" not in folder and not os.path.isabs(os.path.expanduser(folder)):
+        raise ConfigError(f"run.dir: got {folder!r} in a submitted job, whose working folder Ray deletes; "
+                          "allowed: an absolute path or a URI that every node reaches")
 
 
 def walk(node: Any, prefix: str = "") -> list[tuple[str, Any, dict[str, Any]]]:

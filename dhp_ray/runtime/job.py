@@ -8,30 +8,39 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
+from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
 from dhp_ray.comm.device import ACCELERATORS, Accelerator
 from dhp_ray.config import Config, ConfigError
-from dhp_ray.constraints import check_device
+from dhp_ray.constraints import check_device, check_run_folder
 from dhp_ray.credentials import masked
 from dhp_ray.runtime.console import Console
 from dhp_ray.runtime.indexing import index_ahead
 from dhp_ray.runtime.messages import Finished, Notice, Replace, RunError
 from dhp_ray.runtime.roster import Roster
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 MAX_DRIVERS = 20
 """Driver actors that may be lost in one run; one that dies at each start is no accident."""
+
+HEAD_PATIENCE_S = 5.0
+"""How long a head may take to accept a connection. Ray itself tries for ten minutes to reach one that is gone."""
 
 
 def train(config: Config) -> int:
     """Train as the configuration says; the exit status. Every failure is one line on standard error."""
     console = Console(sys.stdout)
     try:
+        check_run_folder(config, Path.cwd())
         connect()
         return _run(config, console)
     except KeyboardInterrupt:
@@ -50,20 +59,44 @@ def connect() -> None:
     """Join the cluster that RAY_ADDRESS or a running head names, else start a local one.
 
     Raises:
-        RunError: no cluster answers at the address.
+        RunError: no cluster answers at the address; told within seconds.
     """
+    _knock(*named_head())
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a driver without a device must not hide it from workers
     logging.getLogger("ray").setLevel(logging.WARNING)
     try:
         ray.init(logging_level=logging.ERROR)
-    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+    except (OSError, RayError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS", "this machine")
         raise RunError(masked(f"no Ray cluster at {where}: {_first_line(error)}")) from None
 
 
-def _run(config: Config, console: Console) -> int:
-    from torch.distributed import TCPStore  # seconds to import: after the configuration has been checked
+def named_head() -> tuple[str, str]:
+    """The address of the cluster that a bare `ray.init` would join, and what names it; "" where it would start one.
 
+    As Ray looks it up: RAY_ADDRESS, else the file that the last `ray start` on this machine wrote and that `ray stop` deletes.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address not in ("", "auto"):
+        return address, "RAY_ADDRESS"
+    file = Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray", "ray_current_cluster")
+    return (file.read_text().strip() if os.access(file, os.R_OK) else ""), str(file)
+
+
+def _knock(address: str, named_by: str) -> None:
+    """Refuse a head that accepts no connection. What is not HOST:PORT (`local`, `ray://...`) is left to Ray."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=HEAD_PATIENCE_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        stale = "" if named_by == "RAY_ADDRESS" else "; such a file outlives its head: `ray stop`, or deleting it, clears it"
+        raise RunError(f"no Ray cluster at {address}, which {named_by} names: {_first_line(error)}{stale}; allowed: a running head (`ray start --head`), "
+                       "its address in RAY_ADDRESS, or RAY_ADDRESS=local for a cluster of this machine alone") from None
+
+
+def _run(config: Config, console: Console) -> int:
     index_ahead(config.data)
     roster = Roster(config, resolve_device(config))
     host = ray.util.get_node_ip_address()
@@ -74,7 +107,7 @@ def _run(config: Config, console: Console) -> int:
         roster.start()
         for _ in range(MAX_DRIVERS):
             # A store for each driver: the numbers of generations that a lost one tried may come again. Groups that stand still use theirs.
-            stores.append(TCPStore(host, 0, is_master=True, wait_for_workers=False))
+            stores.append(rendezvous_store(host))
             last = _drive(config, roster, (host, stores[-1].port), console, ending, going_on=len(stores) > 1)
             if last:
                 break
@@ -88,6 +121,23 @@ def _run(config: Config, console: Console) -> int:
     if last.error:
         print(f"error: {last.error}", file=sys.stderr)
     return last.status
+
+
+def rendezvous_store(host: str) -> TCPStore:
+    """A new store on a free port of `host`, an address of this machine. It listens there alone: left to itself, TCPStore does so on every interface.
+
+    Raises:
+        RunError: `host` is no address of this machine.
+    """
+    from torch.distributed import TCPStore  # seconds to import: after the configuration has been checked
+
+    try:
+        server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=4096)
+    except OSError as error:
+        raise RunError(f"the rendezvous store cannot listen at {host}, the node's address in Ray: {_first_line(error)}; "
+                       "allowed: an address of this machine (`ray start --node-ip-address`)") from None
+    port = server.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 class Ending:
