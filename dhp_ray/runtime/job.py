@@ -88,8 +88,11 @@ def _knock(address: str, named_by: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or "://" in address or not port.isdecimal():
         return
+    host = host.strip("[]")
+    if host in ("localhost", "127.0.0.1", "::1"):
+        host = ray.util.get_node_ip_address()  # so does Ray, and a tunnel's end on the loopback is no head
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=HEAD_PATIENCE_S).close()
+        socket.create_connection((host, int(port)), timeout=HEAD_PATIENCE_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
         stale = "" if named_by == "RAY_ADDRESS" else "; such a file outlives its head: `ray stop`, or deleting it, clears it"
         raise RunError(f"no Ray cluster at {address}, which {named_by} names: {_first_line(error)}{stale}; allowed: a running head (`ray start --head`), "

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 from ray._private.runtime_env.working_dir import WorkingDirPlugin
 from ray._private.services import get_ray_address_from_environment
 from torch.distributed import TCPStore
@@ -68,12 +69,22 @@ def test_a_stale_file_is_named(variable: str, address: str | None, dead_port: in
 
 def test_a_head_that_swallows_connections_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full queue of connections: what is sent to it is dropped, as a firewall does."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, socket.create_connection(server.getsockname()):
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+    with socket.create_server(("127.0.0.2", 0), backlog=0) as server, socket.create_connection(server.getsockname()):
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.2:{server.getsockname()[1]}")
         started = time.monotonic()
         with pytest.raises(RunError, match="which RAY_ADDRESS names: timed out; allowed: a running head"):
             connect()
     assert HEAD_PATIENCE_S - 0.5 < time.monotonic() - started < 3 * HEAD_PATIENCE_S
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
+def test_the_loopback_stands_for_the_nodes_address_as_in_ray(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ray.util.get_node_ip_address() == "127.0.0.1":
+        pytest.skip("this machine has no network but the loopback")
+    with socket.create_server(("127.0.0.1", 0)) as tunnel:
+        monkeypatch.setenv("RAY_ADDRESS", f"{name}:{tunnel.getsockname()[1]}")
+        with pytest.raises(RunError, match=rf"no Ray cluster at {name}:\d+, which RAY_ADDRESS names: .*refused"):
+            connect()
 
 
 @pytest.mark.parametrize("address", ["no.such.host.invalid:6379", "a..b:6379", "127.0.0.1:99999", "[::1]:1"])
