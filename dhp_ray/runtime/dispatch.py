@@ -9,6 +9,7 @@ Planning that is not done when the workers are is dropped for the planner's last
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -73,24 +74,25 @@ class Dispatcher:
 
     def dispatch(self, step: int) -> Dispatched | None:
         """Plan a step's batch and send it out; None past the last step, or when the batch needs more ranks than there are."""
-        batch = self._batch(step)
-        if batch is None or self.needed_ranks > self.cluster.num_ranks:
-            return None
-        return self._send(step, batch, self._plan(batch, self.config.planner.name))
+        self.begin(step)
+        return self.take(step)
 
     def begin(self, step: int) -> None:
-        """Do `dispatch(step)` in the planning thread; `take` has its result."""
+        """Dispatch a step in the planning thread; `take` has what it came to."""
         self._batch_there.clear()
         self._dropped = self._sent = False
         self._ahead = self._thread.submit(self._dispatch_ahead, step)
 
-    def take(self, step: int, step_time_s: float) -> Dispatched | None:
-        """What `begin(step)` came to, at once: `step_time_s` is what the step before took. A batch that is not there yet is waited for."""
+    def take(self, step: int, step_time_s: float = math.inf) -> Dispatched | None:
+        """What `begin(step)` came to, at once where a step before it took `step_time_s`. A batch that is not there yet is waited for.
+
+        Raises:
+            GroupError: the group broke meanwhile.
+        """
         ahead = self._ahead
         assert ahead is not None
-        while not self._batch_there.is_set() and not ahead.done():
-            wait([ahead], timeout=0.005)
-        wait([ahead], timeout=max(LATE_S, LATE_SHARE * step_time_s))
+        self.group.wait(ahead, self._batch_there.is_set)
+        wait([ahead], timeout=None if step_time_s == math.inf else max(LATE_S, LATE_SHARE * step_time_s))
         with self._lock:  # either the thread has sent its plan by now, or it will not
             late = not ahead.done() and not self._sent
             self._dropped = late

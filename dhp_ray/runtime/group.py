@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -20,6 +21,9 @@ GRACE_S = 5.0
 
 SURVEY_S = 4.0
 """How long a worker's control thread may take to answer."""
+
+IDLE_LOOK_S = 1.0
+"""How often workers are looked at that wait for data, and have no call that would fail."""
 
 WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck", Condition.RAISED: "raised", Condition.SLOW: "is too slow"}
 
@@ -118,6 +122,19 @@ class WorkerGroup:
                 except RayTaskError as error:
                     raise GroupError(self._root_cause(rank, error, pending)) from None
         return [results[rank] for rank in range(len(calls))]
+
+    def wait(self, pending: Future[Any], done: Callable[[], bool]) -> None:
+        """Wait until `pending`, which does not call the workers, is `done`; once the run trains, they are looked at every IDLE_LOOK_S seconds.
+
+        Raises:
+            GroupError: a rank died, raised or answers no more.
+        """
+        looks, last = _Looks(self, math.inf), monotonic()
+        while not done() and not pending.done():
+            wait([pending], timeout=0.005)
+            if self.look_s is not None and monotonic() - last >= IDLE_LOOK_S:
+                looks.look()
+                last = monotonic()
 
     def survey(self, timeout_s: float = SURVEY_S) -> list[tuple[Sight, Status]]:
         """How every worker is, by rank; answers that do not come within `timeout_s` are given up."""

@@ -11,6 +11,10 @@ from typing import Any
 from tests.integration.faults import descendants, kill
 
 
+HEALTH_CHECK = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}
+"""As in cluster.yaml: the blocks of a node that is gone are read again only once Ray's head has noticed."""
+
+
 class Nodes:
     """Use it in a process of its own, from the main thread: Ray has one temporary folder and one current cluster a process.
 
@@ -22,7 +26,7 @@ class Nodes:
         from ray.cluster_utils import Cluster  # reads RAY_TMPDIR
 
         try:
-            self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False})
+            self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False, "_system_config": HEALTH_CHECK})
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
