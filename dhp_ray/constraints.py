@@ -62,18 +62,16 @@ def check_device(config: Config) -> None:
         raise ConfigError("train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; master weights stay fp32)")
 
 
-def check_run_folder(config: Config, working_folder: Path) -> None:
-    """Refuse a run folder inside the upload of a submitted job: each node has a copy of its own, and Ray deletes them.
+def run_folder_warning(config: Config, working_folder: Path) -> str:
+    """What to tell of a run folder inside the upload of a submitted job: each node has a copy of its own, and Ray deletes them. Empty: it is not there.
 
     The job's working folder tells, and not that it was submitted: a job may have changed to a folder that stays.
-
-    Raises:
-        ConfigError: `run.dir` is relative, and the working folder is one that Ray unpacked.
     """
     folder = config.run.dir
     if UPLOADS in working_folder.parts and "://" not in folder and not os.path.isabs(os.path.expanduser(folder)):
-        raise ConfigError(f"run.dir: got {folder!r} in a submitted job, whose working folder Ray deletes; "
-                          "allowed: an absolute path or a URI that every node reaches")
+        return (f"warning: run.dir={folder} is relative: it lies in {working_folder}, which Ray deletes with the job; "
+                "give an absolute path or a URI that every node reaches")
+    return ""
 
 
 def walk(node: Any, prefix: str = "") -> list[tuple[str, Any, dict[str, Any]]]:

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayError
 
 from dhp_ray.comm.device import ACCELERATORS, Accelerator
 from dhp_ray.config import Config, ConfigError
-from dhp_ray.constraints import check_device, check_run_folder
+from dhp_ray.constraints import check_device, run_folder_warning
 from dhp_ray.credentials import masked
 from dhp_ray.runtime.console import Console
 from dhp_ray.runtime.indexing import index_ahead
@@ -40,7 +40,8 @@ def train(config: Config) -> int:
     """Train as the configuration says; the exit status. Every failure is one line on standard error."""
     console = Console(sys.stdout)
     try:
-        check_run_folder(config, Path.cwd())
+        if warning := run_folder_warning(config, Path.cwd()):
+            console.show(Notice(warning))
         connect()
         return _run(config, console)
     except KeyboardInterrupt:

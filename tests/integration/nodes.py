@@ -10,7 +10,6 @@ from typing import Any
 
 from tests.integration.faults import descendants, kill
 
-
 HEALTH_CHECK = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}
 """As in cluster.yaml: the blocks of a node that is gone are read again only once Ray's head has noticed."""
 
