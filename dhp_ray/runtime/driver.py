@@ -26,6 +26,7 @@ from dhp_ray.planner.plan import PlanError, StepResult
 from dhp_ray.runtime.arrivals import Arrivals
 from dhp_ray.runtime.commit import Commits, Done
 from dhp_ray.runtime.dispatch import Dispatched
+from dhp_ray.runtime.elastic import Condition
 from dhp_ray.runtime.group import Member, WorkerGroup
 from dhp_ray.runtime.messages import Finished, GroupError, Message, Replace, RunError
 from dhp_ray.runtime.recovery import form_anew, reopened
@@ -99,7 +100,7 @@ class Driver:
         while True:
             try:
                 if change:
-                    finished = yield from form_anew(session, change, bool(broken), () if broken else session.meter.no_good())
+                    finished = yield from form_anew(session, change, bool(broken), {} if broken else session.leaving())
                     yield from self.commits.recovered(finished)
                 broken = ""
                 change = yield from self._steps(session)
@@ -122,7 +123,7 @@ class Driver:
             step_time_s = perf_counter() - running.begun_s
             following = session.dispatcher.take(step + 1, step_time_s)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
-            self.commits.save_when_due(step, last=following is None or bool(session.stopping))
+            self.commits.save_when_due(step, last=following is None or bool(session.stopping) or Condition.DRAINED in session.leaving().values())
             eval_loss = yield from session.evaluation.loss_when_due(step)
             change = yield from self._change(session)
             launched = self._launch(session, None if change or session.stopping else following, waited_s)
@@ -154,8 +155,7 @@ class Driver:
         yield from reopened(session)
         if newcomers > 0:
             return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
-        slow = session.meter.no_good()
-        return f"rank {slow[0]} ({session.group.members[slow[0]].place}) is too slow" if slow else ""
+        return next((session.group.words(rank, condition) for rank, condition in session.leaving().items()), "")
 
     def _finish(self, session: Session) -> Iterator[Message]:
         last_step = session.records.last_step

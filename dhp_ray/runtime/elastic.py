@@ -25,6 +25,7 @@ class Condition(StrEnum):
     RAISED = "raised"
     STUCK = "stuck"
     SLOW = "slow"
+    DRAINED = "drained"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ SURVEY_S = 4.0
 IDLE_LOOK_S = 1.0
 """How often workers are looked at that wait for data, and have no call that would fail."""
 
-WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck", Condition.RAISED: "raised", Condition.SLOW: "is too slow"}
+WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck", Condition.RAISED: "raised", Condition.SLOW: "is too slow",
+         Condition.DRAINED: "is on a node that is being drained"}
 
 
 @dataclass

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,10 @@ class Sighted:
     status: Status
 
 
-def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int] = ()) -> Generator[Message, None, list[Finished]]:
+def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[Finished]]:
     """Put the next generation in the place of `session`'s; returns the steps that are finished and not committed.
 
-    `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: places of ranks to be replaced though they are well.
+    `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced though they work.
 
     Raises:
         GroupError: it broke too; call again.
@@ -61,7 +61,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int]
     if broken:
         session.records.event("broken", generation=session.generation, step=session.records.last_step + 1, cause=cause)
     session.dispatcher.drop()
-    sighted = yield from _settled(session, set(leaving))
+    sighted = yield from _settled(session, leaving)
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, sighted, broken)
     sighted = yield from _enough(session, sighted, broken)
@@ -100,7 +100,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Sequence[int]
     return finished
 
 
-def _settled(session: Session, leaving: set[int]) -> Generator[Message, None, list[Sighted]]:
+def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[Sighted]]:
     """How every worker is, once all that are well have left what they were at. The others are ended and replaced."""
     group = session.group
     before, look_again = None, time.monotonic() + session.config.elastic.hang_s
@@ -114,7 +114,7 @@ def _settled(session: Session, leaving: set[int]) -> Generator[Message, None, li
             if overdue and before and status.call and condition is Condition.WELL and sight.progress == before[place].progress:
                 condition = Condition.STUCK  # nobody is left that it could wait for
             if condition is Condition.WELL and place in leaving:
-                condition = Condition.SLOW
+                condition = leaving[place]
             sighted.append(Sighted(group.members[place], condition, status))
         for place, found in enumerate(sighted):
             if found.condition is not Condition.WELL and place not in ended:
@@ -167,7 +167,7 @@ def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator
                     yield Notice(f"{have} workers are left, the run needs {num_ranks}: waiting for capacity")
         time.sleep(CAPACITY_POLL_S)
         session.group.members = [found.member for found in sighted if found.condition is Condition.WELL]  # the others are being replaced
-        sighted = yield from _settled(session, set())
+        sighted = yield from _settled(session, {})
 
 
 def reopened(session: Session) -> Iterator[Message]:

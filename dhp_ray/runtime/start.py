@@ -17,10 +17,11 @@ from dhp_ray.planner.plan import ClusterSpec
 from dhp_ray.runtime.arrivals import Arrivals
 from dhp_ray.runtime.checkpoints import Checkpoints
 from dhp_ray.runtime.dispatch import Dispatcher
-from dhp_ray.runtime.elastic import Failures, keepers_of
+from dhp_ray.runtime.elastic import Condition, Failures, keepers_of
 from dhp_ray.runtime.evaluation import Evaluation, held_out_stream
 from dhp_ray.runtime.group import WorkerGroup
 from dhp_ray.runtime.messages import Load, Message, Notice, RunError, Started
+from dhp_ray.runtime.nodes import Draining
 from dhp_ray.runtime.records import RunRecords
 from dhp_ray.runtime.speeds import SpeedMeter
 from dhp_ray.runtime.tensorboard import ScalarLog, cluster_text
@@ -51,6 +52,7 @@ class Session:
     stream_lost: bool = False  # where the stream stands says nothing of the next step
     stopping: str = ""  # why the run is to end early
     failures: Failures = field(default_factory=Failures)
+    draining: Draining = field(default_factory=Draining)
     dispatcher: Dispatcher = field(init=False)
     evaluation: Evaluation = field(init=False)
     meter: SpeedMeter = field(init=False)
@@ -63,6 +65,12 @@ class Session:
     def keepers(self) -> tuple[int, ...]:
         """Who keeps a copy of each rank's shard."""
         return keepers_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
+
+    def leaving(self) -> dict[int, Condition]:
+        """Ranks that ought to leave the group though they work: they are too slow, or Ray takes their node away."""
+        drained = self.draining.nodes()
+        return {rank: Condition.SLOW for rank in self.meter.no_good()} | {
+            rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
 
     def enter(self, generation: int, batches: dict[int, Batch] | None = None) -> None:
         """The group has joined `generation`: plan for it from here on, first the `batches` that an earlier one has left."""
