@@ -16,6 +16,7 @@ import pytest
 
 from dhp_ray.storage import Folder
 
+os.environ.setdefault("RAY_worker_niceness", "0")  # as in cluster.yaml
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local ray.init would leave a token file behind that later clusters demand
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -128,13 +128,15 @@ class WorkerGroup:
         """Wait until `pending`, which does not call the workers, is `done`; once the run trains, they are looked at every IDLE_LOOK_S seconds.
 
         Raises:
-            GroupError: a rank died, raised or answers no more.
+            GroupError: a rank died.
         """
-        looks, last = _Looks(self, math.inf), monotonic()
+        last = monotonic()
         while not done() and not pending.done():
             wait([pending], timeout=0.005)
             if self.look_s is not None and monotonic() - last >= IDLE_LOOK_S:
-                looks.look()
+                for rank, (sight, _) in enumerate(self.survey()):
+                    if sight.dead:
+                        raise GroupError(self.words(rank, Condition.DEAD))
                 last = monotonic()
 
     def survey(self, timeout_s: float = SURVEY_S) -> list[tuple[Sight, Status]]:

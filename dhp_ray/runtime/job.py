@@ -63,6 +63,7 @@ def connect() -> None:
         RunError: no cluster answers at the address; told within seconds.
     """
     _knock(*named_head())
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here: Ray's 15 lets whatever else runs hold up a rank, and that the others
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a driver without a device must not hide it from workers
     logging.getLogger("ray").setLevel(logging.WARNING)
     try:

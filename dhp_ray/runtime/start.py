@@ -142,11 +142,12 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     if newest:
         stream.restore(newest.cursor)
     origin = Load(checkpoints.name(newest.step) if newest else "")
-    group.collect(group.join(1, store, session.keepers, [origin] * group.size, first_step - 1))
-    session.enter(1)
+    generation = records.generation + 1  # one after those of earlier starts
+    group.collect(group.join(generation, store, session.keepers, [origin] * group.size, first_step - 1))
+    session.enter(generation)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
     scalars.hyperparameters(config)
-    records.event("started", generation=1, step=first_step, num_ranks=group.size)
+    records.event("started", generation=generation, step=first_step, num_ranks=group.size)
     yield Started(_opening(config, group, stream, first_step - 1), first_step, total_steps)
     return session
 

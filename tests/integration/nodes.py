@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.integration.faults import descendants, kill
 
-HEALTH_CHECK = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}
+SYSTEM = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5, "worker_niceness": 0}
 """As in cluster.yaml: the blocks of a node that is gone are read again only once Ray's head has noticed."""
 
 
@@ -25,7 +25,7 @@ class Nodes:
         from ray.cluster_utils import Cluster  # reads RAY_TMPDIR
 
         try:
-            self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False, "_system_config": HEALTH_CHECK})
+            self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False, "_system_config": SYSTEM})
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise

@@ -83,6 +83,7 @@ def test_a_killed_run_goes_on_where_it_was(ray_cluster: None, nlvr: list[str], t
     assert re.search(r"resuming after step [36]", ended.output)
     assert ledger(tmp_path / "killed") == ledger(tmp_path / "whole")
     assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert [line["generation"] for line in lines(tmp_path / "killed", "metrics.jsonl")][::9] == [1, 2]
 
 
 def test_a_run_leaves_the_files_of_the_contract(one_worker: Path) -> None:
