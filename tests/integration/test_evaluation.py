@@ -48,6 +48,7 @@ def test_it_is_written_after_every_so_many_steps(one_worker: tuple[Path, str]) -
     assert [(point.step, point.value) for point in events.Scalars("loss/eval")] == [(2, pytest.approx(second)), (4, pytest.approx(fourth))]
 
 
+@pytest.mark.slow
 def test_it_is_the_same_on_three_workers(one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path) -> None:
     train(tmp_path / "three", *conversations, "eval.every_steps=2", "cluster.num_workers=3", "planner.tokens_per_rank=300", "planner.max_sequence_tokens=2048")
     assert losses(tmp_path / "three") == pytest.approx(losses(one_worker[0]), rel=1e-4)

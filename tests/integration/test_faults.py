@@ -21,7 +21,10 @@ from tests.integration.faults import Run, children, expected_ledger, kill, secon
 from tests.integration.jobs import ROOT, losses, train
 
 STEPS = 50
-"""So far losses are compared; beyond, rounding alone makes runs on other numbers of ranks differ."""
+"""Of a soak, which are compared with those of an undisturbed run; beyond, rounding alone makes runs on other numbers of ranks differ."""
+
+COMPARED = 24
+"""Of the other runs here."""
 
 Start = Callable[..., Run]
 
@@ -31,18 +34,21 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), tmp_path_factory.mktemp("data")), *SETTINGS, "cluster.cpus_per_worker=0.2"]
 
 
-@pytest.fixture(scope="session")
-def reference(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calm_run(folder: Path, common: list[str], steps: int) -> Path:
     """The folder of a run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(folder, *common, f"run.steps={STEPS}", "cluster.num_workers=2", "checkpoint.every_steps=0")
+    train(folder, *common, f"run.steps={steps}", "cluster.num_workers=2", "checkpoint.every_steps=0")
     return folder
 
 
-@pytest.fixture
-def undisturbed(reference: Path) -> list[float]:
-    """The losses of the first steps."""
-    return losses(reference)
+@pytest.fixture(scope="session")
+def undisturbed(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the first steps of such a run."""
+    return losses(calm_run(tmp_path_factory.mktemp("undisturbed") / "run", common, COMPARED))
+
+
+@pytest.fixture(scope="session")
+def reference(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calm_run(tmp_path_factory.mktemp("reference") / "run", common, STEPS)
 
 
 @pytest.fixture
@@ -71,7 +77,7 @@ def end(run: Run) -> None:
 def check(run: Run, undisturbed: list[float]) -> None:
     """Every committed step has its samples, each once; the losses are those of a run that nothing happened to."""
     assert run.ledger == expected_ledger(run.folder, run.step)
-    compared = min(run.step, STEPS)
+    compared = min(run.step, COMPARED)
     assert run.losses[:compared] == pytest.approx(undisturbed[:compared], rel=1e-4)
 
 

@@ -35,12 +35,12 @@ from test_dhp import ALL_TO_ALL, RING, bimodal
 warm_up()
 modules = [importlib.import_module(f"dhp_ray.planner.{{module.name}}") for module in pkgutil.iter_modules(dhp_ray.planner.__path__)]
 loops = {{value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)}}
-counts = {{loop.py_func.__qualname__: len(loop.signatures) for loop in loops}}
+counts = {{loop: len(loop.signatures) for loop in loops}}
 for cost in (ALL_TO_ALL, RING):
     for sync in ("step", "micro_batch"):
         for count, ranks, speeds in ((512, 64, ()), (9, 4, ()), (30, 6, (1.0, 0.9, 0.8, 1.1, 1.0, 0.4))):
             plan_batch(bimodal(count, ranks), ClusterSpec(ranks, 8, 8192, speeds), cost, sync=sync, pool=((0, 1),))
-print([loop.py_func.__qualname__ for loop in loops if len(loop.signatures) > counts[loop.py_func.__qualname__]])
+print([loop.py_func.__qualname__ for loop in loops if len(loop.signatures) > counts[loop]])
 """
 
 
