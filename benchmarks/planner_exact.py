@@ -1,6 +1,6 @@
 """The planner against the exact optimum of small cases, by OR-tools CP-SAT (in the dev extra).
 
-    python benchmarks/planner_exact.py [cases=200]
+    python benchmarks/planner_exact.py [cases=0-199]
 
 The exact model: every sequence by itself, on any number of ranks that holds it, at any time; at most N ranks busy at once. Where communication adds up (all to
 all) and a pack costs nothing by itself, packing cannot beat that, so its optimum is the optimum.
@@ -8,6 +8,7 @@ all) and a pack costs nothing by itself, packing cannot beat that, so its optimu
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import NamedTuple
@@ -89,22 +90,23 @@ def compare(seed: int) -> Result:
     return Result(plan.predicted_time_s / least_s - 1, plan.lower_bound_s, least_s, most_s, proven)
 
 
-def main(cases: int) -> None:
+def main(cases: range) -> None:
     begin = time.perf_counter()
-    results = [compare(seed) for seed in range(cases)]
+    results = [compare(seed) for seed in cases]
     gaps = np.array([result.gap for result in results])
     slack = np.array([result.least_s / result.bound_s - 1 for result in results])
     wrong = sum(result.bound_s > result.most_s for result in results)
-    print(f"{cases} cases, {sum(result.proven for result in results)} proven optimal, {time.perf_counter() - begin:.0f} s")
-    print(f"plan above the optimum:  mean {100 * gaps.mean():.2f} %, worst {100 * gaps.max():.2f} % (seed {gaps.argmax()})")
+    print(f"{len(cases)} cases, {sum(result.proven for result in results)} proven optimal, {time.perf_counter() - begin:.0f} s")
+    print(f"plan above the optimum:  mean {100 * gaps.mean():.2f} %, worst {100 * gaps.max():.2f} % (seed {cases[gaps.argmax()]})")
     print(f"optimum above the bound: mean {100 * slack.mean():.2f} %; the bound is above it in {wrong} cases")
 
 
 if __name__ == "__main__":
-    word = sys.argv[1] if len(sys.argv) > 1 else "cases=200"
+    word = sys.argv[1] if len(sys.argv) > 1 else "cases=0-199"
+    found = re.fullmatch(r"cases=(\d+)-(\d+)", word)
     if word in ("-h", "--help"):
         print(__doc__)
-    elif word.startswith("cases=") and word[6:].isdigit() and int(word[6:]) > 0:
-        main(int(word[6:]))
+    elif found and int(found[1]) <= int(found[2]):
+        main(range(int(found[1]), int(found[2]) + 1))
     else:
-        sys.exit(f"planner_exact.py: {word}: allowed: cases=N, a number of at least 1")
+        sys.exit(f"planner_exact.py: {word}: allowed: cases=FIRST-LAST")

@@ -20,7 +20,7 @@ THRESHOLD = 0.3
 """By how much a step may lengthen the plan at first, as a share."""
 
 WORK, STEPS, SEEDS = 2_000_000, 2000, 9
-"""Steps x items x ranks in all, where STEPS from each of three seeds are not more than that; seeds at most."""
+"""Steps x items x ranks in all, about; steps from each seed, at least; seeds at most. Three seeds there are always, one for each start."""
 
 
 class Ordered(NamedTuple):

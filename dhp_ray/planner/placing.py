@@ -1,4 +1,4 @@
-"""Ranks for the groups of one micro-batch: from the pool, then inside nodes, then across."""
+"""Ranks for groups: those of one micro-batch from the pool, then inside nodes, then across; those of a baseline in aligned blocks."""
 
 from __future__ import annotations
 
@@ -77,3 +77,19 @@ def _fresh(chosen: np.ndarray, free: np.ndarray, num_free: np.ndarray, node_size
                 chosen[taken] = rank
                 taken += 1
     chosen[:] = chosen[ascending(chosen.astype(np.float64))]
+
+
+@compiled
+def earliest_blocks(need: np.ndarray, seconds: np.ndarray, speeds: np.ndarray) -> np.ndarray:
+    """The first rank of each pack's block: of the aligned ones, that which has done it first. O(packs x ranks)."""
+    free, first = np.zeros(len(speeds)), np.zeros(len(need), dtype=np.int64)
+    for pack in range(len(need)):
+        degree, best = need[pack], np.inf
+        for begin in range(0, len(free) - degree + 1, degree):
+            start, pace = 0.0, np.inf
+            for rank in range(begin, begin + degree):
+                start, pace = max(start, free[rank]), min(pace, speeds[rank])
+            if start + seconds[pack] / pace < best:
+                first[pack], best = begin, start + seconds[pack] / pace
+        free[first[pack]:first[pack] + degree] = best
+    return first

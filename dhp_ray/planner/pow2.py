@@ -7,6 +7,7 @@ import numpy as np
 from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import packed, times_at
 from dhp_ray.planner.packing import best_fit_decreasing
+from dhp_ray.planner.placing import earliest_blocks
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 
@@ -32,26 +33,10 @@ def pow2(problem: Problem) -> Schedule:
         in_time = np.argsort(micro_batch, kind="stable")
         order, need, first, micro_batch = order[in_time], need[in_time], first[in_time], micro_batch[in_time]
     else:
-        first, micro_batch = _earliest(need, seconds[order], problem.speeds), np.zeros(len(order), dtype=np.int64)
+        first, micro_batch = earliest_blocks(need, seconds[order], problem.speeds), np.zeros(len(order), dtype=np.int64)
     rows, first_row = gathered(np.concatenate(all_rows), firsts_of(np.concatenate(sizes)), order)
     first_rank = firsts_of(need)
     return Schedule(rows, first_row, np.repeat(first - first_rank[:-1], need) + np.arange(first_rank[-1]), first_rank, micro_batch)
-
-
-@compiled
-def _earliest(need: np.ndarray, seconds: np.ndarray, speeds: np.ndarray) -> np.ndarray:
-    """The first rank of each pack's block: of the aligned ones, that which has done it first. O(packs x ranks)."""
-    free, first = np.zeros(len(speeds)), np.zeros(len(need), dtype=np.int64)
-    for pack in range(len(need)):
-        degree, best = need[pack], np.inf
-        for begin in range(0, len(free) - degree + 1, degree):
-            start, pace = 0.0, np.inf
-            for rank in range(begin, begin + degree):
-                start, pace = max(start, free[rank]), min(pace, speeds[rank])
-            if start + seconds[pack] / pace < best:
-                first[pack], best = begin, start + seconds[pack] / pace
-        free[first[pack]:first[pack] + degree] = best
-    return first
 
 
 @compiled
