@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.worlds import data_overrides  # noqa: E402
 from tests.integration.faults import Run, children, kill, seconds_since  # noqa: E402
-from tests.integration.jobs import ledger, losses  # noqa: E402
+from tests.integration.jobs import ledger, lines, losses  # noqa: E402
 from tests.integration.nodes import Nodes  # noqa: E402
 
 SETTINGS = ["data.max_pixels=40000", "planner.tokens_per_rank=512", "planner.max_sequence_tokens=512", "train.adam_eps=1e-6", "train.learning_rate=1e-3",
@@ -40,6 +40,9 @@ HEAD_CPUS, NODE_CPUS = 1, 3
 
 KINDS = {"kill": 4, "stop": 2, "node lost": 2, "node added": 2, "driver": 2, "two": 2}
 """How often each happens, beside the others, once all have happened. The last node is not lost: one is added then, and lost where none is missing."""
+
+ALARMS = ("broken", "worker_lost", "newcomer_lost")
+"""Events that an undisturbed run has none of. `slow` is not among them: ranks that share cores are slow at times, and it only tells."""
 
 COMPARED = 50
 WINDOW = 20
@@ -209,6 +212,10 @@ def report(state: Soak, calm: list[Path], steps: int, seconds: float) -> int:
         between, mine = distance(reference, losses(calm[1])), distance(reference, run.losses)
         checks.append((f"means of {WINDOW} steps: {mine:.2e} from the undisturbed run's, at most 3 times {between:.2e} (undisturbed, 3 and 5 workers)",
                        mine <= 3 * between))
+    kinds = [event["kind"] for folder in calm for event in lines(folder, "events.jsonl")]
+    alarms = [kind for kind in kinds if kind in ALARMS]
+    checks.append((f"false alarms in {sum(len(losses(folder)) for folder in calm)} undisturbed steps: {len(alarms)} (ranks called slow for a while: "
+                   f"{kinds.count('slow')})", not alarms))
     for words, passed in checks:
         print("ok  " if passed else "FAIL", words)
     if not all(passed for _, passed in checks):

@@ -28,7 +28,7 @@ from dhp_ray.runtime.commit import Commits, Done
 from dhp_ray.runtime.dispatch import Dispatched
 from dhp_ray.runtime.elastic import Condition
 from dhp_ray.runtime.group import Member, WorkerGroup
-from dhp_ray.runtime.messages import Finished, GroupError, Message, Replace, RunError
+from dhp_ray.runtime.messages import Finished, GroupError, Message, Notice, Replace, RunError
 from dhp_ray.runtime.recovery import form_anew, reopened
 from dhp_ray.runtime.start import Session, open_session
 from dhp_ray.storage import Folder, StorageError
@@ -176,15 +176,24 @@ class Driver:
             yield Finished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
 
     def _reconcile(self) -> Iterator[Message]:
-        """Part with workers that a lost driver's group left dead or hung."""
-        for member, (sight, _) in zip(list(self.group.members), self.group.survey()):
+        """Part with workers that a lost driver's group left dead or hung; those that it had not let in yet arrive anew."""
+        members = []
+        for member, (sight, status) in zip(self.group.members, self.group.survey()):
             if sight.dead or not sight.answered:
                 ray.kill(member.actor)
-                self.group.members.remove(member)
                 yield Replace(member.slot)
-        while not self.group.members:  # nobody is left: the run goes on from its newest checkpoint
+            elif not status.generation:
+                self.arrivals.offer(member.slot, member.actor)
+            else:
+                members.append(member)
+        while not members:  # nobody is left: the run goes on from its newest checkpoint
             time.sleep(0.2)
-            self.group.members = self.arrivals.take(1)
+            members = self.arrivals.take(1)
+            while self.arrivals.failed:
+                slot, reason = self.arrivals.failed.pop()
+                yield Notice(f"a new worker failed: {reason}")
+                yield Replace(slot)
+        self.group.members = members
 
     def _way_back(self) -> str:
         """How a run that ended early goes on."""

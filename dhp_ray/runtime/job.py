@@ -164,10 +164,13 @@ class Ending:
 
 def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, ending: Ending, going_on: bool) -> Finished | None:
     """The run under one driver actor; None when that was lost."""
-    driver = ending.driver = start_driver(config, dict(roster.workers), store, going_on)
+    starting = roster.starting() if going_on else set()
+    workers = {slot: worker for slot, worker in roster.workers.items() if slot not in starting}
+    newcomers = {slot: roster.workers[slot] for slot in starting} if going_on else roster.grow()
+    driver = ending.driver = start_driver(config, workers, store, going_on)
     try:
         ending.tell()
-        for slot, worker in ({} if going_on else roster.grow()).items():
+        for slot, worker in newcomers.items():
             driver.offer.remote(slot, worker)
         for reference in driver.run.remote():
             message = ray.get(reference)

@@ -146,7 +146,16 @@ class RunRecords:
     @property
     def generation(self) -> int:
         """Of the membership; 0 before the first."""
-        return int(json.loads(self.folder.read("cluster.json"))["generation"]) if self.folder.exists("cluster.json") else 0
+        return int(self._membership()["generation"])
+
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        """The membership as `cluster` wrote it; empty before the first."""
+        return list(self._membership()["ranks"])
+
+    def _membership(self) -> dict[str, Any]:
+        tree: dict[str, Any] = json.loads(self.folder.read("cluster.json")) if self.folder.exists("cluster.json") else {"generation": 0, "ranks": []}
+        return tree
 
     def truncate(self, step: int) -> None:
         """Forget every step after `step` (a checkpoint's, 0 for none): the run goes on from there.

@@ -24,6 +24,7 @@ class Roster:
     def __init__(self, config: Config, accelerator: Accelerator) -> None:
         self.config, self.accelerator = config, accelerator
         self.workers: dict[int, ActorHandle] = {}
+        self._starts: dict[int, ray.ObjectRef] = {}
         self._bundle = {"CPU": config.cluster.cpus_per_worker} | ({accelerator.resource: 1.0} if accelerator.resource else {})
         self._room = self._reserve(config.cluster.num_workers)
         self._more_room: dict[int, PlacementGroup] = {}
@@ -54,7 +55,14 @@ class Roster:
         own = self._more_room.get(slot)
         place = PlacementGroupSchedulingStrategy(own or self._room, placement_group_bundle_index=0 if own else slot)
         self.workers[slot] = actor.options(scheduling_strategy=place, num_cpus=self.config.cluster.cpus_per_worker, **devices).remote(self.config)
+        self._starts[slot] = self.workers[slot].__ray_ready__.remote()
         return self.workers[slot]
+
+    def starting(self) -> set[int]:
+        """Slots whose worker has no process yet, or one that is not up."""
+        starts = list(self._starts.values())
+        up, _ = ray.wait(starts, num_returns=len(starts), timeout=0, fetch_local=False)
+        return {slot for slot, start in self._starts.items() if start not in up}
 
     def close(self) -> None:
         for worker in self.workers.values():

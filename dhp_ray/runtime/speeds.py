@@ -23,7 +23,7 @@ GRAIN = 0.05
 """Speeds below are told to the planner in such steps."""
 
 SLOW_BELOW = 0.7
-SLOW_STEPS = 3
+SLOW_STEPS = 5
 """A rank counts as slow, which people are told of, after so many steps in a row under that speed."""
 
 FORGET_AFTER = 10

@@ -135,6 +135,10 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         session.stream_lost = True
         session.generation = records.generation
         session.plan_for_group()
+        here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
+        for rank in records.ranks:
+            if (rank["node_id"], rank["pid"]) not in here:  # no survey will show those that went with the driver
+                records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"], condition=str(Condition.DEAD), error="", stands="")
         return session
     records.write_config(config)
     checkpoints.discard_after(first_step - 1)

@@ -19,6 +19,11 @@ from tests.integration.jobs import ROOT, command, ledger, lines, losses
 
 NOTHING = subprocess.DEVNULL
 
+COMPARED = 24
+"""First steps whose losses are compared with those of an undisturbed run. Far beyond, rounding alone makes runs on other numbers of ranks differ."""
+
+SOAK_STEPS = 40
+
 
 class Run:
     """`jobs/train.py` in a process of its own, against the cluster that RAY_ADDRESS names. What it prints goes to files beside `folder`."""
@@ -107,6 +112,9 @@ class Run:
             self.process.wait()
 
 
+Start = Callable[..., Run]
+
+
 def children(role: str) -> list[int]:
     """Processes of actors of class `role` on a cluster that this process has started."""
     table = _processes()
@@ -161,3 +169,21 @@ def expected_ledger(run_dir: Path, num_steps: int) -> list[list[str]]:
             found.append([sample.id for sample in batch.samples])
     stream.close()
     return found
+
+
+def end(run: Run) -> None:
+    """SIGTERM: the step under way is finished, the state saved, one line says how to go on."""
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(90) == 1, run.said()
+    (line,) = run.error_lines()
+    assert f"stopped after step {run.step}: SIGTERM; the newest checkpoint is step {run.step}: start the same command again" in line
+    assert "Traceback" not in run.errors.read_text()
+    assert run.generations == sorted(run.generations)
+
+
+def check(run: Run, undisturbed: list[float]) -> None:
+    """Every committed step has its samples, each once; the losses are those of a run that nothing happened to."""
+    assert run.ledger == expected_ledger(run.folder, run.step)
+    assert len(run.losses) == run.step
+    apart = [abs(mine - calm) / abs(calm) for mine, calm in zip(run.losses[:COMPARED], undisturbed)]
+    assert max(apart) < 1e-4, apart

@@ -1,84 +1,18 @@
-"""Runs that lose workers, have some that stop, lose their driver: they go on, with every sample once and the losses of an undisturbed run."""
+"""Workers killed, stopped and out of memory, drivers killed: the run goes on, with every sample once and the losses of an undisturbed run."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import SETTINGS
-from benchmarks.worlds import data_overrides
-from tests.integration.faults import Run, children, expected_ledger, kill, seconds_since
-from tests.integration.jobs import ROOT, losses, train
+from tests.integration.faults import Start, check, children, end, kill, seconds_since
 
-STEPS = 50
-"""Of a soak, which are compared with those of an undisturbed run; beyond, rounding alone makes runs on other numbers of ranks differ."""
-
-COMPARED = 24
-"""Of the other runs here."""
-
-Start = Callable[..., Run]
-
-
-@pytest.fixture(scope="session")
-def common(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), tmp_path_factory.mktemp("data")), *SETTINGS, "cluster.cpus_per_worker=0.2"]
-
-
-def calm_run(folder: Path, common: list[str], steps: int) -> Path:
-    """The folder of a run that nothing happened to."""
-    train(folder, *common, f"run.steps={steps}", "cluster.num_workers=2", "checkpoint.every_steps=0")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def undisturbed(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the first steps of such a run."""
-    return losses(calm_run(tmp_path_factory.mktemp("undisturbed") / "run", common, COMPARED))
-
-
-@pytest.fixture(scope="session")
-def reference(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calm_run(tmp_path_factory.mktemp("reference") / "run", common, STEPS)
-
-
-@pytest.fixture
-def start(ray_cluster: None, common: list[str], tmp_path: Path) -> Iterator[Start]:
-    runs: list[Run] = []
-
-    def begin(*arguments: str) -> Run:
-        runs.append(Run(tmp_path / "run", *common, "cluster.num_workers=3", "checkpoint.every_steps=0", "run.steps=2000", *arguments))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.end()
-
-
-def end(run: Run) -> None:
-    """SIGTERM: the step under way is finished, the state saved, one line says how to go on."""
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait(90) == 1, run.said()
-    (line,) = run.error_lines()
-    assert f"stopped after step {run.step}: SIGTERM; the newest checkpoint is step {run.step}: start the same command again" in line
-    assert "Traceback" not in run.errors.read_text()
-    assert run.generations == sorted(run.generations)
-
-
-def check(run: Run, undisturbed: list[float]) -> None:
-    """Every committed step has its samples, each once; the losses are those of a run that nothing happened to."""
-    assert run.ledger == expected_ledger(run.folder, run.step)
-    compared = min(run.step, COMPARED)
-    assert run.losses[:compared] == pytest.approx(undisturbed[:compared], rel=1e-4)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 def test_a_worker_killed_one_stopped_and_the_driver_killed(start: Start, undisturbed: list[float]) -> None:
@@ -120,20 +54,6 @@ def test_a_worker_killed_one_stopped_and_the_driver_killed(start: Start, undistu
     check(again, undisturbed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("sync", "faults", "seed"), [("micro_batch", 6, 1), ("step", 6, 2), ("step", 12, 3)])
-def test_a_soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: int) -> None:
-    """Two nodes with two workers each, in a cluster of its own; all kinds of faults, among them a node that is lost and one that comes."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run([sys.executable, "benchmarks/soak.py", "--sync", sync, "--faults", str(faults), "--seed", str(seed), "--steps", str(STEPS),
-                           "--reference", str(reference), "--folder", str(tmp_path)], cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("ok   ends by itself", "ok   ledger: 50 lines", "ok   loss", "node lost", "node added", "driver", "stop"):
-        assert words in done.stdout
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["pool", "parent"])
 def test_lockstep_goes_on_too(start: Start, undisturbed: list[float], transport: str) -> None:
     run = start("planner.sync=micro_batch", f"comm.transport={transport}")
@@ -152,7 +72,6 @@ def test_lockstep_goes_on_too(start: Start, undisturbed: list[float], transport:
     check(run, undisturbed)
 
 
-@pytest.mark.slow
 def test_all_workers_but_one_killed(start: Start, undisturbed: list[float]) -> None:
     """The one that is left has its own shard and another's: the third is lost, and the run goes back to the newest checkpoint."""
     run = start("checkpoint.every_steps=3")
@@ -170,7 +89,6 @@ def test_all_workers_but_one_killed(start: Start, undisturbed: list[float]) -> N
     check(run, undisturbed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("every_steps", [3, 0])
 def test_all_workers_killed_at_once(start: Start, undisturbed: list[float], every_steps: int) -> None:
     run = start(f"checkpoint.every_steps={every_steps}")
@@ -191,7 +109,6 @@ def test_all_workers_killed_at_once(start: Start, undisturbed: list[float], ever
     check(run, undisturbed)
 
 
-@pytest.mark.slow
 def test_all_workers_and_the_driver_killed_at_once(start: Start, undisturbed: list[float]) -> None:
     run = start("checkpoint.every_steps=3")
     run.wait_for(lambda: run.events("checkpoint"))
@@ -202,7 +119,6 @@ def test_all_workers_and_the_driver_killed_at_once(start: Start, undisturbed: li
     check(run, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_worker_killed_during_a_checkpoint(start: Start, undisturbed: list[float]) -> None:
     """A save a step: whenever the kill comes, one is under way."""
     run = start("checkpoint.every_steps=1")
@@ -217,7 +133,6 @@ def test_a_worker_killed_during_a_checkpoint(start: Start, undisturbed: list[flo
     assert all((folder / "manifest.json").exists() for folder in sorted((run.folder / "checkpoints").iterdir())[-1:])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pause_s", [0.0, 0.3, 1.0])
 def test_a_worker_killed_during_the_recovery_from_another(start: Start, undisturbed: list[float], pause_s: float) -> None:
     run = start("cluster.num_workers=4", "cluster.cpus_per_worker=0.15", "checkpoint.every_steps=4")
@@ -232,7 +147,6 @@ def test_a_worker_killed_during_the_recovery_from_another(start: Start, undistur
     check(run, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_newcomer_killed_as_it_joins(start: Start, undisturbed: list[float]) -> None:
     run = start()
     run.wait_for_step(3)
@@ -246,24 +160,6 @@ def test_a_newcomer_killed_as_it_joins(start: Start, undisturbed: list[float]) -
     check(run, undisturbed)
 
 
-@pytest.mark.slow
-def test_below_the_minimum_a_run_waits_for_capacity(start: Start, undisturbed: list[float]) -> None:
-    run = start("cluster.min_workers=3")
-    run.wait_for_step(3)
-    survivors = run.pids[1:]
-    moment = kill(run.pids[0])
-    waiting = run.wait_for_event(moment, "waiting")
-    assert (waiting["num_ranks"], waiting["have"]) == (3, 2)
-    formed = run.wait_for_event(moment, "generation")
-    assert (formed["survivors"], formed["newcomers"]) == (2, 1)
-    assert set(survivors) <= set(run.pids)
-    assert "2 workers are left, the run needs 3: waiting for capacity" in run.output.read_text()
-    run.wait_for_step(formed["step"] + 1)
-    end(run)
-    check(run, undisturbed)
-
-
-@pytest.mark.slow
 def test_without_mirrors_a_lost_worker_costs_a_rollback(start: Start, undisturbed: list[float]) -> None:
     run = start("elastic.mirror_every_steps=0", "checkpoint.every_steps=4")
     run.wait_for(lambda: run.events("checkpoint"))
@@ -278,7 +174,6 @@ def test_without_mirrors_a_lost_worker_costs_a_rollback(start: Start, undisturbe
     check(run, undisturbed)
 
 
-@pytest.mark.slow
 def test_mirrors_every_few_steps_cost_those_steps_at_most(start: Start, undisturbed: list[float]) -> None:
     run = start("elastic.mirror_every_steps=4")
     run.wait_for_step(11)
@@ -291,7 +186,6 @@ def test_mirrors_every_few_steps_cost_those_steps_at_most(start: Start, undistur
     check(run, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_worker_that_runs_out_of_memory_is_replaced(start: Start, undisturbed: list[float]) -> None:
     """It raises in a step, or dies of it: the others go on, and the step that it failed is run again."""
     run = start()
@@ -309,46 +203,3 @@ def test_a_worker_that_runs_out_of_memory_is_replaced(start: Start, undisturbed:
     run.wait_for_ranks(3)
     end(run)
     check(run, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_worker_slowed_from_outside_gets_less_until_it_is_well_again(start: Start) -> None:
-    """It runs a third of the time. Two workers, so that nobody's share of the machine's cores is taken by a third."""
-    run = start("cluster.num_workers=2", "batch.global_samples=18", "elastic.evict_below=0")
-    run.wait_for_step(6)
-    victim, slow = run.pids[1], threading.Event()
-    slow.set()
-
-    def duty_cycle() -> None:
-        while slow.is_set():
-            os.kill(victim, signal.SIGSTOP)
-            time.sleep(0.1)
-            os.kill(victim, signal.SIGCONT)
-            time.sleep(0.05)
-
-    begun = run.step
-    cycle = threading.Thread(target=duty_cycle)
-    cycle.start()
-    try:
-        run.wait_for_step(begun + 9, timeout_s=240)
-    finally:
-        slow.clear()
-        cycle.join()
-        os.kill(victim, signal.SIGCONT)
-    ended = run.step
-    run.wait_for_step(ended + 14, timeout_s=240)
-    end(run)
-    speeds = {step: planned_speeds(run, step) for step in range(begun, ended + 13)}
-    print(begun, ended, speeds)
-    assert min(speeds[step][1] for step in range(begun + 1, begun + 8)) < 0.6  # a plan is made a step ahead
-    assert all(speeds[step][0] == 1.0 for step in range(begun + 5, ended))
-    assert speeds[ended + 12] == (1.0, 1.0)
-    assert run.events("slow")
-    assert run.events("no_longer_slow")
-    assert not run.events("worker_lost")
-
-
-def planned_speeds(run: Run, step: int) -> tuple[float, ...]:
-    """What the plan of a step took the ranks' speeds to be; all nominal where it names none."""
-    found = json.loads((run.folder / f"plans/step_{step:06d}.json").read_text())["inputs"]["speeds"]
-    return tuple(found) if found else (1.0,) * len(run.pids)

@@ -88,14 +88,14 @@ def test_a_rank_without_packs_keeps_its_speed_for_a_while_and_is_then_tried_agai
 
 
 def test_slow_and_no_good_are_said_after_their_steps() -> None:
-    meter = SpeedMeter(5, evict_below=0.2, patience=5)
+    meter = SpeedMeter(5, evict_below=0.2, patience=7)
     said = []
     for _ in range(10):
         meter.observe((1.0,) * 5, (1.0, 10.0, 1.6, 1.3, 1.0))
         said.append((sorted(meter.slow()), meter.no_good()))
-    assert said[:2] == [([], ())] * 2
-    assert said[2:4] == [([1], ())] * 2  # 0.13 of the typical speed, which is rank 3's
-    assert said[4:] == [([1], (1,))] * 6
+    assert said[:4] == [([], ())] * 4
+    assert said[4:6] == [([1], ())] * 2  # 0.13 of the typical speed, which is rank 3's
+    assert said[6:] == [([1], (1,))] * 4
     for _ in range(6):
         meter.observe((1.0,) * 5, (1.0, 1.0, 1.6, 1.3, 1.0))
     assert not meter.slow()

@@ -1,0 +1,50 @@
+"""Runs that something happens to: what they are started with, and the run that nothing happened to beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak import SETTINGS
+from benchmarks.worlds import data_overrides
+from tests.integration.faults import COMPARED, SOAK_STEPS, Run, Start
+from tests.integration.jobs import losses, train
+
+
+@pytest.fixture(scope="session")
+def common(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), tmp_path_factory.mktemp("data")), *SETTINGS, "cluster.cpus_per_worker=0.2"]
+
+
+def calm_run(folder: Path, common: list[str], steps: int) -> Path:
+    """The folder of a run that nothing happened to."""
+    train(folder, *common, f"run.steps={steps}", "cluster.num_workers=2", "checkpoint.every_steps=0")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the first steps of such a run."""
+    return losses(calm_run(tmp_path_factory.mktemp("undisturbed") / "run", common, COMPARED))
+
+
+@pytest.fixture(scope="session")
+def reference(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a run, as long as a soak."""
+    return calm_run(tmp_path_factory.mktemp("reference") / "run", common, SOAK_STEPS)
+
+
+@pytest.fixture
+def start(ray_cluster: None, common: list[str], tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def begin(*arguments: str) -> Run:
+        runs.append(Run(tmp_path / "run", *common, "cluster.num_workers=3", "checkpoint.every_steps=0", "run.steps=2000", *arguments))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.end()
