@@ -1,4 +1,4 @@
-"""What tests of several packages need from outside: one local Ray cluster, real test data, an S3 server; and skips for what this machine lacks."""
+"""What tests of several packages need from outside: a local Ray cluster, a bare configuration, test data, an S3 server; skips for what a machine lacks."""
 
 from __future__ import annotations
 
@@ -55,6 +55,14 @@ def ray_cluster() -> Iterator[None]:
     yield
     del os.environ["RAY_ADDRESS"]
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments that give a valid configuration without any file of conf/."""
+    path = tmp_path_factory.mktemp("config") / "bare.yaml"
+    path.write_text("model: {preset: tiny}\n")
+    return ["--config", str(path)]
 
 
 @pytest.fixture(scope="session")

@@ -1,31 +1,20 @@
+"""What a configuration takes from files, choices and the command line, and what it says of each thing that is wrong."""
+
 from __future__ import annotations
 
-import math
 import pickle
-import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from dhp_ray.config import CHOICES, CONF, Config, ConfigError, _types, check, check_device, dump, help_text, load
+from dhp_ray.config import CHOICES, CONF, Config, ConfigError, _types, check_device, dump, help_text, load
 from dhp_ray.constraints import walk
 from dhp_ray.credentials import full_uri
 from dhp_ray.schema import Source
 
 KEYS = [name for name, _, _ in walk(Config())]
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments that give a valid configuration without any file of conf/."""
-    path = tmp_path_factory.mktemp("config") / "bare.yaml"
-    path.write_text("model: {preset: tiny}\n")
-    return ["--config", str(path)]
 
 
 def refused(argv: list[str]) -> str:
@@ -270,58 +259,3 @@ def test_help_names_every_key_with_its_choices() -> None:
         assert spec["text"] in text
         assert "|".join(spec["choices"]) in text
     assert "Exit status: 0 on success, 2 on a bad configuration, 1 on failure." in text
-
-
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.dates(), st.sampled_from(["${x}", "???", "${", "auto"]))
-inner_names = st.one_of(st.text(max_size=5), st.integers())
-values = st.recursive(scalars, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(inner_names, inner, max_size=3)), max_leaves=5)
-names = st.one_of(st.sampled_from([*KEYS, *CHOICES, "run", "data.synthetic", "choices", "choices.model"]), st.text(max_size=12))
-fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-
-
-def loads_or_is_refused(argv: list[str]) -> Config | None:
-    """A valid configuration, or None after an error of one line that begins with a key. Any other exception fails the test."""
-    said = ""
-    try:
-        config = load(argv)
-    except ConfigError as error:
-        said = str(error)
-    if said:
-        assert re.fullmatch(r"\S.*: \S.*", said)
-        return None
-    check(config)
-    for _, value, _ in walk(config):
-        assert not isinstance(value, float) or math.isfinite(value)
-    return config
-
-
-@fuzz
-@given(name=names, text=st.one_of(st.text(max_size=20), values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())))
-def test_any_override_loads_or_is_one_line(bare: list[str], tmp_path: Path, name: str, text: str) -> None:
-    config = loads_or_is_refused([*bare, f"{name}={text}"])
-    if config:
-        path = tmp_path / "again.yaml"
-        path.write_text(dump(config), encoding="utf-8", newline="")
-        assert load(["--config", str(path)]) == config
-
-
-@fuzz
-@given(tree=st.dictionaries(names, values, max_size=3))
-def test_any_file_loads_or_is_one_line(tmp_path: Path, tree: dict[str, Any]) -> None:
-    nested: dict[str, Any] = {"model": {"preset": "tiny"}}
-    for name, value in tree.items():
-        section, _, key = name.rpartition(".")
-        place = nested.setdefault(section, {}) if section else nested
-        if isinstance(place, dict):
-            place[key] = value
-    path = tmp_path / "fuzz.yaml"
-    path.write_text(yaml.safe_dump(nested), encoding="utf-8")
-    loads_or_is_refused(["--config", str(path)])
-
-
-@fuzz
-@given(content=st.binary(max_size=60))
-def test_any_bytes_load_or_are_one_line(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "fuzz.yaml"
-    path.write_bytes(content)
-    loads_or_is_refused(["--config", str(path)])

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.test_config import names, values
+from tests.test_config_fuzz import names, values
 
 ROOT = Path(__file__).parent.parent
 PLAN_ARGUMENTS = ["num_ranks", "ranks_per_node", "speeds", "sync", "planner", "cost", "out", "lengths", "replay"]

@@ -1,0 +1,132 @@
+"""Saves that fail: no room, a folder that cannot be written, a rank that dies. The failure is told in one line, and the next save works."""
+
+import os
+import re
+import resource
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_processes
+from tests.train.networks import Network, make_engine, run_tensors, train_step
+from tests.train.test_checkpoint import KINDS, NAME, LateCheckpointer, make_checkpointer, state_of
+
+
+def fail_then_save(rank, world_size, run_dir, blocked):
+    network = Network()
+    engine = make_engine(network, rank, world_size)
+    checkpointer = make_checkpointer(engine, rank, world_size, run_dir)
+    checkpoints = Path(run_dir) / "run" / "checkpoints"
+    folder = checkpoints / "step_000001" / "__1_0.distcp"  # where a file should be
+    obstacle = {"scratch": checkpointer.scratch, "run": checkpoints, "part": folder / "x", "size": Path(run_dir) / "none"}[blocked]
+    if rank == 1 and blocked == "size":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+    elif rank == 1:
+        obstacle.parent.mkdir(parents=True, exist_ok=True)
+        obstacle.write_text("a file where a folder should be")
+    dist.barrier()
+    train_step(engine, network, 0, rank, world_size)
+    checkpointer.begin(1)
+    train_step(engine, network, 1, rank, world_size)
+    checkpointer.finish()
+    dist.barrier()  # all have taken back what they wrote
+    first = (*checkpointer.poll(), [path.name for path in checkpoints.glob("step_000001/*")] if checkpoints.is_dir() else [])
+    dist.barrier()
+    if rank == 1:
+        obstacle.unlink(missing_ok=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    dist.barrier()
+    train_step(engine, network, 2, rank, world_size)
+    saved = state_of(engine)
+    checkpointer.begin(3)
+    checkpointer.finish()
+    second = checkpointer.poll()
+    train_step(engine, network, 3, rank, world_size)
+    dist.barrier()
+    checkpointer.load(NAME)
+    loaded = state_of(engine)
+    same = all(torch.equal(saved[kind][name], loaded[kind][name]) for kind in KINDS for name in saved[kind])
+    return first, second, same, engine.state_version
+
+
+def test_a_node_that_cannot_write_is_told_and_the_next_save_works(tmp_path):
+    results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "scratch")
+    (saved, error, _), *_ = results[1]
+    assert saved == []
+    assert error.startswith("step 1: ")
+    assert "scratch_3_1" in error
+    assert "\n" not in error
+    assert [results[rank][0] for rank in (0, 2)] == [([], "", [])] * 2, "the others have not failed, and have saved nothing"
+    assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
+
+
+def test_a_node_without_room_says_so(tmp_path):
+    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "size")
+    assert re.fullmatch(rf"step 1: OSError: {tmp_path}/scratch_2_1/step_000001_\w+: cannot be written: File too large", results[1][0][1])
+    assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
+
+
+def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp_path):
+    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "run")
+    for (saved, error, _), *_ in results:
+        assert saved == []
+        assert error.startswith("step 1: StorageError: ")
+        assert f"{tmp_path}/run/checkpoints/step_000001/" in error
+        assert "\n" not in error
+    assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
+
+
+def test_parts_of_a_save_that_failed_elsewhere_are_taken_back(tmp_path):
+    """On a full disk the parts that were written would take the room of the next save, and of the logs."""
+    results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "part")
+    assert [result[0] for result in results[::2]] == [([], "", [])] * 2
+    assert results[1][0][1].startswith(f"step 1: StorageError: {tmp_path}/run/checkpoints/step_000001/__1_0.distcp: cannot be copied from ")
+    assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
+
+
+def die_in_a_save(rank, port, run_dir, moment):
+    """Rank 2 dies in a save: how long closing and destroying took, whether the save's thread ended, and a save of the survivors."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=dist.PrefixStore("first", store), rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    network = Network()
+    engine = make_engine(network, rank, 3)
+    checkpointer = make_checkpointer(engine, rank, 3, run_dir, LateCheckpointer)
+    checkpointer.may_write = Event()
+    train_step(engine, network, 0, rank, 3)
+    checkpointer.begin(1)
+    thread = checkpointer._thread
+    if moment == "collective" and rank != 2:
+        checkpointer.may_write.set()
+        time.sleep(0.3)  # now it waits for rank 2
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.perf_counter()
+    checkpointer.close(0.0)
+    engine.release()
+    dist.destroy_process_group()
+    closed_s = time.perf_counter() - start
+    checkpointer.may_write.set()  # "start": it comes to a group that is no more
+    thread.join(10.0)
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    again = make_checkpointer(make_engine(Network(), rank, 2), rank, 2, run_dir)
+    again.begin(1)
+    again.finish()
+    return closed_s, thread.is_alive(), again.poll(), list(again.scratch.glob("*"))
+
+
+@pytest.mark.parametrize("moment", ["collective", "start"])
+def test_a_save_whose_peer_died_is_left_at_once(tmp_path, moment):
+    for closed_s, alive, polled, left_over in run_processes(die_in_a_save, 3, str(tmp_path), moment, mortal=[2])[:2]:
+        assert closed_s < 2.0
+        assert not alive
+        assert polled == ([1], "")
+        assert left_over == []
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "step_000001").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp",
+                                                                                                          "parameters.json"]
