@@ -70,21 +70,26 @@ def choose(name: str) -> Accelerator:
     Raises ValueError when the name is unknown, or its device is not to be found here.
     """
     if name == "auto":
-        return next(accelerator for accelerator in (NPU, CUDA, CPU) if _available(accelerator))
+        return next(accelerator for accelerator in (NPU, CUDA, CPU) if not _lack(accelerator))
     if name not in ACCELERATORS:
         raise ValueError(f"cluster.device: got {name!r}; allowed: auto, {', '.join(ACCELERATORS)}")
-    if not _available(ACCELERATORS[name]):
-        raise ValueError(f"cluster.device: got {name!r}, but this machine has no {name} device that torch can use; auto takes what there is")
+    if lack := _lack(ACCELERATORS[name]):
+        raise ValueError(f"cluster.device: got {name!r}, but {lack}; auto takes what there is")
     return ACCELERATORS[name]
 
 
-def _available(accelerator: Accelerator) -> bool:
+def _lack(accelerator: Accelerator) -> str:
+    """What keeps this machine from using it; empty: nothing."""
     if accelerator is CPU:
-        return True
+        return ""
     if accelerator is NPU:
         if importlib.util.find_spec("torch_npu") is None:
-            return False
-        import torch_npu  # noqa: F401  (importing it adds the device to torch)
+            return "torch_npu is not installed on this machine (pip install 'dhp_ray[npu]')"
+        try:
+            import torch_npu  # noqa: F401  (importing it adds the device to torch)
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"torch_npu cannot be imported on this machine ({(str(error).strip().splitlines() or [type(error).__name__])[0]}); it needs CANN"
     import torch
 
-    return bool(torch.get_device_module(accelerator.name).is_available())
+    there = torch.get_device_module(accelerator.name).is_available()
+    return "" if there else f"this machine has no {accelerator.name} device that torch can use"

@@ -61,8 +61,12 @@ class PackContext:
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:
     """Causal attention within each sequence of the pack, over all of its members.
 
-    q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the layout's order; L may be 0. H is a
-    multiple of Hk. Returns (1, L, H, D). All members call this alike, forward and backward.
+    q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the layout's order (`layout.index(member)` of
+    the pack's); L may be 0. H is a multiple of Hk. scale: what products of queries and keys are multiplied with, commonly
+    D ** -0.5. Returns (1, L, H, D). All members call this alike, forward and backward; README.md has a program that does.
+
+    Raises:
+        ValueError: q, k or v are not this member's tokens.
     """
     num_tokens = context.layout.num_tokens(context.member)
     if q.shape[0] != 1 or q.shape[2] != num_tokens or k.shape[2] != num_tokens:

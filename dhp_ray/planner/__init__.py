@@ -37,7 +37,16 @@ LAST_RESORT = {"step": "pow2", "micro_batch": "pow2"}
 
 def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",
                pool: Sequence[tuple[int, ...]] = ()) -> Plan:
-    """The plan of one global batch, validated; `pool` holds the process groups that exist already, least recently used first.
+    """The plan of one global batch, validated: a pure function, which needs neither torch nor Ray.
+
+        plan = plan_batch([Sample("a", 9000), Sample("b", 80)], ClusterSpec(4, 4, 4096), CostModel.load("conf/cost/cuda.yaml"))
+        [(group.ranks, group.pack.sequences) for group in plan.groups]    # rows of `samples`, in the order in which the groups begin
+
+    samples: in the batch's order; a sample's tokens are whole numbers, text and vision counted apart.
+    cluster: ranks, ranks of a node, tokens that a rank holds of one pack, and the ranks' speeds (1.0: nominal; none: all nominal).
+    cost: seconds and bytes of work and messages, of conf/cost/ or of your own measurements; every time of the plan is in seconds of it.
+    planner: a name of PLANNERS. sync: `step`, ranks meet once a step, or `micro_batch`, all meet in every micro-batch.
+    pool: the process groups that exist already, least recently used first; of plans that take hardly longer the one that makes fewest others is taken.
 
     Raises:
         SequenceTooLongError: a sequence is beyond the whole cluster.

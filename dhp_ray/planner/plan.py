@@ -34,7 +34,9 @@ class SequenceTooLongError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Lengths of one sequence. `vision_tokens` counts after the merger; `vision_grids` holds one entry an image, in order."""
+    """Lengths of one sequence. `vision_tokens` counts after the merger; `vision_grids` holds one entry an image (or video), in order: its patches by
+    (time, height, width), before the merger.
+    """
 
     id: str
     text_tokens: int

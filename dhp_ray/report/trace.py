@@ -3,7 +3,8 @@
     rank 0   pack 0: 3 sequences, degree 2            | wait | pack 4: ...
              | compute          | exchange            |      | compute ...   | wait | update |
 
-Times are each rank's own, from its start of the step. The format is Chrome's JSON array of complete events ("ph": "X"), in microseconds.
+Times are each rank's own, from its start of the step. The format is Chrome's JSON array of complete events ("ph": "X"), in microseconds. Rank r is process
+r + 1: Perfetto keeps number 0, of processes and of threads, for the system's idle ones.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
 
 def _rank_events(plan: Plan, result: StepResult, last_s: float) -> Iterator[dict[str, Any]]:
     rank, free_s = result.rank, 0.0
-    yield {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
-    yield {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    yield {"name": "process_name", "ph": "M", "pid": rank + 1, "tid": 1, "args": {"name": f"rank {rank}"}}
+    yield {"name": "process_sort_index", "ph": "M", "pid": rank + 1, "tid": 1, "args": {"sort_index": rank}}
+    yield {"name": "thread_name", "ph": "M", "pid": rank + 1, "tid": 1, "args": {"name": "step"}}
     for time in result.pack_times:
         if time.start_s - free_s > GAP_S:
             yield _slice(rank, "wait", "wait", free_s, time.start_s)
@@ -54,7 +56,7 @@ def _rank_events(plan: Plan, result: StepResult, last_s: float) -> Iterator[dict
 
 def _slice(rank: int, name: str, category: str, start_s: float, end_s: float, details: dict[str, Any] | None = None) -> dict[str, Any]:
     start_us, end_us = round(1e6 * start_s, 3), round(1e6 * end_s, 3)  # both rounded before the difference: what is inside a pack must end with it
-    return {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": 0, "ts": start_us, "dur": round(end_us - start_us, 3), "args": details or {}}
+    return {"name": name, "cat": category, "ph": "X", "pid": rank + 1, "tid": 1, "ts": start_us, "dur": round(end_us - start_us, 3), "args": details or {}}
 
 
 def _words(plan: Plan, time: PackTime) -> tuple[str, str]:

@@ -29,7 +29,7 @@ class Console:
             case StepDone():
                 self._print(step_line(message.metrics, message.extra, self._total_steps))
                 if self._bar:
-                    self._bar.update(self._bar.task_ids[0], completed=message.metrics["step"])
+                    self._bar.update(self._bar.task_ids[0], completed=message.metrics["step"], now=now_line(message.metrics))
             case Notice():
                 self._print(message.text)
             case Finished():
@@ -52,9 +52,10 @@ class Console:
 
     def _open_bar(self, done: int) -> None:
         if self._bar is None and self._stream.isatty():
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+                       TextColumn("{task.fields[now]}", markup=False))
             self._bar = Progress(*columns, console=Terminal(file=self._stream), redirect_stdout=False, redirect_stderr=False)
-            self._bar.add_task("", completed=done, total=self._total_steps or None)
+            self._bar.add_task("", completed=done, total=self._total_steps or None, now="")
             self._bar.start()
 
 
@@ -64,16 +65,24 @@ def step_line(metrics: Mapping[str, Any], extra: Mapping[str, Any], total_steps:
     `degrees` lists degree x number of packs. `total_steps` is 0 when it is not known.
     """
     place = f"step {metrics['step']}/{total_steps}" if total_steps else f"step {metrics['step']}"
-    rate = metrics["num_tokens"] / metrics["step_time_s"] if metrics["step_time_s"] > 0 else 0.0
     degrees = " ".join(f"{degree}x{count}" for degree, count in sorted((int(degree), count) for degree, count in metrics["degrees"].items()))
     words = [place, f"loss {metrics['loss']:.3f}"]
     if "learning_rate" in extra:
         words.append(f"(lr {_short_exponent(extra['learning_rate'])}, norm {extra['gradient_norm']:.3g})")
     if "eval_loss" in metrics:
         words.append(f"eval loss {metrics['eval_loss']:.3f}")
-    words += [f"{_thousands(rate)} tokens/s", f"step {metrics['step_time_s']:.2f} s", f"plan {1e3 * metrics['planning_time_s']:.0f} ms",
+    words += [f"{_rate(metrics)} tokens/s", f"step {metrics['step_time_s']:.2f} s", f"plan {1e3 * metrics['planning_time_s']:.0f} ms",
               f"idle {100 * metrics['idle_fraction']:.0f} %", f"degrees {degrees}"]
     return " ".join(words)
+
+
+def now_line(metrics: Mapping[str, Any]) -> str:
+    """What stands beside the bar: `loss 2.413, 3.1k tokens/s, idle 18 %`."""
+    return f"loss {metrics['loss']:.3f}, {_rate(metrics)} tokens/s, idle {100 * metrics['idle_fraction']:.0f} %"
+
+
+def _rate(metrics: Mapping[str, Any]) -> str:
+    return _thousands(metrics["num_tokens"] / metrics["step_time_s"] if metrics["step_time_s"] > 0 else 0.0)
 
 
 def _short_exponent(value: float) -> str:

@@ -17,7 +17,7 @@ PICTURE = "plan/planned_and_measured"
 
 
 class Watch:
-    """Shows every so manyth step: the plan beside what the ranks measured, as a picture in TensorBoard and as `trace/step_*.json`.
+    """Shows step 1 and every so manyth: the plan beside what the ranks measured, as a picture in TensorBoard and as `trace/step_*.json`.
 
     `every_steps` 0 shows none. No step waits for it: a step that is due while an earlier one is still being drawn is left out.
     """
@@ -28,7 +28,8 @@ class Watch:
 
     def step(self, step: int, plan: Plan, results: Sequence[StepResult], scalars: ScalarLog) -> bool:
         """Begin to show a committed step if it is due; whether it was begun."""
-        if not self._every_steps or step % self._every_steps or (self._thread is not None and self._thread.is_alive()):
+        due = self._every_steps and (step == 1 or step % self._every_steps == 0)
+        if not due or (self._thread is not None and self._thread.is_alive()):
             return False
         self._thread = threading.Thread(target=self._show, args=(step, plan, tuple(results), scalars), name="watch", daemon=True)
         self._thread.start()

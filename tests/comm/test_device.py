@@ -1,5 +1,8 @@
+import importlib.util
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +32,25 @@ def test_an_absent_device_is_one_line() -> None:
     with pytest.raises(ValueError, match=r"cluster.device: got 'cuda', but this machine has no cuda device") as caught:
         choose("cuda")
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_extra_is_one_line_that_names_it() -> None:
+    if importlib.util.find_spec("torch_npu"):
+        pytest.skip("torch_npu is installed")
+    with pytest.raises(ValueError, match=r"^cluster.device: got 'npu', but torch_npu is not installed on this machine \(pip install 'dhp_ray\[npu\]'\); auto"):
+        choose("npu")
+
+
+def test_a_torch_npu_that_does_not_load_is_one_line(tmp_path: Path) -> None:
+    """As one does without the driver's libraries: the import fails of what it loads."""
+    (tmp_path / "torch_npu.py").write_text("raise OSError('libhccl.so: cannot open shared object file\\nmore of it')\n")
+    program = "from dhp_ray.comm.device import choose\nprint(choose('auto').name)\ntry:\n    choose('npu')\nexcept ValueError as error:\n    print(error)"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    name, line = done.stdout.splitlines()
+    assert name in ("cpu", "cuda")
+    assert line == ("cluster.device: got 'npu', but torch_npu cannot be imported on this machine (libhccl.so: cannot open shared object file); it needs CANN; "
+                    "auto takes what there is")
 
 
 def test_an_unknown_device_names_those_allowed() -> None:

@@ -5,10 +5,12 @@ Bad samples are in test_bad_data.py, bad run folders and checkpoints in test_bad
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
+from benchmarks.worlds import data_overrides
 from tests.integration.jobs import refused
 
 
@@ -28,3 +30,15 @@ def test_a_file_that_is_missing_or_cannot_be_read(ray_cluster: None, tmp_path: P
 def test_more_workers_than_the_cluster_has_room_for(ray_cluster: None, tmp_path: Path) -> None:
     line = refused(1, f"run.dir={tmp_path / 'run'}", "cluster.num_workers=64", "cluster.start_timeout_s=2")
     assert "cluster.num_workers=64: needs 6.4 CPU; the cluster has 2 CPU in all" in line
+
+
+@pytest.mark.slow
+def test_an_extra_that_the_workers_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster whose nodes say that they have NPUs, on machines without torch_npu."""
+    if importlib.util.find_spec("torch_npu"):
+        pytest.skip("torch_npu is installed")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"NPU": 2}')
+    line = refused(1, "cluster.device=npu", "cluster.num_workers=1", "train.precision=bf16", f"run.dir={tmp_path / 'run'}",
+                   *data_overrides("", tmp_path))
+    assert "cluster.device: got 'npu', but torch_npu is not installed on this machine (pip install 'dhp_ray[npu]')" in line

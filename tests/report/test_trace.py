@@ -11,7 +11,7 @@ from tests.report.runs import plan_of, results_of
 
 
 def slices(trace: dict[str, Any], rank: int, *names: str) -> list[dict[str, Any]]:
-    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == rank and event["name"].split()[0] in names]
+    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == rank + 1 and event["name"].split()[0] in names]
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
@@ -46,7 +46,9 @@ def test_every_sequence_is_in_one_pack() -> None:
     trace = trace_of(plan, results_of(plan, 3))
     seen = {tuple(event["args"]["sample_ids"]) for rank in range(4) for event in slices(trace, rank, "pack")}
     assert sorted(name for names in seen for name in names) == sorted(sample.id for sample in plan.samples)
-    assert {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} == {f"rank {rank}" for rank in range(4)}
+    assert {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} == {
+        rank + 1: f"rank {rank}" for rank in range(4)}
+    assert all(event["pid"] > 0 and event["tid"] > 0 for event in trace["traceEvents"])  # 0 is Perfetto's own
 
 
 def test_a_rank_without_packs_waits_and_updates() -> None:

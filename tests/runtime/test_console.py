@@ -69,6 +69,8 @@ def test_a_terminal_shows_the_lines_and_a_bar(monkeypatch: pytest.MonkeyPatch) -
     shown = screen.getvalue()
     assert step_line(METRICS, EXTRA, 60) in shown  # unbroken, though longer than the terminal is wide
     assert "sample a[1] left out: truncated" in shown
-    assert "12/60" in shown.replace(step_line(METRICS, EXTRA, 60), "")
+    beside = shown.replace(step_line(METRICS, EXTRA, 60), "")
+    assert "12/60" in beside
+    assert "loss 2.413, 3.1k tokens/s, idle 18 %" in beside
     assert shown.endswith("done\n")
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # the cursor is given back

@@ -27,10 +27,10 @@ def test_due_steps_have_a_picture_and_a_trace(tmp_path: Path) -> None:
         begun.append(watch.step(step, plan, results_of(plan, step), scalars))
         watch.close()
     scalars.close()
-    assert begun == [False, True, False, True, False]
-    assert [step for step, _ in pictures(tmp_path / "tensorboard")] == [2, 4]
+    assert begun == [True, True, False, True, False]
+    assert [step for step, _ in pictures(tmp_path / "tensorboard")] == [1, 2, 4]
     assert all(png.startswith(b"\x89PNG") for _, png in pictures(tmp_path / "tensorboard"))
-    assert Folder(str(tmp_path)).names("trace") == ["step_000002.json", "step_000004.json"]
+    assert Folder(str(tmp_path)).names("trace") == ["step_000001.json", "step_000002.json", "step_000004.json"]
     assert json.loads((tmp_path / "trace" / "step_000004.json").read_text())["otherData"]["step"] == 4
 
 
