@@ -96,7 +96,10 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     seconds = time.perf_counter() - begun
     session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size, seconds=round(seconds, 3),
                           version=adoption.version if adoption else None, survivors=len(survivors), newcomers=len(newcomers))
-    yield Notice(f"generation {generation}: {cause}; {session.group.size} ranks go on with step {step + 1} after {seconds:.1f} s")
+    words = f"generation {generation}: {cause}; {session.group.size} ranks go on with step {step + 1} after {seconds:.1f} s"
+    session.scalars.scalars(step + 1, {"elastic/recovery_s": seconds})
+    session.scalars.text("events", words, step + 1)
+    yield Notice(words)
     return finished
 
 

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.integration.faults import SOAK_STEPS
-from tests.integration.jobs import ROOT
+from tests.integration.jobs import ROOT, lines
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -26,3 +27,8 @@ def test_a_soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: i
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("ok   ends by itself", f"ok   ledger: {SOAK_STEPS} lines", "ok   loss", "node lost", "node added", "driver", "stop"):
         assert words in done.stdout
+    events = EventAccumulator(str(tmp_path / "soak/tensorboard")).Reload()
+    formed = [event for event in lines(tmp_path / "soak", "events.jsonl") if event["kind"] == "generation"]
+    shown = {point.step: point.value for point in events.Scalars("elastic/recovery_s")}
+    assert shown[formed[-1]["step"]] == pytest.approx(formed[-1]["seconds"], abs=1e-3)
+    assert formed[-1]["cause"] in events.Tensors("events/text_summary")[-1].tensor_proto.string_val[0].decode()
