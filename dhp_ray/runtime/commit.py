@@ -56,7 +56,9 @@ class Commits:
         return (limit_s / 2, limit_s) if self.scale.ratios else (elastic.hang_s / 2, self.session.config.comm.timeout_s)
 
     def recovered(self, finished: list[Finished]) -> Iterator[Message]:
-        """Commit what the last generation had finished."""
+        """Commit what the last generation had finished, once the state after it has its copies: from then on it survives another loss."""
+        if finished:
+            self.session.group.call("mirrored")
         for step in finished:
             last = step is finished[-1]
             eval_loss = (yield from self.session.evaluation.loss_when_due(step.step)) if last else None

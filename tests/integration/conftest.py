@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.soak import SETTINGS
 from benchmarks.worlds import data_overrides
-from tests.integration.faults import COMPARED, SOAK_STEPS, Run, Start
+from tests.integration.faults import COMPARED, Run, Start
 from tests.integration.jobs import losses, train
 
 
@@ -19,22 +19,18 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), tmp_path_factory.mktemp("data")), *SETTINGS, "cluster.cpus_per_worker=0.2"]
 
 
-def calm_run(folder: Path, common: list[str], steps: int) -> Path:
+@pytest.fixture(scope="session")
+def reference(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing happened to."""
-    train(folder, *common, f"run.steps={steps}", "cluster.num_workers=2", "checkpoint.every_steps=0")
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    train(folder, *common, f"run.steps={COMPARED}", "cluster.num_workers=2", "checkpoint.every_steps=0")
     return folder
 
 
 @pytest.fixture(scope="session")
-def undisturbed(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the first steps of such a run."""
-    return losses(calm_run(tmp_path_factory.mktemp("undisturbed") / "run", common, COMPARED))
-
-
-@pytest.fixture(scope="session")
-def reference(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of such a run, as long as a soak."""
-    return calm_run(tmp_path_factory.mktemp("reference") / "run", common, SOAK_STEPS)
+def undisturbed(reference: Path) -> list[float]:
+    """Its losses."""
+    return losses(reference)
 
 
 @pytest.fixture

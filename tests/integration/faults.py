@@ -22,8 +22,6 @@ NOTHING = subprocess.DEVNULL
 COMPARED = 24
 """First steps whose losses are compared with those of an undisturbed run. Far beyond, rounding alone makes runs on other numbers of ranks differ."""
 
-SOAK_STEPS = 40
-
 
 class Run:
     """`jobs/train.py` in a process of its own, against the cluster that RAY_ADDRESS names. What it prints goes to files beside `folder`."""
