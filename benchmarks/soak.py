@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="faults to draw from")
     parser.add_argument("--samples", type=int, default=6, help="samples of a step")
     parser.add_argument("--churn", action="store_true")
-    parser.add_argument("--reference", default="", help="run folder of an undisturbed run of at least as many steps under SETTINGS; none is made then")
+    parser.add_argument("--reference", nargs="*", default=[], help="run folders of undisturbed runs of at least as many steps under SETTINGS; none is made then")
     parser.add_argument("--folder", default="", help="keep the runs here")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="dhp_ray_soak_") as scratch:
@@ -146,7 +146,7 @@ def soak(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     for _ in range(max(arguments.nodes, 3 if steps > COMPARED and not arguments.reference else 0)):
         nodes.add(NODE_CPUS)
     numbers = [] if arguments.reference else [3, 5] if steps > COMPARED else [3]
-    calm = [undisturbed(folder / f"calm{number}", number, common, steps) for number in numbers] or [Path(arguments.reference)]
+    calm = [undisturbed(folder / f"calm{number}", number, common, steps) for number in numbers] or [Path(folder) for folder in arguments.reference]
     while len(nodes.nodes) > arguments.nodes:
         nodes.vanish(nodes.nodes[-1])
     draw = random.Random(arguments.seed)
