@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="faults to draw from")
     parser.add_argument("--samples", type=int, default=6, help="samples of a step")
     parser.add_argument("--churn", action="store_true")
-    parser.add_argument("--reference", nargs="*", default=[], help="run folders of undisturbed runs of at least as many steps under SETTINGS; none is made then")
+    parser.add_argument("--reference", nargs="*", default=[], help="run folders of undisturbed runs under SETTINGS, no shorter; none is made then")
     parser.add_argument("--folder", default="", help="keep the runs here")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="dhp_ray_soak_") as scratch:

@@ -125,7 +125,7 @@ class Worker:
         adopts = isinstance(origin, Adopt)
         reusable = self.adapter if self.unused or (adopts and self.config.planner.sync == "step") else None  # FSDP2 modules keep their mesh for life
         if reusable is None:
-            self.originals = {}
+            self.originals, self.adapter = {}, None  # before the next one is built: both at once may be more than there is room for
         self.unused = False
         self.rank = Rank(self.config, membership, self.accelerator, reusable, adopts, self.originals,
                          lambda: self.called_off >= membership.generation)
