@@ -33,9 +33,10 @@ lint: install
 test: install lint
 	$(BIN)/python -m pytest -n 2
 
-# Also what is slow, and what needs a CUDA device (those tests skip themselves where there is none).
+# Also what is slow, and what needs a CUDA device (those tests skip themselves where there is none). Screenshots stay in build/artifacts.
 test-all: install lint
-	$(BIN)/python -m pytest -n 2 -m ''
+	mkdir -p build/artifacts
+	DHP_RAY_TEST_ARTIFACTS=$(CURDIR)/build/artifacts $(BIN)/python -m pytest -n 2 -m ''
 
 clean:
 	rm -rf .venv runs build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
