@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,8 @@ class Soak:
             case "stop":
                 pid = self.random.choice(pids)
                 target, moment = f"worker {pid}", time.time()
-                os.kill(pid, signal.SIGSTOP)
+                with suppress(ProcessLookupError):  # gone with the fault before, which the run has not noticed yet
+                    os.kill(pid, signal.SIGSTOP)
             case "driver":
                 drivers = children("Driver")
                 target, moment = f"driver {drivers}", kill(*drivers)
