@@ -19,8 +19,8 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from dhp_ray.config import CONF, ConfigError, load
+from tests.readme import README, ROOT
 
-ROOT = CONF.parent
 LAUNCH = sorted((CONF / "cluster" / "launch").glob("*.yaml"))
 RAY_UP = [ROOT / "cluster.yaml", *(path for path in LAUNCH if not path.name.startswith("kuberay"))]
 KUBERAY = [path for path in LAUNCH if path.name.startswith("kuberay")]
@@ -218,6 +218,7 @@ def test_versions_are_pinned_and_the_projects(path: Path) -> None:
     for package, version in pins.items():
         assert wanted[package].specifier.contains(version), (package, version)
     assert pins["ray"] == "2.60.0", "one Ray version in all files"
+    assert f'`pip install "ray[default,train]=={pins["ray"]}"`' in README, "and where jobs are submitted from"
 
 
 @pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
