@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         arguments = read_arguments(argv)
         plan, fixed_s = replayed(arguments["replay"]) if arguments["replay"] else planned(arguments)
     except ValueError as error:  # PlanError and ArgumentError: one line each
-        print(f"plan.py: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     try:
         if arguments["out"]:
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
             draw_plan(plan, fixed_s, arguments["picture"])
     except OSError as error:
-        print(f"plan.py: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     print_table(plan)
     return 0
@@ -161,7 +161,6 @@ def print_table(plan: Plan) -> None:
     print(f"lower bound:     {plan.lower_bound_s:.4f} s (the plan is {100 * gap:.1f} % above)")
     print(f"idle:            {100 * idle_fraction(plan):.1f} % of rank time")
     print(f"planning time:   {1e3 * plan.planning_time_s:.1f} ms")
-
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from packaging.requirements import Requirement
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from dhp_ray.config import CONF, load
+from dhp_ray.config import CONF, ConfigError, load
+from tests.readme import README, ROOT
 
-ROOT = CONF.parent
 LAUNCH = sorted((CONF / "cluster" / "launch").glob("*.yaml"))
 RAY_UP = [ROOT / "cluster.yaml", *(path for path in LAUNCH if not path.name.startswith("kuberay"))]
 KUBERAY = [path for path in LAUNCH if path.name.startswith("kuberay")]
@@ -152,14 +152,55 @@ def test_a_planted_mistake_in_a_manifest_fails(path: Path, place: str) -> None:
         check_manifest(manifest)
 
 
-def test_what_a_job_runs_is_a_command_of_ours() -> None:
-    words = shlex.split(tree(CONF / "cluster" / "launch" / "kuberay_job.yaml")["spec"]["entrypoint"])
-    assert words[0] == "python"
-    assert words[1].endswith("/jobs/train.py")
-    config = load(words[2:])
-    groups = tree(CONF / "cluster" / "launch" / "kuberay_job.yaml")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+def submitted(path: Path) -> list[list[str]]:
+    """The arguments of every `jobs/train.py` of a file: of the commands in its comments, and of a RayJob's entrypoint. The image's checkout is this one."""
+    comments = "\n".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    lines = comments.replace("\\\n", " ").splitlines()
+    if path in KUBERAY:
+        lines.append(tree(path)["spec"].get("entrypoint", ""))
+    commands = [match[1] for line in lines if (match := re.search(r"python \S*jobs/train\.py(.*)", line))]
+    return [shlex.split(command.replace("/home/ray/dhp_ray", str(ROOT))) for command in commands]
+
+
+@pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
+def test_what_is_submitted_suits_a_real_model(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings of a fine-tuning, not the demo's of conf/train.yaml; files that every node reaches."""
+    monkeypatch.chdir(ROOT)
+    [arguments] = submitted(path)
+    config = load(arguments)  # also refuses fp32 on a GPU
+    assert config.model.path
+    assert config.train.learning_rate <= 1e-4
+    assert config.planner.tokens_per_rank == "auto"
+    assert config.train.precision == "bf16"
+    assert config.cluster.device == ("npu" if path.parent == ROOT else "cuda")
+    assert all(place.startswith(("/", "s3://")) for place in (config.run.dir, config.data.path, config.model.path))
+
+
+def test_a_planted_demo_setting_shows(tmp_path: Path) -> None:
+    """What submits without `--config conf/finetune.yaml` is refused, or has the demo's settings."""
+    planted = tmp_path / "nvidia.yaml"
+    planted.write_text((CONF / "cluster" / "launch" / "nvidia.yaml").read_text().replace("--config conf/finetune.yaml ", ""))
+    [arguments] = submitted(planted)
+    with pytest.raises(ConfigError, match=r"train\.precision: got 'fp32' with cluster\.device=cuda"):
+        load(arguments)
+    assert load([*arguments, "cluster.device=npu"]).planner.tokens_per_rank == "480"
+
+
+def test_a_job_asks_for_the_workers_that_its_cluster_has() -> None:
+    path = CONF / "cluster" / "launch" / "kuberay_job.yaml"
+    assert tree(path)["spec"]["entrypoint"].startswith("python /home/ray/dhp_ray/jobs/train.py ")
+    groups = tree(path)["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     gpus = sum(group["replicas"] * int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for group in groups)
-    assert config.cluster.num_workers == gpus
+    assert load(submitted(path)[0]).cluster.num_workers == gpus
+
+
+def test_what_is_the_users_own_stays_here() -> None:
+    """The folders that the README's commands make go neither with a job, nor to the nodes, nor into an image."""
+    kept = {".venv", "runs", "my"}
+    for file in (".gitignore", ".rayignore", ".dockerignore"):
+        assert kept <= {line.rstrip("/") for line in (ROOT / file).read_text().splitlines()}, file
+    for path in RAY_UP:
+        assert kept <= set(tree(path)["rsync_exclude"]), path
 
 
 @pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
@@ -177,6 +218,7 @@ def test_versions_are_pinned_and_the_projects(path: Path) -> None:
     for package, version in pins.items():
         assert wanted[package].specifier.contains(version), (package, version)
     assert pins["ray"] == "2.60.0", "one Ray version in all files"
+    assert f'`pip install "ray[default,train]=={pins["ray"]}"`' in README, "and where jobs are submitted from"
 
 
 @pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
@@ -195,6 +237,8 @@ def test_nothing_is_open_and_nothing_is_secret(path: Path) -> None:
         cluster = tree(path)["spec"].get("rayClusterSpec", tree(path)["spec"])
         assert cluster["authOptions"] == {"mode": "token"}
         assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+        assert cluster["networkPolicy"] == {"mode": "DenyAllIngress"}
+        assert "featureGates[0].name=RayClusterNetworkPolicy" in text, "KubeRay 1.7 refuses networkPolicy without its gate"
 
 
 def test_ascend_nodes_get_their_environment() -> None:

@@ -58,4 +58,4 @@ def test_any_arguments_of_a_plan_end_in_one_line(argv: list[str]) -> None:
     status, output, errors = ended(entry("plan").main, [word for word in argv if word not in ("-h", "--help")] or ["x"])
     assert (status, output) == (2, "")
     assert len(errors) == 1
-    assert errors[0].startswith("plan.py: ")
+    assert errors[0].startswith("error: ")

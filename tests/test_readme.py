@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
 import pickle
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,62 +23,72 @@ from dhp_ray.constraints import walk
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments
-from dhp_ray.schema import Config, Data, Model
+from dhp_ray.planner import CostModel
+from dhp_ray.schema import Config, Model
+from tests.checkout import copy_checkout
 from tests.data.samples import picture
+from tests.readme import COMMANDS, README, ROOT, SHELL, jobs, rows_of, section, the_block
 from tests.report.runs import write_run
 from tests.test_jobs import entry
 
-ROOT = CONF.parent
-README = (ROOT / "README.md").read_text()
-CUT = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-BLOCKS = [(match[1], match[2]) for match in CUT.finditer(README)]
-COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
-COMMANDS += re.findall(r"`((?:python|ray|tensorboard|make|hf) [^`]+)`", README)
-
-
-def section(title: str) -> str:
-    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-
-
-def rows_of(table_in: str) -> list[list[str]]:
-    """The cells of a section's tables, without heads."""
-    lines = [line for line in section(table_in).splitlines() if line.startswith("|") and not line.startswith("|---")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-
-
-def jobs(name: str) -> list[list[str]]:
-    """The arguments of every `python jobs/NAME` that is shown, also behind `ray job submit ... --`."""
-    found = [shlex.split(line.partition(f"jobs/{name}")[2], comments=True) for line in COMMANDS if f"python jobs/{name}" in line]
-    assert found, name
-    return found
+OWN_DATA = jobs("train.py", [line for line in section("Train on your data").splitlines() if line.startswith("python")])
+DEMO_TOKENS = int(load([]).planner.tokens_per_rank)
+AUTO_TOKENS = int(2**32 / CostModel.load(CONF / "cost" / "cpu.yaml").memory_bytes_per_token)
+"""What `auto` gives a rank with 4 GiB."""
 
 
 @pytest.fixture
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder `my` with the one picture of the examples, below the working directory."""
+    """A user's folder `my` with the one picture of the examples, below the working directory, which has `conf` as the checkout does."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").symlink_to(CONF)
     (tmp_path / "my" / "images").mkdir(parents=True)
     (tmp_path / "my" / "images" / "cat.png").write_bytes(picture(120, 90))
     return tmp_path
 
 
-def the_block(language: str, words: str) -> str:
-    return next(block for kind, block in BLOCKS if kind == language and words in block)
+def training_on(path: str) -> Config:
+    """What the section's one command for this data asks for."""
+    [config] = [config for config in map(load, OWN_DATA) if config.data.path == path]
+    return config
 
 
-def usable(data: Data) -> list[str]:
-    """Ids of the rows of a data set, each read, tokenized and with its pictures looked at, as a run does it."""
-    fragments = index_fragments(data)
-    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)} for number, fragment in enumerate(fragments)]
-    block = ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data), 0)(pa.Table.from_pylist(items))
-    assert [record for record in block["error"].to_pylist() if record] == []
-    return list(block["id"].to_pylist())
+def rows_read(config: Config, tokens_per_rank: int = AUTO_TOKENS) -> tuple[list[str], list[str]]:
+    """Ids and errors of the rows of a data set, each read, tokenized and with its pictures looked at, as a run does it."""
+    data = config.data
+    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)} for number, fragment in enumerate(index_fragments(data))]
+    read = ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data), 0, tokens_per_rank * config.cluster.num_workers, tokens_per_rank)
+    block = read(pa.Table.from_pylist(items))
+    return block["id"].to_pylist(), [error for error in block["error"].to_pylist() if error]
+
+
+def usable(config: Config) -> list[str]:
+    """Ids of the rows; none of them may be left out."""
+    ids, errors = rows_read(config)
+    assert errors == []
+    return ids
 
 
 @pytest.mark.parametrize("arguments", jobs("train.py"), ids=" ".join)
-def test_a_training_command_is_one(arguments: list[str]) -> None:
+def test_a_training_command_is_one(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     if "--help" not in arguments:
         load(arguments)
+
+
+def test_the_shell_can_read_every_block() -> None:
+    for block in SHELL:
+        assert not re.search(r"<[^(]", block), f"a redirection, and no word to replace: {block}"
+        done = subprocess.run(["bash", "-n", "-c", block], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), block
+
+
+def test_every_run_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's holds a run of other data after `make train`: there, a run of one's own is refused."""
+    monkeypatch.chdir(ROOT)
+    folders = [load(arguments).run.dir for arguments in OWN_DATA]
+    assert len(folders) == 6
+    assert len({*folders, load([]).run.dir, load(["--config", "conf/finetune.yaml", "model.path=m", "data.path=d"]).run.dir}) == len(folders) + 2
 
 
 def test_the_other_commands_are_ones() -> None:
@@ -104,35 +115,62 @@ def test_targets_files_and_links_are_there() -> None:
 def test_conversations_as_shown_are_read(user_folder: Path) -> None:
     (user_folder / "my" / "chat.json").write_text(the_block("json", "conversations"))
     (user_folder / "my" / "messages.jsonl").write_text(json.dumps(json.loads(the_block("json", "messages"))))
-    found = [usable(load(arguments).data) for arguments in jobs("train.py") if arguments[:2] in
-             (["data=llava", "data.path=my/chat.json"], ["data=llava", "data.path=my/messages.jsonl"])]
-    assert found == [["cat-1"], ["cat-2"]]
+    assert usable(training_on("my/chat.json")) == ["cat-1"]
+    assert usable(training_on("my/messages.jsonl")) == ["cat-2"]
+
+
+def test_ordinary_photos_are_used(user_folder: Path) -> None:
+    """By every command of the section; a rank of the demo's size has no room for them, and Troubleshoot has the words that it leaves them out with."""
+    rows = json.loads(the_block("json", "conversations"))
+    sizes = ((800, 600), (1600, 1200), (4000, 3000))
+    for width, height in sizes:
+        (user_folder / "my" / "images" / f"{width}.jpg").write_bytes(picture(width, height, "JPEG"))
+    (user_folder / "my" / "chat.json").write_text(json.dumps([rows[0] | {"id": str(width), "image": f"images/{width}.jpg"} for width, _ in sizes]))
+    config = training_on("my/chat.json")
+    assert sorted(usable(config)) == sorted(str(width) for width, _ in sizes)
+    assert rows_read(config, 2048)[1] == [], "the number that Troubleshoot names"
+    [line] = [cell.strip("`") for cell, _ in rows_of("Troubleshoot") if "a rank holds at most" in cell]
+    assert [line in error for error in rows_read(replace(config, cluster=load([]).cluster), DEMO_TOKENS)[1]] == [True] * 3
+    assert {load(arguments).planner.tokens_per_rank for arguments in OWN_DATA} == {"auto"}
 
 
 def test_parquet_as_shown_is_read(user_folder: Path) -> None:
     exec(the_block("python", "pyarrow"), {})
-    assert usable(load(["data=parquet", "data.path=my/rows.parquet"]).data) == ["cat-3"]
+    assert usable(training_on("my/rows.parquet")) == ["cat-3"]
 
 
 def test_shards_as_shown_are_read(user_folder: Path) -> None:
-    block = the_block("", "tar --sort=name")
-    subprocess.run(["bash", "-e", "-c", block.replace("python jobs/train.py", ": ")], check=True)
-    [identifier] = usable(load(shlex.split(block.splitlines()[-1])[2:]).data)
-    assert identifier.endswith("cat-4")
+    """Also where a folder's own order would part the members of a key."""
+    pairs = user_folder / "my" / "pairs"
+    pairs.mkdir()
+    for key in ("cat", "cat-4-b", "cat-5"):
+        (pairs / f"{key}.txt").write_text("A cat.")
+        shutil.copy(user_folder / "my" / "images" / "cat.png", pairs / f"{key}.png")
+    subprocess.run(["bash", "-e", "-c", the_block("", "tar -cf").replace("python jobs/train.py", ": ")], check=True)
+    assert sorted(usable(training_on("my/shards"))) == ["cat", "cat-4", "cat-4-b", "cat-5"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the library datasets is not installed")
 def test_saved_sets_as_shown_are_read(user_folder: Path) -> None:
     exec(the_block("python", "save_to_disk"), {})
-    assert usable(load(["data=huggingface", "data.path=my/saved"]).data) == ["colour-1"]
+    assert usable(training_on("my/saved")) == ["colour-1"]
 
 
-def test_planning_as_shown_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-    exec(the_block("python", "plan_batch"), {})
-    printed = capsys.readouterr().out
-    assert "'clip'" in printed
-    assert re.search(r"\(\d+, \d+.*\) \['clip'", printed), "the long one has several ranks"
+def test_planning_as_shown_works() -> None:
+    program = the_block("python", "plan_batch") + "import sys\nassert not {'torch', 'ray'} & set(sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    assert re.search(r"\(\d+, \d+.*\) \['clip'", done.stdout), "the long one has several ranks"
+
+
+def test_a_batch_is_planned_as_shown(tmp_path: Path) -> None:
+    """The job as a user at the checkout starts it; what it writes lies elsewhere."""
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-e", "-c", the_block("", "jobs/plan.py")], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "512 sequences" in done.stdout
+    assert json.loads((tmp_path / "plan.json").read_text())["num_ranks"] == 64
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -159,11 +197,26 @@ def test_keys_to_tune_are_keys_with_these_defaults() -> None:
                 assert str(defaults[name]).lower().removesuffix(".0") == shown.strip("`").removesuffix(".0"), name
 
 
+def literals() -> str:
+    """Every text of the code but docstrings, one a line; what an f-string fills in is {}. Python joins neighbouring ones when it parses."""
+    found: list[str] = []
+    for tree in (ast.parse(path.read_text()) for folder in ("dhp_ray", "jobs") for path in (ROOT / folder).rglob("*.py")):
+        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+                found.append(node.value)
+    return "\n".join(found)
+
+
 def test_errors_are_ones_that_the_code_prints() -> None:
-    sources = "\n".join(path.read_text() for folder in ("dhp_ray", "jobs") for path in (ROOT / folder).rglob("*.py"))
-    joined = re.sub(r"\"\s*f?\"", "", sources)  # literals that Python joins
-    for line in [row[0].strip("`") for row in rows_of("Troubleshoot")[1:]]:
-        assert line in joined or line.replace(" step ", " step {") in joined, line
+    printed = literals()
+    lines = [row[0].strip("`") for row in rows_of("Troubleshoot")[1:]]
+    assert len(lines) > 10
+    for line in lines:
+        assert line in printed, line
+    assert "no such error of ours" not in printed
 
 
 def test_what_a_run_leaves_is_listed(tmp_path: Path) -> None:
@@ -176,31 +229,27 @@ def test_what_a_run_leaves_is_listed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_from_a_clone_to_a_model_of_ones_own(tmp_path: Path) -> None:
-    """The five commands of the README on a folder of twenty pictures, in a copy of what git tracks; `make install` is spared by its own environment."""
-    checkout = tmp_path / "dhp_ray"
-    checkout.mkdir()
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True, capture_output=True, check=True).stdout.split("\n")
-    for name in filter(None, listed):
-        if (ROOT / name).is_file():
-            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, checkout / name)
-    (checkout / "my" / "images").mkdir(parents=True)
-    rows = json.loads(the_block("json", "conversations"))
-    for number in range(20):
-        (checkout / "my" / "images" / f"{number}.png").write_bytes(picture(100 + 10 * number, 120))
-    chat = [rows[0] | {"id": f"cat-{number}", "image": f"images/{number}.png"} for number in range(20)]
-    (checkout / "my" / "chat.json").write_text(json.dumps(chat))
-    commands = [line for line in the_block("", "conf/finetune.yaml data=llava").splitlines() if line]
+    """The five commands of the README on a folder of twenty pictures, from a repository with the files of this checkout.
+
+    Between the first and the second the clone gets the pictures, and this environment in place of the one that `make train` would install for minutes.
+    """
+    commands = the_block("", "python jobs/report.py").splitlines()
     assert len(commands) == 5
-    assert commands[0].startswith("git clone")
-    (checkout / ".venv").mkdir()
+    repository, beside = publish(tmp_path / "published"), tmp_path / "beside"
+    (beside / "my" / "images").mkdir(parents=True)
+    rows = json.loads(the_block("json", "conversations"))
+    for number, (width, height) in enumerate([*((100 + 10 * number, 120) for number in range(18)), (1600, 1200), (4000, 3000)]):
+        (beside / "my" / "images" / f"{number}.png").write_bytes(picture(width, height))
+    chat = [rows[0] | {"id": f"cat-{number}", "image": f"images/{number}.png"} for number in range(20)]
+    (beside / "my" / "chat.json").write_text(json.dumps(chat))
+    (beside / ".venv").mkdir()
     for name in ("bin", "lib", "pyvenv.cfg"):
-        (checkout / ".venv" / name).symlink_to(Path(sys.prefix) / name)
-    (checkout / ".venv" / "installed").touch()
+        (beside / ".venv" / name).symlink_to(Path(sys.prefix) / name)
+    program = "\n".join([commands[0].replace("REPOSITORY", str(repository)), f"cp -a {beside}/. . && touch .venv/installed", *commands[1:]])
+    checkout = tmp_path / "dhp_ray"
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "VIRTUAL_ENV")}
     environment |= {"PYTHONPATH": str(checkout), "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray_")}  # else a head that runs on this machine would be joined
-    program = "\n".join(commands[1:])
-    done = subprocess.run(["bash", "-e", "-c", program], cwd=checkout, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    done = subprocess.run(["bash", "-e", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
     assert (checkout / "runs" / "mine" / "report.html").exists()
@@ -209,3 +258,12 @@ def test_from_a_clone_to_a_model_of_ones_own(tmp_path: Path) -> None:
     program = the_block("python", "AutoModelForImageTextToText") + "print(sum(p.numel() for p in model.parameters()))"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=checkout, capture_output=True, text=True, check=True)
     assert int(loaded.stdout.split()[-1]) > 100_000
+
+
+def publish(folder: Path) -> Path:
+    """A bare repository with the files of this checkout as they are now."""
+    copy_checkout(folder / "files")
+    git = ["git", "-c", "user.name=a stranger", "-c", "user.email=stranger@example.com", "-c", "commit.gpgsign=false"]
+    for command in ("init --quiet", "add --all", "commit --quiet --message copy", "clone --quiet --bare . ../repository.git"):
+        subprocess.run([*git, *command.split()], cwd=folder / "files", check=True)
+    return folder / "repository.git"

@@ -1,4 +1,4 @@
-"""A whole run on an S3 server: trained, killed with everything that it had on this machine, and resumed from the bucket on a fresh disk."""
+"""Runs on an S3 server: trained, killed with everything that it had on this machine, resumed from there on a fresh disk; buckets that cannot be used."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import signal
 import subprocess
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from dhp_ray.storage import Folder
-from tests.integration.jobs import ROOT, command, losses, run
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+from tests.data.samples import talk, write_rows
+from tests.integration.jobs import ROOT, command, losses, refused, run
 
 
 def fresh_disk() -> dict[str, str]:
@@ -25,6 +25,8 @@ def fresh_disk() -> dict[str, str]:
     return {"TMPDIR": disk, "RAY_TMPDIR": disk, "DHP_RAY_CACHE": f"{disk}/cache", "HOME": disk}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_trained_killed_and_resumed_from_the_bucket(object_store: str, tmp_path: Path) -> None:
     folder = Folder(f"s3://bucket/{tmp_path.name}/run{object_store}")
     data = tmp_path / "synthetic.parquet"
@@ -72,6 +74,21 @@ def test_trained_killed_and_resumed_from_the_bucket(object_store: str, tmp_path:
     assert folder.exists("report.html")
 
 
+def test_a_bucket_without_permission_is_one_line(ray_cluster: None, object_store: str, tmp_path: Path) -> None:
+    """Its policy denies what writes an object; the server calls the start of an upload in parts by its method, PostObject."""
+    rows = write_rows(tmp_path / "rows.json", [{"id": "colour", "conversations": talk("Name a colour.", "Red.")}])
+    denied = {"Effect": "Deny", "Principal": "*", "Action": ["s3:PutObject", "s3:PostObject"], "Resource": "arn:aws:s3:::closed/*"}
+    address = f"http://{object_store.partition('endpoint_override=')[2].partition('&')[0]}/closed"
+    for url, body in ((address, None), (f"{address}?policy", json.dumps({"Version": "2012-10-17", "Statement": [denied]}).encode())):
+        urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="PUT")).close()
+    line = refused(1, f"run.dir=s3://test:secret@closed/run{object_store}", "data=llava", f"data.path={rows}", "cluster.num_workers=1")
+    assert line.startswith("error: run.dir: s3://***@closed/run/")
+    assert "cannot be written" in line
+    assert "ACCESS_DENIED" in line
+    assert "secret" not in line
+
+
+@pytest.mark.slow
 def test_a_bucket_that_is_not_there_is_one_line(object_store: str, tmp_path: Path) -> None:
     data = tmp_path / "synthetic.parquet"
     small = [f"data.path={data}", "data.synthetic.num_samples=16"]

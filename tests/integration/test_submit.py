@@ -1,10 +1,11 @@
-"""The user's path: `ray job submit` to a running cluster of two nodes, its logs, stopping, submitting again, and what is left behind."""
+"""The user's path: the README's `ray job submit` to a running cluster of two nodes, its logs, stopping, submitting again, and what is left behind."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -14,17 +15,24 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.checkout import copy_checkout
 from tests.integration.jobs import ROOT, ledger, lines, losses
+from tests.readme import the_block
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SMALL = ("data.synthetic.num_samples=48", "data.synthetic.max_tokens=700", "data.synthetic.long_median_tokens=500")
-STOP_WAIT = '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120"}}'
+VARIABLES = '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120", "GLOO_LOG_LEVEL": "INFO"}}'  # the first is the job manager's, the second each rank's
+MODE, GENERATE, _, SUBMIT, _ = the_block("", "ray start --head").splitlines()
+"""The README's commands for a cluster of this machine. `ray start` and `ray stop` are not run: they would take this machine's other clusters along."""
+WORDS = shlex.split(SUBMIT)
+OPTIONS, ENTRYPOINT = WORDS[3:WORDS.index("--")], WORDS[WORDS.index("--") + 1:]
 
 
 @dataclass
@@ -34,18 +42,26 @@ class SubmitCluster:
     dashboard: str
     checkout: Path
     environment: dict[str, str]
+    token: str
 
     def ray(self, *arguments: str, timeout_s: float = 400.0) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).with_name("ray")), *arguments]
         return subprocess.run(command, cwd=self.checkout, env=self.environment, text=True, capture_output=True, timeout=timeout_s, check=False)
 
     def submit(self, name: str, *entrypoint: str, wait: bool = True) -> subprocess.CompletedProcess[str]:
-        options = ["--submission-id", name, "--working-dir", ".", "--runtime-env-json", STOP_WAIT] + ([] if wait else ["--no-wait"])
-        return self.ray("job", "submit", "--address", self.dashboard, *options, "--", *entrypoint)
+        shown = [self.dashboard if word == "http://127.0.0.1:8265" else word for word in OPTIONS]
+        options = ["--submission-id", name, "--runtime-env-json", VARIABLES] + ([] if wait else ["--no-wait"])
+        return self.ray("job", "submit", *shown, *options, "--", *entrypoint)
+
+    def job(self, name: str) -> dict[str, Any]:
+        """What the dashboard knows of a job."""
+        request = urllib.request.Request(f"{self.dashboard}/api/jobs/{name}", headers={"Authorization": f"Bearer {self.token}"})
+        with urllib.request.urlopen(request) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+        return found
 
     def status(self, name: str) -> str:
-        with urllib.request.urlopen(f"{self.dashboard}/api/jobs/{name}") as answer:
-            return str(json.loads(answer.read())["status"])
+        return str(self.job(name)["status"])
 
     def actors_left(self) -> list[str]:
         """What is not of Ray itself: its Data library keeps actors (their names begin with _) for the cluster's life, and the job manager one for a moment."""
@@ -66,12 +82,8 @@ class SubmitCluster:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What git would give a stranger, and beside it what a user's folder collects: an environment and runs, which must not be uploaded."""
     folder = tmp_path_factory.mktemp("checkout")
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True, capture_output=True, check=True).stdout.split("\n")
-    for name in filter(None, listed):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    for name in (".venv/lib/library.so", "runs/default/checkpoints/step_000001/weights"):
+    copy_checkout(folder)
+    for name in (".venv/lib/library.so", "runs/default/checkpoints/step_000001/weights", "my/images/cat.png"):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_bytes(bytes(1_000_000))
     return folder
@@ -84,13 +96,15 @@ def cluster(checkout: Path) -> Iterator[SubmitCluster]:
         port = probe.getsockname()[1]
     sessions = tempfile.mkdtemp(prefix="ray_")  # short: Ray puts sockets there
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "VIRTUAL_ENV")}
-    environment |= {"RAY_TMPDIR": sessions, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1",
-                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment |= {"RAY_TMPDIR": sessions, "HOME": sessions, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment |= dict([MODE.removeprefix("export ").split("=")])
+    token = subprocess.run(["bash", "-c", GENERATE], env=environment, text=True, capture_output=True, check=True).stdout.strip()  # below that HOME
+    assert (Path(sessions) / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
     process = subprocess.Popen([sys.executable, str(ROOT / "tests" / "integration" / "dashboard_cluster.py"), str(port)], env=environment, text=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         assert process.stdout is not None
-        found = SubmitCluster(json.loads(process.stdout.readline())["dashboard"], checkout, environment)
+        found = SubmitCluster(json.loads(process.stdout.readline())["dashboard"], checkout, environment, token)
         wait_for_agents(found)
         yield found
     finally:
@@ -122,12 +136,12 @@ def wait_for_agents(cluster: SubmitCluster, timeout_s: float = 300.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A small set, and a run of 24 steps on two workers."""
-    data = tmp_path_factory.mktemp("data") / "synthetic.parquet"
-    subprocess.run([sys.executable, str(ROOT / "jobs" / "prepare_data.py"), f"data.path={data}", *SMALL], check=True, capture_output=True)
-    return ["python", "jobs/train.py", f"data.path={data}", *SMALL, "cluster.num_workers=2", "planner.tokens_per_rank=400", "batch.global_samples=4",
-            "run.steps=24", "checkpoint.every_steps=50"]
+def arguments(checkout: Path) -> list[str]:
+    """The README's entry point on a small set, for a run of 24 steps on two workers; `run.dir` may follow once more."""
+    shown = [word.replace("$PWD", str(checkout)) for word in ENTRYPOINT]
+    [data] = [word for word in shown if word.startswith("data.path=")]
+    subprocess.run([sys.executable, str(ROOT / "jobs" / "prepare_data.py"), data, *SMALL], check=True, capture_output=True)
+    return [*shown, *SMALL, "cluster.num_workers=2", "planner.tokens_per_rank=400", "batch.global_samples=4", "run.steps=24", "checkpoint.every_steps=50"]
 
 
 def test_what_is_uploaded(cluster: SubmitCluster) -> None:
@@ -136,16 +150,19 @@ def test_what_is_uploaded(cluster: SubmitCluster) -> None:
     names = re.findall(r"\[('.*')\]", done.stdout)[-1]
     for name in ("jobs", "dhp_ray", "conf", "pyproject.toml"):
         assert f"'{name}'" in names
-    for name in (".venv", "runs", ".git"):
+    for name in (".venv", "runs", "my", ".git"):
         assert f"'{name}'" not in names
 
 
 def test_submitted_watched_stopped_and_submitted_again(cluster: SubmitCluster, arguments: list[str], tmp_path: Path) -> None:
-    whole = cluster.submit("whole", *arguments, f"run.dir={tmp_path / 'whole'}")
+    undisturbed = cluster.checkout / "runs" / "submitted"  # the README's run.dir
+    whole = cluster.submit("whole", *arguments)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert "step 24/24 loss" in whole.stdout
     logs = cluster.ray("job", "logs", "--address", cluster.dashboard, "whole").stdout
     assert all(f"step {step}/24 loss" in logs for step in range(1, 25))
+    said = {int(pid) for pid in re.findall(r"\(Worker pid=(\d+)[^)]*\)\S* \[[^]]*gloo/\S*\] INFO Rank \d", logs)}  # as the variable GLOO_LOG_LEVEL has it
+    assert said & {rank["pid"] for rank in json.loads((undisturbed / "cluster.json").read_text())["ranks"]}, "what ranks print is in the job's log"
     assert cluster.status("whole") == "SUCCEEDED"
     cluster.wait_for_no_actors()
 
@@ -163,8 +180,8 @@ def test_submitted_watched_stopped_and_submitted_again(cluster: SubmitCluster, a
     again = cluster.submit("second", *arguments, f"run.dir={folder}")
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"resuming after step {done}" in again.stdout
-    assert ledger(folder) == ledger(tmp_path / "whole")
-    assert losses(folder) == pytest.approx(losses(tmp_path / "whole"), rel=2e-3)
+    assert ledger(folder) == ledger(undisturbed)
+    assert losses(folder) == pytest.approx(losses(undisturbed), rel=2e-3)
     assert (folder / "model" / "model.safetensors").exists()
     cluster.wait_for_no_actors()
 
@@ -177,10 +194,17 @@ def test_a_job_that_fails_says_so(cluster: SubmitCluster, arguments: list[str], 
         assert done.returncode == 1, done.stdout
         assert next(line for line in done.stdout.splitlines() if line.startswith("error: ")).startswith(words)
         assert "Traceback" not in done.stdout
-        with urllib.request.urlopen(f"{cluster.dashboard}/api/jobs/{name}") as answer:
-            found = json.loads(answer.read())
+        found = cluster.job(name)
         assert (found["status"], found["driver_exit_code"]) == ("FAILED", status)
     cluster.wait_for_no_actors()
+
+
+def test_without_the_token_nothing_is_taken(cluster: SubmitCluster, tmp_path: Path) -> None:
+    stranger = replace(cluster, environment=cluster.environment | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"})
+    done = stranger.submit("strange", "true")
+    assert done.returncode != 0
+    assert "Authentication required" in done.stdout + done.stderr
+    assert "strange" not in cluster.ray("job", "list", "--address", cluster.dashboard).stdout
 
 
 def test_a_dashboard_that_is_not_there_is_the_users_to_see(cluster: SubmitCluster) -> None:

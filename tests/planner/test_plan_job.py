@@ -85,4 +85,4 @@ def test_a_bad_cost_file_is_named(lengths, tmp_path, capsys, line, message):
     path = tmp_path / "cost.yaml"
     path.write_text(f"quadratic_s: 0.0\ncomm_bytes_per_token: 1\nfixed_s: 0\nbandwidth_bytes_per_s: 1\n{line}\n")
     assert job.main([f"lengths={lengths}", "num_ranks=4", f"cost={path}"]) == 2
-    assert capsys.readouterr().err == f"plan.py: {path}: {message}\n"
+    assert capsys.readouterr().err == f"error: {path}: {message}\n"

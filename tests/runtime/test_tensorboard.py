@@ -150,6 +150,21 @@ def test_an_object_store_gets_the_whole_file(tmp_path: Path, monkeypatch: pytest
     assert len(os.listdir(tmp_path / "store")) == 1
 
 
+def test_tensorboard_reads_a_bucket(object_store: str, tmp_path: Path) -> None:
+    """As the README has it: `tensorboard --logdir s3://bucket/runs` while the run is going. Its reader finds the server by S3_ENDPOINT, through boto3."""
+    pytest.importorskip("boto3")
+    log = ScalarLog(Folder(f"s3://bucket/{tmp_path.name}/first/tensorboard{object_store}"), first_step=1)
+    log.step(metrics(1), EXTRA)
+    log.flush()
+    program = ("from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer\n"
+               f"multiplexer = EventMultiplexer().AddRunsFromDirectory('s3://bucket/{tmp_path.name}').Reload()\n"
+               "print([(run, event.step) for run in multiplexer.Runs() for event in multiplexer.Scalars(run, 'loss/train')])")
+    environment = os.environ | {"S3_ENDPOINT": f"http://{object_store.partition('endpoint_override=')[2].partition('&')[0]}"}
+    finished = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == "[('first/tensorboard', 1)]"
+    log.close()
+
+
 def test_a_full_disk_is_waited_for(small_disk: Path) -> None:
     """A save that fills it gives the room back; no event is written in part."""
     log = ScalarLog(Folder(str(small_disk)).child("tensorboard"), 1)
