@@ -252,7 +252,7 @@ def test_from_a_clone_to_a_model_of_ones_own(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-e", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
-    assert (checkout / "runs" / "mine" / "report.html").exists()
+    assert all((checkout / "runs" / "mine" / name).exists() for name in ("report.html", "trace/step_000001.json"))
     ledger = [json.loads(line) for line in (checkout / "runs" / "mine" / "ledger.jsonl").read_text().splitlines()]
     assert sorted(name for line in ledger for name in line["sample_ids"]) == sorted(row["id"] for row in chat)
     program = the_block("python", "AutoModelForImageTextToText") + "print(sum(p.numel() for p in model.parameters()))"

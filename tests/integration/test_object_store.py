@@ -74,6 +74,7 @@ def test_trained_killed_and_resumed_from_the_bucket(object_store: str, tmp_path:
     assert folder.exists("report.html")
 
 
+@pytest.mark.slow
 def test_a_bucket_without_permission_is_one_line(ray_cluster: None, object_store: str, tmp_path: Path) -> None:
     """Its policy denies what writes an object; the server calls the start of an upload in parts by its method, PostObject."""
     rows = write_rows(tmp_path / "rows.json", [{"id": "colour", "conversations": talk("Name a colour.", "Red.")}])
