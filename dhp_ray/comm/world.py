@@ -55,6 +55,7 @@ def meet(store: dist.Store, generation: int, rank: int, world_size: int, timeout
 
 def enter_world(store: dist.Store, generation: int, rank: int, world_size: int, accelerator: Accelerator, timeout: timedelta) -> None:
     """Make the default process group of a generation. Every rank calls this after `meet`."""
+    dist.distributed_c10d._world.group_count = 0  # part of the group's keys in the store; an attempt that failed has left it counted up, here alone
     dist.init_process_group(
         accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store), timeout=min(timeout, CONNECT_TIMEOUT), rank=rank,
         world_size=world_size, **({"device_id": accelerator.torch_device()} if accelerator.name == "cuda" else {}))  # type: ignore[arg-type]

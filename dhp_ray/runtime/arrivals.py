@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from dhp_ray.runtime.group import Member
 
@@ -56,7 +56,7 @@ class Arrivals:
             if newcomer.prepared in done:
                 ray.get(newcomer.prepared)
             return len(done) == 2
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
             cause = getattr(error, "cause", None) or error
             self._coming.remove(newcomer)
             self.failed.append((newcomer.member.slot, (str(cause).strip().splitlines() or [type(cause).__name__])[0]))

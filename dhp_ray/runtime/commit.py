@@ -47,7 +47,6 @@ class Commits:
     scale: TimeScale = field(default_factory=TimeScale)
     _saves: list[ray.ObjectRef] = field(default_factory=list)  # calls that stage a checkpoint, between two steps
     _unsealed: dict[int, tuple[Manifest, set[int]]] = field(default_factory=dict)  # saves under way: what to seal, which ranks are done
-    _slow: set[int] = field(default_factory=set)
 
     def patience_s(self, plan: Plan) -> tuple[float, float]:
         """Seconds after which a step is looked at, and after which a worker that does not get on is stuck: once it is known what predictions are worth."""
@@ -71,6 +70,7 @@ class Commits:
         metrics |= {} if done.eval_loss is None else {"eval_loss": done.eval_loss}
         extra = step_extra(plan, done.results, done.data_wait_s, done.epoch) | {"late_plans": session.dispatcher.late_plans}
         self.scale.observe(metrics["measured_makespan_s"], plan.predicted_time_s)
+        session.step_times_s.append(done.step_time_s)
         for sample_id, reason in [*done.skipped, *done.placeholders.items()]:
             if records.skip(sample_id, reason, done.step, done.epoch):
                 yield Notice(f"sample {sample_id} left out: {reason}")
@@ -132,10 +132,8 @@ class Commits:
     def _observe_speeds(self, done: Done) -> Iterator[Message]:
         session = self.session
         session.meter.observe(nominal_compute_s(done.plan, session.cost), busy_s(done.results, session.group.size))
-        slow = session.meter.slow()
-        for rank in sorted(slow ^ self._slow):
-            speed, place = session.meter.measured()[rank], session.group.members[rank].place if rank < session.group.size else "gone"
-            session.records.event("slow" if rank in slow else "no_longer_slow", rank=rank, step=done.step, speed=round(speed, 2))
-            yield Notice(f"rank {rank} ({place}) {'is slow' if rank in slow else 'is no longer slow'}: {speed:.2f} of the others' speed; plans follow")
-        self._slow = slow
+        for rank, slow in session.meter.news().items():
+            speed, place = session.meter.measured()[rank], session.group.members[rank].place
+            session.records.event("slow" if slow else "no_longer_slow", rank=rank, step=done.step, speed=round(speed, 2))
+            yield Notice(f"rank {rank} ({place}) {'is slow' if slow else 'is no longer slow'}: {speed:.2f} of the others' speed; plans follow")
 

@@ -18,6 +18,7 @@ class Console:
         self._stream = stream
         self._bar: Progress | None = None
         self._total_steps = 0
+        self.steps = 0  # that have been shown
 
     def show(self, message: Message) -> None:
         """One message, on lines of its own. An error is left to the caller, who knows the exit status."""
@@ -27,6 +28,7 @@ class Console:
                 self._print(*message.lines)
                 self._open_bar(message.first_step - 1)
             case StepDone():
+                self.steps += 1
                 self._print(step_line(message.metrics, message.extra, self._total_steps))
                 if self._bar:
                     self._bar.update(self._bar.task_ids[0], completed=message.metrics["step"], now=now_line(message.metrics))

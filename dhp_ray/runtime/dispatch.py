@@ -115,7 +115,7 @@ class Dispatcher:
     def failures(self, dispatched: Dispatched) -> dict[str, str]:
         """Samples that no longer can be used, with reasons: known on all ranks before the step starts."""
         merged: dict[str, str] = {}
-        for found in self.group.collect(dispatched.prefetches):
+        for found in self.group.collect(dispatched.prefetches, stuck_s=self.config.comm.timeout_s, end_stuck=True):
             merged |= found
         return dict(sorted(merged.items()))
 

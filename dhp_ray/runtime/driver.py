@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import traceback
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from dhp_ray.runtime.commit import Commits, Done
 from dhp_ray.runtime.dispatch import Dispatched
 from dhp_ray.runtime.elastic import Condition
 from dhp_ray.runtime.group import Member, WorkerGroup
-from dhp_ray.runtime.messages import Finished, GroupError, Message, Notice, Replace, RunError
+from dhp_ray.runtime.messages import Finished, GroupError, Message, RunError
 from dhp_ray.runtime.recovery import form_anew, reopened
 from dhp_ray.runtime.start import Session, open_session
 from dhp_ray.storage import Folder, StorageError
@@ -64,6 +63,7 @@ class Driver:
         self.arrivals = Arrivals(config.cluster.device)
         self.session: Session | None = None
         self.stop_reason = self.refused = ""
+        self.leaving: dict[int, Condition] = {}  # ranks that ought to, as of the last step
 
     @ray.method(concurrency_group="control")
     def offer(self, slot: int, actor: ActorHandle) -> None:
@@ -80,9 +80,7 @@ class Driver:
     def run(self) -> Iterator[Message]:
         """Train to the end; the last message says how it ended."""
         try:
-            if self.going_on:
-                yield from self._reconcile()
-            session = yield from open_session(self.config, self.group, self.store, self.arrivals, self.going_on)
+            session = yield from open_session(self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
             self.session, session.stopping = session, self.stop_reason
             self.commits = Commits(session)
             yield from self._train(session, "the driver was lost" if self.going_on else "")
@@ -100,8 +98,9 @@ class Driver:
         while True:
             try:
                 if change:
-                    finished = yield from form_anew(session, change, bool(broken), {} if broken else session.leaving())
+                    finished = yield from form_anew(session, change, bool(broken), {} if broken else self.leaving)
                     yield from self.commits.recovered(finished)
+                    session.stream_lost = False
                 broken = ""
                 change = yield from self._steps(session)
                 yield from self.commits.finish_saves()
@@ -114,8 +113,8 @@ class Driver:
 
     def _steps(self, session: Session) -> Generator[Message, None, str]:
         """Step after step, to the last one (returns "") or until the membership ought to change (returns why)."""
-        change = ""
-        running = self._launch(session, session.dispatcher.dispatch(session.records.last_step + 1))
+        change, self.leaving = "", {}
+        running = self._launch(session, None if session.stopping else session.dispatcher.dispatch(session.records.last_step + 1))
         while running:
             step = running.current.step
             session.dispatcher.begin(step + 1)
@@ -123,7 +122,10 @@ class Driver:
             step_time_s = perf_counter() - running.begun_s
             following = session.dispatcher.take(step + 1, step_time_s)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
-            self.commits.save_when_due(step, last=following is None or bool(session.stopping) or Condition.DRAINED in session.leaving().values())
+            self.leaving = session.leaving()
+            # Ranks that leave take nothing along where every step is mirrored; of a drained node, the rest may follow soon.
+            endangered = Condition.DRAINED in self.leaving.values() or (bool(self.leaving) and self.config.elastic.mirror_every_steps != 1)
+            self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
             eval_loss = yield from session.evaluation.loss_when_due(step)
             change = yield from self._change(session)
             launched = self._launch(session, None if change or session.stopping else following, waited_s)
@@ -155,14 +157,14 @@ class Driver:
         yield from reopened(session)
         if newcomers > 0:
             return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
-        return next((session.group.words(rank, condition) for rank, condition in session.leaving().items()), "")
+        return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
 
     def _finish(self, session: Session) -> Iterator[Message]:
-        last_step = session.records.last_step
+        last_step, stopping = session.records.last_step, session.stopping
         if last_step and session.checkpoints.newest_step() < last_step:  # the group broke while the last one was being written
             self.commits.save(last_step)
             yield from self.commits.finish_saves()
-        if not session.stopping:
+        if not stopping:
             session.group.call("export", "model")
         session.group.call("leave")
         session.dispatcher.stop()
@@ -170,30 +172,10 @@ class Driver:
         session.watch.close()
         session.scalars.close()
         session.records.close()
-        if session.stopping:
-            yield Finished("", f"stopped after step {last_step}: {session.stopping}{self._way_back()}", status=1)
+        if stopping:
+            yield Finished("", f"stopped after step {last_step}: {stopping}{self._way_back()}", status=1)
         else:
             yield Finished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
-
-    def _reconcile(self) -> Iterator[Message]:
-        """Part with workers that a lost driver's group left dead or hung; those that it had not let in yet arrive anew."""
-        members = []
-        for member, (sight, status) in zip(self.group.members, self.group.survey()):
-            if sight.dead or not sight.answered:
-                ray.kill(member.actor)
-                yield Replace(member.slot)
-            elif not status.generation:
-                self.arrivals.offer(member.slot, member.actor)
-            else:
-                members.append(member)
-        while not members:  # nobody is left: the run goes on from its newest checkpoint
-            time.sleep(0.2)
-            members = self.arrivals.take(1)
-            while self.arrivals.failed:
-                slot, reason = self.arrivals.failed.pop()
-                yield Notice(f"a new worker failed: {reason}")
-                yield Replace(slot)
-        self.group.members = members
 
     def _way_back(self) -> str:
         """How a run that ended early goes on."""

@@ -44,6 +44,11 @@ class Evaluation:
             self.dispatcher = Dispatcher(stream, group, cluster, cost, _one_pass(config))
         self._told: set[str] = set()
 
+    def stop(self) -> None:
+        """Plan no more; waits for a batch that is being read."""
+        if self.dispatcher:
+            self.dispatcher.stop()
+
     def loss_when_due(self, step: int) -> Generator[Message, None, float | None]:
         """Mean loss over the valid tokens of all held-out samples, after the steps that `eval.every_steps` names; yields what the user should see.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dhp_ray.runtime.elastic import Condition, Sight, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status
@@ -99,8 +99,10 @@ class WorkerGroup:
     def start(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         return [getattr(member.actor, method).remote(*arguments) for member in self.members]
 
-    def collect(self, calls: Sequence[ray.ObjectRef], look_s: float | None = None, stuck_s: float = math.inf) -> list[Any]:
+    def collect(self, calls: Sequence[ray.ObjectRef], look_s: float | None = None, stuck_s: float = math.inf, end_stuck: bool = False) -> list[Any]:
         """Results by rank. While all workers get on, they may take as long as they need.
+
+        With `end_stuck` a stuck one is ended at once: it may be a thread other than the one that trains, which no survey sees.
 
         Raises:
             GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others; the message
@@ -108,20 +110,20 @@ class WorkerGroup:
         """
         pending = {call: rank for rank, call in enumerate(calls)}
         look_s = look_s or self.look_s
-        looks = _Looks(self, stuck_s)
+        looks = _Looks(self, stuck_s, end_stuck)
         results: dict[int, Any] = {}
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=look_s)
             if not ready:
-                looks.look()
+                looks.look(set(pending.values()))
             for call in ready:
                 rank = pending.pop(call)
                 try:
                     results[rank] = ray.get(call)
-                except RayActorError:
-                    raise GroupError(self.words(rank, Condition.DEAD)) from None
                 except RayTaskError as error:
                     raise GroupError(self._root_cause(rank, error, pending)) from None
+                except RayError:  # its actor died, was killed for memory, or its answer went with its node
+                    raise GroupError(self.words(rank, Condition.DEAD)) from None
         return [results[rank] for rank in range(len(calls))]
 
     def wait(self, pending: Future[Any], done: Callable[[], bool]) -> None:
@@ -156,29 +158,31 @@ class WorkerGroup:
                 other = pending.pop(call)
                 try:
                     ray.get(call)
-                except RayActorError:
-                    return self.words(other, Condition.DEAD)
                 except RayTaskError:
                     continue  # a consequence of the first
+                except RayError:
+                    return self.words(other, Condition.DEAD)
         return f"rank {rank} ({self.members[rank].place}): {_words(error)}"
 
 
 class _Looks:
     """Surveys of a group that is at some calls."""
 
-    def __init__(self, group: WorkerGroup, stuck_s: float) -> None:
-        self.group, self.stuck_s = group, stuck_s
+    def __init__(self, group: WorkerGroup, stuck_s: float, end_stuck: bool) -> None:
+        self.group, self.stuck_s, self.end_stuck = group, stuck_s, end_stuck
         self.before: list[Sight] = []
         self.stands_since = [monotonic()] * group.size
 
-    def look(self) -> None:
-        """Raise GroupError for a worker that does not get on."""
+    def look(self, pending: set[int]) -> None:
+        """Raise GroupError for a worker that is gone, or does not get on with its call (ranks in `pending`)."""
         sights = [sight for sight, _ in self.group.survey()]
         for rank, sight in enumerate(sights):
             before = self.before[rank] if self.before else None
-            if before is None or sight.progress != before.progress:
+            if before is None or sight.progress != before.progress or rank not in pending:
                 self.stands_since[rank] = monotonic()
             condition = condition_of(sight, before, overdue=monotonic() - self.stands_since[rank] >= self.stuck_s)
+            if condition is Condition.STUCK and self.end_stuck:
+                ray.kill(self.group.members[rank].actor)
             if condition is not Condition.WELL:
                 raise GroupError(self.group.words(rank, condition))
         self.before = sights
@@ -188,9 +192,9 @@ def _seen(call: ray.ObjectRef) -> tuple[Sight, Status]:
     try:
         status: Status = ray.get(call, timeout=0)
         return Sight(waits=status.waits, progress=status.progress, error=status.error), status
-    except GetTimeoutError:
+    except (GetTimeoutError, RayTaskError):  # no answer, or it cannot even say how it is
         return Sight(answered=False), Status()
-    except RayActorError:
+    except RayError:
         return Sight(dead=True), Status()
 
 

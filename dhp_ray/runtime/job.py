@@ -15,7 +15,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError, RayTaskError
 
 from dhp_ray.comm.device import ACCELERATORS, Accelerator
 from dhp_ray.config import Config, ConfigError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 MAX_DRIVERS = 20
-"""Driver actors that may be lost in one run; one that dies at each start is no accident."""
+"""Driver actors in a row that may be lost without a step committed; one that dies at each start is no accident."""
 
 HEAD_PATIENCE_S = 5.0
 """How long a head may take to accept a connection. Ray itself tries for ten minutes to reach one that is gone."""
@@ -110,14 +110,18 @@ def _run(config: Config, console: Console) -> int:
     handler = signal.signal(signal.SIGTERM, ending.ask)
     try:
         roster.start()
-        for _ in range(MAX_DRIVERS):
+        lost = 0
+        while lost < MAX_DRIVERS:
             # A store for each driver: the numbers of generations that a lost one tried may come again. Groups that stand still use theirs.
             stores.append(rendezvous_store(host))
+            steps = console.steps
             last = _drive(config, roster, (host, stores[-1].port), console, ending, going_on=len(stores) > 1)
             if last:
                 break
+            lost = lost + 1 if console.steps == steps else 1
         else:
-            raise RunError(f"the driver actor died {MAX_DRIVERS} times; start the same command again to go on from the newest checkpoint")
+            raise RunError(f"the driver actor died {MAX_DRIVERS} times without a step in between; start the same command again to go on from the newest "
+                           "checkpoint")
     finally:
         signal.signal(signal.SIGTERM, handler)
         console.close()
@@ -181,7 +185,9 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
                 driver.offer.remote(message.slot, roster.replace(message.slot))
             else:
                 console.show(message)
-    except RayActorError:
+    except RayTaskError as error:
+        raise RunError(f"the driver failed: {_first_line(getattr(error, 'cause', None) or error)}") from None
+    except RayError:
         console.show(Notice("the driver actor died; another one takes over"))
         return None
     finally:

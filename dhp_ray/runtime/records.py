@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -175,6 +176,10 @@ class RunRecords:
                     self.folder.delete(f"{kind}/{name}")
         self._last_step = step
         self.flush()
+
+    def last_step_times_s(self, number: int = 8) -> list[float]:
+        """Seconds of the last so many committed steps."""
+        return [line["step_time_s"] for line in deque(self._metrics.lines(), maxlen=number)]
 
     def sample_ids(self) -> list[list[str]]:
         """The ledger: the sample ids of every committed step, from the first."""

@@ -61,17 +61,23 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     if broken:
         session.records.event("broken", generation=session.generation, step=session.records.last_step + 1, cause=cause)
     session.dispatcher.drop()
+    session.evaluation.stop()
     sighted = yield from _settled(session, leaving)
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
-    _check_repetition(session, sighted, broken)
+    _check_repetition(session, sighted, cause if broken else "")
     sighted = yield from _enough(session, sighted, broken)
     survivors = [seen for seen in sighted if seen.condition is Condition.WELL]
     newcomers = session.arrivals.take(session.max_workers - len(survivors))
     committed = session.records.last_step
 
     adoption = adoption_of([seen.status.held for seen in survivors])
-    step = _step_of(adoption, survivors, committed) if adoption else session.checkpoints.newest_step()
+    step = _step_of(adoption, survivors, committed) if adoption else 0
     finished = [_finished(session, number, survivors) for number in range(committed + 1, step + 1)]
+    known = all(found.ran for found in finished)  # not where a lost driver's ledger on an object store was many steps behind
+    if adoption is None or step < committed or not known:
+        saved = session.checkpoints.newest_step()
+        if adoption is None or step < saved or not known:
+            adoption, step, finished = None, saved, []
     if step < committed or session.stream_lost:
         session.dispatcher.stop().clear()
         yield from _go_back(session, step, committed)
@@ -92,7 +98,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
         session.group.start("call_off", generation)  # those that still wait for the others
         raise
     batches = session.dispatcher.stop()  # a batch may have been on its way: the ranks have not waited for it
-    session.enter(generation, {number: batch for number, batch in batches.items() if number > step})
+    session.enter(generation, {number: batch for number, batch in batches.items() if number > committed})  # commits drop those of finished steps
     seconds = time.perf_counter() - begun
     session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size, seconds=round(seconds, 3),
                           version=adoption.version if adoption else None, survivors=len(survivors), newcomers=len(newcomers))
@@ -106,11 +112,14 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
 def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[Sighted]]:
     """How every worker is, once all that are well have left what they were at. The others are ended and replaced."""
     group = session.group
-    before, look_again = None, time.monotonic() + session.config.elastic.hang_s
+    before, look_again = None, time.monotonic() + session.patience_s
     ended: dict[int, Sighted] = {}  # as they were when they were ended
     while True:
         seen = group.survey()
         overdue = time.monotonic() > look_again
+        for member, (_, status) in zip(group.members, seen):
+            if status.call == "join":
+                member.actor.call_off.remote(status.generation)  # those that it waits for will not come: a driver was lost amid its calls
         sighted = []
         for place, (sight, status) in enumerate(seen):
             condition = condition_of(sight, before[place] if before else None, overdue)
@@ -122,29 +131,31 @@ def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Me
         for place, found in enumerate(sighted):
             if found.condition is not Condition.WELL and place not in ended:
                 ended[place] = found
+                if found.condition is Condition.SLOW:
+                    session.evicted_slots.add(found.member.slot)
                 session.records.event("worker_lost", rank=place, pid=found.member.described["pid"], node_id=found.member.described["node_id"],
                                       condition=str(found.condition), error=found.status.error, stands=found.status.stands)
                 ray.kill(found.member.actor)
                 yield Replace(found.member.slot)
-                before, look_again = None, time.monotonic() + ENDING_S + session.config.elastic.hang_s  # till then others may wait for it
+                before, look_again = None, time.monotonic() + ENDING_S + session.patience_s  # till then others may wait for it
         if not any(found.status.call and found.condition is Condition.WELL for found in sighted):
             return [ended.get(place, found) for place, found in enumerate(sighted)]
         if overdue or before is None:
             before = [sight for sight, _ in seen]
         if overdue:
-            look_again = time.monotonic() + session.config.elastic.hang_s
+            look_again = time.monotonic() + session.patience_s
         time.sleep(POLL_S)
 
 
-def _check_repetition(session: Session, sighted: list[Sighted], broken: bool) -> None:
-    """Stop a run that breaks in one step again and again."""
-    if not broken:
+def _check_repetition(session: Session, sighted: list[Sighted], cause: str) -> None:
+    """Stop a run that breaks in one step again and again. `cause`: of the last time; empty: it has not broken."""
+    if not cause:
         return
     step = session.records.last_step + 1
     raised = [f"rank {rank} ({found.member.place}) raised: {found.status.error}" for rank, found in enumerate(sighted) if found.condition is Condition.RAISED]
     session.failures = session.failures.with_one(step, bool(raised))
     if session.failures.hopeless(step):
-        why = raised[0] if raised else "its workers die or hang (see events.jsonl)"
+        why = raised[0] if raised else f"its workers die or hang, at last: {cause} (see events.jsonl)"
         raise RunError(f"step {step} has failed {session.failures.steps.count(step)} times; {why}")
 
 
@@ -154,7 +165,8 @@ def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator
     while True:
         ready = session.arrivals.ready()
         yield from reopened(session)
-        needed = max(session.config.cluster.min_workers, session.dispatcher.needed_ranks)
+        # A run that is to end forms anew of whoever is left, to save what they hold.
+        needed = 1 if session.stopping else max(session.config.cluster.min_workers, session.dispatcher.needed_ranks)
         conditions = [found.condition for found in sighted]
         match decide(conditions, len(ready), needed, session.max_workers, broken or bool(session.stopping)):
             case Stop(reason):
@@ -178,6 +190,7 @@ def reopened(session: Session) -> Iterator[Message]:
     while session.arrivals.failed:
         slot, reason = session.arrivals.failed.pop()
         session.records.event("newcomer_lost", slot=slot, error=reason)
+        yield Notice(f"a new worker failed, another is asked for: {reason}")
         yield Replace(slot)
 
 
@@ -191,7 +204,11 @@ def _finished(session: Session, step: int, survivors: list[Sighted]) -> Finished
 
 
 def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
-    """Take the records, when steps after `step` have been committed, and the stream back to where they were then."""
+    """Take the records, when steps after `step` have been committed, and the stream back to where they were then.
+
+    It stays lost until the new generation has taken over: should that break, it may be wanted elsewhere.
+    """
+    session.stream_lost = True
     if step < committed:
         session.records.event("rollback", step=step, committed=committed)
         yield Notice(f"the state after step {committed} is lost: going back to step {step}")
@@ -200,4 +217,3 @@ def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
         session.stream.restore(session.records.read_plan(step)["batch"]["cursor"])
     else:
         session.stream.start_epoch(0)
-    session.stream_lost = False

@@ -46,6 +46,7 @@ class SpeedMeter:
     evict_below: float = 0.0
     patience: int = 1
     _ranks: list[_Rank] = field(init=False, repr=False)
+    _told: set[int] = field(init=False, repr=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank() for _ in range(self.num_ranks)]
@@ -75,6 +76,12 @@ class SpeedMeter:
     def slow(self) -> set[int]:
         """Ranks that are slow and have been so for a while."""
         return {place for place, rank in enumerate(self._ranks) if rank.below.get(SLOW_BELOW, 0) >= SLOW_STEPS}
+
+    def news(self) -> dict[int, bool]:
+        """Ranks that have become slow (True), or are no longer (False), since the last call."""
+        slow, told = self.slow(), self._told
+        self._told = slow
+        return {rank: rank in slow for rank in sorted(slow ^ told)}
 
     def no_good(self) -> tuple[int, ...]:
         """Ranks that should be replaced."""

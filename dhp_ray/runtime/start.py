@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Generator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
@@ -24,6 +25,7 @@ from dhp_ray.runtime.messages import Load, Message, Notice, RunError, Started
 from dhp_ray.runtime.nodes import Draining
 from dhp_ray.runtime.records import RunRecords
 from dhp_ray.runtime.speeds import SpeedMeter
+from dhp_ray.runtime.takeover import take_over
 from dhp_ray.runtime.tensorboard import ScalarLog, cluster_text
 from dhp_ray.runtime.watch import Watch
 from dhp_ray.storage import Folder, StorageError
@@ -51,6 +53,8 @@ class Session:
     generation: int = 0
     stream_lost: bool = False  # where the stream stands says nothing of the next step
     stopping: str = ""  # why the run is to end early
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # of the last steps
+    evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
     failures: Failures = field(default_factory=Failures)
     draining: Draining = field(default_factory=Draining)
     dispatcher: Dispatcher = field(init=False)
@@ -66,10 +70,18 @@ class Session:
         """Who keeps a copy of each rank's shard."""
         return keepers_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
 
+    @property
+    def patience_s(self) -> float:
+        """How long a worker may stand at one place amid a broken step before it counts as stuck: its pack may be a long one."""
+        return max(self.config.elastic.hang_s, self.config.elastic.hang_factor * max(self.step_times_s, default=0.0))
+
     def leaving(self) -> dict[int, Condition]:
-        """Ranks that ought to leave the group though they work: they are too slow, or Ray takes their node away."""
+        """Ranks that ought to leave the group though they work: they are too slow, or Ray takes their node away.
+
+        Where a successor is as slow, it is the place: it stays, with as much work as it can do.
+        """
         drained = self.draining.nodes()
-        return {rank: Condition.SLOW for rank in self.meter.no_good()} | {
+        return {rank: Condition.SLOW for rank in self.meter.no_good() if self.group.members[rank].slot not in self.evicted_slots} | {
             rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
 
     def enter(self, generation: int, batches: dict[int, Batch] | None = None) -> None:
@@ -95,10 +107,11 @@ class Session:
         self.scalars = ScalarLog(Folder(self.config.run.dir).child("tensorboard"), step + 1)
 
 
-def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals, going_on: bool) -> Generator[Message, None, Session]:
+def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals, going_on: bool,
+                 stopping: Callable[[], str] = lambda: "") -> Generator[Message, None, Session]:
     """Open or resume the run of `run.dir`; yields what the user should see, returns the session.
 
-    `going_on`: the workers hold the state of this very run, whose driver was lost; they are left as they are.
+    `going_on`: the workers hold the state of this very run, whose driver was lost; they are left as they are. `stopping`: why to end early.
 
     Raises:
         RunError, ConfigError, StorageError, DataError: one line each.
@@ -121,7 +134,10 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     held_out = held_out_stream(config)
     if not going_on:
         yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
-    describe(group, folder, config.cluster.device)
+    if going_on:
+        yield from take_over(group, arrivals, config.elastic.hang_s / 2, lambda: describe(group, folder, config.cluster.device), stopping)
+    else:
+        describe(group, folder, config.cluster.device)
     check_memory(group, config.planner.sync)
     resolve_limits(config, records.stored_config(), cost, group)
     stream.max_tokens = config.planner.max_sequence_tokens
@@ -135,6 +151,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         session.stream_lost = True
         session.generation = records.generation
         session.plan_for_group()
+        session.step_times_s.extend(records.last_step_times_s())
         here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
         for rank in records.ranks:
             if (rank["node_id"], rank["pid"]) not in here:  # no survey will show those that went with the driver

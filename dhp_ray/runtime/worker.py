@@ -47,6 +47,9 @@ CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
 RESULTS_KEPT = 3
 """The driver may be so many steps behind when it is lost, and one more."""
 
+VERSIONS_KEPT = 256
+"""State versions whose last step is remembered: more than lie between two mirrored ones."""
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -161,6 +164,8 @@ class Worker:
         self.ran[step] = Ran(result, placeholders)
         self.ran.pop(step - RESULTS_KEPT, None)
         self.steps[result.state_version] = step
+        if len(self.steps) > VERSIONS_KEPT:
+            del self.steps[min(self.steps)]
         if result.applied:
             self.rank.begin_mirror(step)
         saved, error = self.rank.checkpointer.poll()
@@ -170,8 +175,9 @@ class Worker:
     def mirrored(self) -> None:
         """Returns once the copies of the last step's state have arrived."""
         rank = self.rank
-        if rank is not None:
-            rank.finish_mirror()
+        if rank is None:
+            raise RunError("has left its generation: the copies of its state may not have arrived")
+        rank.finish_mirror()
 
     @training
     def evaluate(self, number: int, placeholders: dict[str, str]) -> tuple[float, int]:

@@ -140,9 +140,8 @@ class Mirror:
                 self._copies[owner].turn()
         self._waited(self._sends, "to its keeper")
         self._receives, self._sends, self._under_way = {}, [], False
-        if self._failure:
-            failure, self._failure = self._failure, ""
-            raise RuntimeError(f"mirror: rank {self._rank}'s exchange broke off: {failure}")
+        if self._failure:  # for good: whoever asks next must not take the copies for whole
+            raise RuntimeError(f"mirror: rank {self._rank}'s exchange broke off: {self._failure}")
 
     def held(self) -> dict[int, list[ShardState]]:
         """Complete copies by owner, oldest first. The next `begin` overwrites an owner's older one."""

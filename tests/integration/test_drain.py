@@ -18,13 +18,11 @@ def test_the_workers_of_a_drained_node_leave_before_it_goes(tmp_path: Path) -> N
     found = json.loads((tmp_path / "found.json").read_text())
     events = found["events"]
     lost = [event for event in events if event["kind"] == "worker_lost"]
-    assert found["status"] == 0
+    assert found["status"] == 1  # SIGTERM, once the other node has come
     assert found["left"] == 2
     assert [event["condition"] for event in lost] == ["drained", "drained"]
     assert {event["node_id"] for event in lost} == {found["drained"]}
     assert not [event for event in events if event["kind"] == "rollback"]
     kinds = [event["kind"] for event in events]
     assert kinds.index("checkpoint") < kinds.index("generation")
-    assert len(found["ledger"]) == 40
-    names = [name for samples in found["ledger"] for name in samples]
-    assert len(set(names)) == len(names) == 240  # less than an epoch
+    assert found["as_undisturbed"]

@@ -102,6 +102,16 @@ def test_slow_and_no_good_are_said_after_their_steps() -> None:
     assert not meter.no_good()
 
 
+def test_news_are_told_once() -> None:
+    meter = SpeedMeter(4)
+    told = []
+    for busy in [10.0] * 8 + [1.0] * 8:
+        meter.observe((1.0,) * 4, (1.0, 1.0, 1.0, busy))
+        told.append(meter.news())
+    assert [news for news in told if news] == [{3: True}, {3: False}]
+    assert told[4] == {3: True}
+
+
 def test_nobody_is_evicted_where_that_is_off() -> None:
     assert not metered(2, [((1.0, 1.0), (1.0, 1000.0))] * 50, evict_below=0.0, patience=1).no_good()
 
