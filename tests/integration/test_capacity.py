@@ -28,8 +28,9 @@ def test_below_the_minimum_a_run_waits_for_capacity(start: Start, undisturbed: l
 def test_a_run_grows_when_there_is_room_for_more(start: Start, undisturbed: list[float]) -> None:
     """Beyond cluster.num_workers, up to cluster.max_workers; one of those that came is then replaced like any other."""
     run = start("cluster.num_workers=2", "cluster.max_workers=3")
-    run.wait_for(lambda: run.step and len(run.pids) == 3)
-    (grown,) = [event for event in run.events("generation") if event["newcomers"]]
+    run.wait_for(lambda: run.events("generation"))
+    (grown,) = run.events("generation")
+    assert len(run.pids) == 3
     assert (grown["cause"], grown["survivors"], grown["newcomers"]) == ("1 worker joins", 2, 1)
     first = set(run.pids)
     moment = kill(run.pids[2])
