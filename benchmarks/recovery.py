@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mirroring", action="store_true")
     parser.add_argument("--steps", type=int, default=160, help="steps with --mirroring")
+    parser.add_argument("--samples", type=int, default=24, help="samples of a step with --mirroring")
     parser.add_argument("--preset", default="tiny", help="model")
     parser.add_argument("--train-function", default="", help=argparse.SUPPRESS)  # the process of Ray Train's job
     arguments = parser.parse_args(argv)
@@ -208,7 +209,8 @@ def mirroring(folder: Path, common: list[str], arguments: Any) -> int:
     from tests.integration.faults import Run
 
     every = 4
-    run = Run(folder / "run", *common, f"run.steps={arguments.steps}", "checkpoint.every_steps=0", f"elastic.mirror_every_steps={every}")
+    run = Run(folder / "run", *common, f"run.steps={arguments.steps}", "checkpoint.every_steps=0", f"elastic.mirror_every_steps={every}",
+              f"batch.global_samples={arguments.samples}")
     assert run.wait(3600) == 0, run.said()
     metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()][8:]
     own = [line["step_time_s"] / line["predicted_makespan_s"] for line in metrics if line["step"] % every in (0, 1)]
@@ -218,7 +220,8 @@ def mirroring(folder: Path, common: list[str], arguments: Any) -> int:
     parameters = json.loads(next((run.folder / "checkpoints").iterdir()).joinpath("parameters.json").read_text())["shapes"]
     elements = sum(math.prod(shape) for shape in parameters.values())
     rank_mb = 2 * 3 * 4 * elements / NUM_RANKS / 2**20
-    print(f"{len(metrics)} steps of {NUM_RANKS} ranks, model {arguments.preset} ({elements / 1e6:.2f} M parameters), mirrored every {every} steps")
+    tokens = statistics.mean(line["num_tokens"] for line in metrics)
+    print(f"{len(metrics)} steps of {NUM_RANKS} ranks and {tokens:.0f} tokens, model {arguments.preset} ({elements / 1e6:.2f} M parameters), mirrored every {every} steps")
     print(f"steps with mirroring {statistics.median(own):.3f} of their prediction, without {statistics.median(others):.3f}: "
           f"mirroring every step takes {ratio:.3f} of the time without, at most 1.05")
     print(f"copies of another rank's shard: {rank_mb:.1f} MB of host memory a rank (two versions of fp32 parameters and both moments)")
