@@ -221,7 +221,8 @@ def mirroring(folder: Path, common: list[str], arguments: Any) -> int:
     elements = sum(math.prod(shape) for shape in parameters.values())
     rank_mb = 2 * 3 * 4 * elements / NUM_RANKS / 2**20
     tokens = statistics.mean(line["num_tokens"] for line in metrics)
-    print(f"{len(metrics)} steps of {NUM_RANKS} ranks and {tokens:.0f} tokens, model {arguments.preset} ({elements / 1e6:.2f} M parameters), mirrored every {every} steps")
+    print(f"{len(metrics)} steps of {NUM_RANKS} ranks and {tokens:.0f} tokens, model {arguments.preset} ({elements / 1e6:.2f} M parameters), "
+          f"mirrored every {every} steps")
     print(f"steps with mirroring {statistics.median(own):.3f} of their prediction, without {statistics.median(others):.3f}: "
           f"mirroring every step takes {ratio:.3f} of the time without, at most 1.05")
     print(f"copies of another rank's shard: {rank_mb:.1f} MB of host memory a rank (two versions of fp32 parameters and both moments)")
