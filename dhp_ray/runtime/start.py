@@ -149,6 +149,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals, total_steps)
     if going_on:
         session.stream_lost = True
+        if not records.stored_config():  # the driver was lost before the first step
+            records.write_config(config)
         session.generation = records.generation
         session.plan_for_group()
         session.step_times_s.extend(records.last_step_times_s())

@@ -32,13 +32,15 @@ def take_over(group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: C
 
 
 def _part(group: WorkerGroup, arrivals: Arrivals) -> Iterator[Message]:
-    """Part with the workers that are dead or hung; those that no generation had let in yet arrive anew."""
-    for member, (sight, status) in zip(list(group.members), group.survey()):
+    """Part with the workers that are dead or hung; those that no generation had let in yet arrive anew, where others are in one."""
+    seen = list(zip(group.members, group.survey()))
+    begun = any(status.generation for _, (_, status) in seen)
+    for member, (sight, status) in seen:
         if sight.dead or not sight.answered:
             ray.kill(member.actor)
             group.members.remove(member)
             yield Replace(member.slot)
-        elif not status.generation:
+        elif begun and not status.generation:
             group.members.remove(member)
             arrivals.offer(member.slot, member.actor)
 
