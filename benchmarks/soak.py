@@ -1,7 +1,7 @@
 """One run and many faults: workers killed and stopped, nodes that vanish and come, drivers killed, two things at once, in any phase of a step.
 
     python benchmarks/soak.py                                60 faults over 320 steps
-    python benchmarks/soak.py --faults 6 --steps 40          the short one of make test
+    python benchmarks/soak.py --faults 6 --steps 24 --seed 2 the short one of make test
     python benchmarks/soak.py --sync micro_batch --seed 2
     python benchmarks/soak.py --churn                        one membership after the other, to see that nothing piles up in a survivor
 

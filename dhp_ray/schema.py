@@ -135,13 +135,13 @@ class Elastic:
     mirror_every_steps: int = key(1, "copy each rank's state to another rank after so many steps; 0: never, a lost worker then costs a rollback", minimum=0)
     hang_s: float = key(10.0, "a step counts as hung at the earliest after so many seconds", above=0, maximum=MONTH_S)
     hang_factor: float = key(5.0, "and after so many times its predicted seconds", minimum=1)
-    evict_below: float = key(0.2, "a worker slower than this share of the others' speed is replaced; 0: never", minimum=0, below=1)
+    evict_below: float = key(0.2, "a worker slower than this share of the others' speed is replaced, once in its place; 0: never", minimum=0, below=1)
     patience: int = key(20, "steps in a row that it must be so slow for", minimum=1)
 
 
 @dataclass(kw_only=True)
 class Watch:
-    every_steps: int = key(20, "show the plan and what really happened in TensorBoard and trace/ after this many steps; 0: never", minimum=0)
+    every_steps: int = key(20, "show the plan and what really happened in TensorBoard and trace/ at step 1 and after this many steps; 0: never", minimum=0)
 
 
 @dataclass(kw_only=True)

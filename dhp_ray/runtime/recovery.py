@@ -61,7 +61,6 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     if broken:
         session.records.event("broken", generation=session.generation, step=session.records.last_step + 1, cause=cause)
     session.dispatcher.drop()
-    session.evaluation.stop()
     sighted = yield from _settled(session, leaving)
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, sighted, cause if broken else "")
@@ -97,6 +96,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     except GroupError:
         session.group.start("call_off", generation)  # those that still wait for the others
         raise
+    session.evaluation.stop()
     batches = session.dispatcher.stop()  # a batch may have been on its way: the ranks have not waited for it
     session.enter(generation, {number: batch for number, batch in batches.items() if number > committed})  # commits drop those of finished steps
     seconds = time.perf_counter() - begun

@@ -25,6 +25,17 @@ def test_below_the_minimum_a_run_waits_for_capacity(start: Start, undisturbed: l
     check(run, undisturbed)
 
 
+def test_a_run_that_waits_for_capacity_saves_what_is_held_when_it_is_to_end(start: Start, undisturbed: list[float]) -> None:
+    run = start("cluster.min_workers=3")
+    run.wait_for_step(3)
+    moment = kill(run.pids[0])
+    run.wait_for_event(moment, "waiting")
+    end(run)
+    (formed,) = run.events("generation")
+    assert (formed["survivors"], formed["newcomers"]) == (2, 0)
+    check(run, undisturbed)
+
+
 def test_a_run_grows_when_there_is_room_for_more(start: Start, undisturbed: list[float]) -> None:
     """Beyond cluster.num_workers, up to cluster.max_workers; one of those that came is then replaced like any other."""
     run = start("cluster.num_workers=2", "cluster.max_workers=3")
