@@ -140,9 +140,8 @@ class Dispatcher:
         if self.write_plan:
             self.write_plan(step, plan.to_json() | {"batch": {
                 "epoch": batch.epoch, "cursor": batch.cursor, "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}})
-        rank_plans = [plan.rank_plan(step, rank) for rank in range(self.cluster.num_ranks)]
         prefetches: list[ray.ObjectRef] = [member.actor.prefetch.remote(rank_plan, blocks_of(rank_plan, batch))
-                                           for member, rank_plan in zip(self.group.members, rank_plans)]
+                                           for member, rank_plan in zip(self.group.members, plan.rank_plans(step), strict=True)]
         return Dispatched(step, batch, plan, prefetches)
 
     def _batch(self, step: int) -> Batch | None:

@@ -25,6 +25,9 @@ SURVEY_S = 4.0
 IDLE_LOOK_S = 1.0
 """How often workers are looked at that wait for data, and have no call that would fail."""
 
+GATHER_S = 0.002
+"""Answers that come so soon after the first are taken together with it: one at a time, each wait would look through all that are pending."""
+
 WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck", Condition.RAISED: "raised", Condition.SLOW: "is too slow",
          Condition.DRAINED: "is on a node that is being drained"}
 
@@ -113,17 +116,16 @@ class WorkerGroup:
         looks = _Looks(self, stuck_s, end_stuck)
         results: dict[int, Any] = {}
         while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=look_s)
+            ready = _answered(list(pending), look_s)
             if not ready:
                 looks.look(set(pending.values()))
-            for call in ready:
+            for call, result in zip(ready, _results(ready)):
                 rank = pending.pop(call)
-                try:
-                    results[rank] = ray.get(call)
-                except RayTaskError as error:
-                    raise GroupError(self._root_cause(rank, error, pending)) from None
-                except RayError:  # its actor died, was killed for memory, or its answer went with its node
+                if isinstance(result, RayTaskError):
+                    raise GroupError(self._root_cause(rank, result, pending)) from None
+                if isinstance(result, RayError):  # its actor died, was killed for memory, or its answer went with its node
                     raise GroupError(self.words(rank, Condition.DEAD)) from None
+                results[rank] = result
         return [results[rank] for rank in range(len(calls))]
 
     def wait(self, pending: Future[Any], done: Callable[[], bool]) -> None:
@@ -186,6 +188,27 @@ class _Looks:
             if condition is not Condition.WELL:
                 raise GroupError(self.group.words(rank, condition))
         self.before = sights
+
+
+def _answered(calls: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
+    """Calls that have ended: at least one, unless none does within `timeout_s`."""
+    first, others = ray.wait(calls, num_returns=1, timeout=timeout_s)
+    return first + ray.wait(others, num_returns=len(others), timeout=GATHER_S)[0] if first and others else first
+
+
+def _results(calls: Sequence[ray.ObjectRef]) -> list[Any]:
+    """What calls that have ended came to, in order: a result, or the error that Ray raises for it."""
+    try:
+        return list(ray.get(list(calls)))
+    except RayError:
+        return [_result(call) for call in calls]
+
+
+def _result(call: ray.ObjectRef) -> Any:
+    try:
+        return ray.get(call)
+    except RayError as error:
+        return error
 
 
 def _seen(call: ray.ObjectRef) -> tuple[Sight, Status]:
