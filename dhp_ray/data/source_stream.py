@@ -6,7 +6,8 @@
       -> a small task a block                   its columns of lengths, without ids, labels and images
 
 Reading runs ahead by at most two windows of fragments, whatever the object store would hold: on a small machine
-it takes its time from training.
+it takes its time from training. It reserves no CPU: workers may have reserved all of them, and tasks that wait for
+one would never start. Its tasks are bounded in number instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments, fragm
 from dhp_ray.planner.plan import Sample
 from dhp_ray.schema import Data, Model
 
-STAGE_CPUS = 0.25
 WINDOW_FRAGMENTS = 32
 # Ray Data reports every execution, one a window here, and that its progress bars are off.
 _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
@@ -140,10 +140,10 @@ class SourceStream:
         dataset.context.target_max_block_size = None  # one block a fragment, however large
         tasks = max(1, int(ray.cluster_resources().get("CPU", 1)) // 4)
         reader = replace(self._reader, max_tokens=self.max_tokens, max_image_tokens=self.max_image_tokens)
-        blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=STAGE_CPUS, compute=ray.data.TaskPoolStrategy(size=tasks))
+        blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0, compute=ray.data.TaskPoolStrategy(size=tasks))
         return (entry.ref for bundle in blocks.iter_internal_ref_bundles() for entry in bundle.blocks)
 
 
-@ray.remote(num_cpus=STAGE_CPUS)
+@ray.remote(num_cpus=0)
 def _lengths(block: pa.Table) -> pa.Table:
     return block.select(LENGTH_COLUMNS)
