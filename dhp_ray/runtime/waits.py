@@ -1,0 +1,119 @@
+"""What a run waits for: said on the console while it lasts, kept with its length once it is over.
+
+Whoever waits may be blocked anywhere, so a thread looks now and then whether there is something to say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event, Thread
+from time import monotonic
+
+from dhp_ray.runtime.messages import Notice
+
+LONG_S = 10.0
+"""A wait of so many seconds is a long one: it is said, and kept."""
+
+LOOK_S = 1.0
+
+SAID_AT = (1, 3, 6, 12, 30, 60)
+"""When a wait is said, in units of what makes it a long one; after the last, once every so many."""
+
+
+@dataclass(frozen=True)
+class Waited:
+    """A long wait that is over."""
+
+    what: str
+    seconds: float
+
+
+@dataclass
+class _Wait:
+    what: str
+    since: float
+    long_s: float
+    shows_itself: bool
+    said: int = 0
+
+
+def said_at_s(said: int, long_s: float = LONG_S) -> float:
+    """Seconds after which a wait is said again that has been said so many times: 10, 30, 60, 120, 300, 600, 1200, ..."""
+    last = SAID_AT[-1]
+    return long_s * (SAID_AT[said] if said < len(SAID_AT) else last * (said - len(SAID_AT) + 2))
+
+
+class Waits:
+    """The waits of one thread, one in another at most; the innermost is the one that is said.
+
+    `say` is called from a thread of its own; without it nothing is said. `close` ends that thread.
+    """
+
+    def __init__(self, say: Callable[[Notice], None] | None = None, look_s: float = LOOK_S, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._under_way: list[_Wait] = []
+        self._ended: deque[Waited] = deque()
+        self._record: Callable[[Waited], None] | None = None
+        self._closed = Event()
+        if say:
+            Thread(target=self._look, args=(say, look_s), name="waits", daemon=True).start()
+        self._say = say
+
+    @contextmanager
+    def on(self, what: str, long_s: float = LONG_S, shows_itself: bool = False) -> Iterator[None]:
+        """Around code that waits for `what`; from `long_s` seconds on it is said. `shows_itself`: the user sees by other means that it goes on."""
+        wait = _Wait(what, self._clock(), long_s, shows_itself)
+        self._under_way.append(wait)
+        try:
+            yield
+        finally:
+            self._under_way.remove(wait)
+            seconds = self._clock() - wait.since
+            if seconds >= wait.long_s:
+                self.add([Waited(what, round(seconds, 1))])
+            if wait.said and self._say:
+                self._say(Notice(f"waited {seconds:.0f} s for {what}"))
+            self._write()
+
+    @property
+    def now(self) -> str:
+        """What is waited for; empty: nothing."""
+        return self._under_way[-1].what if self._under_way else ""
+
+    def due(self) -> Notice | None:
+        """What is to be said now."""
+        for wait in self._under_way[-1:]:
+            seconds = self._clock() - wait.since
+            if seconds >= said_at_s(wait.said, wait.long_s) and not wait.shows_itself:
+                wait.said += 1
+                return Notice(f"waiting for {wait.what}: {seconds:.0f} s so far")
+        return None
+
+    def add(self, waited: list[Waited]) -> None:
+        """Long waits, of another process too, to be written with the next. Any thread may call this."""
+        self._ended.extend(waited)
+
+    def taken(self) -> list[Waited]:
+        """The long waits that have ended and are written nowhere yet; they are the caller's from here on."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def keep(self, record: Callable[[Waited], None]) -> None:
+        """Write the long waits so far with `record`, and from now on each as it ends."""
+        self._record = record
+        self._write()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _write(self) -> None:
+        if self._record:
+            for waited in self.taken():
+                self._record(waited)
+
+    def _look(self, say: Callable[[Notice], None], look_s: float) -> None:
+        while not self._closed.wait(look_s):
+            if notice := self.due():
+                say(notice)
