@@ -57,7 +57,8 @@ class Commits:
     def recovered(self, finished: list[Finished]) -> Iterator[Message]:
         """Commit what the last generation had finished, once the state after it has its copies: from then on it survives another loss."""
         if finished:
-            self.session.group.call("mirrored")
+            with self.session.group.waits.on(f"the copies of the state after step {finished[-1].step}"):
+                self.session.group.call("mirrored")
         for step in finished:
             last = step is finished[-1]
             eval_loss = (yield from self.session.evaluation.loss_when_due(step.step)) if last else None
@@ -98,13 +99,17 @@ class Commits:
         session = self.session
         cursor = session.records.read_plan(step)["batch"]["cursor"]
         self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync), set())
-        session.group.collect(self._saves)
+        with session.group.waits.on("the last checkpoint to be staged"):
+            session.group.collect(self._saves)
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
 
     def finish_saves(self) -> Iterator[Message]:
         """Wait for the saves under way."""
-        self.session.group.collect(self._saves)
-        for rank, (saved_steps, error) in enumerate(self.session.group.call("finish_save")):
+        group = self.session.group
+        with group.waits.on(f"the checkpoint of step {max(self._unsealed, default=0)}"):
+            group.collect(self._saves)
+            saves = group.call("finish_save")
+        for rank, (saved_steps, error) in enumerate(saves):
             yield from self._note_saves(rank, saved_steps, error)
 
     def forget_saves(self) -> None:

@@ -91,8 +91,10 @@ class Dispatcher:
         """
         ahead = self._ahead
         assert ahead is not None
-        self.group.wait(ahead, self._batch_there.is_set)
-        wait([ahead], timeout=None if step_time_s == math.inf else max(LATE_S, LATE_SHARE * step_time_s))
+        with self.group.waits.on(self._named("the batch", step)):
+            self.group.wait(ahead, self._batch_there.is_set)
+        with self.group.waits.on(self._named("the plan", step)):
+            wait([ahead], timeout=None if step_time_s == math.inf else max(LATE_S, LATE_SHARE * step_time_s))
         with self._lock:  # either the thread has sent its plan by now, or it will not
             late = not ahead.done() and not self._sent
             self._dropped = late
@@ -109,15 +111,21 @@ class Dispatcher:
     def stop(self) -> dict[int, Batch]:
         """Plan no more; the batches that have been taken from the stream. Waits for one that is being read."""
         self.drop()
-        self._thread.shutdown(wait=True)
+        with self.group.waits.on("the batch that is being read"):
+            self._thread.shutdown(wait=True)
         return self.batches
 
     def failures(self, dispatched: Dispatched) -> dict[str, str]:
         """Samples that no longer can be used, with reasons: known on all ranks before the step starts."""
         merged: dict[str, str] = {}
-        for found in self.group.collect(dispatched.prefetches, stuck_s=self.config.comm.timeout_s, end_stuck=True):
-            merged |= found
+        with self.group.waits.on(self._named("the images", dispatched.step)):
+            found = self.group.collect(dispatched.prefetches, stuck_s=self.config.comm.timeout_s, end_stuck=True)
+        for failed in found:
+            merged |= failed
         return dict(sorted(merged.items()))
+
+    def _named(self, what: str, step: int) -> str:
+        return f"{what} of step {step}" if step > 0 else f"{what} of the held-out samples"
 
     def _dispatch_ahead(self, step: int) -> Dispatched | None:
         batch = self._batch(step)

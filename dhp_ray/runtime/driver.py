@@ -14,6 +14,8 @@ import os
 import traceback
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from time import perf_counter
 
 import ray
@@ -30,9 +32,13 @@ from dhp_ray.runtime.group import Member, WorkerGroup
 from dhp_ray.runtime.messages import Finished, GroupError, Message, RunError
 from dhp_ray.runtime.recovery import form_anew, reopened
 from dhp_ray.runtime.start import Session, open_session
+from dhp_ray.runtime.waits import LONG_S, Waited, Waits
 from dhp_ray.storage import Folder, StorageError
 
 CONCURRENCY_GROUPS = {"control": 2}
+
+LONG_STEP = 3.0
+"""A step is said to be waited for when it takes so many times as long as any of the last ones."""
 
 
 @dataclass
@@ -59,7 +65,9 @@ class Driver:
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # of several ranks that fail together one is asked; Ray would show the others' tracebacks
         self.config, self.store, self.going_on = config, store, going_on
-        self.group = WorkerGroup([Member(slot, actor) for slot, actor in workers.items()])
+        self.messages: SimpleQueue[Message] = SimpleQueue()  # for the job's process
+        self.waits = Waits(self.messages.put)
+        self.group = WorkerGroup([Member(slot, actor) for slot, actor in workers.items()], waits=self.waits)
         self.arrivals = Arrivals(config.cluster.device)
         self.session: Session | None = None
         self.stop_reason = self.refused = ""
@@ -77,8 +85,24 @@ class Driver:
         if self.session:
             self.session.stopping = reason
 
+    @ray.method(concurrency_group="control")
+    def waited(self, waits: list[Waited]) -> None:
+        """Long waits of the job's process, to be recorded with those of the run."""
+        self.waits.add(waits)
+
     def run(self) -> Iterator[Message]:
         """Train to the end; the last message says how it ended."""
+        Thread(target=self._put_messages, name="run", daemon=True).start()  # what that thread waits for can be said meanwhile
+        message: Message | None = None
+        while not isinstance(message, Finished):
+            message = self.messages.get()
+            yield message
+
+    def _put_messages(self) -> None:
+        for message in self._run():
+            self.messages.put(message)
+
+    def _run(self) -> Iterator[Message]:
         try:
             session = yield from open_session(self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
             self.session, session.stopping = session, self.stop_reason
@@ -118,7 +142,8 @@ class Driver:
         while running:
             step = running.current.step
             session.dispatcher.begin(step + 1)
-            results = session.group.collect(running.results, *self.commits.patience_s(running.current.plan))
+            with self.waits.on(f"step {step}", max(LONG_S, LONG_STEP * max(session.step_times_s, default=0.0))):
+                results = session.group.collect(running.results, *self.commits.patience_s(running.current.plan))
             step_time_s = perf_counter() - running.begun_s
             following = session.dispatcher.take(step + 1, step_time_s)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
@@ -129,7 +154,8 @@ class Driver:
             eval_loss = yield from session.evaluation.loss_when_due(step)
             change = yield from self._change(session)
             launched = self._launch(session, None if change or session.stopping else following, waited_s)
-            session.group.call("mirrored")
+            with self.waits.on(f"the copies of the state after step {step}"):
+                session.group.call("mirrored")
             yield from self.commits.commit(running.done(results, step_time_s, eval_loss))
             running = launched
         if self.refused:  # also where it is the first step
@@ -165,7 +191,8 @@ class Driver:
             self.commits.save(last_step)
             yield from self.commits.finish_saves()
         if not stopping:
-            session.group.call("export", "model")
+            with self.waits.on("the model to be written"):
+                session.group.call("export", "model")
         session.group.call("leave")
         session.dispatcher.stop()
         session.stream.close()

@@ -69,7 +69,8 @@ class Evaluation:
             del self.dispatcher.batches[number]  # its payload goes once the ranks have it
             number -= 1
             dispatched = self.dispatcher.dispatch(number)  # planned and sent while the workers run
-            sums: list[tuple[float, int]] = self.group.collect(running)
+            with self.group.waits.on("the loss on held-out samples"):
+                sums: list[tuple[float, int]] = self.group.collect(running)
             loss_sum, num_valid_tokens = loss_sum + sums[0][0], num_valid_tokens + sums[0][1]
         if not self.dispatcher.at_end:
             yield Notice(f"no evaluation after step {step}: a held-out sample needs {self.dispatcher.needed_ranks} ranks")

@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dhp_ray.runtime.elastic import Condition, Sight, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status
+from dhp_ray.runtime.waits import Waits
 
 GRACE_S = 5.0
 """A killed rank makes its peers raise first; its own death is known to Ray a little later."""
@@ -58,8 +59,10 @@ class WorkerGroup:
     a survey explains them, and after every `look_s` seconds without a result the workers are looked at.
     """
 
-    def __init__(self, members: Sequence[Member], look_s: float | None = None) -> None:
+    def __init__(self, members: Sequence[Member], look_s: float | None = None, waits: Waits | None = None) -> None:
+        """`waits`: where those who wait for the group say so."""
         self.members, self.look_s = list(members), look_s
+        self.waits = waits or Waits()
 
     @property
     def size(self) -> int:

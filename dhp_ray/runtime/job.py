@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from dhp_ray.runtime.console import Console
 from dhp_ray.runtime.indexing import index_ahead
 from dhp_ray.runtime.messages import Finished, Notice, Replace, RunError
 from dhp_ray.runtime.roster import Roster
+from dhp_ray.runtime.waits import Waits
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -39,11 +41,13 @@ HEAD_PATIENCE_S = 5.0
 def train(config: Config) -> int:
     """Train as the configuration says; the exit status. Every failure is one line on standard error."""
     console = Console(sys.stdout)
+    waits = Waits(console.show)
     try:
         if warning := run_folder_warning(config, Path.cwd()):
             console.show(Notice(warning))
-        connect()
-        return _run(config, console)
+        with waits.on("the Ray cluster"):
+            connect()
+        return _run(config, console, waits)
     except KeyboardInterrupt:
         console.close()
         print("error: interrupted; start the same command again to go on from the newest checkpoint", file=sys.stderr)
@@ -53,6 +57,7 @@ def train(config: Config) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
+        waits.close()
         ray.shutdown()
 
 
@@ -101,9 +106,10 @@ def _knock(address: str, named_by: str) -> None:
                        "its address in RAY_ADDRESS, or RAY_ADDRESS=local for a cluster of this machine alone") from None
 
 
-def _run(config: Config, console: Console) -> int:
-    index_ahead(config.data)
-    roster = Roster(config, resolve_device(config))
+def _run(config: Config, console: Console, waits: Waits) -> int:
+    with waits.on("the index of the data", shows_itself=True):
+        index_ahead(config.data)
+    roster = Roster(config, resolve_device(config), waits)
     host = ray.util.get_node_ip_address()
     stores: list[TCPStore] = []
     ending = Ending()
@@ -115,7 +121,7 @@ def _run(config: Config, console: Console) -> int:
             # A store for each driver: the numbers of generations that a lost one tried may come again. Groups that stand still use theirs.
             stores.append(rendezvous_store(host))
             steps = console.steps
-            last = _drive(config, roster, (host, stores[-1].port), console, ending, going_on=len(stores) > 1)
+            last = _drive(config, roster, (host, stores[-1].port), console, waits, ending, going_on=len(stores) > 1)
             if last:
                 break
             lost = lost + 1 if console.steps == steps else 1
@@ -166,8 +172,11 @@ class Ending:
             self.driver.stop.remote(self.reason)
 
 
-def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, ending: Ending, going_on: bool) -> Finished | None:
+def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, waits: Waits, ending: Ending,
+           going_on: bool) -> Finished | None:
     """The run under one driver actor; None when that was lost."""
+    starting_driver = ExitStack()  # until its first message
+    starting_driver.enter_context(waits.on("the driver actor to start"))
     starting = roster.starting() if going_on else set()
     workers = {slot: worker for slot, worker in roster.workers.items() if slot not in starting}
     newcomers = {slot: roster.workers[slot] for slot in starting} if going_on else roster.grow()
@@ -178,6 +187,9 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
             driver.offer.remote(slot, worker)
         for reference in driver.run.remote():
             message = ray.get(reference)
+            starting_driver.close()
+            if waited := waits.taken():
+                driver.waited.remote(waited)
             if isinstance(message, Finished):
                 console.show(message)
                 return message
@@ -191,6 +203,7 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
         console.show(Notice("the driver actor died; another one takes over"))
         return None
     finally:
+        starting_driver.close()
         ray.kill(driver)
     raise RunError("the driver ended without a word")
 

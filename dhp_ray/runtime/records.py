@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from dhp_ray.config import Config, ConfigError, dump
+from dhp_ray.runtime.waits import Waited
 from dhp_ray.spooled_log import SpooledLog, json_text
 from dhp_ray.storage import Folder, StorageError
 
@@ -125,6 +126,10 @@ class RunRecords:
     def event(self, kind: str, **details: Any) -> None:
         """Add what happened now (UTC) to events.jsonl."""
         self._events.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **details})
+
+    def waited(self, wait: Waited) -> None:
+        """Add a long wait that is over to events.jsonl."""
+        self.event("wait", what=wait.what, seconds=wait.seconds)
 
     def plan(self, step: int, plan_json: Mapping[str, Any]) -> None:
         """Write the plan of a step, before it runs, in the form of `Plan.to_json`."""

@@ -61,10 +61,12 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     if broken:
         session.records.event("broken", generation=session.generation, step=session.records.last_step + 1, cause=cause)
     session.dispatcher.drop()
-    sighted = yield from _settled(session, leaving)
+    with session.group.waits.on(f"the workers to leave generation {session.generation}"):
+        sighted = yield from _settled(session, leaving)
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, sighted, cause if broken else "")
-    sighted = yield from _enough(session, sighted, broken)
+    with session.group.waits.on("new workers"):
+        sighted = yield from _enough(session, sighted, broken)
     survivors = [seen for seen in sighted if seen.condition is Condition.WELL]
     newcomers = session.arrivals.take(session.max_workers - len(survivors))
     committed = session.records.last_step
@@ -92,7 +94,8 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     session.generation = generation
     calls = session.group.join(generation, session.store, session.keepers, [origins[member.slot] for member in session.group.members], step)
     try:
-        session.group.collect(calls)
+        with session.group.waits.on(f"the workers to meet in generation {generation}"):
+            session.group.collect(calls)
     except GroupError:
         session.group.start("call_off", generation)  # those that still wait for the others
         raise

@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.config import Config
 from dhp_ray.runtime.messages import RunError
+from dhp_ray.runtime.waits import Waits
 
 
 class Roster:
@@ -21,8 +22,8 @@ class Roster:
         RunError: the cluster has no room for the first ones within `cluster.start_timeout_s`; an autoscaler has been asked for it.
     """
 
-    def __init__(self, config: Config, accelerator: Accelerator) -> None:
-        self.config, self.accelerator = config, accelerator
+    def __init__(self, config: Config, accelerator: Accelerator, waits: Waits) -> None:
+        self.config, self.accelerator, self.waits = config, accelerator, waits
         self.workers: dict[int, ActorHandle] = {}
         self._starts: dict[int, ray.ObjectRef] = {}
         self._bundle = {"CPU": config.cluster.cpus_per_worker} | ({accelerator.resource: 1.0} if accelerator.resource else {})
@@ -73,7 +74,9 @@ class Roster:
     def _reserve(self, num_workers: int) -> PlacementGroup:
         cluster = self.config.cluster
         room = placement_group([self._bundle] * num_workers, strategy="PACK")
-        if not room.wait(cluster.start_timeout_s):
+        with self.waits.on(f"room for {num_workers} workers"):
+            there = room.wait(cluster.start_timeout_s)
+        if not there:
             remove_placement_group(room)
             have = ray.cluster_resources()
             wanted = ", ".join(f"{amount * num_workers:g} {name}" for name, amount in self._bundle.items())

@@ -119,7 +119,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     Thread(target=warm_up, name="planner-warm-up", daemon=True).start()  # compiled by the time the workers are up
     folder = Folder(config.run.dir)
     try:
-        folder.probe()
+        with group.waits.on("run.dir"):
+            folder.probe()
     except StorageError as error:
         raise StorageError(f"run.dir: {error}") from None
     records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)
@@ -130,8 +131,9 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     if config.planner.name not in PLANNERS:
         raise ConfigError(f"planner.name: got {config.planner.name!r}; allowed: {', '.join(PLANNERS)}")
     cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{config.cluster.device}.yaml"))
-    stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
-    held_out = held_out_stream(config)
+    with group.waits.on("the index of the data"):
+        stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
+        held_out = held_out_stream(config)
     if not going_on:
         yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
     if going_on:
@@ -158,15 +160,18 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         for rank in records.ranks:
             if (rank["node_id"], rank["pid"]) not in here:  # no survey will show those that went with the driver
                 records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"], condition=str(Condition.DEAD), error="", stands="")
+        group.waits.keep(records.waited)
         return session
     records.write_config(config)
+    group.waits.keep(records.waited)
     checkpoints.discard_after(first_step - 1)
     records.truncate(first_step - 1)
     if newest:
         stream.restore(newest.cursor)
     origin = Load(checkpoints.name(newest.step) if newest else "")
     generation = records.generation + 1  # one after those of earlier starts
-    group.collect(group.join(generation, store, session.keepers, [origin] * group.size, first_step - 1))
+    with group.waits.on("the workers to load the model and to meet"):
+        group.collect(group.join(generation, store, session.keepers, [origin] * group.size, first_step - 1))
     session.enter(generation)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
     scalars.hyperparameters(config)
@@ -180,7 +185,8 @@ def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
     probe = f".reach-{uuid.uuid4().hex}"
     folder.write(probe, b"")
     try:
-        group.describe(device, probe)
+        with group.waits.on("the workers to start"):
+            group.describe(device, probe)
     finally:
         folder.delete(probe)
 

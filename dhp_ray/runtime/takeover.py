@@ -23,7 +23,8 @@ def take_over(group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: C
     group.look_s = look_s
     while True:
         yield from _part(group, arrivals)
-        yield from _somebody(group, arrivals, stopping)
+        with group.waits.on("new workers"):
+            yield from _somebody(group, arrivals, stopping)
         try:
             describe()
             return

@@ -47,7 +47,7 @@ def said_at_s(said: int, long_s: float = LONG_S) -> float:
 
 
 class Waits:
-    """The waits of one thread, one in another at most; the innermost is the one that is said.
+    """The waits of one thread. One may lie within another; the innermost is the one that is said.
 
     `say` is called from a thread of its own; without it nothing is said. `close` ends that thread.
     """
