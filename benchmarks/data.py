@@ -1,9 +1,10 @@
-"""Whether data keeps up: rows a second of the stream, the driver's memory, and steps that wait. `python benchmarks/data.py [rows] [memory] [waits]`
+"""Whether data keeps up: rows a second of the stream, the driver's memory, and steps that wait. `python benchmarks/data.py [rows] [memory] [waits] [index]`
 
     rows     pyarrow  every row group read into memory, columns as they are: nothing tokenized, no header read
              stream   `dhp_ray.data.stream.Stream` to its last batch: headers, chat template, tokens, labels, blocks in Ray's object store
              model    forward and backward of the tiny model on one rank, one sample after the other, images decoded as a worker does
     memory   the resident memory of the process that takes batches from the stream, over samples with a picture of 4 kB each, then of 4 MB
+    index    the resident memory of a process that indexes JSONL, with ids and without, and of one that finds the index kept
     waits    a run of `jobs/train.py`: the steps whose start waited, for their batch, their plan or their decoded images
 
 All of them on data made here in a temporary folder: the synthetic set (jobs/prepare_data.py's), and pictures of noise.
@@ -43,7 +44,7 @@ from dhp_ray.train.collate import collate  # noqa: E402
 from dhp_ray.train.pack import pack_loss  # noqa: E402
 
 BATCH = 16
-SECTIONS = ("rows", "memory", "waits")
+SECTIONS = ("rows", "memory", "waits", "index")
 PICTURES = {"4 kB": (36, 36), "4 MB": (1180, 1180)}
 """Sides of pictures of noise, which stored as they are take so much."""
 WAIT_SHARE, WAIT_S = 0.01, 0.005
@@ -58,12 +59,18 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=2000, help="memory: samples of each size")
     parser.add_argument("--steps", type=int, default=40, help="waits: steps of the run")
     parser.add_argument("--step-samples", type=int, default=48, help="waits: samples of a step, which should take half a second or more")
+    parser.add_argument("--index-rows", type=int, default=10_000_000, help="index: rows of the file")
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"no section {unknown.pop()!r}; there are {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     sections = options.sections or SECTIONS
+    if "index" in sections:
+        with tempfile.TemporaryDirectory(prefix="dhp_ray_data_") as folder:
+            compare_indexes(Path(folder), options.index_rows)
+    if set(sections) == {"index"}:
+        return
     ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, configure_logging=False, log_to_driver=False)
     with tempfile.TemporaryDirectory(prefix="dhp_ray_data_") as folder:
         if "rows" in sections:
@@ -166,6 +173,34 @@ def driver_memory(stream: Stream, num_samples: int) -> tuple[int, int]:
 
 def resident_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+
+
+INDEX_ONCE = """
+import resource, sys
+from dhp_ray.data.index import index_fragments
+from dhp_ray.schema import Data
+found = index_fragments(Data(format="llava", path=sys.argv[1]))
+peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+usage = resource.getrusage(resource.RUSAGE_SELF)
+print(found.num_rows, peak, usage.ru_utime + usage.ru_stime)
+"""
+
+
+def compare_indexes(folder: Path, num_rows: int) -> None:
+    """In a process each; the peak is the kernel's, and counts the pages of the file that are mapped."""
+    print(f"| {num_rows:,} rows | file | peak resident | CPU |\n|---|---|---|---|")
+    for name, row in {"with ids": '{"id": "photograph-%012d", "conversations": []}\n', "without": '{"conversations": [], "n": %d}\n'}.items():
+        path = folder / "rows.jsonl"
+        with open(path, "w") as file:
+            for first in range(0, num_rows, 100_000):
+                file.write("".join(row % number for number in range(first, min(first + 100_000, num_rows))))
+        for form in (name, "kept"):
+            environment = os.environ | {"DHP_RAY_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+            output = subprocess.run([sys.executable, "-c", INDEX_ONCE, str(path)], check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
+            rows, peak, seconds = output.split()
+            assert int(rows) == num_rows
+            print(f"| {form} | {path.stat().st_size / 1e6:,.0f} MB | {int(peak) * 1024 / 1e6:,.0f} MB | {float(seconds):.0f} s |", flush=True)
+    print(flush=True)
 
 
 def count_waits(folder: Path, num_steps: int, batch_size: int) -> None:

@@ -62,15 +62,13 @@ class SpooledLog:
                 yield line
 
     def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Leave only the lines that `keep` admits. The file is replaced at once, and only when a line goes."""
-        lines = list(self.lines())
-        kept = [line for line in lines if keep(line)]
-        if len(kept) == len(lines):
+        """Leave only the lines that `keep` admits. The file is replaced at once, and only when a line goes. A line at a time is in memory."""
+        if all(keep(line) for line in self.lines()):
             return
         with told(str(self._path), "cannot be written"):
             self._file.close()
-            with replacing(self._path) as temporary:
-                temporary.write_text("".join(json_text(line) + "\n" for line in kept), encoding="utf-8")
+            with replacing(self._path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+                file.writelines(json_text(line) + "\n" for line in self.lines() if keep(line))
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  as above
         self._changed = True
 

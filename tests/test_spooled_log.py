@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,19 @@ def test_log_appends_reads_truncates_and_continues(folder: Folder) -> None:
     again.append({"step": 5})
     again.close()
     assert [json.loads(line)["step"] for line in folder.read("ledger.jsonl").decode().splitlines()] == [1, 2, 3, 4, 5]
+
+
+def test_a_long_log_is_cut_back_line_by_line(tmp_path: Path) -> None:
+    log = SpooledLog(Folder(str(tmp_path)), "ledger.jsonl")
+    for step in range(1, 501):
+        log.append({"step": step, "sample_ids": [f"sample-{step:06d}-{number:06d}" for number in range(200)]})
+    tracemalloc.start()
+    log.truncate(lambda line: line["step"] <= 400)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 500_000  # the file has 2.8 MB
+    assert [line["step"] for line in log.lines()] == list(range(1, 401))
+    log.close()
 
 
 def test_a_line_that_a_crash_cut_short_is_dropped(folder: Folder) -> None:

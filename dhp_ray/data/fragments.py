@@ -19,11 +19,11 @@ from typing import overload
 import numpy as np
 import pyarrow as pa
 
-FORM = 2  # raised when the same files would give another table
+FORM = 3  # raised when the same files would give another table
 _SCHEMA = pa.schema([
     ("file", pa.int32()), ("first_row", pa.int64()), ("num_rows", pa.int32()), ("row_group", pa.int32()),
     ("starts", pa.list_(pa.int64())), ("stops", pa.list_(pa.int64())),
-    ("renamed", pa.list_(pa.int32())), ("names", pa.list_(pa.string()))])
+    ("renamed", pa.list_(pa.int32())), ("names", pa.list_(pa.large_string()))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class FragmentWriter:
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, str], int] = {}
-        self._numbers = {name: array("q") for name in ("file", "first_row", "num_rows", "row_group", "starts", "stops", "renamed")}
-        self._names: list[str] = []
-        self._spans, self._renames = array("q", [0]), array("q", [0])
+        self._numbers = {name: array("q") for name in ("file", "first_row", "num_rows", "row_group", "starts", "stops")}
+        self._renamed, self._names, self._name_ends = array("i"), bytearray(), array("q", [0])
+        self._spans, self._renames = array("i", [0]), array("i", [0])
 
     def add(self, fragment: Fragment) -> None:
         file = self._files.setdefault((fragment.path, fragment.kind), len(self._files))
@@ -89,19 +89,23 @@ class FragmentWriter:
             self._numbers["starts"].append(start)
             self._numbers["stops"].append(stop)
         for offset, renamed in fragment.names:
-            self._numbers["renamed"].append(offset)
-            self._names.append(renamed)
+            self._renamed.append(offset)
+            self._names += renamed.encode()
+            self._name_ends.append(len(self._names))
         self._spans.append(len(self._numbers["starts"]))
-        self._renames.append(len(self._names))
+        self._renames.append(len(self._renamed))
 
     def table(self) -> pa.Table:
-        plain = {name: np.frombuffer(values, np.int64) if values else np.zeros(0, np.int64) for name, values in self._numbers.items()}
-        spans, renames = pa.array(np.frombuffer(self._spans, np.int64), pa.int32()), pa.array(np.frombuffer(self._renames, np.int64), pa.int32())
-        columns = [pa.array(plain[name], _SCHEMA.field(name).type) for name in ("file", "first_row", "num_rows", "row_group")]
-        columns += [pa.ListArray.from_arrays(spans, pa.array(plain[name])) for name in ("starts", "stops")]
-        columns += [pa.ListArray.from_arrays(renames, pa.array(plain["renamed"], pa.int32())),
-                    pa.ListArray.from_arrays(renames, pa.array(self._names, pa.string()))]
+        """The fragments so far. It shares the writer's memory: add nothing afterwards."""
+        columns = [_values(self._numbers[name], pa.int64()).cast(_SCHEMA.field(name).type) for name in ("file", "first_row", "num_rows", "row_group")]
+        columns += [pa.ListArray.from_arrays(_values(self._spans, pa.int32()), _values(self._numbers[name], pa.int64())) for name in ("starts", "stops")]
+        names = pa.LargeStringArray.from_buffers(len(self._renamed), pa.py_buffer(self._name_ends), pa.py_buffer(self._names))
+        columns += [pa.ListArray.from_arrays(_values(self._renames, pa.int32()), values) for values in (_values(self._renamed, pa.int32()), names)]
         return pa.table(columns, schema=_SCHEMA.with_metadata({"files": json.dumps(list(self._files))}))
+
+
+def _values(numbers: array[int], kind: pa.DataType) -> pa.Array:
+    return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers)])
 
 
 def cache_folder() -> Path:
@@ -126,8 +130,8 @@ def load(key: str) -> pa.Table | None:
     return table if table.schema.equals(_SCHEMA) and b"files" in (table.schema.metadata or {}) else None
 
 
-def store(key: str, table: pa.Table) -> None:
-    """Keep a table; where it cannot be written the next start has to make it again."""
+def store(key: str, table: pa.Table) -> pa.Table:
+    """Keep a table, and have it mapped; where it cannot be written, itself: the next start has to make it again."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,10 +139,12 @@ def store(key: str, table: pa.Table) -> None:
         os.close(handle)
         try:
             with pa.OSFile(unfinished, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table.combine_chunks())
+                writer.write_table(table)
             os.replace(unfinished, folder / f"{key}.arrow")
         except BaseException:
             os.unlink(unfinished)
             raise
     except OSError as error:
         logging.getLogger(__name__).warning("the index of the data cannot be kept in %s: %s", folder, error.strerror)
+        return table
+    return load(key) or table

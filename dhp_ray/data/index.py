@@ -14,16 +14,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dhp_ray.credentials import masked
 from dhp_ray.data import fragments as kept
 from dhp_ray.data.errors import DataError, first_line, told
 from dhp_ray.data.fragments import Fragment, Fragments, FragmentWriter
+from dhp_ray.data.names import Names
 from dhp_ray.data.saved_sets import arrow_schema, saved_files, scan_arrow
 from dhp_ray.data.shards import scan_tar
 from dhp_ray.schema import Data
@@ -37,7 +36,6 @@ KEPT_FROM_BYTES = 8 * 2**20
 _SUFFIXES = {"llava": (".json", ".jsonl"), "parquet": (".parquet",), "synthetic": (".parquet",), "webdataset": (".tar",)}
 _KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".tar": "tar", ".arrow": "arrow"}
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
-_UNFIT = re.compile("[\x00-\x1f\x7f\u2028\u2029\ud800-\udfff]")  # what an id on one line of a log cannot hold
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and all bytes."""
@@ -54,7 +52,7 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
     key = kept.cache_key(files) if sum(sizes) >= KEPT_FROM_BYTES else ""
     table = kept.load(key) if key else None
     if table is None:
-        names, writer, done = _Names(), FragmentWriter(), 0
+        names, writer, done = Names(), FragmentWriter(), 0
         for (path, kind), size in zip(files, sizes):
             try:
                 for fragment in _SCANS[kind](path, names, _after(done, sum(sizes), progress)):
@@ -66,7 +64,7 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
             done += size
         table = writer.table()
         if key:
-            kept.store(key, table)
+            table = kept.store(key, table)
     found = Fragments(table)
     if not len(found):
         raise DataError(f"data.path: {data.path} holds no rows; allowed: at least one")
@@ -115,28 +113,7 @@ def image_root(data: Data) -> str:
     return path if os.path.isdir(path) else os.path.dirname(path)
 
 
-class _Names:
-    """Ids that are taken. Real sets repeat some, and a ledger needs one name a row."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def claim(self, given: Any, path: str, row: int) -> str | None:
-        """None where the given id can stay; else the name to use in its place."""
-        wanted = None if given is None or isinstance(given, (dict, list)) else str(given)
-        if wanted and (len(wanted) > 200 or _UNFIT.search(wanted) or masked(wanted) != wanted):
-            wanted = None
-        if wanted and wanted not in self._taken:
-            self._taken.add(wanted)
-            return None
-        name = f"{wanted or Path(path).stem}#{row:06d}"
-        while name in self._taken:
-            name = f"{name}+"
-        self._taken.add(name)
-        return name
-
-
-def _scan_json(path: str, names: _Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+def _scan_json(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
     if not os.path.getsize(path):
         raise DataError(f"data.path: {path} is empty; allowed: JSON or JSONL with at least one row")
     has_conversations, num_rows = False, 0
@@ -156,7 +133,7 @@ def _scan_json(path: str, names: _Names, progress: Callable[[int], None]) -> Ite
         raise DataError(f"data.path: {path}: no row has conversations; allowed: rows with id, image and conversations (or messages)")
 
 
-def _in_parts(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]], names: _Names) -> Iterator[Fragment]:
+def _in_parts(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]], names: Names) -> Iterator[Fragment]:
     """Fragments of rows that are given by (id, byte range)."""
     first = 0
     while part := list(islice(rows, ROWS_PER_FRAGMENT)):
@@ -165,17 +142,17 @@ def _in_parts(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]],
         first += len(part)
 
 
-def _renamed(given: Iterable[Any], names: _Names, path: str, first: int) -> tuple[tuple[int, str], ...]:
+def _renamed(given: Iterable[Any], names: Names, path: str, first: int) -> tuple[tuple[int, str], ...]:
     claimed = ((offset, names.claim(name, path, first + offset)) for offset, name in enumerate(given))
     return tuple((offset, name) for offset, name in claimed if name)
 
 
-def _scan_tar(path: str, names: _Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+def _scan_tar(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
     rows = ((key, (start, stop)) for key, start, stop in scan_tar(path, progress))
     yield from _in_parts(path, "tar", rows, names)
 
 
-def _scan_arrow(path: str, names: _Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+def _scan_arrow(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
     _check_columns(arrow_schema(path), path)
     first = 0
     for start, stop, batch in scan_arrow(path, progress):
@@ -209,8 +186,8 @@ def _row_spans(text: mmap.mmap, path: str) -> Iterator[tuple[int, int]]:
     if first is None:
         raise DataError(f"data.path: {path} is empty; allowed: JSON or JSONL with at least one row")
     if first.group(1) != b"[":
-        for line in re.finditer(rb"[^\r\n]*\S[^\r\n]*", text[begin:] if begin else text):
-            yield line.start() + begin, line.end() + begin
+        for line in re.compile(rb"[^\r\n]*\S[^\r\n]*").finditer(text, begin):
+            yield line.span()
         return
     depth, start, end = 0, 0, first.end()
     for match in _STRUCTURE.finditer(text, first.start(1)):
@@ -238,7 +215,7 @@ def _check_gap(gap: bytes, path: str, position: int, *, first_row: bool) -> None
         raise DataError(f"data.path: {path} is not JSON: expected an object at byte {position}, found {gap.strip()[:40]!r}")
 
 
-def _scan_parquet(path: str, names: _Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+def _scan_parquet(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
     try:
         with pq.ParquetFile(path) as file:
             _check_columns(file.schema_arrow, path)
@@ -277,5 +254,5 @@ def _holds_images(kind: pa.DataType) -> bool:
     return any(test(kind) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string, pa.types.is_large_string, pa.types.is_null))
 
 
-_SCANS: dict[str, Callable[[str, _Names, Callable[[int], None]], Iterator[Fragment]]] = {
+_SCANS: dict[str, Callable[[str, Names, Callable[[int], None]], Iterator[Fragment]]] = {
     "json": _scan_json, "parquet": _scan_parquet, "tar": _scan_tar, "arrow": _scan_arrow}
