@@ -228,7 +228,7 @@ def waits_of(run_dir: Path) -> tuple[list[float], int]:
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
     driver, ranks = ([point.value for point in events.Scalars(tag)] for tag in ("data/data_wait_s", "data/prefetch_wait_s"))
-    return [before + inside for before, inside in zip(driver, ranks, strict=True)], int(events.Scalars("plan/late_plans")[-1].value)
+    return [before + inside for before, inside in zip(driver, ranks, strict=True)], int(sum(point.value for point in events.Scalars("plan/late")))
 
 
 if __name__ == "__main__":

@@ -126,6 +126,7 @@ class RankPlan:
     """One rank's ordered slice of a plan, and every process group of the plan (ranks alike on all ranks, in plan order).
 
     `encodes` tells, for each micro-batch of a plan in lockstep, whether any rank's pack in it has an image; it is empty with sync=step.
+    `plan_id` names the plan among all that were sent in a run.
     """
 
     step: int
@@ -133,6 +134,7 @@ class RankPlan:
     process_groups: tuple[tuple[int, ...], ...]
     packs: tuple[RankPack, ...]
     encodes: tuple[bool, ...] = ()
+    plan_id: str = ""
 
     @property
     def num_micro_batches(self) -> int:
@@ -168,10 +170,10 @@ class Plan:
             counts[group.degree] = counts.get(group.degree, 0) + 1
         return dict(sorted(counts.items()))
 
-    def rank_plan(self, step: int, rank: int) -> RankPlan:
-        return self.rank_plans(step)[rank]
+    def rank_plan(self, step: int, rank: int, plan_id: str = "") -> RankPlan:
+        return self.rank_plans(step, plan_id)[rank]
 
-    def rank_plans(self, step: int) -> list[RankPlan]:
+    def rank_plans(self, step: int, plan_id: str = "") -> list[RankPlan]:
         """Every rank's slice. O(ranks + sum of degrees)."""
         numbers = sorted({group.micro_batch for group in self.groups}) if self.sync == "micro_batch" else []
         encoding = {group.micro_batch for group in self.groups if group.encoders}
@@ -183,7 +185,7 @@ class Plan:
             for rank in group.ranks:
                 packs[rank].append(pack)
         process_groups, encodes = self.process_groups(), tuple(number in encoding for number in numbers)
-        return [RankPlan(step, rank, process_groups, tuple(packs[rank]), encodes) for rank in range(self.cluster.num_ranks)]
+        return [RankPlan(step, rank, process_groups, tuple(packs[rank]), encodes, plan_id) for rank in range(self.cluster.num_ranks)]
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
@@ -251,7 +253,7 @@ class PackTime:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one rank reports of one step. Sums are global: equal on all ranks."""
+    """What one rank reports of one step: `plan_id` is the plan that it ran. Sums are global: equal on all ranks."""
 
     step: int
     rank: int
@@ -267,6 +269,7 @@ class StepResult:
     pool: dict[str, int]
     saved_steps: tuple[int, ...] = ()
     save_error: str = ""
+    plan_id: str = ""
 
 
 def _flat(pieces: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:

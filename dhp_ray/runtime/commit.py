@@ -9,8 +9,8 @@ import ray
 
 from dhp_ray.planner.plan import Plan, StepResult
 from dhp_ray.runtime.checkpoints import Manifest
-from dhp_ray.runtime.measures import TimeScale, step_extra, step_metrics
-from dhp_ray.runtime.messages import Message, Notice, StepDone
+from dhp_ray.runtime.measures import step_extra, step_metrics
+from dhp_ray.runtime.messages import Message, Notice, RunError, StepDone
 from dhp_ray.runtime.recovery import Finished
 from dhp_ray.runtime.speeds import busy_s, nominal_compute_s
 from dhp_ray.runtime.start import Session
@@ -18,10 +18,12 @@ from dhp_ray.runtime.start import Session
 
 @dataclass(frozen=True)
 class Done:
-    """A step that every rank has applied. `results` may lack those of ranks that were lost since."""
+    """A step that every rank has applied. `late`: on the last resort's plan. `results` may lack those of ranks that were lost since."""
 
     step: int
     plan: Plan
+    plan_id: str
+    late: bool
     epoch: int
     skipped: list[tuple[str, str]]
     placeholders: dict[str, str]
@@ -33,10 +35,10 @@ class Done:
     @classmethod
     def of(cls, finished: Finished, eval_loss: float | None) -> Done:
         """From the plan file and what the survivors of a generation say."""
-        batch = finished.plan_file["batch"]
-        results = [ran.result for ran in finished.ran]
-        return cls(finished.step, finished.plan, batch["epoch"], [(sample_id, reason) for sample_id, reason in batch["skipped"]], finished.ran[0].placeholders,
-                   results, max(result.step_time_s for result in results), eval_loss=eval_loss)
+        file, batch = finished.plan_file, finished.plan_file["batch"]
+        results, skipped = [ran.result for ran in finished.ran], [(sample_id, reason) for sample_id, reason in batch["skipped"]]
+        return cls(finished.step, finished.plan, file["id"], file["late"], batch["epoch"], skipped, finished.ran[0].placeholders, results,
+                   max(result.step_time_s for result in results), eval_loss=eval_loss)
 
 
 @dataclass
@@ -44,15 +46,14 @@ class Commits:
     """The one writer of steps and checkpoints."""
 
     session: Session
-    scale: TimeScale = field(default_factory=TimeScale)
     _saves: list[ray.ObjectRef] = field(default_factory=list)  # calls that stage a checkpoint, between two steps
     _unsealed: dict[int, tuple[Manifest, set[int]]] = field(default_factory=dict)  # saves under way: what to seal, which ranks are done
 
     def patience_s(self, plan: Plan) -> tuple[float, float]:
         """Seconds after which a step is looked at, and after which a worker that does not get on is stuck: once it is known what predictions are worth."""
         elastic = self.session.config.elastic
-        limit_s = max(elastic.hang_s, elastic.hang_factor * plan.predicted_time_s * self.scale.value)
-        return (limit_s / 2, limit_s) if self.scale.ratios else (elastic.hang_s / 2, self.session.config.comm.timeout_s)
+        limit_s = max(elastic.hang_s, elastic.hang_factor * plan.predicted_time_s * self.session.scale.value)
+        return (limit_s / 2, limit_s) if self.session.scale.ratios else (elastic.hang_s / 2, self.session.config.comm.timeout_s)
 
     def recovered(self, finished: list[Finished]) -> Iterator[Message]:
         """Commit what the last generation had finished, once the state after it has its copies: from then on it survives another loss."""
@@ -65,18 +66,25 @@ class Commits:
             yield from self.commit(Done.of(step, eval_loss))
 
     def commit(self, done: Done) -> Iterator[Message]:
-        """Skipped samples, metrics, ledger; then the curves."""
+        """Skipped samples, metrics, ledger; then the curves.
+
+        Raises:
+            RunError: a rank ran another plan than the one that is written down.
+        """
         session, records, plan = self.session, self.session.records, done.plan
-        metrics = step_metrics(plan, done.results, done.step_time_s, self.scale.value, session.generation)
+        for result in done.results:
+            if result.plan_id != done.plan_id:
+                raise RunError(f"step {done.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is of {done.plan_id}")
+        metrics = step_metrics(plan, done.results, done.step_time_s, session.scale.value, session.generation, done.late)
         metrics |= {} if done.eval_loss is None else {"eval_loss": done.eval_loss}
-        extra = step_extra(plan, done.results, done.data_wait_s, done.epoch) | {"late_plans": session.dispatcher.late_plans}
-        self.scale.observe(metrics["measured_makespan_s"], plan.predicted_time_s)
+        extra = step_extra(plan, done.results, done.data_wait_s, done.epoch)
+        session.scale.observe(metrics["measured_makespan_s"], plan.predicted_time_s)
         session.step_times_s.append(done.step_time_s)
         for sample_id, reason in [*done.skipped, *done.placeholders.items()]:
             if records.skip(sample_id, reason, done.step, done.epoch):
                 yield Notice(f"sample {sample_id} left out: {reason}")
         if not extra["applied"]:
-            records.event("update_skipped", step=done.step, gradient_norm=extra["gradient_norm"], sample_ids=[sample.id for sample in plan.samples])
+            records.event("update_skipped", step=done.step, gradient_norm=metrics["gradient_norm"], sample_ids=[sample.id for sample in plan.samples])
             yield Notice(f"step {done.step}: the gradient is not finite; update skipped on all ranks")
         records.commit(done.step, [sample.id for sample in plan.samples if sample.id not in done.placeholders], metrics)
         session.dispatcher.batches.pop(done.step, None)

@@ -29,7 +29,7 @@ class Console:
                 self._open_bar(message.first_step - 1)
             case StepDone():
                 self.steps += 1
-                self._print(step_line(message.metrics, message.extra, self._total_steps))
+                self._print(step_line(message.metrics, self._total_steps))
                 if self._bar:
                     self._bar.update(self._bar.task_ids[0], completed=message.metrics["step"], now=now_line(message.metrics))
             case Notice():
@@ -61,19 +61,19 @@ class Console:
             self._bar.start()
 
 
-def step_line(metrics: Mapping[str, Any], extra: Mapping[str, Any], total_steps: int) -> str:
+def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
     """`step 12/60 loss 2.413 (lr 9.8e-4, norm 1.2) 3.1k tokens/s step 0.84 s plan 3 ms idle 18 % degrees 1x9 2x2`.
 
-    `degrees` lists degree x number of packs. `total_steps` is 0 when it is not known.
+    `degrees` lists degree x number of packs; `plan 3 ms (late: dhp_quick)` says that the plan came too late and which planner's ran instead.
+    `total_steps` is 0 when it is not known.
     """
     place = f"step {metrics['step']}/{total_steps}" if total_steps else f"step {metrics['step']}"
     degrees = " ".join(f"{degree}x{count}" for degree, count in sorted((int(degree), count) for degree, count in metrics["degrees"].items()))
-    words = [place, f"loss {metrics['loss']:.3f}"]
-    if "learning_rate" in extra:
-        words.append(f"(lr {_short_exponent(extra['learning_rate'])}, norm {extra['gradient_norm']:.3g})")
+    words = [place, f"loss {metrics['loss']:.3f}", f"(lr {_short_exponent(metrics['learning_rate'])}, norm {metrics['gradient_norm']:.3g})"]
     if "eval_loss" in metrics:
         words.append(f"eval loss {metrics['eval_loss']:.3f}")
-    words += [f"{_rate(metrics)} tokens/s", f"step {metrics['step_time_s']:.2f} s", f"plan {1e3 * metrics['planning_time_s']:.0f} ms",
+    late = f" (late: {metrics['planner']})" if metrics["late"] else ""
+    words += [f"{_rate(metrics)} tokens/s", f"step {metrics['step_time_s']:.2f} s", f"plan {1e3 * metrics['planning_time_s']:.0f} ms{late}",
               f"idle {100 * metrics['idle_fraction']:.0f} %", f"degrees {degrees}"]
     return " ".join(words)
 

@@ -1,20 +1,21 @@
 """The way of a batch to the workers: take it from the stream, plan it, write the plan down, send each rank its slice and its references.
 
     driver       collects step n ........................| takes n+1, launches it
-    a thread     batch n+1 -> plan n+1 -> plans/ -> send  |
+    two threads  batch n+1 -> plan n+1 -> plans/ -> send  |
     workers      run n, prefetch n+1                      |
 
-Planning that is not done when the workers are is dropped for the planner's last resort, a fast valid plan; `late_plans` counts them.
+Where the plan is not there when the workers are done, the driver makes one by the planner's last resort, a fast valid plan, and sends that once waiting
+has cost as much as running it loses (`planning`). Every plan that is sent has an id of its own: workers run the plan that the driver names.
 """
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from threading import Event, Lock
+from time import monotonic
 from typing import Any
 
 import ray
@@ -28,21 +29,26 @@ from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan
 from dhp_ray.runtime.group import WorkerGroup
 from dhp_ray.runtime.messages import BlockRows
+from dhp_ray.runtime.planning import Patience, Planning, patience_s
 
-LATE_SHARE = 0.02
-LATE_S = 0.01
-"""A plan may come so much later than the results of the step before: this share of its step's seconds, or this many."""
+RECENT = 50
+"""Plans whose distance from the lower bound says what the next one will be."""
 
 WritePlan = Callable[[int, dict[str, Any]], None]
 
 
 @dataclass
 class Dispatched:
-    """A planned batch under way to the workers. `prefetches` return what their prefetch threads could not decode."""
+    """A planned batch under way to the workers. `prefetches` return what their prefetch threads could not decode.
+
+    `late`: the plan is the last resort's, because the planner's own was not there in time.
+    """
 
     step: int
     batch: Batch
     plan: Plan
+    plan_id: str
+    late: bool
     prefetches: list[ray.ObjectRef]
 
 
@@ -50,21 +56,23 @@ class Dispatcher:
     """Plans batch after batch for one membership of the group.
 
     `batches` are those taken from the stream and not committed yet, by step: a later membership plans them again.
-    `speeds` tells those of the ranks; `write_plan` keeps the plan of a step before the step runs.
+    `pool` is the book of the ranks' group pools, shared by all dispatchers of a generation and advanced as ranks are told to run (`started`).
+    `speeds` tells those of the ranks; `write_plan` keeps the plan of a step before the step runs. `scale` tells measured over predicted seconds,
+    None while that is not known. Nothing is planned before `compiled` is done.
     """
 
-    def __init__(self, stream: Stream | Mixture, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config,
-                 speeds: Callable[[], tuple[float, ...]] | None = None, write_plan: WritePlan | None = None,
-                 batches: dict[int, Batch] | None = None) -> None:
+    def __init__(self, stream: Stream | Mixture, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config, pool: PoolBook,
+                 generation: int = 0, speeds: Callable[[], tuple[float, ...]] | None = None, write_plan: WritePlan | None = None,
+                 batches: dict[int, Batch] | None = None, scale: Callable[[], float | None] = lambda: None,
+                 compiled: Future[float] | None = None) -> None:
         self.stream, self.group, self.cluster, self.cost, self.config = stream, group, cluster, cost, config
+        self.pool, self.generation, self.scale, self.compiled = pool, generation, scale, compiled
         self.speeds, self.write_plan, self.batches = speeds, write_plan, batches or {}
-        self.pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # as every rank's will be once it has run the plans
-        self.late_plans = 0
         self.at_end = False
-        self._thread = ThreadPoolExecutor(1, "planning")
-        self._ahead: Future[Dispatched | None] | None = None
-        self._lock, self._batch_there = Lock(), Event()
-        self._dropped = self._sent = False
+        self._reader, self._planner = ThreadPoolExecutor(1, "reading"), ThreadPoolExecutor(1, "planning")
+        self._planning: Planning | None = None
+        self._num_sent = 0
+        self._over_bound: deque[float] = deque(maxlen=RECENT)  # of the planner's plans: predicted makespan over lower bound
 
     @property
     def needed_ranks(self) -> int:
@@ -78,41 +86,56 @@ class Dispatcher:
         return self.take(step)
 
     def begin(self, step: int) -> None:
-        """Dispatch a step in the planning thread; `take` has what it came to."""
-        self._batch_there.clear()
-        self._dropped = self._sent = False
-        self._ahead = self._thread.submit(self._dispatch_ahead, step)
+        """Dispatch a step beside the one that runs; `take` has what it came to."""
+        speeds = self.speeds() if self.speeds else self.cluster.speeds
+        planning = self._planning = Planning(step, speeds, self.pool.held())
+        planning.reading = self._reader.submit(self._batch, step)
+        planning.ahead = self._planner.submit(self._plan_ahead, planning)
 
-    def take(self, step: int, step_time_s: float = math.inf) -> Dispatched | None:
-        """What `begin(step)` came to, at once where a step before it took `step_time_s`. A batch that is not there yet is waited for.
+    def take(self, step: int) -> Dispatched | None:
+        """What `begin(step)` came to. The batch is waited for; its plan as long as that costs less than the last resort would (`patience_s`).
 
         Raises:
             GroupError: the group broke meanwhile.
         """
-        ahead = self._ahead
-        assert ahead is not None
+        planning = self._planning
+        assert planning is not None
+        assert planning.step == step
         with self.group.waits.on(self._named("the batch", step)):
-            self.group.wait(ahead, self._batch_there.is_set)
+            self.group.wait(planning.reading)
+        batch = planning.reading.result()
+        if batch is None or self.needed_ranks > self.cluster.num_ranks:
+            return None
+        if self.compiled:
+            with self.group.waits.on("the planner's loops, which are being compiled"):
+                self.group.wait(self.compiled)
+        if planning.ahead.done():
+            return planning.ahead.result()
+        begun_s = monotonic()
+        last_resort = self._plan(planning, batch, LAST_RESORT[self.config.planner.sync])
+        expected_s = last_resort.lower_bound_s * (statistics.median(self._over_bound) if self._over_bound else 1.0)
+        patience = Patience(begun_s, patience_s(last_resort.predicted_time_s, expected_s, self.scale()))
         with self.group.waits.on(self._named("the plan", step)):
-            wait([ahead], timeout=None if step_time_s == math.inf else max(LATE_S, LATE_SHARE * step_time_s))
-        with self._lock:  # either the thread has sent its plan by now, or it will not
-            late = not ahead.done() and not self._sent
-            self._dropped = late
-        if not late:
-            return ahead.result()
-        self.late_plans += 1
-        return self._send(step, self.batches[step], self._plan(self.batches[step], LAST_RESORT[self.config.planner.sync]))
+            self.group.wait(planning.ahead, patience.over)
+        if planning.ahead.done() or not planning.claim():  # the thread has sent its plan, is sending it, or has failed
+            return planning.ahead.result()
+        return self._send(step, batch, last_resort, late=True)
+
+    def started(self, dispatched: Dispatched) -> None:
+        """The ranks have been told to run it: their pools will hold its groups."""
+        deque(self.pool.take(dispatched.plan.process_groups()), maxlen=0)
 
     def drop(self) -> None:
         """Send no further plan."""
-        with self._lock:
-            self._dropped = True
+        if self._planning:
+            self._planning.claim()
 
     def stop(self) -> dict[int, Batch]:
-        """Plan no more; the batches that have been taken from the stream. Waits for one that is being read."""
+        """Plan no more; the batches that have been taken from the stream. Waits for one that is being read, not for a plan."""
         self.drop()
+        self._planner.shutdown(wait=False, cancel_futures=True)
         with self.group.waits.on("the batch that is being read"):
-            self._thread.shutdown(wait=True)
+            self._reader.shutdown(wait=True)
         return self.batches
 
     def failures(self, dispatched: Dispatched) -> dict[str, str]:
@@ -127,30 +150,30 @@ class Dispatcher:
     def _named(self, what: str, step: int) -> str:
         return f"{what} of step {step}" if step > 0 else f"{what} of the held-out samples"
 
-    def _dispatch_ahead(self, step: int) -> Dispatched | None:
-        batch = self._batch(step)
-        self._batch_there.set()
-        if batch is None or self.needed_ranks > self.cluster.num_ranks:
+    def _plan_ahead(self, planning: Planning) -> Dispatched | None:
+        batch = planning.reading.result()
+        if self.compiled:
+            self.compiled.result()
+        if batch is None or self.needed_ranks > self.cluster.num_ranks or planning.claimed:
             return None
-        plan = self._plan(batch, self.config.planner.name)
-        with self._lock:
-            if self._dropped:
-                return None
-            self._sent = True
-        return self._send(step, batch, plan)
+        plan = self._plan(planning, batch, self.config.planner.name)
+        self._over_bound.append(plan.predicted_time_s / plan.lower_bound_s)
+        return self._send(planning.step, batch, plan, late=False) if planning.claim() else None
 
-    def _plan(self, batch: Batch, planner: str) -> Plan:
-        cluster = replace(self.cluster, speeds=self.speeds()) if self.speeds else self.cluster
-        return plan_batch(batch.samples, cluster, self.cost, planner=planner, sync=self.config.planner.sync, pool=self.pool.held())
+    def _plan(self, planning: Planning, batch: Batch, planner: str) -> Plan:
+        cluster = replace(self.cluster, speeds=planning.speeds)
+        return plan_batch(batch.samples, cluster, self.cost, planner=planner, sync=self.config.planner.sync, pool=planning.pool)
 
-    def _send(self, step: int, batch: Batch, plan: Plan) -> Dispatched:
-        deque(self.pool.take(plan.process_groups()), maxlen=0)
+    def _send(self, step: int, batch: Batch, plan: Plan, late: bool) -> Dispatched:
+        """Only for who has claimed the step's planning."""
+        self._num_sent += 1
+        plan_id = f"{self.generation}.{step}.{self._num_sent}"
         if self.write_plan:
-            self.write_plan(step, plan.to_json() | {"batch": {
+            self.write_plan(step, {"id": plan_id, "late": late} | plan.to_json() | {"batch": {
                 "epoch": batch.epoch, "cursor": batch.cursor, "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}})
         prefetches: list[ray.ObjectRef] = [member.actor.prefetch.remote(rank_plan, blocks_of(rank_plan, batch))
-                                           for member, rank_plan in zip(self.group.members, plan.rank_plans(step), strict=True)]
-        return Dispatched(step, batch, plan, prefetches)
+                                           for member, rank_plan in zip(self.group.members, plan.rank_plans(step, plan_id), strict=True)]
+        return Dispatched(step, batch, plan, plan_id, late, prefetches)
 
     def _batch(self, step: int) -> Batch | None:
         """The batch of a step: the one that an earlier membership had taken, else the stream's next one; None past the last step."""

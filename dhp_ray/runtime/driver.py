@@ -53,8 +53,8 @@ class Running:
 
     def done(self, results: list[StepResult], step_time_s: float, eval_loss: float | None) -> Done:
         batch = self.current.batch
-        return Done(self.current.step, self.current.plan, batch.epoch, [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders,
-                    results, step_time_s, self.data_wait_s, eval_loss)
+        return Done(self.current.step, self.current.plan, self.current.plan_id, self.current.late, batch.epoch,
+                    [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders, results, step_time_s, self.data_wait_s, eval_loss)
 
 
 class Driver:
@@ -138,14 +138,16 @@ class Driver:
     def _steps(self, session: Session) -> Generator[Message, None, str]:
         """Step after step, to the last one (returns "") or until the membership ought to change (returns why)."""
         change, self.leaving = "", {}
-        running = self._launch(session, None if session.stopping else session.dispatcher.dispatch(session.records.last_step + 1))
+        first = None if session.stopping else session.dispatcher.dispatch(session.records.last_step + 1)
+        yield from session.compiling_told()
+        running = self._launch(session, first)
         while running:
             step = running.current.step
             session.dispatcher.begin(step + 1)
             with self.waits.on(f"step {step}", max(LONG_S, LONG_STEP * max(session.step_times_s, default=0.0))):
                 results = session.group.collect(running.results, *self.commits.patience_s(running.current.plan))
             step_time_s = perf_counter() - running.begun_s
-            following = session.dispatcher.take(step + 1, step_time_s)
+            following = session.dispatcher.take(step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
             self.leaving = session.leaving()
             # Ranks that leave take nothing along where every step is mirrored; of a drained node, the rest may follow soon.
@@ -174,7 +176,8 @@ class Driver:
                 self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"  # told once the step before is committed
                 return None
         begun = perf_counter()
-        results = session.group.start("run", dispatched.step, failures, session.total_steps)
+        results = session.group.start("run", dispatched.step, dispatched.plan_id, failures, session.total_steps)
+        session.dispatcher.started(dispatched)
         return Running(dispatched, failures, results, begun, waited_s + begun - wait)
 
     def _change(self, session: Session) -> Generator[Message, None, str]:

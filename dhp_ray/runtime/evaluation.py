@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 
+from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.stream import Stream
@@ -35,13 +36,14 @@ class Evaluation:
     Its batches have `batch.global_samples` samples whatever the number of ranks, and their sums are added up in order.
     """
 
-    def __init__(self, stream: Stream | None, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config) -> None:
+    def __init__(self, stream: Stream | None, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config, pool: PoolBook,
+                 generation: int = 0) -> None:
         self.group, self.config = group, config
         self.dispatcher = None
         if stream:
             stream.max_tokens = config.planner.max_sequence_tokens
             stream.max_image_tokens = int(config.planner.tokens_per_rank)
-            self.dispatcher = Dispatcher(stream, group, cluster, cost, _one_pass(config))
+            self.dispatcher = Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation)
         self._told: set[str] = set()
 
     def stop(self) -> None:
@@ -65,7 +67,8 @@ class Evaluation:
         while dispatched:
             failures = self.dispatcher.failures(dispatched)
             yield from self._tell(dispatched, failures)
-            running = self.group.start("evaluate", number, failures)
+            running = self.group.start("evaluate", number, dispatched.plan_id, failures)
+            self.dispatcher.started(dispatched)
             del self.dispatcher.batches[number]  # its payload goes once the ranks have it
             number -= 1
             dispatched = self.dispatcher.dispatch(number)  # planned and sent while the workers run

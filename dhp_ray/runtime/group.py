@@ -131,14 +131,14 @@ class WorkerGroup:
                 results[rank] = result
         return [results[rank] for rank in range(len(calls))]
 
-    def wait(self, pending: Future[Any], done: Callable[[], bool]) -> None:
-        """Wait until `pending`, which does not call the workers, is `done`; once the run trains, they are looked at every IDLE_LOOK_S seconds.
+    def wait(self, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> None:
+        """Wait for `pending`, which does not call the workers, or until it is `enough`; once the run trains, they are looked at every IDLE_LOOK_S seconds.
 
         Raises:
             GroupError: a rank died.
         """
         last = monotonic()
-        while not done() and not pending.done():
+        while not pending.done() and not enough():
             wait([pending], timeout=0.005)
             if self.look_s is not None and monotonic() - last >= IDLE_LOOK_S:
                 for rank, (sight, _) in enumerate(self.survey()):

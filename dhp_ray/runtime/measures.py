@@ -23,7 +23,7 @@ def idle_fraction(results: Sequence[StepResult]) -> float:
 
 
 class TimeScale:
-    """The running median of measured over predicted makespan: applied to reported times, never to plans."""
+    """The running median of measured over predicted makespan: applied to reported times and to waiting, never to plans."""
 
     def __init__(self, window: int = 50) -> None:
         self.window = window
@@ -33,17 +33,23 @@ class TimeScale:
     def value(self) -> float:
         return statistics.median(self.ratios) if self.ratios else 1.0
 
+    def known(self) -> float | None:
+        """The median, None before the first observation."""
+        return self.value if self.ratios else None
+
     def observe(self, measured_s: float, predicted_s: float) -> None:
         if measured_s > 0 and predicted_s > 0:
             self.ratios = [*self.ratios, measured_s / predicted_s][-self.window :]
 
 
-def step_metrics(plan: Plan, results: Sequence[StepResult], step_time_s: float, scale: float, generation: int) -> dict[str, Any]:
+def step_metrics(plan: Plan, results: Sequence[StepResult], step_time_s: float, scale: float, generation: int, late: bool = False) -> dict[str, Any]:
     """The line of metrics.jsonl, with the fields of the run folder's contract."""
     first = results[0]
     return {
         "step": first.step,
         "loss": first.loss_sum / first.num_valid_tokens if first.num_valid_tokens else 0.0,
+        "learning_rate": first.learning_rate,
+        "gradient_norm": first.gradient_norm,
         "num_tokens": sum(sample.num_tokens for sample in plan.samples),
         "num_samples": len(plan.samples),
         "step_time_s": step_time_s,
@@ -54,6 +60,8 @@ def step_metrics(plan: Plan, results: Sequence[StepResult], step_time_s: float, 
         "num_ranks": plan.cluster.num_ranks,
         "generation": generation,
         "degrees": {str(degree): count for degree, count in plan.degrees().items()},
+        "planner": plan.planner,
+        "late": late,
     }
 
 
@@ -61,7 +69,7 @@ def step_extra(plan: Plan, results: Sequence[StepResult], data_wait_s: float, ep
     """What TensorBoard and the console show beside the metrics."""
     first = results[0]
     return {
-        "learning_rate": first.learning_rate, "gradient_norm": first.gradient_norm, "applied": first.applied, "epoch": epoch,
+        "applied": first.applied, "epoch": epoch,
         "num_valid_tokens": first.num_valid_tokens, "data_wait_s": data_wait_s, "lower_bound_s": plan.lower_bound_s,
         "prefetch_wait_s": max(result.data_wait_s for result in results),
         **{f"pool_{name}": count for name, count in first.pool.items()},

@@ -25,8 +25,8 @@ from dhp_ray.runtime.waits import Waited
 from dhp_ray.spooled_log import SpooledLog, json_text
 from dhp_ray.storage import Folder, StorageError
 
-METRICS = ("step", "loss", "num_tokens", "num_samples", "step_time_s", "planning_time_s", "predicted_makespan_s",
-           "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees")
+METRICS = ("step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s", "planning_time_s",
+           "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees", "planner", "late")
 OPTIONAL_METRICS = ("eval_loss",)
 FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze")
 """Keys (or beginnings of keys) that a run keeps for life: they decide what its steps compute."""

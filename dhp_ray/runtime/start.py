@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
+from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import CONF, Config, ConfigError, dump
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
@@ -21,6 +23,7 @@ from dhp_ray.runtime.dispatch import Dispatcher
 from dhp_ray.runtime.elastic import Condition, Failures, keepers_of
 from dhp_ray.runtime.evaluation import Evaluation, held_out_stream
 from dhp_ray.runtime.group import WorkerGroup
+from dhp_ray.runtime.measures import TimeScale
 from dhp_ray.runtime.messages import Load, Message, Notice, RunError, Started
 from dhp_ray.runtime.nodes import Draining
 from dhp_ray.runtime.records import RunRecords
@@ -32,6 +35,9 @@ from dhp_ray.storage import Folder, StorageError
 
 MEMORY_SHARE = 0.9
 """Share of a device's memory that is planned with; the rest is the allocator's and the communicators'."""
+
+COMPILING_TOLD_S = 5.0
+"""Reading the machine code from its cache takes less."""
 
 
 @dataclass
@@ -50,13 +56,16 @@ class Session:
     held_out: Stream | None
     arrivals: Arrivals
     total_steps: int
+    compiled: Future[float]  # the planner's loops are, and how many seconds that took
     generation: int = 0
     stream_lost: bool = False  # where the stream stands says nothing of the next step
     stopping: str = ""  # why the run is to end early
+    scale: TimeScale = field(default_factory=TimeScale)
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # of the last steps
     evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
     failures: Failures = field(default_factory=Failures)
     draining: Draining = field(default_factory=Draining)
+    _compiling_told: bool = False
     dispatcher: Dispatcher = field(init=False)
     evaluation: Evaluation = field(init=False)
     meter: SpeedMeter = field(init=False)
@@ -95,8 +104,20 @@ class Session:
         self.group.look_s = self.config.elastic.hang_s / 2
         cluster = ClusterSpec(self.group.size, self.group.ranks_per_node, int(self.config.planner.tokens_per_rank))
         self.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
-        self.dispatcher = Dispatcher(self.stream, self.group, cluster, self.cost, self.config, self.meter.planned, self.records.plan, batches)
-        self.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, self.config)
+        config = self.config
+        pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # one for all plans that the ranks are told to run
+        self.dispatcher = Dispatcher(self.stream, self.group, cluster, self.cost, config, pool, self.generation, self.meter.planned, self.records.plan,
+                                     batches, self.scale.known, self.compiled)
+        self.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool, self.generation)
+
+    def compiling_told(self) -> Iterator[Message]:
+        """Once the planner's loops are compiled, or read from their cache: how long that took, told once. It is no part of planning times."""
+        if self.compiled.done() and not self._compiling_told:
+            self._compiling_told = True
+            seconds = self.compiled.result()
+            self.records.event("planner_compiled", seconds=round(seconds, 3))
+            if seconds > COMPILING_TOLD_S:
+                yield Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later runs")
 
     def roll_back(self, step: int) -> None:
         """Forget every step after `step`."""
@@ -116,7 +137,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     Raises:
         RunError, ConfigError, StorageError, DataError: one line each.
     """
-    Thread(target=warm_up, name="planner-warm-up", daemon=True).start()  # compiled by the time the workers are up
+    compiled = _compiled()  # by the time the workers are up
     folder = Folder(config.run.dir)
     try:
         with group.waits.on("run.dir"):
@@ -148,7 +169,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     steps = config.run.steps
     total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
     watch = Watch(folder, config.watch.every_steps)
-    session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals, total_steps)
+    session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals, total_steps, compiled)
     if going_on:
         session.stream_lost = True
         if not records.stored_config():  # the driver was lost before the first step
@@ -178,6 +199,20 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     records.event("started", generation=generation, step=first_step, num_ranks=group.size)
     yield Started(_opening(config, group, stream, first_step - 1), first_step, total_steps)
     return session
+
+
+def _compiled() -> Future[float]:
+    """Compile the planner's loops in a thread; the future has the seconds that it took."""
+    done: Future[float] = Future()
+
+    def compile_loops() -> None:
+        try:
+            done.set_result(warm_up())
+        except BaseException as error:  # for whoever waits for it
+            done.set_exception(error)
+
+    Thread(target=compile_loops, name="planner-warm-up", daemon=True).start()
+    return done
 
 
 def describe(group: WorkerGroup, folder: Folder, device: str) -> None:

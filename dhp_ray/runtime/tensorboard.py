@@ -40,13 +40,13 @@ METRIC_TAGS = {
     "num_ranks": "elastic/num_ranks",
     "generation": "elastic/generation",
     "planning_time_s": "plan/planning_time_s",
-}
-EXTRA_TAGS = {
+    "late": "plan/late",
     "learning_rate": "loss/learning_rate",
     "gradient_norm": "loss/gradient_norm",
+}
+EXTRA_TAGS = {
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",
-    "late_plans": "plan/late_plans",
     "data_wait_s": "data/data_wait_s",
     "prefetch_wait_s": "data/prefetch_wait_s",
     "epoch": "data/epoch",

@@ -80,7 +80,7 @@ class Worker:
         self.adapter: ModelAdapter | None = None
         self.unused = False  # the adapter has its first weights
         self.originals: dict[str, Tensor] = {}
-        self.prefetched: dict[int, tuple[RankPlan, dict[str, Payload]]] = {}
+        self.prefetched: dict[str, tuple[RankPlan, dict[str, Payload]]] = {}  # by plan id
         self.kept: list[tuple[int, int, Holding]] = []  # generation, its world size, and what is left of it here
         self.ran: dict[int, Ran] = {}
         self.steps: dict[int, int] = {}  # of each state version the last step that left it
@@ -149,15 +149,15 @@ class Worker:
         """Fetch and decode what this rank needs of a step; returns the samples that failed, with their reasons."""
         assert self.adapter is not None
         payloads, failures = load_payloads(plan, blocks, self.processor, self.adapter)
-        self.prefetched[plan.step] = (plan, payloads)
+        self.prefetched[plan.plan_id] = (plan, payloads)
         return failures
 
     @training
-    def run(self, step: int, placeholders: dict[str, str], total_steps: int) -> StepResult:
-        """Run a prefetched step; the samples in `placeholders` keep their place with every label masked."""
+    def run(self, step: int, plan_id: str, placeholders: dict[str, str], total_steps: int) -> StepResult:
+        """Run a prefetched plan of a step; the samples in `placeholders` keep their place with every label masked."""
         assert self.rank is not None
         wait = perf_counter()
-        plan, payloads = self._take(step, placeholders)
+        plan, payloads = self._take(step, plan_id, placeholders)
         factor = self.rank.learning_rate_factor(step, total_steps)
         result = self.rank.stepper.run(plan, payloads, factor, data_wait_s=perf_counter() - wait)
         self.kept.clear()  # every rank has its copies of this generation: the one before is done with
@@ -180,13 +180,18 @@ class Worker:
         rank.finish_mirror()
 
     @training
-    def evaluate(self, number: int, placeholders: dict[str, str]) -> tuple[float, int]:
+    def evaluate(self, number: int, plan_id: str, placeholders: dict[str, str]) -> tuple[float, int]:
         """Loss sum and valid tokens, over all ranks, of a prefetched batch of held-out samples."""
         assert self.rank is not None
-        return self.rank.stepper.evaluate(*self._take(number, placeholders))
+        return self.rank.stepper.evaluate(*self._take(number, plan_id, placeholders))
 
-    def _take(self, step: int, placeholders: dict[str, str]) -> tuple[RankPlan, dict[str, Payload]]:
-        plan, payloads = self.prefetched.pop(step)
+    def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> tuple[RankPlan, dict[str, Payload]]:
+        """The plan that all ranks are told to run, whatever other one of this step was sent as well."""
+        if plan_id not in self.prefetched:
+            raise RunError(f"step {step}: told to run plan {plan_id}; prefetched here: {', '.join(self.prefetched) or 'none'}")
+        plan, payloads = self.prefetched.pop(plan_id)
+        for other in [other for other, (held, _) in list(self.prefetched.items()) if held.step == step]:
+            del self.prefetched[other]
         for sample_id in placeholders.keys() & payloads.keys():
             payloads[sample_id] = replace(payloads[sample_id], masked=True)
         return plan, payloads

@@ -53,7 +53,7 @@ class RankStep:
             step=plan.step, rank=plan.rank, loss_sum=loss_sum, num_valid_tokens=int(num_valid_tokens),
             gradient_norm=update.gradient_norm, learning_rate=update.learning_rate, applied=update.applied,
             state_version=self.engine.state_version, step_time_s=perf_counter() - start, data_wait_s=data_wait_s,
-            pack_times=tuple(time for time in times if time.index >= 0), pool=self.transport.counters())
+            pack_times=tuple(time for time in times if time.index >= 0), pool=self.transport.counters(), plan_id=plan.plan_id)
 
     @torch.no_grad()
     def evaluate(self, plan: RankPlan, payloads: Mapping[str, Payload]) -> tuple[float, int]:

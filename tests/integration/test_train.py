@@ -13,8 +13,8 @@ import pytest
 from tests.integration.jobs import ledger, lines, losses, start, train
 
 STEPS, BATCH = 20, 6
-METRICS = {"step", "loss", "num_tokens", "num_samples", "step_time_s", "planning_time_s", "predicted_makespan_s", "measured_makespan_s", "idle_fraction",
-           "num_ranks", "generation", "degrees"}
+METRICS = {"step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s", "planning_time_s",
+           "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees", "planner", "late"}
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner import CostModel, plan_batch
@@ -49,10 +50,11 @@ def passes_of_a_send(num_ranks: int) -> int:
     group = WorkerGroup([Member(slot, Handle(None)) for slot in range(num_ranks)])  # type: ignore[arg-type]
     cluster = ClusterSpec(num_ranks, 8, 64)
     config = load(["data.format=synthetic", "data.path=unused"])
-    dispatcher = Dispatcher(None, group, cluster, COST, config)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(None, group, cluster, COST, config, PoolBook(0))  # type: ignore[arg-type]
     plan = plan_batch(samples, cluster, COST, planner="static", sync="step")
     Groups.passes = 0
-    sent = dispatcher._send(1, Batch(0, samples, {sample.id: (None, 0) for sample in samples}, [], {}), replace(plan, groups=Groups(plan.groups)))  # type: ignore[misc]
+    batch = Batch(0, samples, {sample.id: (None, 0) for sample in samples}, [], {})  # type: ignore[misc]
+    sent = dispatcher._send(1, batch, replace(plan, groups=Groups(plan.groups)), False)
     dispatcher.stop()
     assert len(sent.prefetches) == num_ranks
     assert [member.actor.calls for member in group.members] == [1] * num_ranks  # type: ignore[attr-defined]

@@ -29,17 +29,19 @@ def test_the_scale_is_the_running_median_of_measured_over_predicted() -> None:
     scale.observe(0.0, 1.0)
     scale.observe(1.0, 0.0)
     assert scale.value == 3.0
+    assert (TimeScale().known(), scale.known()) == (None, 3.0)
 
 
 def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
     samples = (Sample("a", 10, 4, ((1, 4, 4),)), Sample("b", 6), Sample("c", 5))
     plan = Plan("dhp", "step", ClusterSpec(3, 3, 8), samples,
                 (GroupPlan((0, 1), Pack((0,)), 1.0, encoders=(0,)), GroupPlan((2,), Pack((1,)), 0.5), GroupPlan((2,), Pack((2,)), 0.5)), 1.0, 0.9, 0.002)
-    metrics = step_metrics(plan, [result(0, PackTime(0, 0.0, 2.0, 0.0)), result(1), result(2)], 2.5, 2.0, 1)
+    metrics = step_metrics(plan, [result(0, PackTime(0, 0.0, 2.0, 0.0)), result(1), result(2)], 2.5, 2.0, 1, late=True)
     assert metrics["loss"] == 3.0
     assert metrics["degrees"] == {"1": 2, "2": 1}
     assert (metrics["num_tokens"], metrics["num_samples"], metrics["num_ranks"]) == (25, 3, 3)
     assert (metrics["predicted_makespan_s"], metrics["measured_makespan_s"]) == (2.0, 2.0)
+    assert (metrics["learning_rate"], metrics["gradient_norm"], metrics["planner"], metrics["late"]) == (1e-3, 1.0, "dhp", True)
 
 
 def test_a_batch_without_a_valid_token_has_loss_zero() -> None:

@@ -15,9 +15,10 @@ from dhp_ray.storage import Folder, StorageError
 
 
 def metrics(step: int, **changes: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 1.0 / step, "num_tokens": 100, "num_samples": 2, "step_time_s": 0.5, "planning_time_s": 0.001,
+    return {"step": step, "loss": 1.0 / step, "learning_rate": 1e-3, "gradient_norm": 1.5, "num_tokens": 100,
+            "num_samples": 2, "step_time_s": 0.5, "planning_time_s": 0.001,
             "predicted_makespan_s": 0.4, "measured_makespan_s": 0.45, "idle_fraction": 0.1, "num_ranks": 4, "generation": 1,
-            "degrees": {"1": 2, "3": 1}} | changes
+            "degrees": {"1": 2, "3": 1}, "planner": "dhp", "late": False} | changes
 
 
 def open_records(path: Path) -> RunRecords:
@@ -55,8 +56,8 @@ def test_a_committed_step_is_one_line_in_both_logs(tmp_path: Path) -> None:
 
 
 def test_metrics_are_those_of_the_contract() -> None:
-    contract = ("step loss num_tokens num_samples step_time_s planning_time_s predicted_makespan_s measured_makespan_s "
-                "idle_fraction num_ranks generation degrees")
+    contract = ("step loss learning_rate gradient_norm num_tokens num_samples step_time_s planning_time_s predicted_makespan_s measured_makespan_s "
+                "idle_fraction num_ranks generation degrees planner late")
     assert contract.split() == list(METRICS)
 
 

@@ -17,14 +17,15 @@ from dhp_ray.runtime.tensorboard import ScalarLog, cluster_text, scalars_of
 from dhp_ray.storage import Folder
 from tests.disks import fill
 
-EXTRA = {"learning_rate": 1e-3, "gradient_norm": 1.5, "applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.01, "lower_bound_s": 0.3,
-         "prefetch_wait_s": 0.0, "late_plans": 3, "pool_hits": 5, "pool_creations": 2, "pool_evictions": 0, "pool_overflows": 0}
+EXTRA = {"applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.01, "lower_bound_s": 0.3,
+         "prefetch_wait_s": 0.0, "pool_hits": 5, "pool_creations": 2, "pool_evictions": 0, "pool_overflows": 0}
 
 
 def metrics(step: int, **changes: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 10.0 / step, "num_tokens": 100, "num_samples": 2, "step_time_s": 0.5, "planning_time_s": 0.001,
+    return {"step": step, "loss": 10.0 / step, "learning_rate": 1e-3, "gradient_norm": 1.5, "num_tokens": 100,
+            "num_samples": 2, "step_time_s": 0.5, "planning_time_s": 0.001,
             "predicted_makespan_s": 0.4, "measured_makespan_s": 0.45, "idle_fraction": 0.1, "num_ranks": 4, "generation": 1,
-            "degrees": {"1": 9, "3": 1}} | changes
+            "degrees": {"1": 9, "3": 1}, "planner": "dhp", "late": step == 2} | changes
 
 
 def read_back(path: Path) -> EventAccumulator:
@@ -43,6 +44,7 @@ def test_a_step_makes_a_point_on_every_curve(tmp_path: Path) -> None:
     assert points(tmp_path, "loss/train") == [(1, 10.0), (2, 5.0)]
     assert points(tmp_path, "loss/eval") == [(2, 3.0)]
     assert points(tmp_path, "loss/learning_rate") == [(1, 1e-3), (2, 1e-3)]
+    assert points(tmp_path, "plan/late") == [(1, 0.0), (2, 1.0)]
     assert points(tmp_path, "throughput/tokens_per_s") == [(1, 200.0), (2, 200.0)]
     assert points(tmp_path, "balance/idle_fraction") == [(1, 0.1), (2, 0.1)]
     assert points(tmp_path, "plan/degree_1") == [(1, 9.0), (2, 0.0)]
@@ -126,7 +128,7 @@ def test_hyperparameters_and_cluster_are_there(tmp_path: Path) -> None:
 def test_text_and_numbers_that_are_none(tmp_path: Path) -> None:
     log = ScalarLog(Folder(str(tmp_path)), first_step=1)
     log.text("configuration", "```\nseed: 3\n```")
-    log.step(metrics(1, loss=math.nan), EXTRA | {"gradient_norm": math.inf, "applied": False})
+    log.step(metrics(1, loss=math.nan, gradient_norm=math.inf), EXTRA | {"applied": False})
     log.close()
     events = read_back(tmp_path)
     text = events.Tensors("configuration")[0].tensor_proto.string_val[0].decode()

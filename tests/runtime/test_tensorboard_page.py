@@ -23,7 +23,7 @@ from dhp_ray.storage import Folder
 from tests.report.browser import open_page
 from tests.report.runs import plan_of, results_of
 
-EXTRA = {"learning_rate": 1e-3, "gradient_norm": 1.5, "applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.01, "lower_bound_s": 0.3,
+EXTRA = {"applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.01, "lower_bound_s": 0.3,
          "prefetch_wait_s": 0.0, "pool_hits": 5}
 
 

@@ -1,0 +1,65 @@
+"""The planning of one step: who sends its plan, and how long a plan is waited for.
+
+    planning thread   |---- plan n+1 by planner.name ----|  claim: send          the first to claim sends, the other does not
+    driver            results of n | last resort n+1 | wait ... | claim: send it
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Lock
+from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dhp_ray.data.stream import Batch
+    from dhp_ray.runtime.dispatch import Dispatched
+
+LATE_S = 0.01
+"""A plan is waited for so long at least."""
+
+
+@dataclass
+class Planning:
+    """One step's planning, held by the planning thread and by the driver: `speeds` and `pool` as they are when it begins."""
+
+    step: int
+    speeds: tuple[float, ...]
+    pool: list[tuple[int, ...]]
+    reading: Future[Batch | None] = field(init=False)
+    ahead: Future[Dispatched | None] = field(init=False)
+    _claimed: bool = False
+    _lock: Lock = field(default_factory=Lock)
+
+    @property
+    def claimed(self) -> bool:
+        return self._claimed
+
+    def claim(self) -> bool:
+        """Whether the caller is the first to ask: only that one may send a plan of this step (or see to it that none is sent)."""
+        with self._lock:
+            first, self._claimed = not self._claimed, True
+            return first
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Until when a plan is worth waiting for: from `since`, for as long as waiting costs less than running the last resort."""
+
+    since_s: float
+    seconds: float
+
+    def over(self) -> bool:
+        return monotonic() - self.since_s >= self.seconds
+
+
+def patience_s(last_resort_s: float, expected_s: float, scale: float | None) -> float:
+    """Seconds that ranks may wait for a plan before the last resort is taken: what they would lose by running that instead.
+
+    By then waiting has cost as much as the loss, so both together cost at most twice what knowing the planner's end would have.
+
+    last_resort_s, expected_s: predicted makespans of the last resort and of the plan that is waited for. scale: measured over predicted seconds, None
+    while no step has been measured; then the plan is waited for however long it takes.
+    """
+    return float("inf") if scale is None else max(LATE_S, scale * (last_resort_s - expected_s))
