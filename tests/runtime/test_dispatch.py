@@ -186,7 +186,7 @@ def test_before_a_step_has_been_measured_a_plan_is_waited_for(dispatcher: Dispat
 
 
 def test_compiling_is_not_planning(dispatcher: Dispatcher) -> None:
-    dispatcher.compiled = Future()
+    dispatcher.compiled, dispatcher.scale = Future(), lambda: None
     dispatcher.begin(1)
     Timer(1.0, dispatcher.compiled.set_result, (1.0,)).start()
     taken = dispatcher.take(1)
