@@ -22,6 +22,7 @@ Plans one global batch, prints a table, and writes the plan.
   replay=FILE.json       plan again from the inputs of a plan file, in place of lengths=
   num_ranks=N            ranks of the cluster
   ranks_per_node=8       ranks of a node
+  nodes=                 ranks of each node, comma-separated, where nodes differ: nodes=8,8,4 in place of num_ranks= and ranks_per_node=
   tokens_per_rank=8192   most tokens of one pack on one rank
   speeds=                speed of each rank, comma-separated (1.0 = nominal); empty: all 1.0
   sync=step              step: ranks meet at the end of the step; micro_batch: after each micro-batch
@@ -33,8 +34,8 @@ Plans one global batch, prints a table, and writes the plan.
 Exit status: 0 on success, 2 on a bad argument or batch, 1 on failure."""
 
 NAMES = ("dhp", "dhp_paper", "static", "static_best", "pow2")
-DEFAULTS = {"lengths": "", "replay": "", "num_ranks": "", "ranks_per_node": "8", "tokens_per_rank": "8192", "speeds": "", "sync": "step", "planner": "dhp",
-            "cost": "", "out": "", "picture": ""}
+DEFAULTS = {"lengths": "", "replay": "", "num_ranks": "", "ranks_per_node": "8", "nodes": "", "tokens_per_rank": "8192", "speeds": "", "sync": "step",
+            "planner": "dhp", "cost": "", "out": "", "picture": ""}
 
 
 class ArgumentError(ValueError):
@@ -80,9 +81,11 @@ def read_arguments(argv: list[str]) -> dict[str, str]:
 def planned(arguments: dict[str, str]) -> tuple[Plan, float]:
     from dhp_ray.planner import ClusterSpec, CostModel, plan_batch
 
-    num_ranks = whole(arguments, "num_ranks")
-    speeds = numbers(arguments["speeds"])
-    cluster = ClusterSpec(num_ranks, whole(arguments, "ranks_per_node"), whole(arguments, "tokens_per_rank"), speeds)
+    tokens_per_rank, speeds = whole(arguments, "tokens_per_rank"), numbers(arguments["speeds"])
+    if arguments["nodes"]:
+        cluster = ClusterSpec.of_nodes(nodes_of(arguments), tokens_per_rank, speeds)
+    else:
+        cluster = ClusterSpec(whole(arguments, "num_ranks"), whole(arguments, "ranks_per_node"), tokens_per_rank, speeds)
     cost = CostModel.load(arguments["cost"] or Path(__file__).resolve().parent.parent / "conf" / "cost" / "cuda.yaml")
     plan = plan_batch(read_lengths(arguments["lengths"]), cluster, cost, planner=arguments["planner"], sync=arguments["sync"])
     return plan, cost.fixed_s
@@ -133,6 +136,14 @@ def count(text: str | None, name: str, minimum: int = 1) -> int:
 
 def whole(arguments: dict[str, str], name: str) -> int:
     return count(arguments[name], name)
+
+
+def nodes_of(arguments: dict[str, str]) -> list[int]:
+    """The node of each rank, from the sizes of the nodes."""
+    nodes = [node for node, size in enumerate(arguments["nodes"].split(",")) for _ in range(count(size, "nodes"))]
+    if arguments["num_ranks"] and whole(arguments, "num_ranks") != len(nodes):
+        raise ArgumentError(f"num_ranks: got {arguments['num_ranks']}; nodes={arguments['nodes']} has {len(nodes)} ranks")
+    return nodes
 
 
 def numbers(text: str) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.test_config_fuzz import names, values
 
 ROOT = Path(__file__).parent.parent
-PLAN_ARGUMENTS = ["num_ranks", "ranks_per_node", "speeds", "sync", "planner", "cost", "out", "lengths", "replay"]
+PLAN_ARGUMENTS = ["num_ranks", "ranks_per_node", "nodes", "speeds", "sync", "planner", "cost", "out", "lengths", "replay"]
 texts = st.text(max_size=20) | values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())
 words = st.builds("{}={}".format, names, texts) | st.text(max_size=20) | st.builds("--config={}".format, st.text(max_size=8))
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

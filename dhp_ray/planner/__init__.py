@@ -15,6 +15,7 @@ from typing import Any
 from dhp_ray.planner.bound import lower_bound_s
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
+from dhp_ray.planner.neighbours import neighbours, renamed, reordered
 from dhp_ray.planner.paper import dhp_paper
 from dhp_ray.planner.plan import ClusterSpec, Plan, PlanError, Sample, SequenceTooLongError, samples_from_json
 from dhp_ray.planner.pow2 import pow2
@@ -43,7 +44,7 @@ def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
         [(group.ranks, group.pack.sequences) for group in plan.groups]    # rows of `samples`, in the order in which the groups begin
 
     samples: in the batch's order; a sample's tokens are whole numbers, text and vision counted apart.
-    cluster: ranks, ranks of a node, tokens that a rank holds of one pack, and the ranks' speeds (1.0: nominal; none: all nominal).
+    cluster: ranks, ranks of a node (or the node of each rank), tokens that a rank holds of one pack, and the ranks' speeds (1.0: nominal; none: all nominal).
     cost: seconds and bytes of work and messages, of conf/cost/ or of your own measurements; every time of the plan is in seconds of it.
     planner: a name of PLANNERS. sync: `step`, ranks meet once a step, or `micro_batch`, all meet in every micro-batch.
     pool: the process groups that exist already, least recently used first; of plans that take hardly longer the one that makes fewest others is taken.
@@ -59,10 +60,11 @@ def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
         raise PlanError(f"sync: got {sync!r}; allowed: {', '.join(SYNCS)}")
     problem = problem_of(samples, cluster, cost, sync, pool)
     problem = replace(problem, lower_bound_s=lower_bound_s(problem))
-    schedule = PLANNERS[planner](problem)
+    order = neighbours(cluster.nodes)
+    schedule = PLANNERS[planner](problem) if order is None else renamed(PLANNERS[planner](reordered(problem, order)), order)
     times = times_of(problem, schedule)
     groups, makespan = groups_of(problem, schedule, times), makespan_of(problem, schedule, times)
-    inputs: dict[str, Any] = {"speeds": list(cluster.speeds), "cost": cost.to_json(), "pool": [list(ranks) for ranks in pool]}
+    inputs: dict[str, Any] = {"speeds": list(cluster.speeds), "nodes": list(cluster.nodes), "cost": cost.to_json(), "pool": [list(ranks) for ranks in pool]}
     plan = Plan(planner, sync, cluster, problem.samples, groups, makespan, problem.lower_bound_s, 0.0, inputs)
     plan.validate()
     object.__setattr__(plan, "planning_time_s", time.perf_counter() - begin)
@@ -83,8 +85,7 @@ def warm_up() -> float:
 def replay(tree: dict[str, Any]) -> Plan:
     """Plan again from the inputs of a plan file (`Plan.to_json`)."""
     try:
-        inputs = tree["inputs"]
-        cluster = ClusterSpec(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"], tuple(inputs["speeds"]))
+        inputs, cluster = tree["inputs"], ClusterSpec.from_json(tree)
         samples, cost = samples_from_json(inputs["samples"]), CostModel.from_json(inputs["cost"])
         return plan_batch(samples, cluster, cost, planner=tree["planner"], sync=tree["sync"], pool=[tuple(ranks) for ranks in inputs["pool"]])
     except (KeyError, TypeError) as error:

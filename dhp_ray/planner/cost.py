@@ -168,12 +168,11 @@ class CostModel:
         """
         degree = len(ranks)
         speed = min(cluster.speeds[rank] for rank in ranks)
-        crosses = int(len({cluster.node_of(rank) for rank in ranks}) > 1)
         rate = self.rates(cluster.num_ranks)[degree]
         tokens = float(sum(lengths))
         attention = self.quadratic_s * sum(length * length for length in lengths)
         compute = (attention + self.linear_s * tokens) / (degree * speed)
-        exposed = max(0.0, (rate.across_s if crosses else rate.inside_s) * tokens - rate.hidden * attention / speed)
+        exposed = max(0.0, (rate.across_s if cluster.crosses(ranks) else rate.inside_s) * tokens - rate.hidden * attention / speed)
         return float(compute + encode_s + exposed + rate.once_s)
 
     def _links(self) -> tuple[Bandwidth, Bandwidth]:

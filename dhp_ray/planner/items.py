@@ -20,9 +20,14 @@ Items: TypeAlias = Any
 
 
 class Machine(NamedTuple):
-    """The cluster and its costs (`CostModel.rates`). `uniform`: all ranks have speed 1."""
+    """The cluster and its costs (`CostModel.rates`). `uniform`: all ranks have speed 1.
+
+    Rank r is on node `node[r]`; node n has the ranks from `first[n]` to `first[n + 1]` (`neighbours`), at most `ranks_per_node`.
+    """
 
     speeds: np.ndarray
+    node: np.ndarray
+    first: np.ndarray
     ranks_per_node: int
     tokens_per_rank: int
     uniform: bool

@@ -46,8 +46,7 @@ def best_set(item: Item, lowest: int, highest: int, makespan: float, machine: Ma
             slowest = min(slowest, machine.speeds[rank])
             speed_sum += machine.speeds[rank]
             idle += (start - free[rank]) * machine.speeds[rank]
-        crosses = members[0] // machine.ranks_per_node != members[-1] // machine.ranks_per_node
-        time = time_s(item, degree, crosses, slowest, machine.rates[degree])
+        time = time_s(item, degree, machine.node[members[0]] != machine.node[members[-1]], slowest, machine.rates[degree])
         cost = gap_weight * idle + time * speed_sum - item.language_s - item.vision_s
         if start + time <= makespan and cost <= best.cost:
             best = Window(cost, degree, start)

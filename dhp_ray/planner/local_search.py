@@ -33,8 +33,8 @@ class Ordered(NamedTuple):
 
 def alike(machine: Machine) -> bool:
     """Whether it does not matter which ranks form a group."""
-    one_node = len(machine.speeds) <= machine.ranks_per_node or machine.ranks_per_node == 1
-    return machine.uniform and (one_node or bool((machine.rates.inside_s == machine.rates.across_s).all()))
+    one_kind = len(machine.first) == 2 or len(machine.first) == len(machine.speeds) + 1  # all on one node, or each on its own
+    return machine.uniform and (one_kind or bool((machine.rates.inside_s == machine.rates.across_s).all()))
 
 
 def best_order(items: Items, schedule: Schedule, machine: Machine, target_s: float) -> Ordered:

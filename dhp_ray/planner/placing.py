@@ -28,17 +28,16 @@ def ranks_of(degree: np.ndarray, first: np.ndarray, machine: Machine, pool: Sets
             chosen = by_speed[first[group]:first[group] + degree[group]]
             ranks[begin[group]:begin[group + 1]] = chosen[ascending(chosen.astype(np.float64))]
         return ranks
-    node_size = machine.ranks_per_node
-    free, num_free = np.ones(num_ranks, dtype=np.bool_), np.zeros((num_ranks + node_size - 1) // node_size, dtype=np.int64)
-    for rank in range(num_ranks):
-        num_free[rank // node_size] += 1
+    free, num_free = np.ones(num_ranks, dtype=np.bool_), np.zeros(len(machine.first) - 1, dtype=np.int64)
+    for node in machine.node:
+        num_free[node] += 1
     for group in ascending(-degree.astype(np.float64)):
         chosen = ranks[begin[group]:begin[group + 1]]
         if not _from_pool(chosen, free, pool):
-            _fresh(chosen, free, num_free, node_size)
+            _fresh(chosen, free, num_free, machine.first)
         for rank in chosen:
             free[rank] = False
-            num_free[rank // node_size] -= 1
+            num_free[machine.node[rank]] -= 1
     return ranks
 
 
@@ -58,7 +57,7 @@ def _from_pool(chosen: np.ndarray, free: np.ndarray, pool: Sets) -> bool:
 
 
 @inner
-def _fresh(chosen: np.ndarray, free: np.ndarray, num_free: np.ndarray, node_size: int) -> None:
+def _fresh(chosen: np.ndarray, free: np.ndarray, num_free: np.ndarray, first: np.ndarray) -> None:
     """Fill `chosen` from node after node."""
     need, taken = len(chosen), 0
     used = np.zeros(len(num_free), dtype=np.bool_)
@@ -72,7 +71,7 @@ def _fresh(chosen: np.ndarray, free: np.ndarray, num_free: np.ndarray, node_size
                     not holds and not best_holds and num_free[node] > num_free[best]):
                 best = node
         used[best] = True
-        for rank in range(best * node_size, min((best + 1) * node_size, len(free))):
+        for rank in range(first[best], first[best + 1]):
             if free[rank] and taken < need:
                 chosen[taken] = rank
                 taken += 1

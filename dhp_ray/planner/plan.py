@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
+
+from dhp_ray.planner.nodes import numbered, regular_nodes, sizes_of
+from dhp_ray.planner.schedule import first_of_its_kind, flat
 
 Grid = tuple[int, int, int]
 """Patches of one image or frame before the merger: (time, height, width)."""
@@ -54,12 +56,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """Ranks, nodes, the tokens that one rank holds at a time, and each rank's speed (1.0 = nominal)."""
+    """Ranks, nodes, the tokens that one rank holds at a time, and each rank's speed (1.0 = nominal).
+
+    `nodes`: the node of each rank, in any order, of any size; empty: every `ranks_per_node` ranks are a node. Where both are given and differ, `nodes`
+    counts, and `ranks_per_node` becomes the size of the largest one.
+    """
 
     num_ranks: int
     ranks_per_node: int
     tokens_per_rank: int
     speeds: tuple[float, ...] = ()
+    nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1 or self.tokens_per_rank < 1:
@@ -72,14 +79,33 @@ class ClusterSpec:
         for rank, speed in enumerate(self.speeds):
             if not 0.0 < speed < float("inf"):
                 raise PlanError(f"cluster: rank {rank} has speed {speed}; it must be above 0 and finite")
+        regular = regular_nodes(self.num_ranks, self.ranks_per_node)
+        object.__setattr__(self, "nodes", numbered(self.nodes or regular))
+        if len(self.nodes) != self.num_ranks:
+            raise PlanError(f"cluster: nodes of {len(self.nodes)} ranks for {self.num_ranks} ranks")
+        if self.nodes != regular:
+            object.__setattr__(self, "ranks_per_node", max(sizes_of(self.nodes)))
+
+    @classmethod
+    def of_nodes(cls, nodes: Sequence[Hashable], tokens_per_rank: int, speeds: tuple[float, ...] = ()) -> ClusterSpec:
+        """The cluster whose ranks are on these nodes, given by numbers or names."""
+        numbers = numbered(nodes)
+        return cls(len(numbers), max(sizes_of(numbers), default=0), tokens_per_rank, speeds, numbers)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> ClusterSpec:
+        """The cluster of a plan file; older files have no `inputs.nodes`."""
+        speeds, nodes = tree["inputs"]["speeds"], tree["inputs"].get("nodes", ())
+        return cls(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"], tuple(speeds), tuple(nodes))
 
     @property
     def max_tokens(self) -> int:
         """The longest admissible sequence."""
         return self.num_ranks * self.tokens_per_rank
 
-    def node_of(self, rank: int) -> int:
-        return rank // self.ranks_per_node
+    def crosses(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks are on more than one node."""
+        return len({self.nodes[rank] for rank in ranks}) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +170,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The schedule of one global batch. `groups` is the order of execution; a group starts when its ranks are free.
-
-    Times are seconds. `lower_bound_s` is at or below the time of every plan of this batch on this cluster.
-    """
+    """The schedule of one global batch. `groups` is the order of execution; a group starts when its ranks are free. Times are seconds."""
 
     planner: str
     sync: str
@@ -155,7 +178,7 @@ class Plan:
     samples: tuple[Sample, ...]
     groups: tuple[GroupPlan, ...]
     predicted_time_s: float
-    lower_bound_s: float
+    lower_bound_s: float  # no plan of this batch on this cluster takes less
     planning_time_s: float = 0.0
     inputs: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -189,13 +212,13 @@ class Plan:
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
-        rows, pieces = _flat([group.pack.sequences for group in self.groups])
+        rows, pieces = flat([group.pack.sequences for group in self.groups])
         if len(rows) != len(self.samples) or (np.sort(rows) != np.arange(len(rows))).any():
             raise PlanError(f"plan: {len(rows)} placements for {len(self.samples)} sequences; each must run exactly once")
-        ranks, degrees = _flat([group.ranks for group in self.groups])
+        ranks, degrees = flat([group.ranks for group in self.groups])
         group_of = np.repeat(np.arange(len(degrees)), degrees)
         wrong = degrees == 0
-        wrong[group_of[(ranks < 0) | (ranks >= self.cluster.num_ranks) | ~_first_of_its_kind(group_of, ranks)]] = True
+        wrong[group_of[(ranks < 0) | (ranks >= self.cluster.num_ranks) | ~first_of_its_kind(group_of, ranks)]] = True
         if wrong.any():
             index = int(wrong.argmax())
             raise PlanError(f"plan: group {index} has ranks {self.groups[index].ranks}; each must be one of {self.cluster.num_ranks}, once")
@@ -216,7 +239,7 @@ class Plan:
             micro_batch = np.array([group.micro_batch for group in self.groups])
             if (np.diff(micro_batch) < 0).any():
                 raise PlanError("plan: micro-batches out of order")
-            twice = ~_first_of_its_kind(micro_batch[group_of], ranks)
+            twice = ~first_of_its_kind(micro_batch[group_of], ranks)
             if twice.any():
                 raise PlanError(f"plan: rank {ranks[twice][0]} runs twice in micro-batch {micro_batch[group_of[twice][0]]}")
 
@@ -234,10 +257,9 @@ class Plan:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Plan:
         """The plan of a file as it was made (`replay` makes it again). What a pack's ranks hold is not in the file."""
-        cluster = ClusterSpec(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"], tuple(tree["inputs"]["speeds"]))
         groups = tuple(GroupPlan(tuple(group["ranks"]), Pack(tuple(group["sequences"])), group["predicted_time_s"], 0.0, group["micro_batch"],
                                  tuple(group["encoders"])) for group in tree["groups"])
-        return cls(tree["planner"], tree["sync"], cluster, samples_from_json(tree["inputs"]["samples"]), groups, tree["predicted_time_s"],
+        return cls(tree["planner"], tree["sync"], ClusterSpec.from_json(tree), samples_from_json(tree["inputs"]["samples"]), groups, tree["predicted_time_s"],
                    tree["lower_bound_s"], tree["planning_time_s"], tree["inputs"])
 
 
@@ -270,20 +292,6 @@ class StepResult:
     saved_steps: tuple[int, ...] = ()
     save_error: str = ""
     plan_id: str = ""
-
-
-def _flat(pieces: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers one after the other, and how many each piece has."""
-    return np.array(list(chain.from_iterable(pieces)), dtype=np.int64), np.array([len(piece) for piece in pieces], dtype=np.int64)
-
-
-def _first_of_its_kind(kind: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Whether a (kind, number) has not come before."""
-    order = np.lexsort((number, kind))
-    same = (np.diff(kind[order]) == 0) & (np.diff(number[order]) == 0)
-    first = np.ones(len(order), dtype=bool)
-    first[order[1:][same]] = False
-    return first
 
 
 def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:

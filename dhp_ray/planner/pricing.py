@@ -16,7 +16,7 @@ def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
     items, first_rank, degree = problem.items[schedule.rows], schedule.first_rank[:-1], np.diff(schedule.first_rank)
     rates = problem.machine.rates[degree]
     speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
-    nodes = schedule.ranks // problem.cluster.ranks_per_node
+    nodes = np.array(problem.cluster.nodes)[schedule.ranks]
     crosses = np.minimum.reduceat(nodes, first_rank) != np.maximum.reduceat(nodes, first_rank)
     tokens, language, attention = (np.add.reduceat(array, schedule.first_row[:-1]) for array in (items.tokens, items.language_s, items.attention_s))
     exposed = np.maximum(0.0, np.where(crosses, rates.across_s, rates.inside_s) * tokens - rates.hidden * attention / speed)

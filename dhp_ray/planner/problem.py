@@ -9,6 +9,7 @@ import numpy as np
 
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.items import Items, Machine, items_of
+from dhp_ray.planner.nodes import sizes_of
 from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample, SequenceTooLongError
 from dhp_ray.planner.schedule import Ranks, firsts_of
 
@@ -38,9 +39,9 @@ class Problem:
 
     @property
     def machine(self) -> Machine:
-        speeds = self.speeds
-        return Machine(speeds, self.cluster.ranks_per_node, self.cluster.tokens_per_rank, bool((speeds == 1.0).all()), float(speeds.max()),
-                       self.cost.rates(len(speeds)))
+        speeds, nodes = self.speeds, self.cluster.nodes
+        return Machine(speeds, np.array(nodes), firsts_of(sizes_of(nodes)), self.cluster.ranks_per_node, self.cluster.tokens_per_rank,
+                       bool((speeds == 1.0).all()), float(speeds.max()), self.cost.rates(len(speeds)))
 
     @property
     def nominal_machine(self) -> Machine:

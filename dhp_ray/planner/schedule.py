@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -44,3 +45,17 @@ def gathered(values: np.ndarray, first: np.ndarray, pieces: np.ndarray) -> tuple
 def by_owner(owner: np.ndarray, num_owners: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices grouped by their owner, in order, and where each owner's begin."""
     return np.argsort(owner, kind="stable"), firsts_of(np.bincount(owner, minlength=num_owners))
+
+
+def flat(pieces: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    """All numbers one after the other, and how many each piece has."""
+    return np.array(list(chain.from_iterable(pieces)), dtype=np.int64), np.array([len(piece) for piece in pieces], dtype=np.int64)
+
+
+def first_of_its_kind(kind: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """Whether a (kind, number) has not come before."""
+    order = np.lexsort((number, kind))
+    same = (np.diff(kind[order]) == 0) & (np.diff(number[order]) == 0)
+    first = np.ones(len(order), dtype=bool)
+    first[order[1:][same]] = False
+    return first

@@ -100,7 +100,7 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
         slowest = np.inf
         for rank in members:
             slowest = min(slowest, machine.speeds[rank])
-        low_node, high_node = members[0] // machine.ranks_per_node, members[-1] // machine.ranks_per_node
+        low_node, high_node = machine.node[members[0]], machine.node[members[-1]]
         finish = window.start + time_s(item, window.degree, high_node > low_node, slowest, machine.rates[window.degree])
         if first[group] + window.degree > len(group_ranks):
             group_ranks = np.concatenate((group_ranks, np.zeros(len(group_ranks) + len(busy), dtype=np.int64)))
@@ -112,7 +112,7 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
                 hole_rank[num_holes], hole_start[num_holes], hole_length[num_holes] = rank, ranks.free[rank], window.start - ranks.free[rank]
                 num_holes += 1
             ranks.free[rank] = finish
-        keep_sorted(ranks, low_node, high_node, machine.ranks_per_node)
+        keep_sorted(ranks, low_node, high_node, machine.first)
         group_item[group], group_start[group] = order[place], window.start
         first[group + 1] = first[group] + window.degree
         group_ranks[first[group]:first[group + 1]] = members

@@ -45,20 +45,19 @@ class Window(NamedTuple):
 @inner
 def ranks_of(busy: np.ndarray, machine: Machine) -> Ranks:
     """Ranks that are busy until `busy`; equally free ones fastest first."""
-    num_nodes = (len(busy) + machine.ranks_per_node - 1) // machine.ranks_per_node
+    num_nodes = len(machine.first) - 1
     by_speed = ascending(-machine.speeds)
-    node = by_speed // machine.ranks_per_node
-    ranks = Ranks(busy.copy(), by_speed, by_speed[ascending(node.astype(np.float64))], np.arange(num_nodes), np.zeros(num_nodes))
-    keep_sorted(ranks, 0, num_nodes - 1, machine.ranks_per_node)
+    ranks = Ranks(busy.copy(), by_speed, by_speed[ascending(machine.node[by_speed].astype(np.float64))], np.arange(num_nodes), np.zeros(num_nodes))
+    keep_sorted(ranks, 0, num_nodes - 1, machine.first)
     return ranks
 
 
 @inner
-def keep_sorted(ranks: Ranks, low_node: int, high_node: int, node_size: int) -> None:
+def keep_sorted(ranks: Ranks, low_node: int, high_node: int, first: np.ndarray) -> None:
     """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they get free (insertion sort)."""
     free, by_free, nodes, node_free = ranks.free, ranks.by_free, ranks.nodes, ranks.node_free
     for node in range(low_node, high_node + 1):
-        begin, end = node * node_size, min((node + 1) * node_size, len(free))
+        begin, end = first[node], first[node + 1]
         for index in range(begin + 1, end):
             rank, move = by_free[index], index
             while move > begin and free[by_free[move - 1]] > free[rank]:
@@ -97,8 +96,8 @@ def best_window(item: Item, lowest: int, highest: int, makespan: float, machine:
         if best.degree:
             return best
     else:
-        for begin in range(0, len(ranks.free), machine.ranks_per_node):
-            node = ranks.by_free[begin:begin + machine.ranks_per_node]
+        for index in range(len(ranks.nodes)):
+            node = ranks.by_free[machine.first[index]:machine.first[index + 1]]
             for place in range(len(node)):
                 slowest = machine.speeds[node[place]]
                 if (machine.speeds[node[:place]] == slowest).any():
@@ -127,9 +126,8 @@ def _in_nodes(degree: int, time: float, extra: float, makespan: float, machine: 
               chosen: np.ndarray) -> Window:
     """Windows inside one node, at equal speeds; the first that waits for nothing is taken. O(ranks)."""
     free, by_free = ranks.free, ranks.by_free
-    node_size = machine.ranks_per_node
-    for begin in range(0, len(free), node_size):
-        end = min(begin + node_size, len(free))
+    for node in range(len(ranks.nodes)):
+        begin, end = machine.first[node], machine.first[node + 1]
         if end - begin < degree or free[by_free[begin + degree - 1]] + time > makespan:
             continue
         total = 0.0
@@ -155,13 +153,12 @@ def _in_nodes(degree: int, time: float, extra: float, makespan: float, machine: 
 def _whole_nodes(degree: int, time: float, extra: float, makespan: float, machine: Machine, ranks: Ranks, gap_weight: float, best: Window,
                  chosen: np.ndarray) -> Window:
     """Windows of whole nodes (of the last one only the ranks that get free first), at equal speeds. O(nodes x nodes of a window)."""
-    free, by_free, nodes = ranks.free, ranks.by_free, ranks.nodes
-    node_size = machine.ranks_per_node
+    free, by_free, nodes, first = ranks.free, ranks.by_free, ranks.nodes, machine.first
     for place in range(len(nodes)):
         start, total, left, last = 0.0, 0.0, degree, place
         while left > 0 and last < len(nodes):
-            begin = nodes[last] * node_size
-            take = min(left, min(begin + node_size, len(free)) - begin)
+            begin = first[nodes[last]]
+            take = min(left, first[nodes[last] + 1] - begin)
             for position in range(begin, begin + take):
                 total += free[by_free[position]]
             start = max(start, free[by_free[begin + take - 1]])
@@ -174,8 +171,8 @@ def _whole_nodes(degree: int, time: float, extra: float, makespan: float, machin
             best = Window(cost, degree, start)
             count = 0
             for index in range(place, last):
-                begin = nodes[index] * node_size
-                take = min(degree - count, min(begin + node_size, len(free)) - begin)
+                begin = first[nodes[index]]
+                take = min(degree - count, first[nodes[index] + 1] - begin)
                 chosen[count:count + take] = by_free[begin:begin + take]
                 count += take
             if cost <= extra + EVEN:

@@ -81,8 +81,7 @@ def plan_from_json(tree: dict[str, Any]) -> Plan:
         PlanError: it has no inputs, or they are damaged.
     """
     try:
-        inputs = tree["inputs"]
-        cluster = ClusterSpec(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"], tuple(inputs["speeds"]))
+        inputs, cluster = tree["inputs"], ClusterSpec.from_json(tree)
         groups = tuple(GroupPlan(tuple(group["ranks"]), Pack(tuple(group["sequences"])), group["predicted_time_s"], 0.0, group["micro_batch"],
                                  tuple(group.get("encoders", ()))) for group in tree["groups"])
         plan = Plan(tree["planner"], tree["sync"], cluster, samples_from_json(inputs["samples"]), groups, tree["predicted_time_s"], tree["lower_bound_s"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -80,15 +81,10 @@ class WorkerGroup:
         return [member.described["node_id"] for member in self.members]
 
     @property
-    def ranks_per_node(self) -> int:
-        """Ranks of the fullest node: planners take neighbours of that many to share one."""
-        return max(self.nodes.count(node) for node in self.nodes)
-
-    @property
     def memory_bytes(self) -> int:
         """Device memory that every rank has at least. The ranks of a node share its memory on the CPU."""
-        found = [member.described for member in self.members]
-        return min(member["memory_bytes"] // (self.ranks_per_node if member["device"] == "cpu" else 1) for member in found)
+        found, sharing = [member.described for member in self.members], Counter(self.nodes)
+        return min(member["memory_bytes"] // (sharing[member["node_id"]] if member["device"] == "cpu" else 1) for member in found)
 
     def membership(self) -> list[dict[str, Any]]:
         """The ranks of this generation, as cluster.json lists them."""

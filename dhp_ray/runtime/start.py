@@ -102,7 +102,7 @@ class Session:
 
     def plan_for_group(self, batches: dict[int, Batch] | None = None) -> None:
         self.group.look_s = self.config.elastic.hang_s / 2
-        cluster = ClusterSpec(self.group.size, self.group.ranks_per_node, int(self.config.planner.tokens_per_rank))
+        cluster = ClusterSpec.of_nodes(self.group.nodes, int(self.config.planner.tokens_per_rank))
         self.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         config = self.config
         pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # one for all plans that the ranks are told to run

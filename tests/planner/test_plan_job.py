@@ -40,6 +40,16 @@ def test_a_plan_is_printed_written_drawn_and_replayed(lengths, tmp_path, capsys)
     assert json.loads(again.read_text())["groups"] == tree["groups"]
 
 
+def test_nodes_of_unequal_size(lengths, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert job.main([f"lengths={lengths}", "nodes=2,3", f"out={out}"]) == 0
+    tree = json.loads(out.read_text())
+    assert (tree["num_ranks"], tree["ranks_per_node"], tree["inputs"]["nodes"]) == (5, 3, [0, 0, 1, 1, 1])
+    assert job.main([f"lengths={lengths}", "nodes=2,3", "num_ranks=6"]) == 2
+    assert job.main([f"lengths={lengths}", "nodes=2,0"]) == 2
+    assert capsys.readouterr().err == "error: num_ranks: got 6; nodes=2,3 has 5 ranks\nerror: nodes: got '0'; allowed: a whole number of at least 1\n"
+
+
 def test_help_names_every_planner_and_is_instant():
     assert tuple(PLANNERS) == job.NAMES
     begin = time.perf_counter()
