@@ -35,6 +35,9 @@ LARGEST = 1e30
 
 FORMATS = ("llava", "parquet", "webdataset", "huggingface", "synthetic")
 
+PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2")
+"""Those of dhp_ray/planner, which takes half a second to import."""
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -104,7 +107,7 @@ class Cluster:
 
 @dataclass(kw_only=True)
 class Planner:
-    name: str = key("dhp", "planner; `jobs/plan.py --help` lists them")
+    name: str = key("dhp", "planner", choices=PLANNERS)
     sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch", choices=("step", "micro_batch"))
     cost: str = key("", "cost file; empty: conf/cost/<device>.yaml")
     tokens_per_rank: str = key("auto", "most tokens of one pack on one rank: a number, or auto (from the device's memory)")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dhp_ray.schema import PLANNERS
+
 if TYPE_CHECKING:
     from dhp_ray.planner import Plan
 
@@ -33,7 +35,6 @@ Plans one global batch, prints a table, and writes the plan.
 
 Exit status: 0 on success, 2 on a bad argument or batch, 1 on failure."""
 
-NAMES = ("dhp", "dhp_paper", "static", "static_best", "pow2")
 DEFAULTS = {"lengths": "", "replay": "", "num_ranks": "", "ranks_per_node": "8", "nodes": "", "tokens_per_rank": "8192", "speeds": "", "sync": "step",
             "planner": "dhp", "cost": "", "out": "", "picture": ""}
 
@@ -44,7 +45,7 @@ class ArgumentError(ValueError):
 
 def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
-        print(HELP.format(planners=", ".join(NAMES)))
+        print(HELP.format(planners=", ".join(PLANNERS)))
         return 0 if argv else 2
     try:
         arguments = read_arguments(argv)

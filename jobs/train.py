@@ -14,6 +14,9 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         config = load(argv)
+        from dhp_ray.runtime.preflight import check_here  # after --help, which needs nothing of it
+
+        check_here(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,6 +5,7 @@ Importing this module does not import torch: the driver asks it for resource nam
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -22,6 +23,18 @@ class Accelerator:
     name: str
     backend: str
     resource: str | None
+    files: str = ""
+    """Of its devices: the driver makes one for each."""
+    visible: str = ""
+    """The environment variable that hides some of them."""
+
+    def num_devices(self) -> int:
+        """How many this machine has at most, by the device files: a library that knows takes seconds to import. On the CPU: its cores."""
+        if not self.files:
+            return os.cpu_count() or 1
+        found = len(glob.glob(self.files))
+        shown = os.environ.get(self.visible)
+        return found if shown is None else min(found, 0 if shown in ("", "NoDevFiles", "-1") else len(shown.split(",")))
 
     def torch_device(self, index: int = 0) -> torch.device:
         """Ray shows each worker its own device alone, so the index is 0 there."""
@@ -59,8 +72,8 @@ class Accelerator:
 
 
 CPU = Accelerator("cpu", "gloo", None)
-CUDA = Accelerator("cuda", "nccl", "GPU")
-NPU = Accelerator("npu", "hccl", "NPU")
+CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES")
+NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES")
 ACCELERATORS = {accelerator.name: accelerator for accelerator in (CPU, CUDA, NPU)}
 
 

@@ -33,7 +33,8 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos")
 ROW_COLUMNS = ("id", *CONVERSATION_COLUMNS, *MEDIA_COLUMNS)
 KEPT_FROM_BYTES = 8 * 2**20
 """The index of fewer bytes of data is made at every start: that is as fast as finding the one that was kept."""
-_SUFFIXES = {"llava": (".json", ".jsonl"), "parquet": (".parquet",), "synthetic": (".parquet",), "webdataset": (".tar",)}
+_SUFFIXES = {"llava": (".json", ".jsonl"), "parquet": (".parquet",), "synthetic": (".parquet",), "webdataset": (".tar",),
+             "huggingface": (".arrow", ".parquet")}
 _KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".tar": "tar", ".arrow": "arrow"}
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 
@@ -47,28 +48,55 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
     Raises:
         DataError: a file that is missing, of another form, or without the columns that are needed.
     """
-    files = [(path, _KINDS[os.path.splitext(path)[1]]) for path in data_files(data)]
+    files = _files(data)
     sizes = [os.path.getsize(path) for path, _ in files]
     key = kept.cache_key(files) if sum(sizes) >= KEPT_FROM_BYTES else ""
     table = kept.load(key) if key else None
     if table is None:
         names, writer, done = Names(), FragmentWriter(), 0
         for (path, kind), size in zip(files, sizes):
-            try:
-                for fragment in _SCANS[kind](path, names, _after(done, sum(sizes), progress)):
-                    writer.add(fragment)
-            except DataError:
-                raise
-            except Exception as error:  # foreign bytes make readers raise errors of many kinds
-                raise DataError(f"data.path: {path} cannot be read: {told(error)}") from None
+            for fragment in _scanned(path, kind, names, _after(done, sum(sizes), progress)):
+                writer.add(fragment)
             done += size
         table = writer.table()
         if key:
             table = kept.store(key, table)
     found = Fragments(table)
     if not len(found):
-        raise DataError(f"data.path: {data.path} holds no rows; allowed: at least one")
+        raise _no_rows(data)
     return found
+
+
+def check_form(data: Data) -> None:
+    """Refuse what the first rows tell: that there are none, that they are of another form, or that they lack columns. Milliseconds, whatever the size.
+
+    Raises:
+        DataError: as `index_fragments`.
+    """
+    image_root(data)
+    for path, kind in _files(data):
+        if list(islice(_scanned(path, kind, Names(), lambda position: None), 2)):
+            return
+    raise _no_rows(data)
+
+
+def _files(data: Data) -> list[tuple[str, str]]:
+    """The files of `data.path`, and the kind of each."""
+    return [(path, _KINDS[os.path.splitext(path)[1]]) for path in data_files(data)]
+
+
+def _scanned(path: str, kind: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+    """The fragments of one file."""
+    try:
+        yield from _SCANS[kind](path, names, progress)
+    except DataError:
+        raise
+    except Exception as error:  # foreign bytes make readers raise errors of many kinds
+        raise DataError(f"data.path: {path} cannot be read: {told(error)}") from None
+
+
+def _no_rows(data: Data) -> DataError:
+    return DataError(f"data.path: {data.path} holds no rows; allowed: at least one")
 
 
 def _after(done: int, total: int, progress: Progress) -> Callable[[int], None]:
@@ -80,16 +108,20 @@ def sources_of(data: Data) -> list[Data]:
     return [replace(data, path=source.path, format=source.format or data.format, sources=[]) for source in data.sources] or [data]
 
 
+def held_out(data: Data, path: str) -> Data:
+    """The data of `eval.path`: in the form of the training data, from one place."""
+    return replace(data, path=path, sources=[])
+
+
 def data_files(data: Data) -> list[str]:
     """The files of `data.path`: itself, or every file of the format in that folder, by name."""
     if not data.path:
         raise DataError("data.path: empty; allowed: a file or a folder of files")
     path = os.path.abspath(data.path)
     if os.path.isfile(path):
-        kinds = {_KINDS[suffix] for suffix in _SUFFIXES.get(data.format, (".arrow", ".parquet"))}
-        if data.format in ("webdataset", "huggingface") and _KINDS.get(os.path.splitext(path)[1]) not in kinds:
+        if os.path.splitext(path)[1] not in _SUFFIXES[data.format]:
             raise DataError(f"data.path: {data.path} is no file of the format {data.format}; allowed: a name ending in "
-                            f"{' or '.join(suffix for suffix, kind in _KINDS.items() if kind in kinds)}")
+                            f"{' or '.join(_SUFFIXES[data.format])}")
         return [path]
     if not os.path.isdir(path):
         hint = "; jobs/prepare_data.py writes it" if data.format == "synthetic" else ""

@@ -12,6 +12,8 @@ PRESET_IMAGE_SETTINGS: dict[str, Any] = {
     "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3, "rescale_factor": 1 / 255,
     "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
     "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+"""Files that a fast tokenizer is made from: either of these."""
 
 
 def folder_template(folder: Path) -> str | None:
@@ -21,6 +23,32 @@ def folder_template(folder: Path) -> str | None:
     if (folder / "chat_template.json").is_file():
         return read_json(folder / "chat_template.json").get("chat_template")
     return None
+
+
+def chat_template_of(folder: Path) -> str:
+    """The template of a model's conversations: the processor's own, else the tokenizer's.
+
+    Raises:
+        DataError: there is none.
+    """
+    template = folder_template(folder)
+    if template is None and (folder / "tokenizer_config.json").is_file():
+        template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if not isinstance(template, str):
+        raise DataError(f"model.path: {folder} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json")
+    return template
+
+
+def check_processor_files(folder: Path) -> None:
+    """Refuse a folder that lacks a file which the processor is made from. Needs no transformers.
+
+    Raises:
+        DataError: tokenizer, chat template or image settings are missing, or those of another family.
+    """
+    if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
+        raise DataError(f"model.path: {folder} has no tokenizer; allowed: a folder with {' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}")
+    chat_template_of(folder)
+    folder_image_settings(folder)
 
 
 def folder_image_settings(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 from dhp_ray.data.conversation import Turn, check_counts, turns_of
 from dhp_ray.data.errors import DataError, RowError, first_line
 from dhp_ray.data.media import Limits
-from dhp_ray.data.model_folder import PRESET_IMAGE_SETTINGS, folder_image_settings, folder_template, write_json
+from dhp_ray.data.model_folder import PRESET_IMAGE_SETTINGS, chat_template_of, folder_image_settings, write_json
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, STRUCTURE_TOKENS, byte_tokenizer, special_token_ids
 from dhp_ray.data.video import MIN_FRAMES, Clip
 from dhp_ray.planner.plan import Grid
@@ -252,9 +252,7 @@ def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int, lim
         raise DataError(f"model.path: {path} has no tokenizer that loads: {first_line(error)}") from None
     if not tokenizer.is_fast:
         raise DataError(f"model.path: {path} has no fast tokenizer; allowed: a folder with tokenizer.json")
-    template = folder_template(folder) or tokenizer.chat_template
-    if not isinstance(template, str):
-        raise DataError(f"model.path: {path} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json")
+    template = chat_template_of(folder)
     try:
         return Processor(tokenizer, template, folder_image_settings(folder), min_pixels, max_pixels, limits)
     except TemplateError as error:

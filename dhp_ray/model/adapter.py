@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 PARTS = ("vision", "language")
 
 
-class ModelError(ValueError):
-    """A model that cannot be built or trained; the message is one line."""
-
-
 class ModelAdapter(Protocol):
     """One model family. Shapes: L local tokens, N images, P patches, V vision tokens, F feature width, D hidden width."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dhp_ray.model.adapter import ModelAdapter, ModelError
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.files import ModelError, config_tree, weight_files
 from dhp_ray.model.presets import preset_config
 from dhp_ray.model.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.weights import StoredWeights
@@ -74,42 +74,14 @@ def num_parameters(preset: str, path: str, token_ids: Mapping[str, int] | None) 
 
 def read_config(path: str) -> PreTrainedConfig:
     """The configuration in a Hugging Face folder."""
-    folder, file = Path(path), Path(path) / "config.json"
-    if not folder.is_dir():
-        raise ModelError(f"model.path: no folder {path}; allowed: a local Hugging Face folder")
-    if not file.is_file():
-        raise ModelError(f"model.path: {path} has no config.json; allowed: a local Hugging Face folder")
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"model.path: {file} is not JSON: {error}") from None
-    name = tree.get("model_type") if isinstance(tree, dict) else None
-    if name not in FAMILIES:
-        raise ModelError(f"model.path: {path} holds a model of type {name!r}; allowed: {', '.join(sorted(FAMILIES))}")
+    tree = config_tree(path)
+    name = tree["model_type"]
     try:
         config: PreTrainedConfig = FAMILIES[name].config_class.from_dict(tree)
     except Exception as error:  # transformers' checks of values raise errors of many kinds
-        raise ModelError(f"model.path: {file} is no configuration of a {name} model: {' '.join(str(error).split())[:300]}") from None
+        said = " ".join(str(error).split())[:300]
+        raise ModelError(f"model.path: {Path(path) / 'config.json'} is no configuration of a {name} model: {said}") from None
     return config
-
-
-def weight_files(path: str) -> list[str]:
-    """The safetensors of a folder; refuses one whose are missing, in whole or in part."""
-    folder = Path(path)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"model.path: {index} is not an index of safetensors: {error!r}") from None
-    else:
-        names = ["model.safetensors"]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-        found = f" (it has {pickles[0]}, which can run code when read)" if pickles else ""
-        raise ModelError(f"model.path: {path} has no {missing[0]}{found}; allowed: weights as safetensors")
-    return names
 
 
 def _family(config: PreTrainedConfig) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from transformers import PreTrainedConfig, Qwen2_5_VLConfig
 
-from dhp_ray.model.adapter import ModelError
+from dhp_ray.model.files import ModelError
 
 TOKEN_NAMES = ("image", "video", "vision_start", "vision_end", "bos", "eos", "pad")
 

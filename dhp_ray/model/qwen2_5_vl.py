@@ -12,8 +12,9 @@ from torch.nn import Module
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from dhp_ray.model import attention
-from dhp_ray.model.adapter import PARTS, ModelError, empty_features
+from dhp_ray.model.adapter import PARTS, empty_features
 from dhp_ray.model.attention import PackContext
+from dhp_ray.model.files import ModelError
 from dhp_ray.model.loss import cross_entropy_sum
 from dhp_ray.model.weights import StoredWeights
 

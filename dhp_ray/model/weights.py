@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dhp_ray.model.adapter import ModelError
+from dhp_ray.model.files import ModelError, opened
 
 STORED_TYPES = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types of plain weights; others are quantized, and mean nothing without their scales."""
@@ -47,7 +44,7 @@ class StoredWeights:
         self._places: list[tuple[str, str, str]] = []  # file, what a parameter is called there, and its name
         found = set()
         for file in files:
-            with self._opened(file) as stored:
+            with opened(self.path, file, "pt") as stored:
                 for key in stored.keys():  # noqa: SIM118  not a mapping
                     if (called := _renamed(key, renamed)) not in first_names:
                         continue  # of a part that the module has not
@@ -76,7 +73,7 @@ class StoredWeights:
             start, into = wanted.get(name, Rows(0, torch.empty(0)))
             if not into.numel():
                 continue
-            with self._opened(file) as stored:  # for each anew: closing it gives back the pages that were read
+            with opened(self.path, file, "pt") as stored:  # for each anew: closing it gives back the pages that were read
                 rows = stored.get_slice(key)[start : start + len(into)]
                 if name in read_as and not torch.equal(into, rows.to(into)):
                     raise ModelError(f"model.path: {self.path}: {read_as[name]} and {key} differ; its config.json says that they are one "
@@ -84,14 +81,6 @@ class StoredWeights:
                 into.copy_(rows)
                 read_as[name] = key
                 del rows
-
-    @contextmanager
-    def _opened(self, file: str) -> Iterator[Any]:
-        try:
-            with safe_open(Path(self.path) / file, framework="pt") as stored:
-                yield stored
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"model.path: {self.path}: {file} cannot be read: {str(error).strip().splitlines()[0]}") from None
 
 
 def _renamed(key: str, renamed: Sequence[tuple[str, str]]) -> str:

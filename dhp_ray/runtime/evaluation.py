@@ -8,6 +8,7 @@ from dataclasses import replace
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
 from dhp_ray.data.errors import DataError
+from dhp_ray.data.index import held_out
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import ClusterSpec
@@ -92,5 +93,5 @@ class Evaluation:
 
 def _one_pass(config: Config) -> Config:
     """The configuration under which a dispatcher goes once through all held-out samples."""
-    return replace(config, data=replace(config.data, path=config.eval.path, sources=[]), run=replace(config.run, steps=0, epochs=1),
+    return replace(config, data=held_out(config.data, config.eval.path), run=replace(config.run, steps=0, epochs=1),
                    batch=replace(config.batch, drop_last=False))

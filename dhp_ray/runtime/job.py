@@ -5,8 +5,6 @@ Workers belong to this process, so they outlive a driver actor.
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
 import socket
 import sys
@@ -18,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dhp_ray.comm.device import ACCELERATORS, Accelerator
+from dhp_ray.comm.device import Accelerator
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.constraints import check_device, run_folder_warning
-from dhp_ray.credentials import masked
+from dhp_ray.data.errors import first_line
 from dhp_ray.runtime.console import Console
+from dhp_ray.runtime.head import connect
 from dhp_ray.runtime.indexing import index_ahead
 from dhp_ray.runtime.messages import Finished, Notice, Replace, RunError
+from dhp_ray.runtime.preflight import device_of
 from dhp_ray.runtime.roster import Roster
 from dhp_ray.runtime.waits import Waits
 
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 MAX_DRIVERS = 20
 """Driver actors in a row that may be lost without a step committed; one that dies at each start is no accident."""
-
-HEAD_PATIENCE_S = 5.0
-"""How long a head may take to accept a connection. Ray itself tries for ten minutes to reach one that is gone."""
 
 
 def train(config: Config) -> int:
@@ -59,51 +56,6 @@ def train(config: Config) -> int:
     finally:
         waits.close()
         ray.shutdown()
-
-
-def connect() -> None:
-    """Join the cluster that RAY_ADDRESS or a running head names, else start a local one.
-
-    Raises:
-        RunError: no cluster answers at the address; told within seconds.
-    """
-    _knock(*named_head())
-    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here: Ray's 15 lets whatever else runs hold up a rank, and that the others
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a driver without a device must not hide it from workers
-    logging.getLogger("ray").setLevel(logging.WARNING)
-    try:
-        ray.init(logging_level=logging.ERROR)
-    except (OSError, RayError, RuntimeError, ValueError) as error:
-        where = os.environ.get("RAY_ADDRESS", "this machine")
-        raise RunError(masked(f"no Ray cluster at {where}: {_first_line(error)}")) from None
-
-
-def named_head() -> tuple[str, str]:
-    """The address of the cluster that a bare `ray.init` would join, and what names it; "" where it would start one.
-
-    As Ray looks it up: RAY_ADDRESS, else the file that the last `ray start` on this machine wrote and that `ray stop` deletes.
-    """
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address not in ("", "auto"):
-        return address, "RAY_ADDRESS"
-    file = Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray", "ray_current_cluster")
-    return (file.read_text().strip() if os.access(file, os.R_OK) else ""), str(file)
-
-
-def _knock(address: str, named_by: str) -> None:
-    """Refuse a head that accepts no connection. What is not HOST:PORT (`local`, `ray://...`) is left to Ray."""
-    host, _, port = address.rpartition(":")
-    if not host or "://" in address or not port.isdecimal():
-        return
-    host = host.strip("[]")
-    if host in ("localhost", "127.0.0.1", "::1"):
-        host = ray.util.get_node_ip_address()  # so does Ray, and a tunnel's end on the loopback is no head
-    try:
-        socket.create_connection((host, int(port)), timeout=HEAD_PATIENCE_S).close()
-    except (OSError, OverflowError, UnicodeError) as error:
-        stale = "" if named_by == "RAY_ADDRESS" else "; such a file outlives its head: `ray stop`, or deleting it, clears it"
-        raise RunError(f"no Ray cluster at {address}, which {named_by} names: {_first_line(error)}{stale}; allowed: a running head (`ray start --head`), "
-                       "its address in RAY_ADDRESS, or RAY_ADDRESS=local for a cluster of this machine alone") from None
 
 
 def _run(config: Config, console: Console, waits: Waits) -> int:
@@ -149,7 +101,7 @@ def rendezvous_store(host: str) -> TCPStore:
     try:
         server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=4096)
     except OSError as error:
-        raise RunError(f"the rendezvous store cannot listen at {host}, the node's address in Ray: {_first_line(error)}; "
+        raise RunError(f"the rendezvous store cannot listen at {host}, the node's address in Ray: {first_line(error)}; "
                        "allowed: an address of this machine (`ray start --node-ip-address`)") from None
     port = server.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
@@ -198,7 +150,7 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
             else:
                 console.show(message)
     except RayTaskError as error:
-        raise RunError(f"the driver failed: {_first_line(getattr(error, 'cause', None) or error)}") from None
+        raise RunError(f"the driver failed: {first_line(getattr(error, 'cause', None) or error)}") from None
     except RayError:
         console.show(Notice("the driver actor died; another one takes over"))
         return None
@@ -214,13 +166,10 @@ def resolve_device(config: Config) -> Accelerator:
     Raises:
         ConfigError: it cannot do what the configuration asks for.
     """
-    resources = ray.cluster_resources()
-    name = config.cluster.device
-    if name == "auto":
-        name = "npu" if resources.get("NPU") else "cuda" if resources.get("GPU") else "cpu"
-    config.cluster.device = name
+    accelerator = device_of(config.cluster.device, ray.cluster_resources())
+    config.cluster.device = accelerator.name
     check_device(config)
-    return ACCELERATORS[name]
+    return accelerator
 
 
 def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int], going_on: bool) -> Any:
@@ -228,7 +177,3 @@ def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int]
 
     actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Driver)  # type: ignore[call-overload]
     return actor.options(num_cpus=0, resources={"node:__internal_head__": 0.001}).remote(config, workers, store, going_on)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dhp_ray.planner.plan import StepResult
-from dhp_ray.runtime.elastic import Holdings
-
 if TYPE_CHECKING:
     import ray
+
+    from dhp_ray.planner.plan import StepResult
+    from dhp_ray.runtime.elastic import Holdings
 
 
 class RunError(RuntimeError):

@@ -69,29 +69,12 @@ class RunRecords:
         return self._last_step > 0 or self.folder.exists("config.yaml")
 
     def stored_config(self) -> dict[str, Any]:
-        """The folder's config.yaml as dotted keys and values; empty before the first start."""
-        if not self.folder.exists("config.yaml"):
-            return {}
-        try:
-            tree = yaml.safe_load(self.folder.read("config.yaml"))
-        except yaml.YAMLError:
-            tree = None
-        if not isinstance(tree, dict):
-            raise StorageError(f"{self.folder.uri}/config.yaml: does not hold a configuration")
-        return _dotted(tree)
+        """As the function of that name."""
+        return stored_config(self.folder)
 
     def compare_config(self, config: Config) -> None:
-        """Whether this folder's run, if it holds one, can go on under a configuration.
-
-        Raises:
-            ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's.
-        """
-        if config.run.resume == "never" and self.holds_run:
-            raise ConfigError(f"run.resume: got 'never' with a run of {self.last_step} steps in {self.folder.uri}; allowed: auto, or another run.dir")
-        stored = self.stored_config()
-        for name, value in _dotted(asdict(config)).items():
-            if name.startswith(FIXED) and stored.get(name, value) != value:
-                raise ConfigError(f"{name}: got {value!r}; the run in {self.folder.uri} has {stored[name]!r}; allowed: that value, or another run.dir")
+        """As the function of that name."""
+        compare_config(self.folder, config, self.holds_run)
 
     def write_config(self, config: Config) -> None:
         """Write the resolved configuration; raises ConfigError as `compare_config` does."""
@@ -209,6 +192,33 @@ class RunRecords:
                 raise StorageError(f"{self.folder.uri}/{log.name}: line {last + 1} is of step {line.get('step')}; it must be of step {last + 1}")
             last += 1
         return last
+
+
+def stored_config(folder: Folder) -> dict[str, Any]:
+    """A run folder's config.yaml as dotted keys and values; empty before the first start."""
+    if not folder.exists("config.yaml"):
+        return {}
+    try:
+        tree = yaml.safe_load(folder.read("config.yaml"))
+    except yaml.YAMLError:
+        tree = None
+    if not isinstance(tree, dict):
+        raise StorageError(f"{folder.uri}/config.yaml: does not hold a configuration")
+    return _dotted(tree)
+
+
+def compare_config(folder: Folder, config: Config, holds_run: bool = False) -> None:
+    """Whether the run of a folder, if it holds one, can go on under a configuration. `holds_run`: it does, even if it has no config.yaml.
+
+    Raises:
+        ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's.
+    """
+    stored = stored_config(folder)
+    if config.run.resume == "never" and (stored or holds_run):
+        raise ConfigError(f"run.resume: got 'never' with a run in {folder.uri}; allowed: auto, or another run.dir")
+    for name, value in _dotted(asdict(config)).items():
+        if name.startswith(FIXED) and stored.get(name, value) != value:
+            raise ConfigError(f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that value, or another run.dir")
 
 
 def _plan_name(step: int) -> str:

@@ -11,11 +11,11 @@ from threading import Thread
 from typing import Any
 
 from dhp_ray.comm.book import PoolBook
-from dhp_ray.config import CONF, Config, ConfigError, dump
+from dhp_ray.config import CONF, Config, dump
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Batch, Stream
-from dhp_ray.planner import PLANNERS, CostModel, warm_up
+from dhp_ray.planner import CostModel, warm_up
 from dhp_ray.planner.plan import ClusterSpec
 from dhp_ray.runtime.arrivals import Arrivals
 from dhp_ray.runtime.checkpoints import Checkpoints
@@ -149,8 +149,6 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         records.compare_config(config)
     newest = checkpoints.newest()
     first_step = 1 + (records.last_step if going_on else newest.step if newest else 0)
-    if config.planner.name not in PLANNERS:
-        raise ConfigError(f"planner.name: got {config.planner.name!r}; allowed: {', '.join(PLANNERS)}")
     cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{config.cluster.device}.yaml"))
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)

@@ -100,7 +100,8 @@ def test_what_is_not_llava_is_refused_in_one_line(content: str, message: str, tm
     (Data(format="synthetic", path="/absent/rows.parquet"), "/absent/rows.parquet; jobs/prepare_data.py writes it"),
     (Data(format="webdataset", path="/absent"), "data.path: no file or folder /absent"),
     (Data(format="webdataset", path=__file__), "is no file of the format webdataset; allowed: a name ending in .tar"),
-    (Data(format="huggingface", path=__file__), "is no file of the format huggingface; allowed: a name ending in .parquet or .arrow"),
+    (Data(format="llava", path=__file__), "is no file of the format llava; allowed: a name ending in .json or .jsonl"),
+    (Data(format="huggingface", path=__file__), "is no file of the format huggingface; allowed: a name ending in .arrow or .parquet"),
 ])
 def test_what_is_not_there_is_refused_in_one_line(data: Data, message: str) -> None:
     with pytest.raises(DataError, match=message):

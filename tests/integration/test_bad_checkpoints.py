@@ -43,12 +43,6 @@ def copied(whole_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
 
-def test_a_folder_of_another_configuration(whole_run: Path, copied: Path, data: list[str]) -> None:
-    line = refused(2, f"run.dir={copied}", *data, "run.steps=4", "seed=5")
-    assert line == f"error: seed: got 5; the run in {copied} has 0; allowed: that value, or another run.dir"
-    assert losses(copied) == losses(whole_run)
-
-
 def test_a_half_written_checkpoint_is_ignored(copied: Path, data: list[str]) -> None:
     """As after a crash in the midst of a save; the steps after the one before it are run again, and are the same."""
     before = losses(copied)
@@ -84,12 +78,6 @@ def test_a_checkpoint_of_another_model(whole_run: Path, copied: Path, data: list
 def test_a_damaged_checkpoint(copied: Path, data: list[str], damage: Callable[[Path], Any], said: str) -> None:
     damage(copied / "checkpoints/step_000003")
     assert re.search(said, refused(1, f"run.dir={copied}", *data, "run.steps=4"))
-
-
-def test_a_run_folder_that_cannot_be(ray_cluster: None, data: list[str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    line = refused(1, f"run.dir={tmp_path / 'file' / 'run'}", *data)
-    assert re.fullmatch(rf"error: .*{tmp_path}/file/run.*: Not a directory", line), line
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """What users get wrong in a command, through the entry point: the exit status and one clear line.
 
-Bad samples are in test_bad_data.py, bad run folders and checkpoints in test_bad_checkpoints.py.
+What is refused before Ray starts is in tests/runtime/test_preflight.py, bad samples in test_bad_data.py, bad checkpoints in test_bad_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.worlds import data_overrides
+from tests.data.samples import talk, write_rows
 from tests.integration.jobs import refused, run
 
 
@@ -18,17 +19,17 @@ def test_a_wrong_key() -> None:
     assert refused(2, "train.learning_rat=1").startswith("error: train.learning_rat: no such key")
 
 
-@pytest.mark.parametrize(("content", "reason"), [(None, "no file or folder {path}"), (b"\x89PNG\r\n\x1a\n\x00", "{path} is not JSON: ")])
-def test_a_file_that_is_missing_or_cannot_be_read(ray_cluster: None, tmp_path: Path, content: bytes | None, reason: str) -> None:
-    path = tmp_path / "rows.json"
-    if content is not None:
-        path.write_bytes(content)
+def test_a_file_that_goes_bad_behind_its_first_rows(ray_cluster: None, tmp_path: Path) -> None:
+    """Which only the index finds, once Ray is there."""
+    path = write_rows(tmp_path / "rows.json", [{"conversations": talk("Name a colour.", "Red.")}] * 100)
+    path.write_bytes(path.read_bytes()[:-1])
     line = refused(1, "data=llava", f"data.path={path}", f"run.dir={tmp_path / 'run'}", "cluster.num_workers=1")
-    assert line.startswith(f"error: data.path: {reason.format(path=path)}")
+    assert line == f"error: data.path: {path} is not JSON: the array that starts at byte 0 does not end"
 
 
 def test_more_workers_than_the_cluster_has_room_for(ray_cluster: None, tmp_path: Path) -> None:
-    line = refused(1, f"run.dir={tmp_path / 'run'}", "cluster.num_workers=64", "cluster.start_timeout_s=2")
+    path = write_rows(tmp_path / "rows.json", [{"conversations": talk("Name a colour.", "Red.")}])
+    line = refused(1, "data=llava", f"data.path={path}", f"run.dir={tmp_path / 'run'}", "cluster.num_workers=64", "cluster.start_timeout_s=2")
     assert "cluster.num_workers=64: needs 6.4 CPU; the cluster has 2 CPU in all" in line
 
 

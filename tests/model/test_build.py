@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dhp_ray.model.adapter import ModelError
-from dhp_ray.model.build import build_model, num_parameters
+from dhp_ray.model.build import FAMILIES, build_model, num_parameters
+from dhp_ray.model.files import MODEL_TYPES, ModelError
 from tests.packs import TOKEN_IDS
 
 
@@ -86,6 +86,10 @@ def test_a_folder_in_the_form_of_the_published_models(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "saved/generation_config.json").read_text()).items() >= generation.items()
     again = dict(build_model("", str(tmp_path / "saved"), None, 0).module.named_parameters())
     assert all(torch.equal(again[name], loaded[name]) for name in loaded)
+
+
+def test_the_families_are_those_that_a_folder_is_checked_for() -> None:
+    assert tuple(sorted(FAMILIES)) == MODEL_TYPES
 
 
 def test_a_missing_folder() -> None:

@@ -51,7 +51,7 @@ def test_nodes_of_unequal_size(lengths, tmp_path, capsys):
 
 
 def test_help_names_every_planner_and_is_instant():
-    assert tuple(PLANNERS) == job.NAMES
+    assert tuple(PLANNERS) == job.PLANNERS
     begin = time.perf_counter()
     text = subprocess.run([sys.executable, str(JOB), "--help"], check=True, capture_output=True, text=True).stdout
     assert time.perf_counter() - begin < 1.0

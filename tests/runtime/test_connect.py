@@ -19,8 +19,10 @@ from torch.distributed import TCPStore
 
 from dhp_ray.config import Config
 from dhp_ray.constraints import run_folder_warning
-from dhp_ray.runtime.job import HEAD_PATIENCE_S, connect, named_head, rendezvous_store
+from dhp_ray.runtime.head import HEAD_PATIENCE_S, connect, named_head
+from dhp_ray.runtime.job import rendezvous_store
 from dhp_ray.runtime.messages import RunError
+from tests.data.samples import talk, write_rows
 
 ROOT = Path(__file__).parents[2]
 IN_UPLOAD = Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1")
@@ -46,10 +48,15 @@ def plant(folder: Path, address: str) -> Path:
     return file
 
 
+def data(folder: Path) -> list[str]:
+    """Of a run that nothing is wrong with but its cluster."""
+    return ["data=llava", f"data.path={write_rows(folder / 'rows.json', [{'conversations': talk('Name a colour.', 'Red.')}])}"]
+
+
 def test_a_dead_address_ends_a_run_with_one_line(dead_port: int, tmp_path: Path) -> None:
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "jobs/train.py", f"run.dir={tmp_path}"], cwd=ROOT, env=os.environ | {"RAY_ADDRESS": f"127.0.0.1:{dead_port}"},
-                          capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "jobs/train.py", f"run.dir={tmp_path}", *data(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"RAY_ADDRESS": f"127.0.0.1:{dead_port}"}, check=False)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines() == [f"error: no Ray cluster at 127.0.0.1:{dead_port}, which RAY_ADDRESS names: [Errno 111] Connection refused; "
                                         "allowed: a running head (`ray start --head`), its address in RAY_ADDRESS, "
@@ -166,8 +173,8 @@ def test_a_job_in_an_upload_says_so_first(tmp_path: Path, dead_port: int) -> Non
     plugin = WorkingDirPlugin(str(tmp_path), None)  # type: ignore[arg-type]
     upload = Path(plugin._resources_dir) / "_ray_pkg_1"
     upload.mkdir()
-    done = subprocess.run([sys.executable, str(ROOT / "jobs" / "train.py")], cwd=upload, env=os.environ | {"RAY_ADDRESS": f"127.0.0.1:{dead_port}"},
-                          capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(ROOT / "jobs" / "train.py"), *data(tmp_path)], cwd=upload, capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"RAY_ADDRESS": f"127.0.0.1:{dead_port}"}, check=False)
     assert done.stdout.startswith("warning: run.dir=runs/default is relative: ")
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: no Ray cluster at ")

@@ -253,7 +253,7 @@ def test_resume_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:
     records = open_records(tmp_path)
     records.write_config(fresh)
     commit(records, 1, 2)
-    with pytest.raises(ConfigError, match=r"run\.resume: got 'never' with a run of 2 steps"):
+    with pytest.raises(ConfigError, match=r"run\.resume: got 'never' with a run in "):
         open_records(tmp_path).write_config(fresh)
 
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dhp_ray.model.adapter import ModelAdapter, ModelError
+from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model, build_skeleton
+from dhp_ray.model.files import ModelError
 from dhp_ray.planner.plan import Plan
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.loading import read_shards

@@ -1,0 +1,83 @@
+"""The files of a model's folder that say what it is and hold its weights. Needs neither torch nor transformers, so a wrong folder is told at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+MODEL_TYPES = ("qwen2_5_vl",)
+"""The families of build.py, as config.json names them."""
+
+
+class ModelError(ValueError):
+    """A model that cannot be built or trained; the message is one line."""
+
+
+def check_model_folder(path: str) -> None:
+    """Refuse a folder that holds no model of a known family, or whose safetensors are missing, cut short or something else.
+
+    Raises:
+        ModelError: one line on what is missing or not supported.
+    """
+    config_tree(path)
+    for file in weight_files(path):
+        with opened(path, file, "numpy"):
+            pass
+
+
+def config_tree(path: str) -> dict[str, Any]:
+    """The content of a folder's config.json, which is of a known family."""
+    folder, file = Path(path), Path(path) / "config.json"
+    if not folder.is_dir():
+        raise ModelError(f"model.path: no folder {path}; allowed: a local Hugging Face folder{_download_hint(path)}")
+    if not file.is_file():
+        raise ModelError(f"model.path: {path} has no config.json; allowed: a local Hugging Face folder")
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"model.path: {file} is not JSON: {error}") from None
+    name = tree.get("model_type") if isinstance(tree, dict) else None
+    if name not in MODEL_TYPES:
+        raise ModelError(f"model.path: {path} holds a model of type {name!r}; allowed: {', '.join(MODEL_TYPES)}")
+    return dict(tree)
+
+
+def weight_files(path: str) -> list[str]:
+    """The safetensors of a folder; refuses one whose are missing, in whole or in part."""
+    folder = Path(path)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"model.path: {index} is not an index of safetensors: {error!r}") from None
+    else:
+        names = ["model.safetensors"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        found = f" (it has {pickles[0]}, which can run code when read)" if pickles else ""
+        raise ModelError(f"model.path: {path} has no {missing[0]}{found}; allowed: weights as safetensors")
+    return names
+
+
+@contextmanager
+def opened(path: str, file: str, framework: str) -> Iterator[Any]:
+    """One of a folder's safetensors, as arrays of `framework`; its header and its size have been checked."""
+    try:
+        with safe_open(Path(path) / file, framework=framework) as stored:
+            yield stored
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"model.path: {path}: {file} cannot be read: {str(error).strip().splitlines()[0]}") from None
+
+
+def _download_hint(path: str) -> str:
+    """How to fetch a model, where the path that is no folder reads like a name on the Hub (ORGANISATION/NAME)."""
+    is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path, re.ASCII) and not Path(path).parent.is_dir()
+    return f" (`hf download {path} --local-dir FOLDER` fetches that model, then model.path=FOLDER)" if is_name else ""

@@ -1,0 +1,65 @@
+"""The head of the Ray cluster: which one a run would join, whether it answers, and joining it. Ray, seconds to import, is imported when it is joined."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+from dhp_ray.credentials import masked
+from dhp_ray.data.errors import first_line
+from dhp_ray.runtime.messages import RunError
+
+HEAD_PATIENCE_S = 5.0
+"""How long a head may take to accept a connection. Ray itself tries for ten minutes to reach one that is gone."""
+
+
+def named_head() -> tuple[str, str]:
+    """The address of the cluster that a bare `ray.init` would join, and what names it; "" where it would start one.
+
+    As Ray looks it up: RAY_ADDRESS, else the file that the last `ray start` on this machine wrote and that `ray stop` deletes.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address not in ("", "auto"):
+        return address, "RAY_ADDRESS"
+    file = Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray", "ray_current_cluster")
+    return (file.read_text().strip() if os.access(file, os.R_OK) else ""), str(file)
+
+
+def connect() -> None:
+    """Join the cluster that RAY_ADDRESS or a running head names, else start a local one.
+
+    Raises:
+        RunError: no cluster answers at the address; told within seconds.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    _knock(*named_head())
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here: Ray's 15 lets whatever else runs hold up a rank, and that the others
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a driver without a device must not hide it from workers
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    try:
+        ray.init(logging_level=logging.ERROR)
+    except (OSError, RayError, RuntimeError, ValueError) as error:
+        where = os.environ.get("RAY_ADDRESS", "this machine")
+        raise RunError(masked(f"no Ray cluster at {where}: {first_line(error)}")) from None
+
+
+def _knock(address: str, named_by: str) -> None:
+    """Refuse a head that accepts no connection. What is not HOST:PORT (`local`, `ray://...`) is left to Ray."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in address or not port.isdecimal():
+        return
+    import ray
+
+    host = host.strip("[]")
+    if host in ("localhost", "127.0.0.1", "::1"):
+        host = ray.util.get_node_ip_address()  # so does Ray, and a tunnel's end on the loopback is no head
+    try:
+        socket.create_connection((host, int(port)), timeout=HEAD_PATIENCE_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        stale = "" if named_by == "RAY_ADDRESS" else "; such a file outlives its head: `ray stop`, or deleting it, clears it"
+        raise RunError(f"no Ray cluster at {address}, which {named_by} names: {first_line(error)}{stale}; allowed: a running head (`ray start --head`), "
+                       "its address in RAY_ADDRESS, or RAY_ADDRESS=local for a cluster of this machine alone") from None
