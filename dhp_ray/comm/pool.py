@@ -63,7 +63,7 @@ class GroupPool:
         self._book.clear()
 
     def _create(self, key: Key) -> None:
-        self._groups[key] = make_group(list(key), self.accelerator.backend, self.timeout, self.accelerator)
+        self._groups[key] = make_group(list(key), self.accelerator.backend, self.timeout)
         if dist.get_rank() in key:
             warm_up(self._groups[key], key, self.accelerator.torch_device())
 

@@ -88,7 +88,7 @@ def open_transport(name: str, rank: int, world_size: int, accelerator: Accelerat
     group = None
     if world_size > 1:
         ranks = list(range(world_size))
-        group = make_group(ranks, accelerator.backend, timeout, accelerator)
+        group = make_group(ranks, accelerator.backend, timeout)
         warm_up(group, ranks, accelerator.torch_device())
     parent = ParentTransport(group, rank)
     return parent if name == "parent" else PoolTransport(GroupPool(capacity, timeout, accelerator), parent, rank)

@@ -4,14 +4,20 @@
     meeting     every rank says that it is there and waits for the others; a generation that has been called off lets go at once
     world       the default process group, and what is made from it
 
+A rank may come late, to the meeting as to any group later on: it is waited for as long as collectives may take. One that has died is not:
+whoever has found that out lets the others go.
+
 A rank whose peer has died sees its collectives raise. It leaves at once: closed sockets free the ranks that wait for it.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,17 +27,30 @@ from dhp_ray.comm.interface import address_towards, listen_on
 
 POLL_S = 0.01
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""For building communicators, while a peer that dies would be waited for; collectives have a longer one of their own."""
+"""For connections to the store, and of gloo groups whose members are all there: one that dies just then would be waited for."""
 
 
 class MeetingError(RuntimeError):
     """A generation that does not come about; the message is one line."""
 
 
-def open_store(host: str, port: int) -> dist.TCPStore:
+def open_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """A connection to the rendezvous. From now on this process's gloo groups listen on the network that leads there, and on no other."""
     listen_on(address_towards(host, port))
-    return dist.TCPStore(host, port, is_master=False, timeout=CONNECT_TIMEOUT)
+    store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT_TIMEOUT)
+    store.set_timeout(timeout)  # NCCL and HCCL wait there for the rank that begins a group
+    return store
+
+
+def let_go(host: str, port: int) -> None:
+    """Close this process's connections to the store at an address (`host` as its IP): a thread that waits there for other ranks gets an error at once."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    address = connection.getpeername()
+                    if address[1:2] == (port,) and address[0].removeprefix("::ffff:") == host:
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def meet(store: dist.Store, generation: int, rank: int, world_size: int, timeout_s: float, called_off: Callable[[], bool] = lambda: False) -> None:
@@ -44,9 +63,11 @@ def meet(store: dist.Store, generation: int, rank: int, world_size: int, timeout
     store.set(f"{place}/here-{rank}", "1")
     everyone = [f"{place}/here-{other}" for other in range(world_size)]
     deadline = time.monotonic() + timeout_s
-    while not store.check(everyone):
+    while True:
         if called_off():
             raise MeetingError(f"generation {generation} has been called off")
+        if store.check(everyone):
+            return
         if time.monotonic() > deadline:
             absent = [other for other in range(world_size) if not store.check([everyone[other]])]
             raise MeetingError(f"generation {generation}: ranks {absent} did not come within {timeout_s:g} s")
@@ -57,23 +78,50 @@ def enter_world(store: dist.Store, generation: int, rank: int, world_size: int, 
     """Make the default process group of a generation. Every rank calls this after `meet`."""
     dist.distributed_c10d._world.group_count = 0  # part of the group's keys in the store; an attempt that failed has left it counted up, here alone
     dist.init_process_group(
-        accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store), timeout=min(timeout, CONNECT_TIMEOUT), rank=rank,
+        accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store), timeout=_connecting(accelerator.backend, timeout), rank=rank,
         world_size=world_size, **({"device_id": accelerator.torch_device()} if accelerator.name == "cuda" else {}))  # type: ignore[arg-type]
-    allow(timeout, dist.group.WORLD, accelerator)
+    _allow(timeout, dist.group.WORLD, accelerator.backend)
 
 
-def make_group(ranks: list[int], backend: str, timeout: timedelta, accelerator: Accelerator) -> dist.ProcessGroup:
-    """A group of its own with these ranks; every rank of the world calls this, also one that is not among them."""
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=min(timeout, CONNECT_TIMEOUT))
-    if dist.get_rank() in ranks:
-        allow(timeout, group, accelerator)
+def make_group(ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of its own with these ranks; every rank of the world calls this, also one that is not among them. Members wait `timeout` for one another.
+
+    Raises:
+        MeetingError: not all of its ranks came.
+    """
+    member = dist.get_rank() in ranks
+    if member:
+        _gather(ranks, timeout)
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=_connecting(backend, timeout))
+    if member:
+        _allow(timeout, group, backend)
     return group
 
 
-def allow(timeout: timedelta, group: dist.ProcessGroup | None, accelerator: Accelerator) -> None:
-    """Give a built group's collectives their timeout. HCCL takes its own from HCCL_EXEC_TIMEOUT."""
-    if accelerator.name != "npu":  # torch's one way to set it later
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+def _gather(ranks: Sequence[int], timeout: timedelta) -> None:
+    """Wait until all of `ranks` are about to make the next group. Cheap: no rank asks more than twice, however many they are."""
+    world = dist.distributed_c10d
+    store, place = world._get_default_store(), f"group-{world._world.group_count}"  # alike on all ranks: torch numbers groups by it, too
+    come = store.add(f"{place}/here", 1)
+    if come == len(ranks):
+        store.set(f"{place}/complete", "1")
+        return
+    try:
+        store.wait([f"{place}/complete"], timeout)
+    except dist.DistStoreError:
+        come = store.add(f"{place}/here", 0)
+        raise MeetingError(f"process group {tuple(ranks)}: {come} of {len(ranks)} ranks came within {timeout.total_seconds():g} s") from None
+
+
+def _connecting(backend: str, timeout: timedelta) -> timedelta:
+    """The timeout that a group is made with. gloo's members connect to one another right then."""
+    return min(timeout, CONNECT_TIMEOUT) if backend == "gloo" else timeout
+
+
+def _allow(timeout: timedelta, group: dist.ProcessGroup | None, backend: str) -> None:
+    """Give the collectives of a group that is made their timeout, where it was made with another."""
+    if backend == "gloo":
+        dist.distributed_c10d._set_pg_timeout(timeout, group)  # torch's one way to set it later
 
 
 def leave_world(close: Callable[[], None], accelerator: Accelerator, broken: bool) -> None:

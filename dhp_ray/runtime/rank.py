@@ -77,14 +77,14 @@ class Rank:
         self.device = accelerator.torch_device()
         self.adapter = adapter or build_adapter(config)
         timeout = timedelta(seconds=config.comm.timeout_s)
-        store = open_store(membership.store_host, membership.store_port)
+        store = open_store(membership.store_host, membership.store_port, timeout)
         meet(store, membership.generation, rank, world_size, config.comm.timeout_s, called_off)
         enter_world(store, membership.generation, rank, world_size, accelerator, timeout)
         world = dist.group.WORLD if world_size > 1 else None
         everyone = list(range(world_size))
-        self.state_group = make_group(everyone, "gloo", timeout, accelerator)  # checkpoints and re-sharding: host memory
+        self.state_group = make_group(everyone, "gloo", timeout)  # checkpoints and re-sharding: host memory
         mirrors = world_size > 1 and bool(membership.keepers)
-        mirror_group = make_group(everyone, "gloo", timeout, accelerator) if mirrors else None
+        mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, config.comm.pool_groups, timeout)
         self.engine = self._sharded_engine() if config.planner.sync == "micro_batch" else self._flat_engine(world, not adopts, originals)
         try:

@@ -121,8 +121,8 @@ def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Me
         seen = group.survey()
         overdue = time.monotonic() > look_again
         for member, (_, status) in zip(group.members, seen):
-            if status.call == "join":
-                member.actor.call_off.remote(status.generation)  # those that it waits for will not come: a driver was lost amid its calls
+            if status.call:
+                member.actor.call_off.remote(status.generation)  # those that it waits for, to meet or to make a group, may never come
         sighted = []
         for place, (sight, status) in enumerate(seen):
             condition = condition_of(sight, before[place] if before else None, overdue)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.device import choose
-from dhp_ray.comm.world import is_peer_loss, leave_world
+from dhp_ray.comm.world import is_peer_loss, leave_world, let_go
 from dhp_ray.config import Config
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import num_parameters
@@ -85,6 +85,7 @@ class Worker:
         self.ran: dict[int, Ran] = {}
         self.steps: dict[int, int] = {}  # of each state version the last step that left it
         self.generation = self.called_off = 0
+        self.store: tuple[str, int] | None = None  # where the ranks of its generation meet
         self.call = self.error = ""
         self.thread = 0
 
@@ -121,6 +122,7 @@ class Worker:
         self.accelerator.activate()
         self._leave()
         self.generation, self.error = membership.generation, ""
+        self.store = (membership.store_host, membership.store_port)
         self.prefetched.clear()
         self.processor = processor_spec(self.config).load()
         if not gc.get_freeze_count():
@@ -230,6 +232,8 @@ class Worker:
     def call_off(self, generation: int) -> None:
         """Stop waiting for the ranks of a generation (or of one before it)."""
         self.called_off = max(self.called_off, generation)
+        if self.store and self.generation <= generation:
+            let_go(*self.store)
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
+from threading import Timer
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dhp_ray.comm import world
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.world import enter_world, leave_world, make_group, open_store
+from dhp_ray.comm.pool import GroupPool
+from dhp_ray.comm.world import MeetingError, enter_world, is_peer_loss, leave_world, let_go, make_group, open_store
 from tests.ranks import run_processes
 
 TIMEOUT = timedelta(seconds=20)
@@ -17,16 +21,62 @@ TIMEOUT = timedelta(seconds=20)
 
 def after_failed_attempts(rank: int, port: int) -> float:
     """Rank 0 has tried to enter worlds whose other rank never came; rank 1 is new."""
-    store = open_store("127.0.0.1", port)
+    store = open_store("127.0.0.1", port, TIMEOUT)
     for generation in range(3 if rank == 0 else 0):
         with pytest.raises(RuntimeError):
             enter_world(store, generation, 0, 2, CPU, timedelta(seconds=0.5))
         leave_world(lambda: None, CPU, broken=True)
     enter_world(store, 3, rank, 2, CPU, TIMEOUT)
     total = torch.ones(1)
-    dist.all_reduce(total, group=make_group([0, 1], "gloo", TIMEOUT, CPU))
+    dist.all_reduce(total, group=make_group([0, 1], "gloo", TIMEOUT))
     return total.item()
 
 
 def test_an_attempt_that_failed_keeps_nobody_from_the_next_world() -> None:
     assert run_processes(after_failed_attempts, 2) == [2.0, 2.0]
+
+
+def late_for_a_group(rank: int, port: int, late_s: float, connect_s: float) -> float:
+    """Rank 1 comes late to the pool's first group."""
+    world.CONNECT_TIMEOUT = timedelta(seconds=connect_s)
+    enter_world(open_store("127.0.0.1", port, TIMEOUT), 1, rank, 2, CPU, TIMEOUT)
+    pool = GroupPool(2, TIMEOUT)
+    if rank == 1:
+        time.sleep(late_s)
+    pool.prepare([(0, 1)])
+    total = torch.ones(1)
+    dist.all_reduce(total, group=pool.get((0, 1)))
+    return total.item()
+
+
+@pytest.mark.parametrize(("late_s", "connect_s"), [(5.0, 3.0), pytest.param(13.0, 10.0, marks=pytest.mark.slow)])
+def test_a_late_rank_is_waited_for_as_long_as_a_collective_may_take(late_s: float, connect_s: float) -> None:
+    assert run_processes(late_for_a_group, 2, late_s, connect_s) == [2.0, 2.0]
+
+
+def never_comes(rank: int, port: int) -> list[str]:
+    """Rank 1 makes neither of two groups: what rank 0 is told of the first, and of the second, for which it is let go."""
+    store = open_store("127.0.0.1", port, TIMEOUT)
+    enter_world(store, 1, rank, 2, CPU, TIMEOUT)
+    if rank == 1:
+        store.wait(["done"])
+        return []
+    other = open_store("127.0.0.1", port, TIMEOUT)
+    with pytest.raises(MeetingError) as first:
+        make_group([0, 1], "gloo", timedelta(seconds=0.5))
+    Timer(0.5, let_go, ("127.0.0.1", port)).start()
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError) as second:
+        make_group([0, 1], "gloo", timedelta(seconds=50))
+    took_s = time.monotonic() - begun
+    assert is_peer_loss(first.value)
+    assert is_peer_loss(second.value)
+    with pytest.raises(dist.DistError):
+        other.check(["done"])  # every connection of this process is gone
+    open_store("127.0.0.1", port, TIMEOUT).set("done", "1")  # a later generation's is not
+    assert took_s < 20, took_s
+    return [str(first.value)]
+
+
+def test_whoever_waits_for_a_rank_that_never_comes_can_be_let_go() -> None:
+    assert run_processes(never_comes, 2)[0] == ["process group (0, 1): 1 of 2 ranks came within 0.5 s"]
