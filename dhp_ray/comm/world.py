@@ -75,7 +75,12 @@ def meet(store: dist.Store, generation: int, rank: int, world_size: int, timeout
 
 
 def enter_world(store: dist.Store, generation: int, rank: int, world_size: int, accelerator: Accelerator, timeout: timedelta) -> None:
-    """Make the default process group of a generation. Every rank calls this after `meet`."""
+    """Make the default process group of a generation. Every rank calls this after `meet`, and waits `timeout` for the others.
+
+    Raises:
+        MeetingError: not all of them came.
+    """
+    _gather(dist.PrefixStore(f"generation-{generation}", store), "world", tuple(range(world_size)), timeout)
     dist.distributed_c10d._world.group_count = 0  # part of the group's keys in the store; an attempt that failed has left it counted up, here alone
     dist.init_process_group(
         accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store), timeout=_connecting(accelerator.backend, timeout), rank=rank,
@@ -91,17 +96,16 @@ def make_group(ranks: list[int], backend: str, timeout: timedelta) -> dist.Proce
     """
     member = dist.get_rank() in ranks
     if member:
-        _gather(ranks, timeout)
+        world = dist.distributed_c10d
+        _gather(world._get_default_store(), f"group-{world._world.group_count}", ranks, timeout)  # alike on all ranks: torch numbers groups by it, too
     group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=_connecting(backend, timeout))
     if member:
         _allow(timeout, group, backend)
     return group
 
 
-def _gather(ranks: Sequence[int], timeout: timedelta) -> None:
-    """Wait until all of `ranks` are about to make the next group. Cheap: no rank asks more than twice, however many they are."""
-    world = dist.distributed_c10d
-    store, place = world._get_default_store(), f"group-{world._world.group_count}"  # alike on all ranks: torch numbers groups by it, too
+def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timedelta) -> None:
+    """Wait until all of `ranks` are about to make a group. Cheap: no rank asks more than twice, however many they are."""
     come = store.add(f"{place}/here", 1)
     if come == len(ranks):
         store.set(f"{place}/complete", "1")

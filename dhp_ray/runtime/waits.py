@@ -71,9 +71,9 @@ class Waits:
             yield
         finally:
             self._under_way.remove(wait)
-            seconds = self._clock() - wait.since
+            seconds = round(self._clock() - wait.since, 1)
             if seconds >= wait.long_s:
-                self.add([Waited(what, round(seconds, 1))])
+                self.add([Waited(what, seconds)])
             if wait.said and self._say:
                 self._say(Notice(f"waited {seconds:.0f} s for {what}"))
             self._write()
