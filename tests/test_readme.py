@@ -117,6 +117,8 @@ def test_conversations_as_shown_are_read(user_folder: Path) -> None:
     (user_folder / "my" / "messages.jsonl").write_text(json.dumps(json.loads(the_block("json", "messages"))))
     assert usable(training_on("my/chat.json")) == ["cat-1"]
     assert usable(training_on("my/messages.jsonl")) == ["cat-2"]
+    (user_folder / "my" / "chat.json").write_text(json.dumps([json.loads(the_block("json", "function_call"))]))
+    assert usable(training_on("my/chat.json")) == ["cat-5"]
 
 
 def test_ordinary_photos_are_used(user_folder: Path) -> None:

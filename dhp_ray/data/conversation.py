@@ -3,6 +3,7 @@
     LLaVA    [{"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]
     OpenAI   [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, ...]
 
+Calls of tools are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and turns of `tool` (data/tools.py).
 A mark (`<image>`, `<video>`) or a part without a source stands for the row's next image or video; a part may also name its own.
 """
 
@@ -11,14 +12,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from dhp_ray.data.errors import RowError, first_line
+from dhp_ray.data.tools import RESPONSE_BEGIN, RESPONSE_END, calls_text, tools_text
 
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 MARKS = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
 MEDIA = tuple(MARKS.values())
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant", "observation": "tool", "tool": "tool",
+         "system": "system", "developer": "system"}
 _MARK = re.compile("|".join(f"({re.escape(mark)})" for mark in MARKS))
 
 
@@ -33,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side says; `role` is system, user or assistant."""
+    """What one side says; `role` is system, user or assistant. What tools answer is a turn of the user."""
 
     role: str
     parts: tuple[Part, ...]
@@ -62,13 +66,25 @@ def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] 
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")
-    turns = [_turn(number, turn, reserved) for number, turn in enumerate(conversation, 1)]
+    turns = _with_answers_of_tools([_turn(number, turn, reserved) for number, turn in enumerate(conversation, 1)])
     spoken = [turn.role for turn in turns if turn.role != "system"]
     if "assistant" not in spoken:
         raise RowError("no turn of the assistant: nothing to learn from")
     if spoken[0] != "user":
         raise RowError("the assistant speaks first; allowed: a turn of the user before it")
     return turns
+
+
+def offering(turns: Sequence[Turn], tools: Any, default_system: str, reserved: Sequence[str] = ()) -> list[Turn]:
+    """The turns of a conversation in which the assistant may call `tools`: the system turn says so; without one, after what the template says by default.
+
+    Raises:
+        RowError: tools that are none, or a signature that spells one of the `reserved` tokens.
+    """
+    system, rest = (turns[0].text, turns[1:]) if turns[0].role == "system" else (default_system, turns)
+    text = tools_text(system, tools)
+    _check_text("tools", text, reserved)
+    return [Turn("system", (Part("text", text),)), *rest]
 
 
 def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
@@ -90,25 +106,56 @@ def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
     role, content = (turn.get("role"), turn.get("content")) if openai else (turn.get("from"), turn.get("value"))
     if not isinstance(role, str) or role not in ROLES:
         raise RowError(f"turn {number} is from {_brief(role)}; allowed: {', '.join(ROLES)}")
-    if isinstance(content, str):
+    calls = content if role == "function_call" else turn.get("tool_calls") if ROLES[role] == "assistant" else None
+    if role == "function_call":
+        parts = []
+    elif isinstance(content, str):
         parts = _marked(content)
     elif openai and isinstance(content, Sequence) and not isinstance(content, bytes):
         parts = [part for item in content for part in [_part(number, item)] if part.kind != "text" or part.text]
     else:
         parts = []
-    if not parts:
+    if calls:
+        try:
+            parts = [*parts, Part("text", ("\n" if parts else "") + calls_text(calls))]
+        except RowError as error:
+            raise RowError(f"turn {number}: {error}") from None
+    if not parts and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
     result = Turn(ROLES[role], tuple(parts))
-    try:
-        result.text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowError(f"turn {number} is not UTF-8 text: {first_line(error)}") from None
-    found = next((token for token in reserved if token in result.text), None)
-    if found:
-        raise RowError(f"turn {number} spells the special token {found}; allowed: text without special tokens")
-    if result.media and result.role != "user":
+    _check_text(f"turn {number}", result.text, reserved)
+    if result.media and result.role not in ("user", "tool"):
         raise RowError(f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of the user")
     return result
+
+
+def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns, with those of tools, one after the other, as one of the user.
+
+    Raises:
+        RowError: a tool answers and nobody has called.
+    """
+    found: list[Turn] = []
+    for role, group in groupby(turns, key=lambda turn: turn.role):
+        if role != "tool":
+            found += group
+        elif not found or found[-1].role != "assistant":
+            raise RowError("a tool answers where the assistant has not called one; allowed: turns of tools after one of the assistant")
+        else:
+            answers = [(Part("text", RESPONSE_BEGIN), *turn.parts, Part("text", RESPONSE_END)) for turn in group]
+            parts = [part for number, answer in enumerate(answers) for part in ((Part("text", "\n"), *answer) if number else answer)]
+            found.append(Turn("user", tuple(parts)))
+    return found
+
+
+def _check_text(where: str, text: str, reserved: Sequence[str]) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError(f"{where} is not UTF-8 text: {first_line(error)}") from None
+    found = next((token for token in reserved if token in text), None)
+    if found:
+        raise RowError(f"{where} spells the special token {found}; allowed: text without special tokens")
 
 
 def _marked(text: str) -> list[Part]:

@@ -3,6 +3,7 @@
     id             name of the sample (optional; see data/index.py)
     conversations  LLaVA's turns (data/conversation.py); in parquet also as a JSON string
     messages       OpenAI's messages, likewise; used where there are no conversations
+    tools          what the assistant may call (data/tools.py), a list or JSON text
     image, images  a file name below the image root, encoded bytes, {"bytes": ..., "path": ...}, or a list of these
     video, videos  likewise
 """

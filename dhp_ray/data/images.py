@@ -8,7 +8,8 @@ import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, features
+from PIL import __version__ as pillow_version
 
 from dhp_ray.data.errors import RowError, first_line
 from dhp_ray.data.media import Limits
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 MAX_DECODED_PIXELS = Limits().max_decoded_pixels
 # Raster formats only: Pillow also opens documents, whose pixels an outside program would have to draw.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_READS_AVIF = "avif" in features.modules and features.check("avif")  # Pillow from 11.3 on, where it was built with libavif
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(("AVIF",) if _READS_AVIF else ()))
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `image_size` refuses earlier; Pillow's own error, at twice its limit, stays
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
@@ -41,7 +43,7 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
     except RowError:
         raise
     except Exception as error:  # image readers raise errors of many kinds on foreign bytes; each makes this row a bad one
-        reason = "not an image of a known format" if isinstance(error, Image.UnidentifiedImageError) else first_line(error)
+        reason = _foreign(data) if isinstance(error, Image.UnidentifiedImageError) else first_line(error)
         raise RowError(f"header cannot be read: {reason}; allowed: {', '.join(FORMATS)}") from None
     return (height, width) if turned else (width, height)
 
@@ -60,6 +62,13 @@ def decode(data: bytes, processor: Processor) -> np.ndarray:
         upright = ImageOps.exif_transpose(image).convert("RGB")
     values = processor.image_processor(images=[upright], return_tensors="np")["pixel_values"]
     return np.asarray(values, dtype=np.float32)
+
+
+def _foreign(data: bytes) -> str:
+    """What bytes are that no reader takes."""
+    if data[4:12] in (b"ftypavif", b"ftypavis") and "AVIF" not in FORMATS:
+        return f"AVIF, which Pillow {pillow_version} of this machine was built without"
+    return "not an image of a known format"
 
 
 def _has_late_metadata(data: bytes) -> bool:

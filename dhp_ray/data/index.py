@@ -30,7 +30,7 @@ from dhp_ray.schema import Data
 ROWS_PER_FRAGMENT = 32
 CONVERSATION_COLUMNS = ("conversations", "messages")
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
-ROW_COLUMNS = ("id", *CONVERSATION_COLUMNS, *MEDIA_COLUMNS)
+ROW_COLUMNS = ("id", *CONVERSATION_COLUMNS, "tools", *MEDIA_COLUMNS)
 KEPT_FROM_BYTES = 8 * 2**20
 """The index of fewer bytes of data is made at every start: that is as fast as finding the one that was kept."""
 _SUFFIXES = {"llava": (".json", ".jsonl"), "parquet": (".parquet",), "synthetic": (".parquet",), "webdataset": (".tar",),

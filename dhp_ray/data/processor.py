@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from dhp_ray.data.conversation import Turn, check_counts, turns_of
+from dhp_ray.data.conversation import Turn, check_counts, offering, turns_of
 from dhp_ray.data.errors import DataError, RowError, first_line
 from dhp_ray.data.media import Limits
 from dhp_ray.data.model_folder import PRESET_IMAGE_SETTINGS, chat_template_of, folder_image_settings, write_json
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, STRUCTURE_TOKENS, byte_tokenizer, special_token_ids
+from dhp_ray.data.tools import has_tools
 from dhp_ray.data.video import MIN_FRAMES, Clip
 from dhp_ray.planner.plan import Grid
 from dhp_ray.schema import Data, Model
@@ -119,13 +120,14 @@ class Processor:
         rows, columns = self.resized(width, height)
         return (1, rows // self.patch_size, columns // self.patch_size)
 
-    def turns(self, conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
-        """The turns of a conversation, whose texts spell no special token.
+    def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
+        """The turns of a conversation, whose texts spell no special token. `tools` are those that the assistant may call.
 
         Raises:
-            RowError: roles or texts that cannot be encoded.
+            RowError: roles, texts or tools that cannot be encoded.
         """
-        return turns_of(conversation, self._reserved)
+        turns = turns_of(conversation, self._reserved)
+        return offering(turns, tools, self._default_system, self._reserved) if has_tools(tools) else turns
 
     def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:
         """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in their order.
@@ -224,6 +226,14 @@ class Processor:
         if frames or not opening:
             raise DataError("model.path: its chat template writes answers in different ways; allowed: one opening and one end for all")
         return opening, closing
+
+    @cached_property
+    def _default_system(self) -> str:
+        """What the template's system turn says where a conversation has none; empty: there is no such turn. Learnt from a probe."""
+        asked = {"role": "user", "content": "question"}
+        given, default = self._template([{"role": "system", "content": "instruction"}, asked], prompt=False), self._template([asked], prompt=False)
+        before, _, after = given.partition("instruction")
+        return default[len(before) : len(default) - len(after)] if default.startswith(before) and default.endswith(after) else ""
 
     def _template(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
         text = self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=prompt)

@@ -89,7 +89,7 @@ class ReadFragments:
     def _payload(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
         if row.error:
             raise RowError(row.error)
-        turns = processor.turns(formats.conversation_of(row.fields))
+        turns = processor.turns(formats.conversation_of(row.fields), row.fields.get("tools"))
         images = media_of(row.fields, turns, self.image_root, processor.limits.max_file_bytes, row.members)
         sizes: list[Size] = []
         numbers = dict.fromkeys(MEDIA, 0)

@@ -18,7 +18,7 @@ from typing import Any
 from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK
 from dhp_ray.data.errors import DataError, RowError, first_line
 
-IMAGES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+IMAGES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
 VIDEOS = ("mp4", "m4v", "mov", "webm", "mkv", "avi")
 PICKLES = ("pkl", "pickle", "pyd", "pt", "pth", "ckpt", "joblib")
 MAX_SAMPLE_BYTES = 2**31

@@ -1,4 +1,4 @@
-"""The same 12 conversations in every format are the same sequences, pixels and losses."""
+"""The same 13 conversations in every format are the same sequences, pixels and losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from dhp_ray.comm.link import Link
-from dhp_ray.data.conversation import turns_of
+from dhp_ray.data.conversation import ROLES, turns_of
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_rows
@@ -36,10 +36,12 @@ PROCESSOR = processor()
 PICTURES = {f"{number}.png": picture(60 + 20 * number, 90) for number in range(3)} | {"turned.jpg": picture(120, 60, "JPEG", quality=90)}
 FILM = {"film.mp4": video(24, 84, 56)}
 Row = dict[str, Any]
+CALL = {"name": "scale", "arguments": {"factor": 2, "part": "top"}}
+TOOLS = [{"name": "scale", "description": "Enlarge a part.", "parameters": {"type": "object", "properties": {"factor": {"type": "number"}}}}]
 
 
 def rows() -> list[Row]:
-    """Several turns, none to three images, and a video beside an image in the last."""
+    """Several turns, none to three images, a video beside an image, and in the last calls of a tool that shows an image."""
     names = list(PICTURES)
     made = []
     for number in range(11):
@@ -50,14 +52,22 @@ def rows() -> list[Row]:
                      "conversations": talk(first, f"Thing {number}.", second, "größer " * number + "yes")})
     film = talk("<image>\n<video>\nWhere does it go?", "Down.", "And then?", "Right.")
     made.append({"id": "talk-11", "images": names[:1], "videos": ["film.mp4"], "conversations": [{"from": "system", "value": "Be brief."}, *film]})
+    made.append({"id": "talk-12", "images": names[:2], "videos": [], "tools": json.dumps(TOOLS), "conversations": [
+        {"from": "human", "value": "<image>\nWhat is at the top?"}, {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": "<image>\nscaled"}, {"from": "gpt", "value": "A red block."}]})
     return made
 
 
 def messages_of(row: Row, with_sources: bool) -> list[Row]:
     """The conversation in OpenAI's form, with parts that take the columns' next, or bring what they show."""
     media = iter([*row["images"], *row["videos"]])  # the only video comes last
-    messages = []
-    for turn in turns_of(row["conversations"]):
+    messages: list[Row] = []
+    for stored in row["conversations"]:
+        if stored["from"] == "function_call":
+            calls = [{"id": "call", "type": "function", "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}]
+            messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+            continue
+        turn = turns_of(talk(stored["value"], "yes"))[0]
         parts: list[Row] = []
         for part in turn.parts:
             if part.kind == "text":
@@ -68,7 +78,7 @@ def messages_of(row: Row, with_sources: bool) -> list[Row]:
                 name = next(media)
                 uri = f"data:image/png;base64,{base64.b64encode(PICTURES[name]).decode()}" if name in PICTURES else ""
                 parts.append({"type": "image_url", "image_url": {"url": uri}} if uri else {"type": "video", "video": name})
-        messages.append({"role": turn.role, "content": parts if turn.media or with_sources else turn.text})
+        messages.append({"role": ROLES[stored["from"]], "content": parts if turn.media or with_sources else turn.text})
     return messages
 
 
@@ -86,7 +96,7 @@ def write_jsonl(folder: Path) -> Data:
 
 def write_messages(folder: Path) -> Data:
     write_files(folder)
-    write_rows(folder / "rows.jsonl", [{"id": row["id"], "messages": messages_of(row, with_sources=True)} for row in rows()])
+    write_rows(folder / "rows.jsonl", [{"id": row["id"], "tools": row.get("tools"), "messages": messages_of(row, with_sources=True)} for row in rows()])
     return Data(format="llava", path=str(folder))
 
 
@@ -96,7 +106,7 @@ def table(messages: bool) -> pa.Table:
     for row in rows():
         talks: Row = {"messages": json.dumps(messages_of(row, with_sources=False))} if messages else {"conversations": row["conversations"]}
         found.append({"id": row["id"], "images": [{"bytes": PICTURES[name], "path": None} for name in row["images"]],
-                      "videos": [FILM[name] for name in row["videos"]], **talks})
+                      "videos": [FILM[name] for name in row["videos"]], "tools": row.get("tools"), **talks})
     return pa.Table.from_pylist(found)
 
 
@@ -129,7 +139,8 @@ def write_shards(folder: Path) -> Data:
         with tarfile.open(folder / f"{shard:04d}.tar", "w", format=tarfile.GNU_FORMAT if shard else tarfile.PAX_FORMAT) as archive:
             for row in part:
                 names = {name: f"{place}.{name.rpartition('.')[2]}" for place, name in enumerate([*row["images"], *row["videos"]])}
-                fields = {"conversations": row["conversations"]} | ({"images": [names[name] for name in row["images"]]} if shard == 0 else {})
+                fields = {"conversations": row["conversations"], "tools": json.loads(row.get("tools", "[]"))}
+                fields |= {"images": [names[name] for name in row["images"]]} if shard == 0 else {}
                 members = {"json": json.dumps(fields).encode()} | {names[name]: (PICTURES | FILM)[name] for name in names}
                 for extension, content in members.items():
                     member = tarfile.TarInfo(f"{row['id']}.{extension}")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, features
 from transformers import AutoImageProcessor
 from transformers.image_utils import load_image
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.images import decode, image_size
+from dhp_ray.data.images import FORMATS, decode, image_size
 from tests.data.samples import picture, processor
 
 PROCESSOR = processor()
@@ -36,12 +36,15 @@ def with_orientation_behind_the_pixels(orientation: int) -> bytes:
     return plain[:end] + png_chunk(b"eXIf", exif.tobytes()[6:]) + plain[end:]
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+AVIF = pytest.param("AVIF", marks=pytest.mark.skipif(not features.check("avif"), reason="this Pillow was built without AVIF"))
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", AVIF])
 def test_the_header_gives_the_size(form: str) -> None:
     assert image_size(picture(123, 45, form)) == (123, 45)
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF", AVIF])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_size_is_that_of_the_upright_picture(form: str, orientation: int, tmp_path: Path) -> None:
     data = turned(form, orientation)
@@ -62,7 +65,11 @@ def test_no_pixel_is_decoded_for_the_size(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(self: Image.Image) -> None:
         raise AssertionError("pixels were decoded")
 
+    avif = picture(90, 40, "AVIF") if features.check("avif") else b""
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", refuse)
+    if avif:
+        monkeypatch.setattr("PIL.AvifImagePlugin.AvifImageFile.load", refuse)
+        assert image_size(avif) == (90, 40)
     for form in ("PNG", "JPEG", "WEBP"):
         if form != "WEBP":  # Pillow's reader of WebP has its own load; its header is read all the same
             assert image_size(picture(90, 40, form)) == (90, 40)
@@ -74,6 +81,14 @@ def test_an_unreadable_header_is_a_bad_row(data: bytes) -> None:
     with pytest.raises(RowError, match=r"header cannot be read: .*; allowed: PNG") as caught:
         image_size(data)
     assert "\n" not in str(caught.value)
+
+
+def test_avif_without_its_reader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a Pillow that was built without libavif."""
+    monkeypatch.setattr("dhp_ray.data.images.FORMATS", tuple(form for form in FORMATS if form != "AVIF"))
+    for brand in (b"avif", b"avis"):
+        with pytest.raises(RowError, match=r"^header cannot be read: AVIF, which Pillow [\d.]+ of this machine was built without; allowed: PNG, "):
+            image_size(b"\0\0\0\x20ftyp" + brand + bytes(40))
 
 
 def test_a_cut_picture_has_a_size_and_does_not_decode() -> None:

@@ -126,7 +126,7 @@ def test_labels_are_the_answers_and_their_end_token() -> None:
     ([], [], "the conversation is empty"),
     ([{"from": "human", "value": "a"}], [], "no turn of the assistant"),
     (talk("a", "b")[1:], [], "the assistant speaks first"),
-    ([{"from": "tool", "value": "a"}], [], "turn 1 is from 'tool'; allowed: human, user, gpt, assistant, system"),
+    ([{"from": "bot", "value": "a"}], [], "turn 1 is from 'bot'; allowed: human, user, gpt, assistant, function_call, observation, tool, system, developer"),
     (["a"], [], "turn 1 holds str"),
     (talk("a", ""), [], "turn 2 has no text"),
     ([{"from": "human", "value": 3}], [], "turn 1 has no text"),

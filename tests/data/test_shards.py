@@ -33,13 +33,13 @@ def rows_of(path: Path) -> list[Row]:
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 def test_members_of_a_key_are_a_row(form: int, tmp_path: Path) -> None:
     long = "folder/" + "k" * 90
-    path = shard(tmp_path / "a.tar", [("1.json", TALK), ("1.0.png", b"x" * 700), ("1.png", b"y"), (f"{long}.txt", b" A b. "), (f"{long}.JPG", b"z"),
+    path = shard(tmp_path / "a.tar", [("1.json", TALK), ("1.0.avif", b"x" * 700), ("1.png", b"y"), (f"{long}.txt", b" A b. "), (f"{long}.JPG", b"z"),
                                       ("3.md5", b"?"), ("3.json", TALK), ("1.json", TALK)], form)
     rows = rows_of(path)
     assert [row.id for row in rows] == ["1", long, "3", "1#000003"]
     assert not any(row.error for row in rows)
-    assert rows[0].fields["images"] == ["1.0.png", "1.png"]
-    assert rows[0].members == {"0.png": b"x" * 700, "1.0.png": b"x" * 700, "png": b"y", "1.png": b"y"}
+    assert rows[0].fields["images"] == ["1.0.avif", "1.png"]
+    assert rows[0].members == {"0.avif": b"x" * 700, "1.0.avif": b"x" * 700, "png": b"y", "1.png": b"y"}
     assert rows[1].fields["messages"] == [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": [{"type": "text", "text": "A b."}]}]
     assert "images" not in rows[2].fields
 

@@ -23,7 +23,7 @@ from PIL.PngImagePlugin import PngInfo
 from transformers.image_utils import load_image
 
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.images import decode, image_size
+from dhp_ray.data.images import FORMATS, decode, image_size
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.media import Limits
 from dhp_ray.data.processor import Processor, ProcessorSpec, load_processor
@@ -33,7 +33,8 @@ from dhp_ray.schema import Data
 from tests.data.samples import picture, processor, talk, video, write_rows
 
 PROCESSOR = processor()
-SEEDS = [picture(60, 40), picture(60, 40, "JPEG"), picture(60, 40, "WEBP"), picture(60, 40, "GIF"), picture(60, 40, "TIFF"), picture(60, 40, "BMP")]
+SEEDS = [picture(60, 40), picture(60, 40, "JPEG"), picture(60, 40, "WEBP"), picture(60, 40, "GIF"), picture(60, 40, "TIFF"), picture(60, 40, "BMP"),
+         *([picture(60, 40, "AVIF")] if "AVIF" in FORMATS else [])]
 FILMS = [video(6, 56, 56), video(6, 56, 56, form="matroska"), video(6, 56, 56, form="avi")]
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
@@ -60,7 +61,7 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) 
 KEYS = st.sampled_from(["id", "conversations", "messages", "from", "value", "role", "content", "type", "text", "image", "images", "image_url", "url", "video",
                         "videos", "path", "bytes"]) | st.text(max_size=3)
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12)
-TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": JSON})
+TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool", "function_call"]), "content": JSON})
                  | st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "robot"]), "value": JSON}) | JSON, max_size=4)
 ROWS = st.lists(st.fixed_dictionaries({}, optional={"id": JSON, "messages": TURNS | JSON, "conversations": TURNS | JSON, "image": JSON, "images": JSON,
                                                     "video": JSON}),
@@ -177,7 +178,9 @@ def test_any_video_bytes_are_the_planned_patches_or_one_line(data: bytes) -> Non
     assert patches[0].shape == (np.prod(grid), PROCESSOR.patch_dim)
 
 
-FORMS = {"RGB": ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM", "GIF"], "RGBA": ["PNG", "WEBP", "TIFF"], "L": ["PNG", "JPEG", "GIF", "PPM"], "LA": ["PNG"],
+AVIF = ["AVIF"] if "AVIF" in FORMATS else []
+FORMS = {"RGB": ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM", "GIF", *AVIF], "RGBA": ["PNG", "WEBP", "TIFF", *AVIF],
+         "L": ["PNG", "JPEG", "GIF", "PPM"], "LA": ["PNG"],
          "P": ["PNG", "GIF", "BMP"], "1": ["PNG", "BMP", "TIFF"], "CMYK": ["JPEG", "TIFF"], "I;16": ["PNG", "TIFF"], "F": ["TIFF"]}
 SIDES = st.tuples(st.integers(1, 400), st.integers(1, 400)) | st.tuples(st.integers(1, 3), st.integers(195, 620))
 COUNTING = [PROCESSOR, load_processor("tiny", "", 3136, 12544), load_processor("tiny", "", 100352, 200704)]  # most pictures: as they are, shrunk, enlarged
@@ -193,7 +196,7 @@ def pictures(draw: st.DrawFn) -> bytes:
     image = image.convert("I;16") if mode == "I;16" else image.convert(mode)
     options: dict[str, Any] = {}
     orientation, other = draw(st.integers(0, 9)), draw(st.integers(0, 9))
-    if orientation and form in ("PNG", "JPEG", "WEBP", "TIFF"):
+    if orientation and form in ("PNG", "JPEG", "WEBP", "TIFF", "AVIF"):
         options["exif"] = Image.Exif()
         options["exif"][0x0112] = orientation
     if other and form in ("PNG", "JPEG", "WEBP"):

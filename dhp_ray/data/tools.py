@@ -1,0 +1,96 @@
+"""What tools are, how the assistant calls them and what they answer, written as the Qwen family writes it.
+
+    system      ...\\n\\n# Tools ... <tools>\\n{"type": "function", "function": {...}}\\n</tools> ...
+    assistant   what it says\\n<tool_call>\\n{"name": "zoom", "arguments": {"factor": 2}}\\n</tool_call>
+    user        <tool_response>\\nwhat the tool answers\\n</tool_response>
+
+Qwen2.5's template for text renders tools so; those of its vision models, made for pictures, leave calls out. As text of the turns they are the same for both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dhp_ray.data.errors import RowError, first_line
+
+RESPONSE_BEGIN, RESPONSE_END = "<tool_response>\n", "\n</tool_response>"
+_TOOLS = ("# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+          "You are provided with function signatures within <tools></tools> XML tags:\n<tools>{tools}\n</tools>\n\n"
+          "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
+          '<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>')
+
+
+def calls_text(calls: Any) -> str:
+    """What the assistant writes to call tools: one call or several, as JSON text or objects.
+
+    {"name": ..., "arguments": {...} or JSON text}, alone, or as the `function` of one of OpenAI's tool_calls. Keys that hold null count as absent: columns
+    of structs give every call the arguments of all.
+
+    Raises:
+        RowError: no JSON, or a call without name or arguments.
+    """
+    calls = _read(calls, "the call of a tool")
+    return "\n".join(_call_text(call) for call in (calls if isinstance(calls, list) else [calls]))
+
+
+def tools_text(system: str, tools: Any) -> str:
+    """The system turn of a conversation that offers tools: what it says otherwise, then their signatures.
+
+    `tools`: a list of {"name": ..., "parameters": ...}, each alone or as the `function` of {"type": "function"}, or such a list as JSON text.
+
+    Raises:
+        RowError: something else.
+    """
+    tools = _read(tools, "tools")
+    lines = []
+    for tool in tools if isinstance(tools, list) else [tools]:
+        tool = _present(tool)
+        signature = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(signature, Mapping) or not isinstance(signature.get("name"), str):
+            raise RowError(f"tools hold {repr(tool)[:100]}; allowed: objects with name, description and parameters")
+        lines.append("\n" + _json(tool if tool is not signature else {"type": "function", "function": tool}))
+    return (f"{system}\n\n" if system else "") + _TOOLS.format(tools="".join(lines))
+
+
+def has_tools(tools: Any) -> bool:
+    """Whether a row's column `tools` offers any: it may be null, empty, or an empty list as text."""
+    return bool(tools) and not (isinstance(tools, str) and tools.strip() in ("", "[]", "null"))
+
+
+def _call_text(call: Any) -> str:
+    inner: Any = call.get("function") if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else call
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise RowError(f"the call of a tool is {repr(call)[:100]}; allowed: an object with name and arguments")
+    given = inner.get("arguments")
+    arguments = _present(_read({} if given is None else given, f"the arguments of {name[:50]}"))
+    if not isinstance(arguments, Mapping):
+        raise RowError(f"the arguments of {name[:50]} are {repr(arguments)[:100]}; allowed: an object")
+    return f"<tool_call>\n{_json({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def _read(value: Any, what: str) -> Any:
+    """A value that may be stored as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{what} is not JSON: {first_line(error)}") from None
+
+
+def _present(value: Any) -> Any:
+    """Without the keys that hold null."""
+    if isinstance(value, Mapping):
+        return {name: _present(inner) for name, inner in value.items() if inner is not None}
+    return [_present(inner) for inner in value] if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else value
+
+
+def _json(tree: Any) -> str:
+    """As the filter `tojson` of transformers' templates writes it."""
+    try:
+        return json.dumps(tree, ensure_ascii=False)
+    except (TypeError, ValueError) as error:  # bytes or dates of a column
+        raise RowError(f"tools or their arguments cannot be written as JSON: {first_line(error)}") from None
