@@ -5,10 +5,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.config import ConfigError, help_text, load
+from dhp_ray.runtime.ending import Ending
 
 
 def main(argv: list[str]) -> int:
+    ending = Ending()
+    ending.listen()
+    try:
+        return _main(argv, ending)
+    except KeyboardInterrupt:
+        ending.tell()
+        return 1
+
+
+def _main(argv: list[str], ending: Ending) -> int:
+    from dhp_ray.config import ConfigError, help_text, load  # all imports below come once signals are heeded
+
     if "--help" in argv or "-h" in argv:
         print(help_text("python jobs/train.py", "Train a vision-language model on a Ray cluster, with process groups planned for every batch."))
         return 0
@@ -22,7 +34,7 @@ def main(argv: list[str]) -> int:
         return 2
     from dhp_ray.runtime.job import train  # Ray takes seconds to import
 
-    return train(config)
+    return train(config, ending)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -27,7 +27,7 @@ from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan
-from dhp_ray.runtime.group import WorkerGroup
+from dhp_ray.runtime.group import STOP_POLL_S, WorkerGroup
 from dhp_ray.runtime.messages import BlockRows
 from dhp_ray.runtime.planning import Patience, Planning, patience_s
 
@@ -58,13 +58,14 @@ class Dispatcher:
     `batches` are those taken from the stream and not committed yet, by step: a later membership plans them again.
     `pool` is the book of the ranks' group pools, shared by all dispatchers of a generation and advanced as ranks are told to run (`started`).
     `speeds` tells those of the ranks; `write_plan` keeps the plan of a step before the step runs. `scale` tells measured over predicted seconds,
-    None while that is not known. Nothing is planned before `compiled` is done.
+    None while that is not known. Nothing is planned before `compiled` is done. Once `stopping` gives a reason to end the run, nothing is waited for.
     """
 
     def __init__(self, stream: Stream | Mixture, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config, pool: PoolBook,
                  generation: int = 0, speeds: Callable[[], tuple[float, ...]] | None = None, write_plan: WritePlan | None = None,
                  batches: dict[int, Batch] | None = None, scale: Callable[[], float | None] = lambda: None,
-                 compiled: Future[float] | None = None) -> None:
+                 compiled: Future[float] | None = None, stopping: Callable[[], str] = lambda: "") -> None:
+        self.stopping = stopping
         self.stream, self.group, self.cluster, self.cost, self.config = stream, group, cluster, cost, config
         self.pool, self.generation, self.scale, self.compiled = pool, generation, scale, compiled
         self.speeds, self.write_plan, self.batches = speeds, write_plan, batches or {}
@@ -81,7 +82,7 @@ class Dispatcher:
         return -(-longest // self.cluster.tokens_per_rank)
 
     def dispatch(self, step: int) -> Dispatched | None:
-        """Plan a step's batch and send it out; None past the last step, or when the batch needs more ranks than there are."""
+        """Plan a step's batch and send it out; None past the last step, when the batch needs more ranks than there are, or when the run is to end."""
         self.begin(step)
         return self.take(step)
 
@@ -94,6 +95,7 @@ class Dispatcher:
 
     def take(self, step: int) -> Dispatched | None:
         """What `begin(step)` came to. The batch is waited for; its plan as long as that costs less than the last resort would (`patience_s`).
+        None where there is none, or the run is to end.
 
         Raises:
             GroupError: the group broke meanwhile.
@@ -102,13 +104,17 @@ class Dispatcher:
         assert planning is not None
         assert planning.step == step
         with self.group.waits.on(self._named("the batch", step)):
-            self.group.wait(planning.reading)
+            self.group.wait(planning.reading, self._ends)
+        if self._ends():
+            return None
         batch = planning.reading.result()
         if batch is None or self.needed_ranks > self.cluster.num_ranks:
             return None
         if self.compiled:
             with self.group.waits.on("the planner's loops, which are being compiled"):
-                self.group.wait(self.compiled)
+                self.group.wait(self.compiled, self._ends)
+            if self._ends():
+                return None
         if planning.ahead.done():
             return planning.ahead.result()
         begun_s = monotonic()
@@ -116,7 +122,9 @@ class Dispatcher:
         expected_s = last_resort.lower_bound_s * (statistics.median(self._over_bound) if self._over_bound else 1.0)
         patience = Patience(begun_s, patience_s(last_resort.predicted_time_s, expected_s, self.scale()))
         with self.group.waits.on(self._named("the plan", step)):
-            self.group.wait(planning.ahead, patience.over)
+            self.group.wait(planning.ahead, lambda: patience.over() or self._ends())
+        if self._ends():
+            return None
         if planning.ahead.done() or not planning.claim():  # the thread has sent its plan, is sending it, or has failed
             return planning.ahead.result()
         return self._send(step, batch, last_resort, late=True)
@@ -131,21 +139,33 @@ class Dispatcher:
             self._planning.claim()
 
     def stop(self) -> dict[int, Batch]:
-        """Plan no more; the batches that have been taken from the stream. Waits for one that is being read, not for a plan."""
+        """Plan no more; the batches that have been taken from the stream. Waits for one that is being read, unless the run is to end, not for a plan."""
         self.drop()
         self._planner.shutdown(wait=False, cancel_futures=True)
+        self._reader.shutdown(wait=False)
         with self.group.waits.on("the batch that is being read"):
-            self._reader.shutdown(wait=True)
+            while self._planning and not self._planning.reading.done() and not self.stopping():
+                wait([self._planning.reading], timeout=STOP_POLL_S)
         return self.batches
 
     def failures(self, dispatched: Dispatched) -> dict[str, str]:
-        """Samples that no longer can be used, with reasons: known on all ranks before the step starts."""
+        """Samples that no longer can be used, with reasons: known on all ranks before the step starts.
+
+        Raises:
+            StoppingError: the run is to end.
+        """
         merged: dict[str, str] = {}
         with self.group.waits.on(self._named("the images", dispatched.step)):
-            found = self.group.collect(dispatched.prefetches, stuck_s=self.config.comm.timeout_s, end_stuck=True)
+            found = self.group.collect(dispatched.prefetches, stuck_s=self.config.comm.timeout_s, end_stuck=True, stopping=self.stopping)
         for failed in found:
             merged |= failed
         return dict(sorted(merged.items()))
+
+    def _ends(self) -> bool:
+        """Whether the run is to end; no further plan is sent then."""
+        if self.stopping():
+            self.drop()
+        return bool(self.stopping())
 
     def _named(self, what: str, step: int) -> str:
         return f"{what} of step {step}" if step > 0 else f"{what} of the held-out samples"

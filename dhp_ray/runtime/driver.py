@@ -29,7 +29,7 @@ from dhp_ray.runtime.commit import Commits, Done
 from dhp_ray.runtime.dispatch import Dispatched
 from dhp_ray.runtime.elastic import Condition
 from dhp_ray.runtime.group import Member, WorkerGroup
-from dhp_ray.runtime.messages import Finished, GroupError, Message, RunError
+from dhp_ray.runtime.messages import Finished, GroupError, Message, RunError, StoppingError
 from dhp_ray.runtime.recovery import form_anew, reopened
 from dhp_ray.runtime.start import Session, open_session
 from dhp_ray.runtime.waits import LONG_S, Waited, Waits
@@ -39,6 +39,9 @@ CONCURRENCY_GROUPS = {"control": 2}
 
 LONG_STEP = 3.0
 """A step is said to be waited for when it takes so many times as long as any of the last ones."""
+
+PICTURE_S = 0.5
+"""How long a run that is to end waits for the picture of a step."""
 
 
 @dataclass
@@ -82,8 +85,6 @@ class Driver:
     def stop(self, reason: str) -> None:
         """End the run after the step that is under way, with a checkpoint."""
         self.stop_reason = reason
-        if self.session:
-            self.session.stopping = reason
 
     @ray.method(concurrency_group="control")
     def waited(self, waits: list[Waited]) -> None:
@@ -104,8 +105,7 @@ class Driver:
 
     def _run(self) -> Iterator[Message]:
         try:
-            session = yield from open_session(self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
-            self.session, session.stopping = session, self.stop_reason
+            self.session = session = yield from open_session(self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
             self.commits = Commits(session)
             yield from self._train(session, "the driver was lost" if self.going_on else "")
         except ConfigError as error:
@@ -129,8 +129,11 @@ class Driver:
                 change = yield from self._steps(session)
                 yield from self.commits.finish_saves()
                 if not change:
-                    yield from self._finish(session)
+                    yield self._finish(session, (yield from self._save_last(session)))
                     return
+            except StoppingError:
+                yield self._finish(session, session.stopping)
+                return
             except GroupError as error:
                 change = broken = str(error)
                 self.commits.forget_saves()
@@ -138,7 +141,7 @@ class Driver:
     def _steps(self, session: Session) -> Generator[Message, None, str]:
         """Step after step, to the last one (returns "") or until the membership ought to change (returns why)."""
         change, self.leaving = "", {}
-        first = None if session.stopping else session.dispatcher.dispatch(session.records.last_step + 1)
+        first = session.dispatcher.dispatch(session.records.last_step + 1)
         yield from session.compiling_told()
         running = self._launch(session, first)
         while running:
@@ -166,11 +169,17 @@ class Driver:
         return change or (f"a sequence of the next batch needs {session.dispatcher.needed_ranks} ranks" if short else "")
 
     def _launch(self, session: Session, dispatched: Dispatched | None, waited_s: float = 0.0) -> Running | None:
-        """Start a dispatched step on all ranks, once each has said which samples it cannot decode. `waited_s`: how long its batch and plan were waited for."""
+        """Start a dispatched step on all ranks, once each has said which samples it cannot decode. `waited_s`: how long its batch and plan were waited for.
+
+        None where there is none to start, or the run is to end.
+        """
         if dispatched is None:
             return None
         wait = perf_counter()
-        failures = session.dispatcher.failures(dispatched)
+        try:
+            failures = session.dispatcher.failures(dispatched)
+        except StoppingError:
+            return None
         if self.config.data.on_error == "fail":
             for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped), *failures.items()]:
                 self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"  # told once the step before is committed
@@ -182,30 +191,37 @@ class Driver:
 
     def _change(self, session: Session) -> Generator[Message, None, str]:
         """Why the membership ought to change now, between two steps; empty: it need not."""
+        if session.stopping:
+            return ""
         newcomers = min(len(session.arrivals.ready()), session.max_workers - session.group.size)
         yield from reopened(session)
         if newcomers > 0:
             return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
 
-    def _finish(self, session: Session) -> Iterator[Message]:
+    def _save_last(self, session: Session) -> Generator[Message, None, str]:
+        """Save what the last step has left, and export the model of a run that is complete; returns why the run ends early."""
         last_step, stopping = session.records.last_step, session.stopping
-        if last_step and session.checkpoints.newest_step() < last_step:  # the group broke while the last one was being written
+        if last_step and session.checkpoints.newest_step() < last_step:  # the group broke, or the run was asked to end, after that save was due
             self.commits.save(last_step)
             yield from self.commits.finish_saves()
         if not stopping:
             with self.waits.on("the model to be written"):
                 session.group.call("export", "model")
-        session.group.call("leave")
+            session.group.call("leave")
+        return stopping
+
+    def _finish(self, session: Session, stopping: str) -> Finished:
+        """Close what the run writes; `stopping`: why it ends early."""
         session.dispatcher.stop()
-        session.stream.close()
-        session.watch.close()
+        if not stopping:
+            session.stream.close()
+        session.watch.close(PICTURE_S if stopping else None)
         session.scalars.close()
         session.records.close()
         if stopping:
-            yield Finished("", f"stopped after step {last_step}: {stopping}{self._way_back()}", status=1)
-        else:
-            yield Finished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
+            return Finished("", f"stopped after step {session.records.last_step}: {stopping}{self._way_back()}", status=1)
+        return Finished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
 
     def _way_back(self) -> str:
         """How a run that ended early goes on."""

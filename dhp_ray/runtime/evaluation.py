@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 
 from dhp_ray.comm.book import PoolBook
@@ -14,7 +14,7 @@ from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import ClusterSpec
 from dhp_ray.runtime.dispatch import Dispatched, Dispatcher
 from dhp_ray.runtime.group import WorkerGroup
-from dhp_ray.runtime.messages import Message, Notice, RunError
+from dhp_ray.runtime.messages import Message, Notice, RunError, StoppingError
 
 
 def held_out_stream(config: Config) -> Stream | None:
@@ -38,22 +38,23 @@ class Evaluation:
     """
 
     def __init__(self, stream: Stream | None, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config, pool: PoolBook,
-                 generation: int = 0) -> None:
-        self.group, self.config = group, config
+                 generation: int = 0, stopping: Callable[[], str] = lambda: "") -> None:
+        self.group, self.config, self.stopping = group, config, stopping
         self.dispatcher = None
         if stream:
             stream.max_tokens = config.planner.max_sequence_tokens
             stream.max_image_tokens = int(config.planner.tokens_per_rank)
-            self.dispatcher = Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation)
+            self.dispatcher = Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation, stopping=stopping)
         self._told: set[str] = set()
 
     def stop(self) -> None:
-        """Plan no more; waits for a batch that is being read."""
+        """Plan no more; waits for a batch that is being read, unless the run is to end."""
         if self.dispatcher:
             self.dispatcher.stop()
 
     def loss_when_due(self, step: int) -> Generator[Message, None, float | None]:
         """Mean loss over the valid tokens of all held-out samples, after the steps that `eval.every_steps` names; yields what the user should see.
+        None where it is not due, cannot be had, or the run is to end before it is complete.
 
         Call it between two steps: the ranks run it in the order of calls.
         """
@@ -66,7 +67,10 @@ class Evaluation:
         number = -1  # below 0: the next training step lies prefetched under its own number
         dispatched = self.dispatcher.dispatch(number)
         while dispatched:
-            failures = self.dispatcher.failures(dispatched)
+            try:
+                failures = self.dispatcher.failures(dispatched)
+            except StoppingError:
+                return None
             yield from self._tell(dispatched, failures)
             running = self.group.start("evaluate", number, dispatched.plan_id, failures)
             self.dispatcher.started(dispatched)
@@ -76,6 +80,8 @@ class Evaluation:
             with self.group.waits.on("the loss on held-out samples"):
                 sums: list[tuple[float, int]] = self.group.collect(running)
             loss_sum, num_valid_tokens = loss_sum + sums[0][0], num_valid_tokens + sums[0][1]
+        if self.stopping():
+            return None
         if not self.dispatcher.at_end:
             yield Notice(f"no evaluation after step {step}: a held-out sample needs {self.dispatcher.needed_ranks} ranks")
             return None

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dhp_ray.runtime.elastic import Condition, Sight, condition_of
-from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status
+from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status, StoppingError
 from dhp_ray.runtime.waits import Waits
 
 GRACE_S = 5.0
@@ -29,6 +29,9 @@ IDLE_LOOK_S = 1.0
 
 GATHER_S = 0.002
 """Answers that come so soon after the first are taken together with it: one at a time, each wait would look through all that are pending."""
+
+STOP_POLL_S = 0.2
+"""How often a wait that ends with the run asks whether it is to end."""
 
 WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck", Condition.RAISED: "raised", Condition.SLOW: "is too slow",
          Condition.DRAINED: "is on a node that is being drained"}
@@ -101,7 +104,8 @@ class WorkerGroup:
     def start(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         return [getattr(member.actor, method).remote(*arguments) for member in self.members]
 
-    def collect(self, calls: Sequence[ray.ObjectRef], look_s: float | None = None, stuck_s: float = math.inf, end_stuck: bool = False) -> list[Any]:
+    def collect(self, calls: Sequence[ray.ObjectRef], look_s: float | None = None, stuck_s: float = math.inf, end_stuck: bool = False,
+                stopping: Callable[[], str] | None = None) -> list[Any]:
         """Results by rank. While all workers get on, they may take as long as they need.
 
         With `end_stuck` a stuck one is ended at once: it may be a thread other than the one that trains, which no survey sees.
@@ -109,15 +113,22 @@ class WorkerGroup:
         Raises:
             GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others; the message
                 names it, with its own words where it has any.
+            StoppingError: `stopping` gives a reason to end the run before all have come.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
         look_s = look_s or self.look_s
         looks = _Looks(self, stuck_s, end_stuck)
+        looked_s = monotonic()
         results: dict[int, Any] = {}
         while pending:
-            ready = _answered(list(pending), look_s)
-            if not ready:
+            if stopping and stopping():
+                raise StoppingError
+            ready = _answered(list(pending), STOP_POLL_S if stopping else look_s)
+            if ready:
+                looked_s = monotonic()
+            elif look_s is not None and monotonic() - looked_s >= look_s:
                 looks.look(set(pending.values()))
+                looked_s = monotonic()
             for call, result in zip(ready, _results(ready)):
                 rank = pending.pop(call)
                 if isinstance(result, RayTaskError):

@@ -5,12 +5,10 @@ Workers belong to this process, so they outlive a driver actor.
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -21,9 +19,10 @@ from dhp_ray.config import Config, ConfigError
 from dhp_ray.constraints import check_device, run_folder_warning
 from dhp_ray.data.errors import first_line
 from dhp_ray.runtime.console import Console
+from dhp_ray.runtime.ending import Ending
 from dhp_ray.runtime.head import connect
 from dhp_ray.runtime.indexing import index_ahead
-from dhp_ray.runtime.messages import Finished, Notice, Replace, RunError
+from dhp_ray.runtime.messages import Finished, Notice, Replace, RunError, Started
 from dhp_ray.runtime.preflight import device_of
 from dhp_ray.runtime.roster import Roster
 from dhp_ray.runtime.waits import Waits
@@ -35,37 +34,38 @@ MAX_DRIVERS = 20
 """Driver actors in a row that may be lost without a step committed; one that dies at each start is no accident."""
 
 
-def train(config: Config) -> int:
-    """Train as the configuration says; the exit status. Every failure is one line on standard error."""
+def train(config: Config, ending: Ending) -> int:
+    """Train as the configuration says, or until a signal to `ending`; the exit status. Every failure is one line on standard error."""
     console = Console(sys.stdout)
     waits = Waits(console.show)
+    ending.say = lambda text: console.show(Notice(text))
     try:
         if warning := run_folder_warning(config, Path.cwd()):
             console.show(Notice(warning))
         with waits.on("the Ray cluster"):
             connect()
-        return _run(config, console, waits)
-    except KeyboardInterrupt:
+        ending.take_signals()  # ray.init has its own handler of SIGTERM, which leaves whatever is going on
+        return _run(config, console, waits, ending)
+    except (KeyboardInterrupt, SystemExit):  # the latter comes from Ray's handler
         console.close()
-        print("error: interrupted; start the same command again to go on from the newest checkpoint", file=sys.stderr)
+        ending.tell()
         return 1
     except (ConfigError, RunError) as error:
         console.close()
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
+        ending.over()
         waits.close()
         ray.shutdown()
 
 
-def _run(config: Config, console: Console, waits: Waits) -> int:
+def _run(config: Config, console: Console, waits: Waits, ending: Ending) -> int:
     with waits.on("the index of the data", shows_itself=True):
         index_ahead(config.data)
     roster = Roster(config, resolve_device(config), waits)
     host = ray.util.get_node_ip_address()
     stores: list[TCPStore] = []
-    ending = Ending()
-    handler = signal.signal(signal.SIGTERM, ending.ask)
     try:
         roster.start()
         lost = 0
@@ -81,7 +81,6 @@ def _run(config: Config, console: Console, waits: Waits) -> int:
             raise RunError(f"the driver actor died {MAX_DRIVERS} times without a step in between; start the same command again to go on from the newest "
                            "checkpoint")
     finally:
-        signal.signal(signal.SIGTERM, handler)
         console.close()
         roster.close()
         stores.clear()
@@ -107,23 +106,6 @@ def rendezvous_store(host: str) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
-class Ending:
-    """SIGTERM: the driver of the moment, and every later one, is to end the run early."""
-
-    def __init__(self) -> None:
-        self.driver: Any = None
-        self.reason = ""
-
-    def ask(self, *_: Any) -> None:
-        """The signal's handler. Ray, which it may have interrupted anywhere, is called from another thread."""
-        self.reason = "SIGTERM"
-        Thread(target=self.tell, daemon=True).start()
-
-    def tell(self) -> None:
-        if self.driver and self.reason:
-            self.driver.stop.remote(self.reason)
-
-
 def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, waits: Waits, ending: Ending,
            going_on: bool) -> Finished | None:
     """The run under one driver actor; None when that was lost."""
@@ -132,9 +114,10 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
     starting = roster.starting() if going_on else set()
     workers = {slot: worker for slot, worker in roster.workers.items() if slot not in starting}
     newcomers = {slot: roster.workers[slot] for slot in starting} if going_on else roster.grow()
-    driver = ending.driver = start_driver(config, workers, store, going_on)
+    driver = start_driver(config, workers, store, going_on)
     try:
-        ending.tell()
+        if going_on:
+            ending.hand_over(driver.stop.remote)
         for slot, worker in newcomers.items():
             driver.offer.remote(slot, worker)
         for reference in driver.run.remote():
@@ -145,7 +128,11 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
             if isinstance(message, Finished):
                 console.show(message)
                 return message
+            if isinstance(message, Started):
+                ending.hand_over(driver.stop.remote)
             if isinstance(message, Replace):
+                if ending.reason:
+                    continue  # a run that is to end waits for no newcomer
                 driver.offer.remote(message.slot, roster.replace(message.slot))
             else:
                 console.show(message)

@@ -20,6 +20,10 @@ class GroupError(RunError):
     """A worker died, raised or answers no more. While training, the group forms anew; before, it ends the run."""
 
 
+class StoppingError(Exception):
+    """What was waited for is given up: the run has been asked to end, and needs it no more."""
+
+
 @dataclass(frozen=True)
 class Membership:
     """A rank's place in one generation of the group, the store where it meets, and who keeps a copy of each rank's shard (nobody: empty)."""

@@ -19,7 +19,7 @@ import ray
 from dhp_ray.planner.plan import Plan
 from dhp_ray.runtime.elastic import Adoption, Condition, Form, GoOn, Stop, Wait, adoption_of, condition_of, decide
 from dhp_ray.runtime.group import Member, by_node
-from dhp_ray.runtime.messages import Adopt, GroupError, Load, Message, Notice, Ran, Replace, RunError, Status
+from dhp_ray.runtime.messages import Adopt, GroupError, Load, Message, Notice, Ran, Replace, RunError, Status, StoppingError
 from dhp_ray.runtime.start import Session
 
 POLL_S = 0.05
@@ -56,11 +56,13 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     Raises:
         GroupError: it broke too; call again.
         RunError: the run cannot go on; one line.
+        StoppingError: it is to end, and the newest checkpoint holds all that could be saved.
     """
     begun = time.perf_counter()
     if broken:
         session.records.event("broken", generation=session.generation, step=session.records.last_step + 1, cause=cause)
     session.dispatcher.drop()
+    _end_where_saved(session, session.records.last_step)
     with session.group.waits.on(f"the workers to leave generation {session.generation}"):
         sighted = yield from _settled(session, leaving)
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
@@ -68,7 +70,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     with session.group.waits.on("new workers"):
         sighted = yield from _enough(session, sighted, broken)
     survivors = [seen for seen in sighted if seen.condition is Condition.WELL]
-    newcomers = session.arrivals.take(session.max_workers - len(survivors))
+    newcomers = session.arrivals.take(0 if session.stopping else session.max_workers - len(survivors))
     committed = session.records.last_step
 
     adoption = adoption_of([seen.status.held for seen in survivors])
@@ -79,6 +81,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
         saved = session.checkpoints.newest_step()
         if adoption is None or step < saved or not known:
             adoption, step, finished = None, saved, []
+    _end_where_saved(session, step)
     if step < committed or session.stream_lost:
         session.dispatcher.stop().clear()
         yield from _go_back(session, step, committed)
@@ -95,7 +98,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     calls = session.group.join(generation, session.store, session.keepers, [origins[member.slot] for member in session.group.members], step)
     try:
         with session.group.waits.on(f"the workers to meet in generation {generation}"):
-            session.group.collect(calls)
+            session.group.collect(calls, stopping=None if adoption else session.stop_reason)
     except GroupError:
         session.group.start("call_off", generation)  # those that still wait for the others
         raise
@@ -112,12 +115,19 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     return finished
 
 
+def _end_where_saved(session: Session, step: int) -> None:
+    """Raise StoppingError where the run is to end, and the state after `step` is all that it could save."""
+    if session.stopping and step <= session.checkpoints.newest_step():
+        raise StoppingError
+
+
 def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[Sighted]]:
     """How every worker is, once all that are well have left what they were at. The others are ended and replaced."""
     group = session.group
     before, look_again = None, time.monotonic() + session.patience_s
     ended: dict[int, Sighted] = {}  # as they were when they were ended
     while True:
+        _end_where_saved(session, session.records.last_step)
         seen = group.survey()
         overdue = time.monotonic() > look_again
         for member, (_, status) in zip(group.members, seen):
@@ -177,8 +187,8 @@ def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator
             case Form() | GoOn():
                 return sighted
             case Wait(num_ranks, have):
-                if session.stopping:
-                    raise RunError(f"stopped ({session.stopping}) while waiting for workers")
+                if session.stopping:  # nobody holds anything
+                    raise StoppingError
                 if not told:
                     told = True
                     session.records.event("waiting", num_ranks=num_ranks, have=have)
@@ -216,6 +226,8 @@ def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
         session.records.event("rollback", step=step, committed=committed)
         yield Notice(f"the state after step {committed} is lost: going back to step {step}")
         session.roll_back(step)
+    if session.stopping:
+        return  # the stream may still be read from, and nothing will come of it
     if step:
         session.stream.restore(session.records.read_plan(step)["batch"]["cursor"])
     else:

@@ -59,7 +59,7 @@ class Session:
     compiled: Future[float]  # the planner's loops are, and how many seconds that took
     generation: int = 0
     stream_lost: bool = False  # where the stream stands says nothing of the next step
-    stopping: str = ""  # why the run is to end early
+    stop_reason: Callable[[], str] = lambda: ""
     scale: TimeScale = field(default_factory=TimeScale)
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # of the last steps
     evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
@@ -69,6 +69,11 @@ class Session:
     dispatcher: Dispatcher = field(init=False)
     evaluation: Evaluation = field(init=False)
     meter: SpeedMeter = field(init=False)
+
+    @property
+    def stopping(self) -> str:
+        """Why the run is to end early; empty: it is not."""
+        return self.stop_reason()
 
     @property
     def max_workers(self) -> int:
@@ -107,8 +112,8 @@ class Session:
         config = self.config
         pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # one for all plans that the ranks are told to run
         self.dispatcher = Dispatcher(self.stream, self.group, cluster, self.cost, config, pool, self.generation, self.meter.planned, self.records.plan,
-                                     batches, self.scale.known, self.compiled)
-        self.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool, self.generation)
+                                     batches, self.scale.known, self.compiled, self.stop_reason)
+        self.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool, self.generation, self.stop_reason)
 
     def compiling_told(self) -> Iterator[Message]:
         """Once the planner's loops are compiled, or read from their cache: how long that took, told once. It is no part of planning times."""
@@ -167,7 +172,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     steps = config.run.steps
     total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
     watch = Watch(folder, config.watch.every_steps)
-    session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals, total_steps, compiled)
+    session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals, total_steps, compiled,
+                      stop_reason=stopping)
     if going_on:
         session.stream_lost = True
         if not records.stored_config():  # the driver was lost before the first step

@@ -35,10 +35,10 @@ class Watch:
         self._thread.start()
         return True
 
-    def close(self) -> None:
-        """Wait until what was begun is written. Before the ScalarLog is closed."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait until what was begun is written, at most `timeout_s`. Before the ScalarLog is closed."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def _show(self, step: int, plan: Plan, results: Sequence[StepResult], scalars: ScalarLog) -> None:
         from dhp_ray.report.step_picture import draw_step  # matplotlib takes a second to import

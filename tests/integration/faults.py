@@ -31,7 +31,8 @@ class Run:
         self.output = folder.with_suffix(".out")
         self.errors = folder.with_suffix(".err")
         with self.output.open("a") as out, self.errors.open("w") as err:
-            self.process = subprocess.Popen(command("train.py", f"run.dir={folder}", *arguments), cwd=ROOT, stdin=NOTHING, stdout=out, stderr=err)
+            self.process = subprocess.Popen(command("train.py", f"run.dir={folder}", *arguments), cwd=ROOT, stdin=NOTHING, stdout=out, stderr=err,
+                                            start_new_session=True)  # a group of its own, as a shell gives each job
 
     @property
     def step(self) -> int:

@@ -221,3 +221,32 @@ def test_a_batch_that_needs_more_ranks_is_kept(dispatcher: Dispatcher) -> None:
     assert not dispatcher.at_end
     assert dispatcher.needed_ranks == 4
     assert list(dispatcher.stop()) == [1]
+
+
+class Unread(Batches):
+    """A stream whose next batch does not come."""
+
+    def __init__(self) -> None:
+        self.asked, self.released = Event(), Event()
+
+    def next_batch(self, num_samples: int) -> Batch | None:
+        self.asked.set()
+        self.released.wait(60)
+        return None
+
+
+def test_a_run_that_is_to_end_waits_for_no_batch(dispatcher: Dispatcher) -> None:
+    stream, reason = Unread(), ""
+    dispatcher.stream, dispatcher.config.run.steps = stream, 0  # type: ignore[assignment]
+    dispatcher.stopping = lambda: reason
+    dispatcher.begin(1)
+    assert stream.asked.wait(30)
+    reason = "SIGTERM"
+    begun = time.perf_counter()
+    assert dispatcher.take(1) is None
+    assert dispatcher.stop() == {}
+    assert time.perf_counter() - begun < 5
+    assert dispatcher._planning is not None
+    assert not dispatcher._planning.reading.done()
+    stream.released.set()
+    assert dispatcher._planning.reading.result(30) is None

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from dhp_ray.runtime.group import Member, WorkerGroup
-from dhp_ray.runtime.messages import GroupError, RunError, Status
+from dhp_ray.runtime.messages import GroupError, RunError, Status, StoppingError
 
 
 class Actor:
@@ -33,6 +33,8 @@ class Actor:
         deed = what.get(os.getpid(), "answer")
         if deed == "raise":
             raise ValueError("step 7: this rank's own words\nand a second line")
+        if deed == "sleep":
+            time.sleep(60)
         if deed == "defect":
             raise KeyError("missing")
         if deed == "die":
@@ -95,3 +97,15 @@ def test_a_worker_that_answers_no_more_is_found_by_a_look(group: WorkerGroup) ->
     with pytest.raises(GroupError, match=rf"^rank 2 \(pid {stopped} on node a\) answers no more$"):
         group.collect(calls, look_s=0.5)
     os.kill(stopped, signal.SIGCONT)
+
+
+def test_a_wait_ends_with_the_run(group: WorkerGroup) -> None:
+    """Looks go on beside it: the poll for the end is the shorter one."""
+    begun = time.monotonic()
+    calls = group.start("act", {pids(group)[0]: "sleep"})
+    with pytest.raises(StoppingError):
+        group.collect(calls, look_s=0.5, stopping=lambda: "SIGTERM" if time.monotonic() > begun + 1.0 else "")
+    os.kill(pids(group)[2], signal.SIGSTOP)
+    with pytest.raises(GroupError, match="answers no more"):
+        group.collect(calls, look_s=0.5, stopping=lambda: "")
+    os.kill(pids(group)[2], signal.SIGCONT)
