@@ -29,7 +29,7 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
     Raises:
         ModelError: one line on what is missing or not supported.
     """
-    logging.disable_progress_bar()  # of reading and writing weights, once for every rank
+    _quieten()
     if preset:
         config = preset_config(preset, token_ids)
         with torch.random.fork_rng(devices=[]):
@@ -49,7 +49,7 @@ def build_skeleton(path: str) -> ModelAdapter:
     Raises:
         ModelError: one line on what is missing or not supported.
     """
-    logging.disable_progress_bar()
+    _quieten()
     config = read_config(path)
     family = _family(config)
     files = weight_files(path)
@@ -82,6 +82,12 @@ def read_config(path: str) -> PreTrainedConfig:
         said = " ".join(str(error).split())[:300]
         raise ModelError(f"model.path: {Path(path) / 'config.json'} is no configuration of a {name} model: {said}") from None
     return config
+
+
+def _quieten() -> None:
+    """Every rank would show its own bars and reports of what it reads and writes; what is wrong is raised as one line."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def _family(config: PreTrainedConfig) -> Any:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,9 @@ def test_a_folder_without_safetensors(tmp_path: Path) -> None:
         build_model("", str(folder), None, 0)
 
 
-def test_a_weight_that_is_missing_or_of_another_shape_is_not_made_up(tmp_path: Path) -> None:
+def test_a_weight_that_is_missing_or_of_another_shape_is_not_made_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monitored = logging.getLogger("transformers")
+    monitored.addHandler(caplog.handler)  # it hands nothing on to the root
     folder = saved(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
@@ -137,6 +140,8 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_not_made_up(tmp_path: P
     save_file(weights | {name: weights[name][:5].contiguous()}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"^model.path: [^\n]*$"):
         build_model("", str(folder), None, 0)
+    monitored.removeHandler(caplog.handler)
+    assert caplog.messages == [], "reports of transformers, from every rank and in colour"
 
 
 def test_broken_safetensors(tmp_path: Path) -> None:
