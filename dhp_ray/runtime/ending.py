@@ -89,7 +89,7 @@ class Ending:
                 leave = Timer(LEAVE_S, self._leave, [again])
                 leave.daemon = True
                 leave.start()
-            elif count == 1:
+            elif count == 1 and not self._over:
                 second = "; press it again to end at once" if number == signal.SIGINT else ""
                 self.say(f"{self.reason}: the run ends after the step under way, with a checkpoint{second}")
                 self._stop(self.reason)

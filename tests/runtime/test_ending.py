@@ -35,6 +35,7 @@ SLEEP = "sys.exit(main(lambda: time.sleep(60)))"
 # A mutex that the thread holds itself: signals do not interrupt the wait for it, as they do not interrupt Ray's for a head.
 FOREIGN = "mutex = ctypes.create_string_buffer(256); lock = ctypes.CDLL(None).pthread_mutex_lock; main(lambda: (lock(mutex), lock(mutex)))"
 TRAIN = """ending.hand_over(lambda reason: print("told", reason, flush=True)); """ + SLEEP
+OVER = 'ending.hand_over(lambda reason: print("told", flush=True)); ending.over(); main(lambda: time.sleep(0.5))'
 RAY = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(15)); ending.take_signals(); " + SLEEP
 
 
@@ -119,3 +120,10 @@ def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored(begin: Be
     process.send(signal.SIGINT)
     process.send(signal.SIGTERM)
     assert next(process.lines).startswith("SIGTERM: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_over_is_told_no_more(begin: Begin, number: int) -> None:
+    process = begin(OVER)
+    process.send(number)
+    assert process.ended() == (0, [], "")
