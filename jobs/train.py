@@ -1,6 +1,5 @@
 """Train a vision-language model: `ray job submit --working-dir . -- python jobs/train.py key=value ...`."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -33,7 +32,6 @@ def _main(argv: list[str], ending: Ending) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # read as Ray is imported: its coloured lines on what is waited for would come before ours
     from dhp_ray.runtime.job import train  # Ray takes seconds to import
 
     return train(config, ending)

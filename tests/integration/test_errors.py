@@ -34,18 +34,6 @@ def test_more_workers_than_the_cluster_has_room_for(ray_cluster: None, tmp_path:
 
 
 @pytest.mark.slow
-def test_no_line_of_rays_comes_before_ours(ray_cluster: None, tmp_path: Path) -> None:
-    """Its autoscaler says within half a minute, in colour, that no node can have the workers; ours is the line that counts."""
-    path = write_rows(tmp_path / "rows.json", [{"conversations": talk("Name a colour.", "Red.")}])
-    arguments = ["data=llava", f"data.path={path}", f"run.dir={tmp_path / 'run'}", "cluster.num_workers=64", "cluster.start_timeout_s=45"]
-    ended = run("train.py", *arguments)
-    assert ended.status == 1
-    assert [line for line in ended.error_lines if not line.startswith("error: cluster.num_workers=64: ")] == []
-    assert "\x1b" not in ended.output
-    assert "autoscaler" not in ended.output
-
-
-@pytest.mark.slow
 def test_an_extra_that_the_workers_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster whose nodes say that they have NPUs, on machines without torch_npu."""
     if importlib.util.find_spec("torch_npu"):
