@@ -21,6 +21,7 @@ from dhp_ray.planner.plan import ClusterSpec, Plan, PlanError, Sample, SequenceT
 from dhp_ray.planner.pow2 import pow2
 from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
 from dhp_ray.planner.problem import Problem, problem_of
+from dhp_ray.planner.quick import dhp_quick
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.static import static
 from dhp_ray.planner.static_best import static_best
@@ -30,10 +31,10 @@ __all__ = ["LAST_RESORT", "PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanE
            "replay", "starts_of", "warm_up"]
 
 PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
-    "dhp": dhp, "dhp_paper": dhp_paper, "static": static, "static_best": static_best, "pow2": pow2}
+    "dhp": dhp, "dhp_paper": dhp_paper, "static": static, "static_best": static_best, "pow2": pow2, "dhp_quick": dhp_quick}
 
-LAST_RESORT = {"step": "pow2", "micro_batch": "pow2"}
-"""The planner of each mode for when there is no time for another: milliseconds at any size, and valid wherever the batch can be planned at all."""
+LAST_RESORT = "dhp_quick"
+"""The planner for when there is no time for another: milliseconds at any size, balanced, and valid wherever the batch can be planned at all."""
 
 
 def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",

@@ -68,15 +68,15 @@ class Step(NamedTuple):
 class Lockstep:
     """The search for one batch."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, work_of_search: int, most_makespans: int) -> None:
         self.items, machine = problem.items, problem.machine
         self.cluster = Cluster(machine, np.sort(machine.speeds)[::-1].copy(), problem.cost.linear_s, problem.cost.quadratic_s)
         self.fixed_s, self.max_tokens, self.total_speed = problem.cost.fixed_s, problem.cluster.max_tokens, float(machine.speeds.sum())
         work = self.items.language_s + self.items.vision_s
         self.order = np.argsort(-work, kind="stable")
         self.value = work + self.items.tokens * limits_of(problem).charge_s[self.items.minimum_degree]
-        self.makespans = next(makespans for most, makespans in MAKESPANS if len(self.order) <= most)
-        self.width = int(np.clip(WORK // (self.makespans * len(self.order)), 1, 8))
+        self.makespans = min(most_makespans, next(makespans for most, makespans in MAKESPANS if len(self.order) <= most))
+        self.width = int(np.clip(work_of_search // (self.makespans * len(self.order)), 1, 8))
 
     def run(self) -> list[Part]:
         ends: list[State] = []
@@ -139,9 +139,14 @@ def shortest_s(ends: list[State]) -> float:
 
 
 def dhp_micro_batch(problem: Problem) -> Schedule:
+    return lockstep_schedule(problem, WORK, MAKESPANS[0][1])
+
+
+def lockstep_schedule(problem: Problem, work: int, makespans: int) -> Schedule:
+    """The search with so many sequences in all fills of one micro-batch, and at most so many makespans for each."""
     machine, pool = problem.machine, sets_of(problem)
     rows, sizes, ranks, degrees, numbers = [], [], [], [], []
-    for number, part in enumerate(Lockstep(problem).run()):
+    for number, part in enumerate(Lockstep(problem, work, makespans).run()):
         packed = part.packed
         members, first = by_owner(packed.pack, len(packed.degree))
         rows.append(part.rows[members])

@@ -22,7 +22,7 @@ from dhp_ray.planner.local_search import alike, best_order, placed_in_order
 from dhp_ray.planner.packing import Packs, best_fit_decreasing, unpacked
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, in_order
-from dhp_ray.planner.trial import Choices, Effort, Found, try_makespan
+from dhp_ray.planner.trial import Choices, Effort, Found, Placing, try_makespan
 
 VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))
 """(large, gap_weight) of `trial.Choices`."""
@@ -45,10 +45,12 @@ ORDERS = 16
 class Search:
     """Trials of one set of items; goes on from the choice that worked last."""
 
-    def __init__(self, items: Items, machine: Machine, pool: Sets) -> None:
+    def __init__(self, items: Items, machine: Machine, pool: Sets, placing: Placing | None = None) -> None:
         self.items, self.machine, self.pool = items, machine, pool
-        work = items.language_s + items.vision_s
-        self.single_s = np.where(items.minimum_degree == 1, items.language_s + np.maximum(items.vision_s, items.image_s) + machine.rates[1].once_s, np.inf)
+        self.placing = placing or Placing(items, machine, np.zeros(len(machine.speeds), dtype=np.bool_))
+        placed, work = self.placing.items, items.language_s + items.vision_s
+        single_s = placed.language_s + np.maximum(placed.vision_s, placed.image_s) + machine.rates[1].once_s
+        self.single_s = np.where(placed.minimum_degree == 1, single_s, np.inf)
         self.size = len(work) * len(machine.speeds)
         orders = [np.argsort(-work, kind="stable")]
         rows = [(*variant, 0) for variant in VARIANTS[:4 if self.size <= SMALL else 2]]
@@ -104,7 +106,7 @@ class Search:
 
     def trial(self, makespan_s: float, effort: Effort, reuse_s: float = 0.0) -> Found | None:
         """All items under a makespan, or None."""
-        found = try_makespan(self.items, self.single_s, makespan_s, self.machine, self.pool, reuse_s, self.choices, self.begin, effort)
+        found = try_makespan(self.items, self.single_s, makespan_s, self.machine, self.placing, self.pool, reuse_s, self.choices, self.begin, effort)
         if found.choice < 0:
             return None
         self.begin = found.choice

@@ -118,7 +118,7 @@ class Dispatcher:
         if planning.ahead.done():
             return planning.ahead.result()
         begun_s = monotonic()
-        last_resort = self._plan(planning, batch, LAST_RESORT[self.config.planner.sync])
+        last_resort = self._plan(planning, batch, LAST_RESORT)
         expected_s = last_resort.lower_bound_s * (statistics.median(self._over_bound) if self._over_bound else 1.0)
         patience = Patience(begun_s, patience_s(last_resort.predicted_time_s, expected_s, self.scale()))
         with self.group.waits.on(self._named("the plan", step)):

@@ -75,9 +75,9 @@ def test_the_last_resort_is_valid_and_fast(sync, cost):
     generator = np.random.default_rng(0)
     for count, num_ranks, speeds in ((2048, 1024, ()), (40, 6, ()), (3, 7, ()), (100, 12, tuple(generator.uniform(0.3, 1.2, 12))), (5, 1, (0.4,))):
         cluster, samples = ClusterSpec(num_ranks, 8, 8192, speeds), bimodal(count, num_ranks)
-        plan = plan_batch(samples, cluster, cost, planner=LAST_RESORT[sync], sync=sync)  # validates itself
+        plan = plan_batch(samples, cluster, cost, planner=LAST_RESORT, sync=sync)  # validates itself
         begin = time.perf_counter()
-        plan = plan_batch(samples, cluster, cost, planner=LAST_RESORT[sync], sync=sync)
+        plan = plan_batch(samples, cluster, cost, planner=LAST_RESORT, sync=sync)
         assert time.perf_counter() - begin < 0.1
         assert plan.predicted_time_s >= plan.lower_bound_s * (1 - 1e-9)
         assert all(group.predicted_time_s == pytest.approx(cost.pack_time_s([samples[row].num_tokens for row in group.pack.sequences], group.ranks, cluster))
@@ -86,6 +86,6 @@ def test_the_last_resort_is_valid_and_fast(sync, cost):
 
 def test_the_last_resort_gives_a_slow_rank_less():
     slow = ClusterSpec(8, 8, 8192, (1.0,) * 7 + (0.25,))
-    plan = plan_batch([*bimodal(400, 1, 1)], slow, ALL_TO_ALL, planner=LAST_RESORT["step"])
+    plan = plan_batch([*bimodal(400, 1, 1)], slow, ALL_TO_ALL, planner=LAST_RESORT)
     tokens = [sum(plan.samples[row].num_tokens for group in plan.groups if rank in group.ranks for row in group.pack.sequences) for rank in range(8)]
     assert tokens[7] < 0.5 * min(tokens[:7])

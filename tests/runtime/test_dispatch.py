@@ -134,8 +134,8 @@ def test_a_late_plan_is_replaced_by_a_fast_one(dispatcher: Dispatcher, slow: Slo
     taken = dispatcher.take(1)
     waited_s = time.perf_counter() - begun
     assert taken is not None
-    assert (taken.plan.planner, taken.late) == (LAST_RESORT["step"], True)
-    assert (dispatcher.written[1]["planner"], dispatcher.written[1]["late"]) == (LAST_RESORT["step"], True)  # type: ignore[attr-defined]
+    assert (taken.plan.planner, taken.late) == (LAST_RESORT, True)
+    assert (dispatcher.written[1]["planner"], dispatcher.written[1]["late"]) == (LAST_RESORT, True)  # type: ignore[attr-defined]
     assert waited_s < 5
 
 

@@ -1,0 +1,120 @@
+"""`dhp` in little time: the last resort where a plan is not there when the ranks are. Near `dhp`'s plans, in milliseconds at any size.
+
+The same search on the makespan with its cheapest settings: hardly any thorough trials, no local search, no regard for the pool. With `sync=micro_batch` a
+beam of one partial plan and a few makespans for each micro-batch.
+
+Where ranks are unequally fast, windows among speeds would take too long. Groups of several ranks are then placed as if all ranks that they may use were as slow
+as the slowest of those, and ranks slower than that take sequences of one rank only, as the gaps of all do at their true speeds. How many ranks are left out is
+tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from dhp_ray.planner.items import Items, Machine, packed
+from dhp_ray.planner.known_sets import Sets
+from dhp_ray.planner.lockstep import lockstep_schedule
+from dhp_ray.planner.packing import Packs, best_fit_decreasing, unpacked
+from dhp_ray.planner.pow2 import pow2
+from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.static import static
+from dhp_ray.planner.step import WIDEN, Search, schedule_of
+from dhp_ray.planner.trial import Found, Placing
+
+LEFT_OUT = (0.0, 0.1, 0.3, 0.5, 0.7)
+"""Shares of the ranks, the slowest, that run no group of several ranks."""
+
+TOLERANCE = 0.02
+"""How close to a makespan that cannot be had the search ends, as a share."""
+
+NEAR, FAR = 0.02, 0.05
+"""A plan that is at most so far above the bound, as a share, is good enough; and before windows among unequal speeds are searched."""
+
+TINY, FEW = 600, 100_000
+"""Sequences x ranks: up to TINY with all choices of a trial; up to FEW, windows among unequal speeds are searched as `dhp` does."""
+
+WORK, MAKESPANS = 6_000, 16
+"""Of `lockstep`: sequences in all fills of one micro-batch, and makespans that are tried for it, at most."""
+
+
+def dhp_quick(problem: Problem) -> Schedule:
+    """A balanced schedule in either mode. O(sequences x ranks) for a few makespans."""
+    return quick_lockstep(problem) if problem.sync == "micro_batch" else quick_step(problem, problem.lower_bound_s - problem.cost.fixed_s)
+
+
+def quick_lockstep(problem: Problem) -> Schedule:
+    """Unequal ranks go to packs by their speed, wherever they are; that is compared with packs that stay in their nodes."""
+    schedules = [lockstep_schedule(problem, WORK, MAKESPANS)]
+    if not problem.machine.uniform:
+        schedules.append(lockstep_schedule(replace(problem, cluster=replace(problem.cluster, speeds=())), WORK, MAKESPANS))
+    return min(schedules, key=lambda schedule: time_of(problem, schedule))
+
+
+def quick_step(problem: Problem, bound_s: float) -> Schedule:
+    best, best_s, fixed_s = None, np.inf, problem.cost.fixed_s
+    for items, packs in item_sets(problem):
+        for placing in placings(items, problem.machine):
+            searched = placing.machine is problem.machine and not placing.machine.uniform
+            if best_s - fixed_s <= bound_s * (1 + (FAR if searched else NEAR)):
+                break
+            found = shortest(items, problem.machine, placing, bound_s, best_s - fixed_s)
+            if found is None:
+                continue
+            schedule = unpacked(schedule_of(found, items, problem.machine), packs)
+            seconds = time_of(problem, schedule)
+            if seconds < best_s:
+                best, best_s = schedule, seconds
+    assert best is not None  # with no rank left out some makespan is long enough
+    if best_s - fixed_s > bound_s * (1 + FAR) and len(problem.items) * problem.cluster.num_ranks <= FEW:
+        return min(best, pow2(problem), static(problem), key=lambda schedule: time_of(problem, schedule))
+    return best
+
+
+def item_sets(problem: Problem) -> list[tuple[Items, Packs]]:
+    """Single sequences; and where a pack costs something by itself, packs made beforehand."""
+    items, each = problem.items, np.arange(len(problem.items) + 1)
+    found = [(items, Packs(each[:-1], each))]
+    if problem.machine.rates.once_s.any() or problem.machine.rates.hidden.any():
+        packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, problem.cluster.tokens_per_rank // 2))
+        found.append((packed(items, packs, problem.cluster.tokens_per_rank), packs))
+    return found
+
+
+def placings(items: Items, machine: Machine) -> list[Placing]:
+    """Where speeds are unequal, one for each share of ranks that are left out; and, unless there are many, by the items and ranks as they are."""
+    num_ranks = len(machine.speeds)
+    if machine.uniform:
+        return [Placing(items, machine, np.zeros(num_ranks, dtype=np.bool_))]
+    searched = [Placing(items, machine, np.zeros(num_ranks, dtype=np.bool_))] if len(items) * num_ranks <= FEW else []
+    rising = np.sort(machine.speeds)
+    slowest = dict.fromkeys(float(rising[int(share * num_ranks)]) for share in LEFT_OUT)
+    alike = machine._replace(speeds=np.ones(num_ranks), uniform=True, fastest=1.0)
+    return [*(Placing(slowed(items, speed), alike, machine.speeds < speed) for speed in slowest), *searched]
+
+
+def slowed(items: Items, speed: float) -> Items:
+    """The items as a rank of that speed runs them."""
+    found = items.copy()
+    for name in ("language_s", "attention_s", "vision_s", "image_s"):
+        found[name] /= speed
+    return found
+
+
+def shortest(items: Items, machine: Machine, placing: Placing, bound_s: float, limit_s: float) -> Found | None:
+    """The shortest makespan that quick trials find, below `limit_s`; None if they find none."""
+    none = Sets(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    search, failed_s = Search(items, machine, none, placing), bound_s
+    effort = search.thorough if search.size <= TINY else search.quick
+    for makespan_s in (bound_s * (1 + share) for share in WIDEN):
+        if makespan_s >= limit_s:
+            return None
+        found = search.trial(makespan_s, effort)
+        if found:
+            return search.bisect(found, failed_s, TOLERANCE * bound_s, effort)
+        failed_s = makespan_s
+    return None
