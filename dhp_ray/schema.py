@@ -35,7 +35,7 @@ LARGEST = 1e30
 
 FORMATS = ("llava", "parquet", "webdataset", "huggingface", "synthetic")
 
-PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2")
+PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2", "dhp_quick")
 """Those of dhp_ray/planner, which takes half a second to import."""
 
 

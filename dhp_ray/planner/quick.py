@@ -56,16 +56,17 @@ def quick_lockstep(problem: Problem) -> Schedule:
 
 
 def quick_step(problem: Problem, bound_s: float) -> Schedule:
-    best, best_s, fixed_s = None, np.inf, problem.cost.fixed_s
+    """Of a few placings, the schedule that takes least; `bound_s` excludes fixed costs."""
+    best, best_s, fixed_s, machine = None, np.inf, problem.cost.fixed_s, problem.machine
     for items, packs in item_sets(problem):
-        for placing in placings(items, problem.machine):
-            searched = placing.machine is problem.machine and not placing.machine.uniform
+        for placing in placings(items, machine):
+            searched = not placing.machine.uniform
             if best_s - fixed_s <= bound_s * (1 + (FAR if searched else NEAR)):
                 break
-            found = shortest(items, problem.machine, placing, bound_s, best_s - fixed_s)
+            found = shortest(items, machine, placing, bound_s, best_s - fixed_s)
             if found is None:
                 continue
-            schedule = unpacked(schedule_of(found, items, problem.machine), packs)
+            schedule = unpacked(schedule_of(found, items, machine), packs)
             seconds = time_of(problem, schedule)
             if seconds < best_s:
                 best, best_s = schedule, seconds
