@@ -4,8 +4,8 @@
     meeting     every rank says that it is there and waits for the others; a generation that has been called off lets go at once
     world       the default process group, and what is made from it
 
-A rank may come late, to the meeting as to any group later on: it is waited for as long as collectives may take. One that has died is not:
-whoever has found that out lets the others go.
+A rank may come late, to the meeting as to any group later on: it is waited for as long as collectives may take. One that
+has died is not: whoever has found that out lets the others go.
 
 A rank whose peer has died sees its collectives raise. It leaves at once: closed sockets free the ranks that wait for it.
 """
@@ -43,7 +43,10 @@ def open_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def let_go(host: str, port: int) -> None:
-    """Close this process's connections to the store at an address (`host` as its IP): a thread that waits there for other ranks gets an error at once."""
+    """Close this process's connections to the store at an address (`host` as its IP).
+
+    A thread that waits there for other ranks gets an error at once.
+    """
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile, or not connected
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -89,7 +92,9 @@ def enter_world(store: dist.Store, generation: int, rank: int, world_size: int, 
 
 
 def make_group(ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of its own with these ranks; every rank of the world calls this, also one that is not among them. Members wait `timeout` for one another.
+    """A group of its own with these ranks; every rank of the world calls this, also one that is not among them.
+
+    Members wait `timeout` for one another.
 
     Raises:
         MeetingError: not all of its ranks came.
@@ -97,7 +102,8 @@ def make_group(ranks: list[int], backend: str, timeout: timedelta) -> dist.Proce
     member = dist.get_rank() in ranks
     if member:
         world = dist.distributed_c10d
-        _gather(world._get_default_store(), f"group-{world._world.group_count}", ranks, timeout)  # alike on all ranks: torch numbers groups by it, too
+        place = f"group-{world._world.group_count}"  # alike on all ranks: torch numbers groups by it, too
+        _gather(world._get_default_store(), place, ranks, timeout)
     group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=_connecting(backend, timeout))
     if member:
         _allow(timeout, group, backend)
@@ -105,7 +111,7 @@ def make_group(ranks: list[int], backend: str, timeout: timedelta) -> dist.Proce
 
 
 def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Wait until all of `ranks` are about to make a group. Cheap: no rank asks more than twice, however many they are."""
+    """Wait until all of `ranks` are about to make a group. No rank asks more than twice, however many they are."""
     come = store.add(f"{place}/here", 1)
     if come == len(ranks):
         store.set(f"{place}/complete", "1")
@@ -114,7 +120,8 @@ def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timede
         store.wait([f"{place}/complete"], timeout)
     except dist.DistStoreError:
         come = store.add(f"{place}/here", 0)
-        raise MeetingError(f"process group {tuple(ranks)}: {come} of {len(ranks)} ranks came within {timeout.total_seconds():g} s") from None
+        came = f"{come} of {len(ranks)} ranks came within {timeout.total_seconds():g} s"
+        raise MeetingError(f"process group {tuple(ranks)}: {came}") from None
 
 
 def _connecting(backend: str, timeout: timedelta) -> timedelta:

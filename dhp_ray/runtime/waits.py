@@ -41,7 +41,7 @@ class _Wait:
 
 
 def said_at_s(said: int, long_s: float = LONG_S) -> float:
-    """Seconds after which a wait is said again that has been said so many times: 10, 30, 60, 120, 300, 600, 1200, ..."""
+    """Seconds after which a wait is said that has been said so often: 10, 30, 60, 120, 300, 600, 1200, ..."""
     last = SAID_AT[-1]
     return long_s * (SAID_AT[said] if said < len(SAID_AT) else last * (said - len(SAID_AT) + 2))
 
@@ -52,7 +52,8 @@ class Waits:
     `say` is called from a thread of its own; without it nothing is said. `close` ends that thread.
     """
 
-    def __init__(self, say: Callable[[Notice], None] | None = None, look_s: float = LOOK_S, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, say: Callable[[Notice], None] | None = None, look_s: float = LOOK_S,
+                 clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._under_way: list[_Wait] = []
         self._ended: deque[Waited] = deque()
@@ -64,7 +65,10 @@ class Waits:
 
     @contextmanager
     def on(self, what: str, long_s: float = LONG_S, shows_itself: bool = False) -> Iterator[None]:
-        """Around code that waits for `what`; from `long_s` seconds on it is said. `shows_itself`: the user sees by other means that it goes on."""
+        """Around code that waits for `what`; from `long_s` seconds on it is said.
+
+        `shows_itself`: the user sees by other means that it goes on.
+        """
         wait = _Wait(what, self._clock(), long_s, shows_itself)
         self._under_way.append(wait)
         try:

@@ -55,7 +55,7 @@ def test_a_late_rank_is_waited_for_as_long_as_a_collective_may_take(late_s: floa
 
 
 def never_comes(rank: int, port: int) -> list[str]:
-    """Rank 1 makes neither of two groups: what rank 0 is told of the first, and of the second, for which it is let go."""
+    """Rank 1 makes neither of two groups. What rank 0 is told of the first; for the second it is let go."""
     store = open_store("127.0.0.1", port, TIMEOUT)
     enter_world(store, 1, rank, 2, CPU, TIMEOUT)
     if rank == 1:

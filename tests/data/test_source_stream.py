@@ -26,11 +26,12 @@ def no_free_cpu(ray_cluster: None) -> Iterator[None]:
 
 
 def test_rows_are_read_where_every_cpu_is_reserved(no_free_cpu: None, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.json", [{"id": f"r{number}", "conversations": talk("Count.", "one")} for number in range(40)])
+    rows = [{"id": f"r{number}", "conversations": talk("Count.", "one")} for number in range(40)]
+    path = write_rows(tmp_path / "rows.json", rows)
     stream = Stream(Data(format="llava", path=str(path)), Model(preset="tiny"), seed=0)
     batches: list[Batch | None] = []
-    reading = Thread(target=lambda: batches.append(stream.next_batch(40)), daemon=True)  # a thread: what waits for a CPU waits for ever
-    reading.start()
+    reading = Thread(target=lambda: batches.append(stream.next_batch(40)), daemon=True)
+    reading.start()  # in a thread: what waits for a CPU waits for ever
     reading.join(LIMIT_S)
     assert batches, f"no batch within {LIMIT_S:g} s"
     assert batches[0] is not None
