@@ -217,7 +217,7 @@ def mirroring(folder: Path, common: list[str], arguments: Any) -> int:
     others = [line["step_time_s"] / line["predicted_makespan_s"] for line in metrics if line["step"] % every in (2, 3)]
     # Mirroring each step adds both costs to every step.
     ratio = 1.0 + 2.0 * (statistics.median(own) / statistics.median(others) - 1.0)
-    parameters = json.loads(next((run.folder / "checkpoints").iterdir()).joinpath("parameters.json").read_text())["shapes"]
+    parameters = json.loads(next((run.folder / "checkpoints").glob("*/*/parameters.json")).read_text())["shapes"]
     elements = sum(math.prod(shape) for shape in parameters.values())
     rank_mb = 2 * 3 * 4 * elements / NUM_RANKS / 2**20
     tokens = statistics.mean(line["num_tokens"] for line in metrics)

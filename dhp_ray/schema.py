@@ -125,6 +125,8 @@ class Comm:
 class Checkpoint:
     every_steps: int = key(20, "save after this many steps; 0: only at the end", minimum=0)
     keep: int = key(2, "newest checkpoints kept", minimum=1)
+    scratch: str = key("", "folder of each node from which checkpoints are uploaded to an object store; empty: the system's temporary one. Not used where "
+                           "run.dir is a folder")
 
 
 @dataclass(kw_only=True)

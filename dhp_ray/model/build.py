@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,14 @@ def build_skeleton(path: str) -> ModelAdapter:
     return adapter
 
 
-def num_parameters(preset: str, path: str, token_ids: Mapping[str, int] | None) -> int:
-    """Parameters of the model that `build_model` would build, without building it."""
+def num_parameters(preset: str, path: str, token_ids: Mapping[str, int] | None, freeze: Sequence[str] = ()) -> tuple[int, int]:
+    """Parameters of the model that `build_model` would build, without building it, and how many of them are frozen."""
     config = preset_config(preset, token_ids) if preset else read_config(path)
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in _family(config).model_class(config).parameters())
+        adapter: ModelAdapter = _family(config)(_family(config).model_class(config))
+    adapter.freeze(freeze)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in adapter.module.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if not trained)
 
 
 def read_config(path: str) -> PreTrainedConfig:

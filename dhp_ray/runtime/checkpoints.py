@@ -1,6 +1,7 @@
 """The checkpoints under run.dir: which are whole, which is newest, which may go.
 
-A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, so one without is half-written.
+A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, so one without is half-written. The manifest names the generation
+whose files count: what a generation before it may have left, or still writes, is not read, and is deleted when the manifest stands.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dhp_ray.storage import Folder, StorageError
+from dhp_ray.train.checkpoint import files_of
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,12 @@ class Manifest:
     cursor: dict[str, Any]
     num_ranks: int
     sync: str
+    generation: int = 0
+
+    @property
+    def files(self) -> str:
+        """The folder of the tensors, in the run folder."""
+        return files_of(self.step, self.generation)
 
 
 class Checkpoints:
@@ -47,10 +55,16 @@ class Checkpoints:
         Raises:
             StorageError: its manifest is not one; one line.
         """
-        steps = self.complete()
-        if not steps:
-            return None
-        name = f"{self.name(steps[-1])}/manifest.json"
+        step = self.newest_step()
+        return self.manifest(step) if step else None
+
+    def manifest(self, step: int) -> Manifest:
+        """What the whole checkpoint of `step` says of itself.
+
+        Raises:
+            StorageError: as for `newest`.
+        """
+        name = f"{self.name(step)}/manifest.json"
         try:
             return Manifest(**json.loads(self.folder.read(name)))
         except (ValueError, TypeError):
@@ -61,8 +75,12 @@ class Checkpoints:
         return (self.complete() or [0])[-1]
 
     def seal(self, manifest: Manifest) -> None:
-        """Write the manifest, which makes the checkpoint whole; then drop the oldest ones, and what a failed save has left before it."""
-        self.folder.write(f"{self.name(manifest.step)}/manifest.json", json.dumps(asdict(manifest)).encode())
+        """Write the manifest, which makes the checkpoint whole; then drop the oldest ones, and what failed saves have left, of this step or before it."""
+        here = self.name(manifest.step)
+        self.folder.write(f"{here}/manifest.json", json.dumps(asdict(manifest)).encode())
+        for name in self.folder.names(here) if manifest.generation else []:
+            if name != "manifest.json" and f"{here}/{name}" != manifest.files:
+                self.folder.delete(f"{here}/{name}")
         kept = self.complete()[-self.keep :]
         for step in self._steps():
             if step < manifest.step and step not in kept:

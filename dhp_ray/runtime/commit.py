@@ -106,7 +106,7 @@ class Commits:
         """Have all ranks stage their state after `step`; they write it in the background."""
         session = self.session
         cursor = session.records.read_plan(step)["batch"]["cursor"]
-        self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync), set())
+        self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync, session.generation), set())
         with session.group.waits.on("the last checkpoint to be staged"):
             session.group.collect(self._saves)
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next

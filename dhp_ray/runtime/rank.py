@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,16 +21,16 @@ from dhp_ray.comm.world import enter_world, leave_world, make_group, meet, open_
 from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import build_model, build_skeleton
+from dhp_ray.model.build import build_model, build_skeleton, num_parameters
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.storage import Folder
+from dhp_ray.storage import Folder, told
 from dhp_ray.train.checkpoint import Checkpointer
-from dhp_ray.train.engine import FlatEngine, OptimizerSettings
+from dhp_ray.train.engine import FlatEngine, OptimizerSettings, resident_bytes
 from dhp_ray.train.lockstep import LockstepStep
 from dhp_ray.train.mirror import Mirror
 from dhp_ray.train.reshard import Holding, reshard
 from dhp_ray.train.schedule import learning_rate_factor
-from dhp_ray.train.sharded import ShardedEngine
+from dhp_ray.train.sharded import ShardedEngine, sharded_bytes
 from dhp_ray.train.step import RankStep
 from dhp_ray.train.versions import Engine
 
@@ -54,6 +54,38 @@ def build_adapter(config: Config) -> ModelAdapter:
     if config.train.activation_checkpointing:
         adapter.set_activation_checkpointing()
     return adapter
+
+
+class StateSize(NamedTuple):
+    """What the training state needs: bytes on each rank's device between steps, and bytes of a whole checkpoint."""
+
+    num_parameters: int
+    resident_bytes: int
+    checkpoint_bytes: int
+
+
+def state_size(config: Config) -> StateSize:
+    """The size of the state of a run, without building its model.
+
+    Raises:
+        ValueError: one line, when the model cannot be had.
+    """
+    world_size = config.cluster.num_workers
+    found, frozen = num_parameters(config.model.preset, config.model.path, token_ids(config), config.train.freeze)
+    if config.planner.sync == "micro_batch":
+        resident = sharded_bytes(found, world_size, frozen)
+    else:
+        resident = resident_bytes(found, world_size, config.train.precision, frozen)
+    return StateSize(found, resident, (found - frozen) * 3 * 4)  # value and both moments, fp32
+
+
+def save_folder(config: Config) -> Path:
+    """Where this node writes checkpoints: run.dir itself where it is a folder, else `checkpoint.scratch`, from where they are uploaded."""
+    local = Folder(config.run.dir).local_path()
+    folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir()).expanduser()
+    with told(f"{'run.dir' if local else 'checkpoint.scratch'}: {folder}", "cannot be made"):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 class Rank:
@@ -95,8 +127,10 @@ class Rank:
         self._mirror_lock = Lock()
         kind = LockstepStep if config.planner.sync == "micro_batch" else RankStep
         self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self.finish_mirror)
-        self.scratch = tempfile.TemporaryDirectory(prefix="dhp_ray_")
-        self.checkpointer = Checkpointer(self.engine, rank, world_size, self.state_group, Path(self.scratch.name), Folder(config.run.dir))
+        folder = Folder(config.run.dir)
+        self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=save_folder(config))
+        self.checkpointer = Checkpointer(self.engine, rank, world_size, self.state_group, Path(self.scratch.name) if self.scratch else None, folder,
+                                         membership.generation)
 
     def adopt(self, supplies: Sequence[Holding]) -> None:
         """Take over the state of an earlier generation; every rank calls this with what it is to supply."""
@@ -133,7 +167,8 @@ class Rank:
         """Leave the generation. `broken`: peers may be gone, so nothing is waited for; holdings taken before stay good."""
         self.checkpointer.close(timeout_s=0.0 if broken else None)
         leave_world(lambda: self._let_go(broken), self.accelerator, broken)
-        self.scratch.cleanup()
+        if self.scratch:
+            self.scratch.cleanup()
 
     def _let_go(self, broken: bool) -> None:
         """Drop every reference to a group: one that is left keeps sockets open, and peers waiting."""

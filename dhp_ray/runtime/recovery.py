@@ -86,7 +86,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
         session.dispatcher.stop().clear()
         yield from _go_back(session, step, committed)
     origins: dict[int, Load | Adopt] = {}
-    load = Load(session.checkpoints.name(step) if step else "")
+    load = Load(session.checkpoints.manifest(step).files if step and not adoption else "")
     for place, seen in enumerate(survivors):
         origins[seen.member.slot] = Adopt(adoption.generation, adoption.version, adoption.owners[place]) if adoption else load
     for member in newcomers:

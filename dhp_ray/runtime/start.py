@@ -27,14 +27,12 @@ from dhp_ray.runtime.measures import TimeScale
 from dhp_ray.runtime.messages import Load, Message, Notice, RunError, Started
 from dhp_ray.runtime.nodes import Draining
 from dhp_ray.runtime.records import RunRecords
+from dhp_ray.runtime.room import MEMORY_SHARE, check_memory, check_room, saves_ahead
 from dhp_ray.runtime.speeds import SpeedMeter
 from dhp_ray.runtime.takeover import take_over
 from dhp_ray.runtime.tensorboard import ScalarLog, cluster_text
 from dhp_ray.runtime.watch import Watch
 from dhp_ray.storage import Folder, StorageError
-
-MEMORY_SHARE = 0.9
-"""Share of a device's memory that is planned with; the rest is the allocator's and the communicators'."""
 
 COMPILING_TOLD_S = 5.0
 """Reading the machine code from its cache takes less."""
@@ -187,13 +185,14 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
                 records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"], condition=str(Condition.DEAD), error="", stands="")
         group.waits.keep(records.waited)
         return session
+    checkpoints.discard_after(first_step - 1)
+    check_room(group.members, config, folder.local_path(), len(checkpoints.complete()), saves_ahead(first_step - 1, total_steps, config.checkpoint.every_steps))
     records.write_config(config)
     group.waits.keep(records.waited)
-    checkpoints.discard_after(first_step - 1)
     records.truncate(first_step - 1)
     if newest:
         stream.restore(newest.cursor)
-    origin = Load(checkpoints.name(newest.step) if newest else "")
+    origin = Load(newest.files if newest else "")
     generation = records.generation + 1  # one after those of earlier starts
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, session.keepers, [origin] * group.size, first_step - 1))
@@ -250,17 +249,6 @@ def tokens_that_fit(cost: CostModel, group: WorkerGroup) -> int:
     if tokens < 1:
         raise RunError("planner.tokens_per_rank: got auto, and memory_bytes_per_token of the cost file gives no number; allowed: a number of tokens")
     return tokens
-
-
-def check_memory(group: WorkerGroup, sync: str) -> None:
-    """Refuse a model whose resident state leaves no room on a rank."""
-    for rank, member in enumerate(group.members):
-        resident_bytes, num_parameters = member.described["resident_bytes"], member.described["num_parameters"]
-        if resident_bytes > MEMORY_SHARE * group.memory_bytes:
-            other = "planner.sync=micro_batch, " if sync == "step" else ""
-            raise RunError(
-                f"model of {num_parameters / 1e9:.2f} B parameters: planner.sync={sync} keeps {resident_bytes / 2**30:.1f} GiB "
-                f"on each rank, rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; use more or larger devices, {other}or a smaller model")
 
 
 def _opening(config: Config, group: WorkerGroup, stream: Stream | Mixture, resumed_step: int) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -29,17 +30,15 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.world import is_peer_loss, leave_world, let_go
 from dhp_ray.config import Config
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import num_parameters
 from dhp_ray.planner.plan import RankPlan, StepResult
 from dhp_ray.runtime.elastic import Holdings
 from dhp_ray.runtime.messages import Adopt, BlockRows, Load, Membership, Ran, RunError, Status
 from dhp_ray.runtime.prefetch import load_payloads, processor_spec
-from dhp_ray.runtime.rank import Rank, build_adapter, token_ids
+from dhp_ray.runtime.rank import Rank, build_adapter, save_folder, state_size
 from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.collate import Payload
-from dhp_ray.train.engine import FlatEngine, resident_bytes
+from dhp_ray.train.engine import FlatEngine
 from dhp_ray.train.reshard import Holding
-from dhp_ray.train.sharded import sharded_bytes
 
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
 """Threads beside the one that trains."""
@@ -101,12 +100,8 @@ class Worker:
             raise StorageError(f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; allowed: a folder or URI that every node "
                                "reaches") from None
         context = ray.get_runtime_context()
-        parameters = num_parameters(self.config.model.preset, self.config.model.path, token_ids(self.config))
-        num_workers = self.config.cluster.num_workers
-        lockstep = self.config.planner.sync == "micro_batch"
-        state_bytes = sharded_bytes(parameters, num_workers) if lockstep else resident_bytes(parameters, num_workers, self.config.train.precision)
         return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name, "memory_bytes": self.accelerator.memory_bytes(),
-                "num_parameters": parameters, "resident_bytes": state_bytes}
+                "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free, **state_size(self.config)._asdict()}
 
     @training
     def prepare(self) -> None:
@@ -214,7 +209,7 @@ class Worker:
     def export(self, name: str) -> None:
         """Write the trained model with its tokenizer and processor to the run folder (rank 0 does; all must call)."""
         assert self.rank is not None
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory(prefix=".dhp_ray_", dir=save_folder(self.config)) as scratch:
             folder = Path(scratch) / "model"
             folder.mkdir()
             self.rank.export(folder)

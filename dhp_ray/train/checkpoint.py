@@ -1,11 +1,13 @@
 """Checkpoints by parameter name: written in the background, read on any number of ranks with any buckets.
 
     checkpoints/step_000020/
-        parameters.json          state version, and the shape of every trained parameter
-        .metadata, __R_0.distcp  torch.distributed.checkpoint: `value.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each the
-                                 flattened parameter in fp32, of which rank R wrote the intervals that it owns
-        manifest.json            the driver's, written last
+        generation_3/                of the ranks that save; a generation that was given up has files of its own
+            parameters.json          state version, and the shape of every trained parameter
+            .metadata, __R_0.distcp  torch.distributed.checkpoint: `value.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each the
+                                     flattened parameter in fp32, of which rank R wrote the intervals that it owns
+        manifest.json                the driver's, written last
 
+A rank writes straight into a run folder on a file system; for an object store into a folder on its node, and uploads from there.
 Frozen parameters are not in it: the model's own files or seed give them.
 """
 
@@ -14,26 +16,21 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dhp_ray.storage import Folder
+from dhp_ray.storage import Folder, sync_folder
+from dhp_ray.train.intervals import Intervals, LoadPlanner, SavePlanner, Writer
 from dhp_ray.train.optimizer import ShardState
 from dhp_ray.train.versions import Engine
 
@@ -41,76 +38,28 @@ DESCRIPTION = "parameters.json"
 CPU = torch.device("cpu")
 
 
-@dataclass
-class Intervals:
-    """This rank's intervals, by their start, of one flattened tensor of `size` elements, for torch.distributed.checkpoint."""
-
-    size_elements: int
-    parts: dict[int, Tensor]
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD,
-                      tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32), size=torch.Size([self.size_elements])))
-            for chunk in self.__create_chunk_list__()]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=torch.Size([start]), sizes=part.shape) for start, part in self.parts.items()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self.parts[index.offset[0]]
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Says why a file cannot be written: torch's own error, of a position in its archive, comes on top of the system's."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__
-            if cause is None:
-                raise
-            raise OSError(f"{self.path}: cannot be written: {cause.strerror or cause}") from None
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """torch looks shards up in tensors only; ours are Intervals."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """As _SavePlanner; torch's own setting up drops what is neither tensor nor plain value."""
-
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self.original_state_dict = self.state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)  # type: ignore[no-any-return]
+def files_of(step: int, generation: int) -> str:
+    """The folder of a save in the run folder; 0 is the one of files from before generations had their own."""
+    return f"checkpoints/step_{step:06d}" + (f"/generation_{generation}" if generation else "")
 
 
 class Checkpointer:
     """Saves and loads one rank's part of the state. All ranks call `begin` and `load` alike, in the same order.
 
     A save runs in a thread of its own on `save_group`, a gloo group that nothing else uses: its collectives never meet
-    training's. Files go to `scratch`, a folder on this node, and from there to the run's `folder`.
+    training's. Files go to the run's `folder`, by way of `scratch`, a folder on this node, where `folder` is an object store.
     """
 
-    def __init__(self, engine: Engine, rank: int, world_size: int, save_group: dist.ProcessGroup | None, scratch: Path, folder: Folder) -> None:
+    def __init__(self, engine: Engine, rank: int, world_size: int, save_group: dist.ProcessGroup | None, scratch: Path | None, folder: Folder,
+                 generation: int = 0) -> None:
         self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, save_group
-        self.scratch, self.folder = scratch, folder
+        self.scratch, self.folder, self.generation = scratch, folder, generation
         self._thread: Thread | None = None
         self._left = Event()
         self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
 
     def begin(self, step: int) -> None:
-        """Copy the state as it is now and start to write it as `checkpoints/step_<step>`; waits for a save under way."""
+        """Copy the state as it is now and start to write it to `files_of` the step; waits for a save under way."""
         self.finish()
         staged = ShardState.zeros(self.engine.shard_size, CPU)
         staged.copy_(self.engine.current)
@@ -152,7 +101,7 @@ class Checkpointer:
         self._thread, self.group = None, None
 
     def load(self, name: str) -> None:
-        """Go on from the state in `name`, such as checkpoints/step_000020, saved by any number of ranks.
+        """Go on from the state in `name`, a folder of `files_of`, saved by any number of ranks.
 
         Raises:
             ValueError: it is of another model, or its tensors cannot be read; one line. The engine's state is then as before.
@@ -162,15 +111,17 @@ class Checkpointer:
         description = json.loads(self.folder.read(f"{name}/{DESCRIPTION}"))
         compare_shapes(name, {key: tuple(shape) for key, shape in description["shapes"].items()}, self.engine.shapes)
         state = ShardState.zeros(self.engine.shard_size, CPU)
-        fetched = self.scratch / "load"
+        local = self.folder.local_path()
+        fetched = None if local else self._staged("load")
         try:
-            source = self._source(name, state, fetched)
-            dcp.load(self._entries(state), storage_reader=dcp.FileSystemReader(source), planner=_LoadPlanner(flatten_state_dict=False),
+            source = local / name if local else self._fetch(name, state, self._staged("load"))
+            dcp.load(self._entries(state), storage_reader=dcp.FileSystemReader(source), planner=LoadPlanner(flatten_state_dict=False),
                      process_group=self.group, no_dist=self.group is None)
         except CheckpointException as error:
             raise ValueError(f"{name}: cannot be read: {_first_failure(error)}") from None
         finally:
-            shutil.rmtree(fetched, ignore_errors=True)
+            if fetched:
+                shutil.rmtree(fetched, ignore_errors=True)
         state.version = int(description["state_version"])
         self.engine.adopt(state)
 
@@ -186,60 +137,77 @@ class Checkpointer:
 
     def _write(self, step: int, state: ShardState, group: dist.ProcessGroup | None) -> None:
         """The thread of a save; `poll` tells how it went."""
-        folder = self.scratch / f"step_{step:06d}_{uuid4().hex}"  # a save that was left may still write to its own
+        name, local = files_of(step, self.generation), self.folder.local_path()
+        folder = local / name if local else self._staged(f"step_{step:06d}_{uuid4().hex}")
         try:
-            error = self._saved(step, state, group, folder)
+            error = self._saved(name, state, group, folder)
         except BaseException as failure:
             error = _one_line(failure)
+            if local:
+                self._withdraw(name, folder)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not local:
+                shutil.rmtree(folder, ignore_errors=True)
         if error is not None:
             self._results.put((step, error))
 
-    def _saved(self, step: int, state: ShardState, group: dist.ProcessGroup | None, folder: Path) -> str | None:
+    def _saved(self, name: str, state: ShardState, group: dist.ProcessGroup | None, folder: Path) -> str | None:
         """Every rank's part is written, or none stays: "" where it is, else what went wrong here, None where it was another rank.
 
         A peer must not wait for us in vain: what may fail here happens inside torch's steps, or is caught. Where a collective
         itself fails, or the save was left, we go: peers are freed when this group is closed.
         """
         error: str | None = ""
+        local = self.folder.local_path()
         try:
-            writer = _Writer(folder, sync_files=False)  # the upload is what makes files safe
-            planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            writer = Writer(folder, sync_files=local is not None)  # else the upload is what makes files safe
+            planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as failure:  # on all ranks alike
             error = _one_line(failure.failures[self.rank][0]) if self.rank in failure.failures else None
         else:
             try:
-                self._upload(step, state, folder)
+                if self.rank == 0:
+                    self._describe(name, state)
+                if local:
+                    sync_folder(folder)
+                else:
+                    self._upload(name, folder)
             except BaseException as failure:
                 error = _one_line(failure)
         if self._left.is_set():
+            if local:
+                self._withdraw(name, folder)
             return error
         if not all_well(error == "", group):
-            self._withdraw(step, folder)
+            self._withdraw(name, folder)
             return error or None
         return ""
 
-    def _upload(self, step: int, state: ShardState, folder: Path) -> None:
-        if self.rank == 0:
-            description = {"state_version": state.version, "shapes": {name: list(shape) for name, shape in self.engine.shapes.items()}}
-            (folder / DESCRIPTION).write_text(json.dumps(description))
+    def _describe(self, name: str, state: ShardState) -> None:
+        shapes = {parameter: list(shape) for parameter, shape in self.engine.shapes.items()}
+        self.folder.write(f"{name}/{DESCRIPTION}", json.dumps({"state_version": state.version, "shapes": shapes}).encode())
+
+    def _upload(self, name: str, folder: Path) -> None:
         for file in sorted(folder.iterdir()):
             if not self._left.is_set():
-                self.folder.upload(file, f"checkpoints/step_{step:06d}/{file.name}")
+                self.folder.upload(file, f"{name}/{file.name}")
 
-    def _withdraw(self, step: int, folder: Path) -> None:
-        """Remove this rank's files of a save that failed elsewhere: a full disk needs the room, for the logs and for the next save."""
-        for file in sorted(folder.iterdir()) if folder.exists() else []:
-            if not self._left.is_set():  # then a later generation may be writing files of these names
-                self.folder.delete(f"checkpoints/step_{step:06d}/{file.name}")
+    def _withdraw(self, name: str, folder: Path) -> None:
+        """Remove this rank's files of a save that failed: a full disk needs the room, for the logs and for the next save."""
+        for file in self.folder.names(name):
+            if file.startswith(f"__{self.rank}_") or (self.rank == 0 and not file.startswith("__")):
+                self.folder.delete(f"{name}/{file}")
+        with suppress(OSError):
+            folder.rmdir()  # of the last rank to do so; on an object store there is none
 
-    def _source(self, name: str, state: ShardState, fetched: Path) -> Path:
-        """Where the checkpoint can be read: in place, or a copy of the files that this rank needs."""
-        local = self.folder.local_path()
-        if local is not None:
-            return local / name
+    def _staged(self, name: str) -> Path:
+        """A folder on this node, for an object store."""
+        assert self.scratch is not None, "an object store needs a folder on this node"
+        return self.scratch / name
+
+    def _fetch(self, name: str, state: ShardState, fetched: Path) -> Path:
+        """A copy of the checkpoint's files that this rank needs."""
         self.folder.download(f"{name}/.metadata", fetched / ".metadata")
         metadata = dcp.FileSystemReader(fetched).read_metadata()
         for file in sorted(needed_files(metadata, self._entries(state))):

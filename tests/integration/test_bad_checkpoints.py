@@ -47,7 +47,7 @@ def test_a_half_written_checkpoint_is_ignored(copied: Path, data: list[str]) -> 
     """As after a crash in the midst of a save; the steps after the one before it are run again, and are the same."""
     before = losses(copied)
     (copied / "checkpoints/step_000003/manifest.json").unlink()
-    (copied / "checkpoints/step_000003/__1_0.distcp").unlink()
+    next((copied / "checkpoints/step_000003").glob("*/__1_0.distcp")).unlink()
     ended = train(copied, *data, "run.steps=4", "checkpoint.every_steps=0")
     assert "resuming after step 2" in ended.output
     assert losses(copied)[:3] == pytest.approx(before, rel=1e-5)
@@ -65,15 +65,15 @@ def test_a_checkpoint_of_another_model(whole_run: Path, copied: Path, data: list
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(model)
     (copied / "config.yaml").write_text((copied / "config.yaml").read_text().replace("preset: tiny\n  path: ''", f"preset: ''\n  path: {model}"))
     line = refused(1, f"run.dir={copied}", *data, f"model.path={model}", "run.steps=4")
-    assert re.fullmatch(r"error: rank \d \(pid \d+ on node \w+\): checkpoints/step_000003: of another model: trained parameter \S+ has shape "
+    assert re.fullmatch(r"error: rank \d \(pid \d+ on node \w+\): checkpoints/step_000003/generation_\d+: of another model: trained parameter \S+ has shape "
                         r"\(256, 128\) in the model and \(352, 128\) in the checkpoint", line), line
     assert ledger(copied) == ledger(whole_run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "said"), [
-    (lambda folder: (folder / "__1_0.distcp").write_bytes(b"cut short"), r"rank \d .*: checkpoints/step_000003: cannot be read: rank \d: "),
-    (lambda folder: (folder / "parameters.json").unlink(), r"rank \d .*/checkpoints/step_000003/parameters\.json: cannot be read: "),
+    (lambda folder: next(folder.glob("*/__1_0.distcp")).write_bytes(b"cut short"), r"rank \d .*: checkpoints/step_000003/\w+: cannot be read: rank \d: "),
+    (lambda folder: next(folder.glob("*/parameters.json")).unlink(), r"rank \d .*/checkpoints/step_000003/\w+/parameters\.json: cannot be read: "),
     (lambda folder: (folder / "manifest.json").write_text("{}"), r"/checkpoints/step_000003/manifest\.json: not the manifest of a checkpoint")])
 def test_a_damaged_checkpoint(copied: Path, data: list[str], damage: Callable[[Path], Any], said: str) -> None:
     damage(copied / "checkpoints/step_000003")
@@ -179,9 +179,10 @@ def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(ray_cluster: None,
     assert [line["step"] for line in lines(run_dir, "metrics.jsonl")] == [1, 2, 3]
     assert losses(run_dir)[0] > 0
     assert losses(run_dir)[1:] == [None, None]
-    versions = [json.loads((run_dir / f"checkpoints/step_{step:06d}/parameters.json").read_text())["state_version"] for step in (1, 2, 3)]
+    saves = [next((run_dir / f"checkpoints/step_{step:06d}").glob("generation_*")) for step in (1, 2, 3)]
+    versions = [json.loads((save / "parameters.json").read_text())["state_version"] for save in saves]
     assert versions == [1, 1, 1]
-    parts = [[(run_dir / f"checkpoints/step_{step:06d}/__{rank}_0.distcp").read_bytes() for rank in (0, 1)] for step in (1, 2, 3)]
+    parts = [[(save / f"__{rank}_0.distcp").read_bytes() for rank in (0, 1)] for save in saves]
     assert parts[0] == parts[1] == parts[2], "a rank has updated its shard"
     curves = EventAccumulator(str(run_dir / "tensorboard"))
     curves.Reload()

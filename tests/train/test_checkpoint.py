@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and what loads it: the same ranks, other ranks, an object store, another model."""
+"""What a checkpoint holds (checkpoint.py, intervals.py), and what loads it: the same ranks, other ranks, an object store, another model."""
 
 import json
 import shutil
@@ -34,10 +34,10 @@ class FarFolder(Folder):
         return None
 
 
-def make_checkpointer(engine, rank, world_size, run_dir, kind=Checkpointer, folder_kind=Folder):
+def make_checkpointer(engine, rank, world_size, run_dir, kind=Checkpointer, folder_kind=Folder, generation=0):
     group = dist.new_group(list(range(world_size)), backend="gloo")
     scratch = Path(run_dir) / f"scratch_{world_size}_{rank}"
-    return kind(engine, rank, world_size, group, scratch, folder_kind(f"{run_dir}/run"))
+    return kind(engine, rank, world_size, group, scratch, folder_kind(f"{run_dir}/run"), generation)
 
 
 def state_of(engine):

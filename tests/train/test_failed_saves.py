@@ -13,15 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dhp_ray.storage import Folder
+from dhp_ray.train.checkpoint import files_of
 from tests.ranks import run_processes
 from tests.train.networks import Network, make_engine, run_tensors, train_step
-from tests.train.test_checkpoint import KINDS, NAME, LateCheckpointer, make_checkpointer, state_of
+from tests.train.test_checkpoint import KINDS, NAME, FarFolder, LateCheckpointer, make_checkpointer, state_of
 
 
-def fail_then_save(rank, world_size, run_dir, blocked):
+def fail_then_save(rank, world_size, run_dir, blocked, folder_kind=Folder):
     network = Network()
     engine = make_engine(network, rank, world_size)
-    checkpointer = make_checkpointer(engine, rank, world_size, run_dir)
+    checkpointer = make_checkpointer(engine, rank, world_size, run_dir, folder_kind=folder_kind)
     checkpoints = Path(run_dir) / "run" / "checkpoints"
     folder = checkpoints / "step_000001" / "__1_0.distcp"  # where a file should be
     obstacle = {"scratch": checkpointer.scratch, "run": checkpoints, "part": folder / "x", "size": Path(run_dir) / "none"}[blocked]
@@ -56,7 +58,7 @@ def fail_then_save(rank, world_size, run_dir, blocked):
 
 
 def test_a_node_that_cannot_write_is_told_and_the_next_save_works(tmp_path):
-    results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "scratch")
+    results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "scratch", FarFolder)
     (saved, error, _), *_ = results[1]
     assert saved == []
     assert error.startswith("step 1: ")
@@ -66,14 +68,16 @@ def test_a_node_that_cannot_write_is_told_and_the_next_save_works(tmp_path):
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
 
 
-def test_a_node_without_room_says_so(tmp_path):
-    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "size")
-    assert re.fullmatch(rf"step 1: OSError: {tmp_path}/scratch_2_1/step_000001_\w+: cannot be written: File too large", results[1][0][1])
+@pytest.mark.parametrize(("folder_kind", "place"), [(Folder, "run/checkpoints/step_000001"), (FarFolder, r"scratch_2_1/step_000001_\w+")])
+def test_a_node_without_room_says_so(tmp_path, folder_kind, place):
+    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "size", folder_kind)
+    assert re.fullmatch(rf"step 1: OSError: {tmp_path}/{place}: cannot be written: File too large", results[1][0][1])
+    assert [result[0][2] for result in results] == [[], []]
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
 
 
 def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp_path):
-    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "run")
+    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "run", FarFolder)
     for (saved, error, _), *_ in results:
         assert saved == []
         assert error.startswith("step 1: StorageError: ")
@@ -82,11 +86,13 @@ def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
 
 
-def test_parts_of_a_save_that_failed_elsewhere_are_taken_back(tmp_path):
+@pytest.mark.parametrize(("folder_kind", "said"), [
+    (Folder, "OSError: {}: cannot be written: Is a directory"), (FarFolder, "StorageError: {}/__1_0.distcp: cannot be copied from ")])
+def test_parts_of_a_save_that_failed_elsewhere_are_taken_back(tmp_path, folder_kind, said):
     """On a full disk the parts that were written would take the room of the next save, and of the logs."""
-    results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "part")
+    results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "part", folder_kind)
     assert [result[0] for result in results[::2]] == [([], "", [])] * 2
-    assert results[1][0][1].startswith(f"step 1: StorageError: {tmp_path}/run/checkpoints/step_000001/__1_0.distcp: cannot be copied from ")
+    assert results[1][0][1].startswith(f"step 1: {said.format(f'{tmp_path}/run/checkpoints/step_000001')}")
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
 
 
@@ -96,7 +102,7 @@ def die_in_a_save(rank, port, run_dir, moment):
     dist.init_process_group("gloo", store=dist.PrefixStore("first", store), rank=rank, world_size=3, timeout=timedelta(seconds=30))
     network = Network()
     engine = make_engine(network, rank, 3)
-    checkpointer = make_checkpointer(engine, rank, 3, run_dir, LateCheckpointer)
+    checkpointer = make_checkpointer(engine, rank, 3, run_dir, LateCheckpointer, generation=1)
     checkpointer.may_write = Event()
     train_step(engine, network, 0, rank, 3)
     checkpointer.begin(1)
@@ -115,18 +121,50 @@ def die_in_a_save(rank, port, run_dir, moment):
     checkpointer.may_write.set()  # "start": it comes to a group that is no more
     thread.join(10.0)
     dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=2, timeout=timedelta(seconds=30))
-    again = make_checkpointer(make_engine(Network(), rank, 2), rank, 2, run_dir)
+    again = make_checkpointer(make_engine(Network(), rank, 2), rank, 2, run_dir, generation=2)
     again.begin(1)
     again.finish()
-    return closed_s, thread.is_alive(), again.poll(), list(again.scratch.glob("*"))
+    return closed_s, thread.is_alive(), again.poll()
 
 
 @pytest.mark.parametrize("moment", ["collective", "start"])
 def test_a_save_whose_peer_died_is_left_at_once(tmp_path, moment):
-    for closed_s, alive, polled, left_over in run_processes(die_in_a_save, 3, str(tmp_path), moment, mortal=[2])[:2]:
+    for closed_s, alive, polled in run_processes(die_in_a_save, 3, str(tmp_path), moment, mortal=[2])[:2]:
         assert closed_s < 2.0
         assert not alive
         assert polled == ([1], "")
-        assert left_over == []
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "step_000001").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp",
-                                                                                                          "parameters.json"]
+    step = tmp_path / "run" / "checkpoints" / "step_000001"
+    assert sorted(path.name for path in (step / "generation_2").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "parameters.json"]
+    abandoned = {path.name for path in (step / "generation_1").iterdir()} if (step / "generation_1").exists() else set()
+    assert abandoned <= {"__2_0.distcp"}, "the survivors have taken back their parts"
+
+
+def save_beside_an_abandoned_one(rank, world_size, run_dir, folder_kind):
+    """A save that was left writes late, after the next generation has saved the same step; the bytes of that, before and after."""
+    network = Network()
+    engine = make_engine(network, rank, world_size)
+    train_step(engine, network, 0, rank, world_size)
+    left = make_checkpointer(engine, rank, world_size, run_dir, LateCheckpointer, folder_kind, generation=1)
+    left.may_write = Event()
+    left.begin(1)
+    thread = left._thread
+    left.close(0.0)
+    train_step(engine, network, 1, rank, world_size)
+    expected = state_of(engine)
+    again = make_checkpointer(engine, rank, world_size, run_dir, folder_kind=folder_kind, generation=2)
+    again.begin(1)
+    again.finish()
+    polled = again.poll()
+    left.may_write.set()
+    thread.join()
+    dist.barrier()
+    again.load(files_of(1, 2))
+    loaded = state_of(engine)
+    return polled, all(torch.equal(expected[kind][name], loaded[kind][name]) for kind in KINDS for name in expected[kind])
+
+
+@pytest.mark.parametrize("folder_kind", [Folder, FarFolder])
+def test_a_save_that_was_left_does_not_touch_the_next_one_of_its_step(tmp_path, folder_kind):
+    assert run_tensors(save_beside_an_abandoned_one, 2, 2, str(tmp_path), folder_kind) == [(([1], ""), True)] * 2
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "step_000001").iterdir())
+    assert names == ["generation_2"]

@@ -1,0 +1,70 @@
+"""A rank's intervals of flattened tensors, in the form in which torch.distributed.checkpoint saves and loads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import planner as planners
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+
+@dataclass
+class Intervals:
+    """This rank's intervals, by their start, of one flattened tensor of `size` elements, for torch.distributed.checkpoint."""
+
+    size_elements: int
+    parts: dict[int, Tensor]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD,
+                      tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32), size=torch.Size([self.size_elements])))
+            for chunk in self.__create_chunk_list__()]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size([start]), sizes=part.shape) for start, part in self.parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.parts[index.offset[0]]
+
+
+class Writer(dcp.FileSystemWriter):
+    """Says why a file cannot be written: torch's own error, of a position in its archive, comes on top of the system's."""
+
+    def write_data(self, plan: SavePlan, planner: planners.SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            raise OSError(f"{self.path}: cannot be written: {cause.strerror or cause}") from None
+
+
+class SavePlanner(DefaultSavePlanner):
+    """torch looks shards up in tensors only; ours are Intervals."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """As SavePlanner; torch's own setting up drops what is neither tensor nor plain value."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)  # type: ignore[no-any-return]
