@@ -167,7 +167,7 @@ class Checkpointer:
             error = _one_line(failure.failures[self.rank][0]) if self.rank in failure.failures else None
         else:
             try:
-                if self.rank == 0:
+                if self.rank == 0 and not self._left.is_set():
                     self._describe(name, state)
                 if local:
                     sync_folder(folder)
@@ -194,12 +194,15 @@ class Checkpointer:
                 self.folder.upload(file, f"{name}/{file.name}")
 
     def _withdraw(self, name: str, folder: Path) -> None:
-        """Remove this rank's files of a save that failed: a full disk needs the room, for the logs and for the next save."""
-        for file in self.folder.names(name):
-            if file.startswith(f"__{self.rank}_") or (self.rank == 0 and not file.startswith("__")):
-                self.folder.delete(f"{name}/{file}")
+        """Remove this rank's files of a save that failed: a full disk needs the room, for the logs and for the next save.
+
+        What cannot be removed goes when the next save is whole; what went wrong with this one is told all the same.
+        """
         with suppress(OSError):
-            folder.rmdir()  # of the last rank to do so; on an object store there is none
+            for file in self.folder.names(name):
+                if file.startswith(f"__{self.rank}_") or (self.rank == 0 and not file.startswith("__")):
+                    self.folder.delete(f"{name}/{file}")
+            folder.rmdir()  # of the last rank to do so
 
     def _staged(self, name: str) -> Path:
         """A folder on this node, for an object store."""

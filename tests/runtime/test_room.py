@@ -56,7 +56,7 @@ def test_described_bytes_are_what_a_rank_keeps_and_saves(tmp_path: Path, sync: s
     config = config_of(str(tmp_path), f"planner.sync={sync}", f"train.freeze={freeze}")
     size, found = state_size(config), run_processes(bytes_held, 2, config)
     assert [held for held, _ in found] == pytest.approx([size.resident_bytes] * 2, rel=0.03)  # padding, and rows that do not divide evenly
-    assert sum(saved for _, saved in found) == pytest.approx(size.checkpoint_bytes, rel=0.06)  # what torch writes about each piece
+    assert sum(saved for _, saved in found) == pytest.approx(size.checkpoint_bytes, rel=0.08)  # what torch writes about each piece
 
 
 def test_frozen_parts_take_neither_gradients_nor_state(tmp_path: Path) -> None:

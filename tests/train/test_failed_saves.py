@@ -76,12 +76,13 @@ def test_a_node_without_room_says_so(tmp_path, folder_kind, place):
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
 
 
-def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp_path):
-    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "run", FarFolder)
+@pytest.mark.parametrize(("folder_kind", "said"), [(Folder, "NotADirectoryError: "), (FarFolder, "StorageError: ")])
+def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp_path, folder_kind, said):
+    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "run", folder_kind)
     for (saved, error, _), *_ in results:
         assert saved == []
-        assert error.startswith("step 1: StorageError: ")
-        assert f"{tmp_path}/run/checkpoints/step_000001/" in error
+        assert error.startswith(f"step 1: {said}")
+        assert f"{tmp_path}/run/checkpoints/step_000001" in error
         assert "\n" not in error
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
 
