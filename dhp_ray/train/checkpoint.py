@@ -30,17 +30,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dhp_ray.storage import Folder, sync_folder
+from dhp_ray.train.folders import files_of
 from dhp_ray.train.intervals import Intervals, LoadPlanner, SavePlanner, Writer
 from dhp_ray.train.optimizer import ShardState
 from dhp_ray.train.versions import Engine
 
 DESCRIPTION = "parameters.json"
 CPU = torch.device("cpu")
-
-
-def files_of(step: int, generation: int) -> str:
-    """The folder of a save in the run folder; 0 is the one of files from before generations had their own."""
-    return f"checkpoints/step_{step:06d}" + (f"/generation_{generation}" if generation else "")
 
 
 class Checkpointer:

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,3 +62,21 @@ def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:
     checkpoints.seal(manifest(4))
     (tmp_path / "checkpoints/step_000008").write_text("")
     assert checkpoints.newest() == manifest(4)
+
+
+def test_the_manifest_names_the_generation_whose_files_count(tmp_path: Path) -> None:
+    """Files of a generation that was given up go when the manifest stands; checkpoints of before have theirs beside the manifest."""
+    checkpoints = Checkpoints(Folder(str(tmp_path)), keep=2)
+    for generation in (2, 3):
+        (tmp_path / f"checkpoints/step_000004/generation_{generation}").mkdir(parents=True)
+    checkpoints.seal(replace(manifest(4), generation=3))
+    assert sorted(path.name for path in (tmp_path / "checkpoints/step_000004").iterdir()) == ["generation_3", "manifest.json"]
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.files == "checkpoints/step_000004/generation_3"
+    assert manifest(4).files == "checkpoints/step_000004"
+
+
+def test_the_driver_needs_no_torch() -> None:
+    code = "import sys; import dhp_ray.runtime.driver; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
