@@ -11,6 +11,10 @@ from dhp_ray.credentials import masked
 from dhp_ray.data.errors import first_line
 from dhp_ray.runtime.messages import RunError
 
+LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}
+"""Of a cluster that is started here. Ray's niceness of 15 lets whatever else runs hold up a rank, and that the others; its dashboard, metrics and
+task events, which nobody looks at there, take their time from the ranks."""
+
 HEAD_PATIENCE_S = 5.0
 """How long a head may take to accept a connection. Ray itself tries for ten minutes to reach one that is gone."""
 
@@ -36,12 +40,15 @@ def connect() -> None:
     import ray
     from ray.exceptions import RayError
 
-    _knock(*named_head())
-    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here: Ray's 15 lets whatever else runs hold up a rank, and that the others
+    address, named_by = named_head()
+    _knock(address, named_by)
+    if address in ("", "local"):
+        for name, value in LOCAL_SETTINGS.items():
+            os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a driver without a device must not hide it from workers
     logging.getLogger("ray").setLevel(logging.WARNING)
     try:
-        ray.init(logging_level=logging.ERROR)
+        ray.init(logging_level=logging.ERROR, include_dashboard=False)
     except (OSError, RayError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS", "this machine")
         raise RunError(masked(f"no Ray cluster at {where}: {first_line(error)}")) from None

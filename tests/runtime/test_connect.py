@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from dhp_ray.config import Config
 from dhp_ray.constraints import run_folder_warning
-from dhp_ray.runtime.head import HEAD_PATIENCE_S, connect, named_head
+from dhp_ray.runtime.head import HEAD_PATIENCE_S, LOCAL_SETTINGS, connect, named_head
 from dhp_ray.runtime.job import rendezvous_store
 from dhp_ray.runtime.messages import RunError
 from tests.data.samples import talk, write_rows
@@ -178,3 +178,19 @@ def test_a_job_in_an_upload_says_so_first(tmp_path: Path, dead_port: int) -> Non
     assert done.stdout.startswith("warning: run.dir=runs/default is relative: ")
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: no Ray cluster at ")
+
+
+@pytest.mark.parametrize("address", ["local", "a head"])
+def test_a_cluster_that_is_started_here_leaves_out_what_nobody_looks_at(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dashboard, metrics and task events would take time from ranks that share the machine. A cluster that is joined is left as it is."""
+    for name in LOCAL_SETTINGS:
+        monkeypatch.setenv(name, "as it was")
+        monkeypatch.delenv(name)
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
+    with socket.create_server((ray.util.get_node_ip_address(), 0)) as head:
+        host, port = head.getsockname()
+        monkeypatch.setenv("RAY_ADDRESS", address if address == "local" else f"{host}:{port}")
+        connect()
+    assert asked["include_dashboard"] is False
+    assert {name: os.environ[name] for name in LOCAL_SETTINGS if name in os.environ} == (LOCAL_SETTINGS if address == "local" else {})
