@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 NUM_RANKS, NODE_CPUS = 4, 3
@@ -25,6 +25,7 @@ class Loss:
     survivors: int
     seen_s: float | None = None
     formed_s: float | None = None
+    parts_s: dict[str, float] = field(default_factory=dict)  # what forming the group took its time for
 
 
 def losses_of(way: Any, nodes: Any, repeats: int, draw: random.Random) -> list[Loss]:
@@ -59,7 +60,7 @@ def lose(way: Any, nodes: Any, what: str, draw: random.Random) -> Loss:
     over = time.time() - moment
     seen, formed = way.times(moment)
     survivors = set(before) - lost
-    return Loss(what, over, len(survivors & set(way.pids)), len(survivors), seen, formed)
+    return Loss(what, over, len(survivors & set(way.pids)), len(survivors), seen, formed, way.parts(moment))
 
 
 def until(way: Any, what: Callable[[], object], timeout_s: float = 300.0) -> None:

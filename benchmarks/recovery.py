@@ -95,6 +95,11 @@ class DhpRay:
         seen, formed = (self.run.events_after(moment, kind) for kind in ("broken", "generation"))
         return seconds_since(seen[0], moment) if seen else None, seconds_since(formed[0], moment) if formed else None
 
+    def parts(self, moment: float) -> dict[str, float]:
+        """What forming the first generation after `moment` took its time for."""
+        event = next(iter(self.run.events_after(moment, "generation")), {})
+        return {name: seconds for name, seconds in event.items() if name.endswith("_s")}
+
 
 class RayTrain:
     """A TorchTrainer with elastic workers; each group writes down its processes, and rank 0 each step."""
@@ -122,6 +127,9 @@ class RayTrain:
 
     def times(self, moment: float) -> tuple[None, None]:
         return None, None
+
+    def parts(self, moment: float) -> dict[str, float]:
+        return {}
 
     def end(self) -> None:
         self.process.terminate()

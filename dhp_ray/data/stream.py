@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import ray
 
@@ -38,6 +39,11 @@ class Batch:
     payload: dict[str, tuple[ray.ObjectRef, int]] = field(repr=False)
     skipped: list[Skipped]
     cursor: Cursor
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max((sample.num_tokens for sample in self.samples), default=1)
 
 
 class BatchBuilder:

@@ -55,7 +55,8 @@ class Dispatched:
 class Dispatcher:
     """Plans batch after batch for one membership of the group.
 
-    `batches` are those taken from the stream and not committed yet, by step: a later membership plans them again.
+    `batches` are those taken from the stream and not committed yet, by step: a later membership plans them again. `reader`: the thread that takes them,
+    handed over with them.
     `pool` is the book of the ranks' group pools, shared by all dispatchers of a generation and advanced as ranks are told to run (`started`).
     `speeds` tells those of the ranks; `write_plan` keeps the plan of a step before the step runs. `scale` tells measured over predicted seconds,
     None while that is not known. Nothing is planned before `compiled` is done. Once `stopping` gives a reason to end the run, nothing is waited for.
@@ -64,13 +65,15 @@ class Dispatcher:
     def __init__(self, stream: Stream | Mixture, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config, pool: PoolBook,
                  generation: int = 0, speeds: Callable[[], tuple[float, ...]] | None = None, write_plan: WritePlan | None = None,
                  batches: dict[int, Batch] | None = None, scale: Callable[[], float | None] = lambda: None,
-                 compiled: Future[float] | None = None, stopping: Callable[[], str] = lambda: "") -> None:
+                 compiled: Future[float] | None = None, stopping: Callable[[], str] = lambda: "",
+                 reader: ThreadPoolExecutor | None = None) -> None:
         self.stopping = stopping
         self.stream, self.group, self.cluster, self.cost, self.config = stream, group, cluster, cost, config
         self.pool, self.generation, self.scale, self.compiled = pool, generation, scale, compiled
-        self.speeds, self.write_plan, self.batches = speeds, write_plan, batches or {}
+        self.speeds, self.write_plan, self.batches = speeds, write_plan, {} if batches is None else batches
         self.at_end = False
-        self._reader, self._planner = ThreadPoolExecutor(1, "reading"), ThreadPoolExecutor(1, "planning")
+        self._reader: ThreadPoolExecutor | None = reader or ThreadPoolExecutor(1, "reading")
+        self._planner = ThreadPoolExecutor(1, "planning")
         self._planning: Planning | None = None
         self._num_sent = 0
         self._over_bound: deque[float] = deque(maxlen=RECENT)  # of the planner's plans: predicted makespan over lower bound
@@ -78,7 +81,7 @@ class Dispatcher:
     @property
     def needed_ranks(self) -> int:
         """Ranks that the longest sequence waiting needs."""
-        longest = max((sample.num_tokens for batch in list(self.batches.values()) for sample in batch.samples), default=1)
+        longest = max((batch.longest for batch in list(self.batches.values())), default=1)
         return -(-longest // self.cluster.tokens_per_rank)
 
     def dispatch(self, step: int) -> Dispatched | None:
@@ -90,7 +93,7 @@ class Dispatcher:
         """Dispatch a step beside the one that runs; `take` has what it came to."""
         speeds = self.speeds() if self.speeds else self.cluster.speeds
         planning = self._planning = Planning(step, speeds, self.pool.held())
-        planning.reading = self._reader.submit(self._batch, step)
+        planning.reading = self._reading(step)
         planning.ahead = self._planner.submit(self._plan_ahead, planning)
 
     def take(self, step: int) -> Dispatched | None:
@@ -142,11 +145,20 @@ class Dispatcher:
         """Plan no more; the batches that have been taken from the stream. Waits for one that is being read, unless the run is to end, not for a plan."""
         self.drop()
         self._planner.shutdown(wait=False, cancel_futures=True)
-        self._reader.shutdown(wait=False)
-        with self.group.waits.on("the batch that is being read"):
-            while self._planning and not self._planning.reading.done() and not self.stopping():
-                wait([self._planning.reading], timeout=STOP_POLL_S)
+        if self._reader:
+            idle = self._reader.submit(lambda: None)  # after whatever is being read, for an earlier membership too
+            self._reader.shutdown(wait=False)
+            self._reader = None
+            with self.group.waits.on("the batch that is being read"):
+                while not idle.done() and not self.stopping():
+                    wait([idle], timeout=STOP_POLL_S)
         return self.batches
+
+    def hand_over(self) -> tuple[dict[int, Batch], ThreadPoolExecutor | None]:
+        """Plan no more; the batches and the thread that the next membership's dispatcher goes on with. A batch that is being read joins them later."""
+        self.drop()
+        self._planner.shutdown(wait=False, cancel_futures=True)
+        return self.batches, self._reader
 
     def failures(self, dispatched: Dispatched) -> dict[str, str]:
         """Samples that no longer can be used, with reasons: known on all ranks before the step starts.
@@ -194,6 +206,15 @@ class Dispatcher:
         prefetches: list[ray.ObjectRef] = [member.actor.prefetch.remote(rank_plan, blocks_of(rank_plan, batch))
                                            for member, rank_plan in zip(self.group.members, plan.rank_plans(step, plan_id), strict=True)]
         return Dispatched(step, batch, plan, plan_id, late, prefetches)
+
+    def _reading(self, step: int) -> Future[Batch | None]:
+        """The batch of a step, at once where it has been taken: the thread may be reading a later one, since before a change of membership."""
+        if step not in self.batches:
+            assert self._reader is not None
+            return self._reader.submit(self._batch, step)
+        taken: Future[Batch | None] = Future()
+        taken.set_result(self.batches[step])
+        return taken
 
     def _batch(self, step: int) -> Batch | None:
         """The batch of a step: the one that an earlier membership had taken, else the stream's next one; None past the last step."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import ray
@@ -58,7 +59,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
         RunError: the run cannot go on; one line.
         StoppingError: it is to end, and the newest checkpoint holds all that could be saved.
     """
-    begun = time.perf_counter()
+    moments = {"begun": time.perf_counter()}
     if broken:
         session.records.event("broken", generation=session.generation, step=session.records.last_step + 1, cause=cause)
     session.dispatcher.drop()
@@ -67,8 +68,10 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
         sighted = yield from _settled(session, leaving)
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, sighted, cause if broken else "")
+    moments["settle_s"] = time.perf_counter()
     with session.group.waits.on("new workers"):
         sighted = yield from _enough(session, sighted, broken)
+    moments["capacity_s"] = time.perf_counter()
     survivors = [seen for seen in sighted if seen.condition is Condition.WELL]
     newcomers = session.arrivals.take(0 if session.stopping else session.max_workers - len(survivors))
     committed = session.records.last_step
@@ -102,11 +105,16 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     except GroupError:
         session.group.start("call_off", generation)  # those that still wait for the others
         raise
+    moments["join_s"] = time.perf_counter()
     session.evaluation.stop()
-    batches = session.dispatcher.stop()  # a batch may have been on its way: the ranks have not waited for it
-    session.enter(generation, {number: batch for number, batch in batches.items() if number > committed})  # commits drop those of finished steps
-    seconds = time.perf_counter() - begun
-    session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size, seconds=round(seconds, 3),
+    batches, reader = session.dispatcher.hand_over()  # a batch may be on its way: nobody waits for it here
+    for number in [number for number in batches if number <= committed]:
+        del batches[number]  # commits drop those of finished steps
+    session.enter(generation, batches, reader)
+    moments["hand_over_s"] = time.perf_counter()
+    seconds = moments["hand_over_s"] - moments["begun"]
+    spent = {name: round(end - begin, 3) for (_, begin), (name, end) in pairwise(moments.items())}
+    session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size, seconds=round(seconds, 3), **spent,
                           version=adoption.version if adoption else None, survivors=len(survivors), newcomers=len(newcomers))
     words = f"generation {generation}: {cause}; {session.group.size} ranks go on with step {step + 1} after {seconds:.1f} s"
     session.scalars.scalars(step + 1, {"elastic/recovery_s": seconds})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
@@ -96,21 +96,21 @@ class Session:
         return {rank: Condition.SLOW for rank in self.meter.no_good() if self.group.members[rank].slot not in self.evicted_slots} | {
             rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
 
-    def enter(self, generation: int, batches: dict[int, Batch] | None = None) -> None:
-        """The group has joined `generation`: plan for it from here on, first the `batches` that an earlier one has left."""
+    def enter(self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
+        """The group has joined `generation`: plan for it from here on, first the `batches` that an earlier one has left, and those that `reader` takes."""
         self.generation = generation
         self.records.cluster(generation, self.group.membership())
         self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
-        self.plan_for_group(batches)
+        self.plan_for_group(batches, reader)
 
-    def plan_for_group(self, batches: dict[int, Batch] | None = None) -> None:
+    def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
         self.group.look_s = self.config.elastic.hang_s / 2
         cluster = ClusterSpec.of_nodes(self.group.nodes, int(self.config.planner.tokens_per_rank))
         self.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         config = self.config
         pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # one for all plans that the ranks are told to run
         self.dispatcher = Dispatcher(self.stream, self.group, cluster, self.cost, config, pool, self.generation, self.meter.planned, self.records.plan,
-                                     batches, self.scale.known, self.compiled, self.stop_reason)
+                                     batches, self.scale.known, self.compiled, self.stop_reason, reader)
         self.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool, self.generation, self.stop_reason)
 
     def compiling_told(self) -> Iterator[Message]:

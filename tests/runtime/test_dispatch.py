@@ -250,3 +250,29 @@ def test_a_run_that_is_to_end_waits_for_no_batch(dispatcher: Dispatcher) -> None
     assert not dispatcher._planning.reading.done()
     stream.released.set()
     assert dispatcher._planning.reading.result(30) is None
+
+
+def test_a_batch_that_is_being_read_holds_up_no_change_of_membership(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next dispatcher goes on at once with the batches that there are; the one under way joins them and is read once."""
+    released, stream = Event(), dispatcher.stream
+    assert dispatcher.dispatch(1) is not None
+    take = stream.next_batch
+
+    def slow(num_samples: int) -> Batch | None:
+        assert released.wait(30)
+        return take(num_samples)
+
+    monkeypatch.setattr(stream, "next_batch", slow)
+    dispatcher.begin(2)
+    batches, reader = dispatcher.hand_over()
+    following = Dispatcher(stream, dispatcher.group, dispatcher.cluster, dispatcher.cost, dispatcher.config, PoolBook(4), 4, batches=batches, reader=reader)
+    again = following.dispatch(1)
+    assert again is not None
+    assert again.plan_id == "4.1.1"
+    assert list(batches) == [1]
+    following.begin(2)
+    released.set()
+    assert following.take(2) is not None
+    assert sorted(following.stop()) == [1, 2]
+    assert len(stream.left) == 1  # type: ignore[union-attr]
+    assert [step for step, _ in sent(following)[0]] == [1, 1, 2]
