@@ -20,11 +20,13 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.processes import between, table, used  # noqa: E402
 
 if TYPE_CHECKING:
     from dhp_ray.config import Config
@@ -59,30 +61,47 @@ def main(argv: list[str]) -> int:
         rows = {row["id"]: row for row in rows_of(config, num_samples)}
         ray_s: list[float] = []
         plain_s: list[float] = []
+        ray_cpu_s: dict[str, float] = {}
+        plain_cpu_s = 0.0
         per_block = arguments.steps + arguments.warm_up
         print(f"{NUM_RANKS} ranks, {arguments.samples} samples a step, blocks of {arguments.steps} steps; seconds of a step", flush=True)
         for block in range(arguments.blocks):
             first, last = block * per_block + 1, (block + 1) * per_block
-            ray_s += ray_block(overrides, last)[-arguments.steps :]
-            plain_s += plain_block(config, rows, [plan_of(run_dir, step) for step in range(first, last + 1)])[-arguments.steps :]
+            times, cpu_s = ray_block(overrides, last, arguments.steps)
+            ray_s += times[-arguments.steps :]
+            for kind, seconds in cpu_s.items():
+                ray_cpu_s[kind] = ray_cpu_s.get(kind, 0.0) + seconds
+            plans = [plan_of(run_dir, step) for step in range(first, last + 1)]
+            times, seconds = plain_block(config, rows, plans, arguments.steps)
+            plain_s += times[-arguments.steps :]
+            plain_cpu_s += seconds
             recent = list(zip(ray_s, plain_s))[-arguments.steps :]
             print(f"block {block + 1}: ray/plain", " ".join(f"{ray:.2f}/{plain:.2f}" for ray, plain in recent), flush=True)
     ratio = statistics.median(ray / plain for ray, plain in zip(ray_s, plain_s))
     difference_s = statistics.median(ray - plain for ray, plain in zip(ray_s, plain_s))
     print(f"{len(ray_s)} steps each way: ray {sum(ray_s):.1f} s, plain {sum(plain_s):.1f} s; of the same step: ratio {ratio:.3f}, difference "
           f"{1e3 * difference_s:.0f} ms (medians)")
+    print(table(ray_cpu_s | {"plain ranks": plain_cpu_s}, len(ray_s)))
+    print(f"CPU beside what plain ranks use: {1e3 * (sum(ray_cpu_s.values()) - plain_cpu_s) / len(ray_s):.0f} ms a step")
     return 0
 
 
-def ray_block(overrides: list[str], last_step: int) -> list[float]:
-    """Go on with the run to `last_step`; seconds between the lines of its steps."""
+def ray_block(overrides: list[str], last_step: int, counted: int) -> tuple[list[float], dict[str, float]]:
+    """Go on with the run to `last_step`; seconds between the lines of its steps, and CPU seconds of the last `counted` by kind of process."""
     command = [sys.executable, str(ROOT / "jobs" / "train.py"), *overrides, f"run.steps={last_step}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"})
     assert process.stdout is not None
-    ends = [perf_counter() for line in process.stdout if line.startswith("step ")]
+    ends: list[float] = []
+    moments = {}
+    for line in process.stdout:
+        if line.startswith("step "):
+            ends.append(perf_counter())
+            step = int(line.split()[1].partition("/")[0])
+            if step in (last_step - counted, last_step):
+                moments[step] = used(process.pid)
     if process.wait():
         raise RuntimeError(f"jobs/train.py ended with status {process.returncode}")
-    return [end - begin for begin, end in pairwise(ends)]
+    return [end - begin for begin, end in pairwise(ends)], between(moments[last_step - counted], moments[last_step])
 
 
 def plan_of(run_dir: Path, step: int) -> Plan:
@@ -92,15 +111,17 @@ def plan_of(run_dir: Path, step: int) -> Plan:
     return Plan.from_json(json.loads((run_dir / "plans" / f"step_{step:06d}.json").read_text()))
 
 
-def plain_block(config: Config, rows: dict[str, Any], plans: list[Plan]) -> list[float]:
-    """Run the plans on ranks without Ray; seconds between the ends of their steps."""
+def plain_block(config: Config, rows: dict[str, Any], plans: list[Plan], counted: int) -> tuple[list[float], float]:
+    """Run the plans on ranks without Ray; seconds between the ends of their steps, and CPU seconds of the last `counted`."""
     from tests.ranks import run_processes
 
-    ends: list[float] = run_processes(_run, NUM_RANKS, config, plans, rows, timeout_s=600)[0]
-    return [end - begin for begin, end in pairwise(ends)]
+    found: list[list[tuple[float, float]]] = run_processes(_run, NUM_RANKS, config, plans, rows, timeout_s=600)
+    used_s = sum(ends[-1][1] - ends[-1 - counted][1] for ends in found)
+    return [end - begin for (begin, _), (end, _) in pairwise(found[0])], used_s
 
 
-def _run(rank: int, port: int, config: Config, plans: list[Plan], rows: dict[str, Any]) -> list[float]:
+def _run(rank: int, port: int, config: Config, plans: list[Plan], rows: dict[str, Any]) -> list[tuple[float, float]]:
+    """The clock and this process's CPU seconds at the end of each step."""
     from dhp_ray.comm.device import CPU
     from dhp_ray.runtime.messages import Membership
     from dhp_ray.runtime.prefetch import encoded_images, payload_of, processor_spec
@@ -122,7 +143,7 @@ def _run(rank: int, port: int, config: Config, plans: list[Plan], rows: dict[str
             if later is not None:
                 following = thread.submit(payloads_of, later)
             member.stepper.run(rank_plan, payloads, 1.0)
-            ends.append(perf_counter())
+            ends.append((perf_counter(), process_time()))
     member.close()
     return ends
 

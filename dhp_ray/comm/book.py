@@ -30,8 +30,8 @@ class PoolBook:
 
         A group for which there is no room, because all others belong to the same plan, overflows.
         """
-        wanted = list(dict.fromkeys(key_of(ranks) for ranks in process_groups if len(ranks) > 1))
-        hits = [key for key in wanted if key in self._keys]
+        wanted = dict.fromkeys(key_of(ranks) for ranks in process_groups if len(ranks) > 1)
+        hits = {key: None for key in wanted if key in self._keys}
         for key in hits:
             self._keys.move_to_end(key)
             yield "hit", key

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -263,18 +263,16 @@ class Plan:
                    tree["lower_bound_s"], tree["planning_time_s"], tree["inputs"])
 
 
-@dataclass(frozen=True, slots=True)
-class PackTime:
+class PackTime(NamedTuple):
     """When a rank ran a pack, in seconds from the rank's start of the step; `blocked_s` was spent waiting in exchanges."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # in place of a tuple's method
     start_s: float
     end_s: float
     blocked_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank at every step
     """What one rank reports of one step: `plan_id` is the plan that it ran. Sums are global: equal on all ranks."""
 
     step: int

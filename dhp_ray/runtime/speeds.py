@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
 
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import Plan, StepResult
@@ -46,10 +49,12 @@ class SpeedMeter:
     evict_below: float = 0.0
     patience: int = 1
     _ranks: list[_Rank] = field(init=False, repr=False)
+    _measured: tuple[float, ...] = field(init=False, repr=False)
     _told: set[int] = field(init=False, repr=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank() for _ in range(self.num_ranks)]
+        self._measured = (1.0,) * self.num_ranks
 
     def observe(self, nominal_s: Sequence[float], busy_s: Sequence[float]) -> None:
         """One step: seconds by rank."""
@@ -60,14 +65,15 @@ class SpeedMeter:
                 rank.unseen += 1
                 if rank.unseen >= FORGET_AFTER:
                     rank.nominal_s = rank.busy_s = 0.0
-        for rank, speed in zip(self._ranks, self.measured()):
+        paces = sorted(rank.busy_s / rank.nominal_s for rank in self._ranks if rank.nominal_s > 0)
+        typical = paces[(len(paces) - 1) // 2] if paces else 0.0  # the faster one of two
+        self._measured = tuple([typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0 for rank in self._ranks])
+        for rank, speed in zip(self._ranks, self._measured):
             rank.below = {limit: rank.below.get(limit, 0) + 1 for limit in (SLOW_BELOW, self.evict_below) if speed < limit}
 
     def measured(self) -> tuple[float, ...]:
         """Speed of each rank: 1.0 is the group's typical one."""
-        paces = sorted(rank.busy_s / rank.nominal_s for rank in self._ranks if rank.nominal_s > 0)
-        typical = paces[(len(paces) - 1) // 2] if paces else 0.0  # the faster one of two
-        return tuple(typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0 for rank in self._ranks)
+        return self._measured
 
     def planned(self) -> tuple[float, ...]:
         """The speeds to plan with."""
@@ -90,13 +96,20 @@ class SpeedMeter:
 
 def nominal_compute_s(plan: Plan, cost: CostModel) -> list[float]:
     """Seconds of compute that each rank's packs take at nominal speed, communication left out."""
+    lengths = np.array([sample.num_tokens for sample in plan.samples], np.float64)
+    rows_s = (cost.attention_s(lengths) + cost.linear_s * lengths).tolist()
+    grids = [grid for sample in plan.samples for grid in sample.vision_grids]
+    images_s = cost.images_s(np.array(grids, np.float64).reshape(-1, 3)).tolist()
+    first = [0, *accumulate(len(sample.vision_grids) for sample in plan.samples)]  # of each sample's images
     seconds = [0.0] * plan.cluster.num_ranks
     for group in plan.groups:
-        samples = [plan.samples[row] for row in group.pack.sequences]
-        shared = sum(cost.attention_s(sample.num_tokens) + cost.linear_s * sample.num_tokens for sample in samples) / group.degree + cost.pack_s
-        images = [image_s for sample in samples for image_s in cost.image_s(sample)]
-        for member, rank in enumerate(group.ranks):
-            seconds[rank] += shared + sum(image_s for image_s, encoder in zip(images, group.encoders) if encoder == member)
+        shared_s = sum([rows_s[row] for row in group.pack.sequences]) / len(group.ranks) + cost.pack_s
+        for rank in group.ranks:
+            seconds[rank] += shared_s
+        if group.encoders:
+            of_pack = [image_s for row in group.pack.sequences for image_s in images_s[first[row] : first[row + 1]]]
+            for image_s, encoder in zip(of_pack, group.encoders, strict=True):
+                seconds[group.ranks[encoder]] += image_s
     return seconds
 
 

@@ -166,7 +166,7 @@ class Worker:
         if result.applied:
             self.rank.begin_mirror(step)
         saved, error = self.rank.checkpointer.poll()
-        return replace(result, saved_steps=tuple(saved), save_error=error)
+        return result._replace(saved_steps=tuple(saved), save_error=error)
 
     @ray.method(concurrency_group="control")
     def mirrored(self) -> None:

@@ -64,4 +64,4 @@ class LockstepStep(RankStep):
     def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload], sums: Tensor, start: float) -> PackTime:
         before = self.engine.blocked_s
         time = super()._run_pack(plan, pack, {**payloads, IDLE.id: placeholder(IDLE)}, sums, start)
-        return replace(time, blocked_s=time.blocked_s + self.engine.blocked_s - before)
+        return time._replace(blocked_s=time.blocked_s + self.engine.blocked_s - before)

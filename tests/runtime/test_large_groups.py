@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
+from benchmarks.driver_loop import prepared_handles, ready_driver
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
@@ -17,6 +20,7 @@ from dhp_ray.planner import CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Sample
 from dhp_ray.runtime.dispatch import Dispatcher
 from dhp_ray.runtime.group import Member, WorkerGroup
+from dhp_ray.runtime.messages import StepDone
 
 COST = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
 
@@ -59,6 +63,35 @@ def passes_of_a_send(num_ranks: int) -> int:
     assert len(sent.prefetches) == num_ranks
     assert [member.actor.calls for member in group.members] == [1] * num_ranks  # type: ignore[attr-defined]
     return Groups.passes
+
+
+def work_of_steps(num_ranks: int, folder: Path) -> tuple[int, list[Any]]:
+    """Python calls in the thread of the driver's loop over three steps, with a sample a rank; the ranks' handles."""
+    driver, _ = ready_driver(folder, num_ranks, num_ranks, 3, prepared_handles)
+    assert driver.session is not None
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        steps = [message.metrics["step"] for message in driver._steps(driver.session) if isinstance(message, StepDone)]
+    finally:
+        sys.setprofile(None)
+    driver.session.dispatcher.stop()
+    assert steps == [1, 2, 3]
+    return calls, [member.actor for member in driver.group.members]
+
+
+def test_a_step_of_the_driver_grows_with_the_ranks(ray_cluster: None, tmp_path: Path) -> None:
+    """Four times the ranks are at most four times the work between two steps, and each rank is called three times a step."""
+    few, _ = work_of_steps(32, tmp_path / "few")
+    many, handles = work_of_steps(128, tmp_path / "many")
+    assert many <= 4.2 * few
+    assert many <= 66 * 3 * 128
+    assert all(handle.calls == {"prefetch": 3, "run": 3, "mirrored": 3} for handle in handles)
 
 
 def test_a_plan_is_sent_in_one_pass_over_its_groups() -> None:

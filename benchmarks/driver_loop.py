@@ -1,0 +1,271 @@
+"""What the driver does for a step of many ranks: its real loop, with its records, curves and plans, and actor handles that answer at once.
+
+    python benchmarks/driver_loop.py                        1,024 ranks, 2,048 samples a step
+    python benchmarks/driver_loop.py --ranks 256 --samples 512
+    python benchmarks/driver_loop.py --actors 4             the handles are those of 4 real actors, in turn: what Ray's own calls cost
+
+The main thread is what stands between two steps; planning and sending go on beside the step. CPU milliseconds of a thread do not
+count what it waits for. With handles that answer at once, results come from memory as those of real calls do, and calls cost nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from dhp_ray.config import CONF, load  # noqa: E402
+from dhp_ray.data.stream import Batch  # noqa: E402
+from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
+from dhp_ray.planner.plan import ClusterSpec, PackTime, Plan, RankPlan, Sample, StepResult  # noqa: E402
+from dhp_ray.runtime.arrivals import Arrivals  # noqa: E402
+from dhp_ray.runtime.checkpoints import Checkpoints  # noqa: E402
+from dhp_ray.runtime.commit import Commits  # noqa: E402
+from dhp_ray.runtime.dispatch import Dispatcher  # noqa: E402
+from dhp_ray.runtime.driver import Driver  # noqa: E402
+from dhp_ray.runtime.group import WorkerGroup  # noqa: E402
+from dhp_ray.runtime.messages import StepDone  # noqa: E402
+from dhp_ray.runtime.records import RunRecords  # noqa: E402
+from dhp_ray.runtime.speeds import nominal_compute_s  # noqa: E402
+from dhp_ray.runtime.start import Session  # noqa: E402
+from dhp_ray.runtime.tensorboard import ScalarLog  # noqa: E402
+from dhp_ray.runtime.watch import Watch  # noqa: E402
+from dhp_ray.storage import Folder  # noqa: E402
+
+TOKENS_PER_RANK = 4096
+WARM_UP = 3
+LIMIT_MS = 20.0
+WAITING = "waiting for the plan, as for a step"
+PARTS = (
+    (WorkerGroup, "start", "calls to the ranks"), (WorkerGroup, "collect", "their answers"),
+    (Dispatcher, "_plan", "planning"), (Dispatcher, "_send", "slices, and calls that send them"), (RunRecords, "plan", "the plan file"),
+    (RunRecords, "commit", "metrics and ledger"), (ScalarLog, "step", "TensorBoard"), (Commits, "commit", "the rest of a commit"),
+    (Session, "leaving", "who leaves"))
+"""Methods, and what the table calls the time in each that is not in another of them."""
+
+
+class Stopwatch:
+    """Milliseconds by thread and part, without those of the parts inside."""
+
+    def __init__(self) -> None:
+        self.wall_ms: dict[tuple[str, str], float] = defaultdict(float)
+        self.cpu_ms: dict[tuple[str, str], float] = defaultdict(float)
+        self._inside = threading.local()
+
+    def time(self, owner: Any, name: str, part: str) -> None:
+        """From here on, calls of a method count."""
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def call(*arguments: Any, **options: Any) -> Any:
+            result, stack = None, self._inside.__dict__.setdefault("stack", [])
+            stack.append([0.0, 0.0])
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                result = method(*arguments, **options)
+                if hasattr(result, "__next__"):
+                    result = iter(list(result))  # generators of messages: their work is done when they are gone through
+                return result
+            finally:
+                spent = (time.perf_counter() - wall, time.thread_time() - cpu)
+                inner = stack.pop()
+                key = ("main" if threading.current_thread() is threading.main_thread() else "planning", part)
+                self.wall_ms[key] += 1e3 * (spent[0] - inner[0])
+                self.cpu_ms[key] += 1e3 * (spent[1] - inner[1])
+                if stack:
+                    stack[-1] = [before + now for before, now in zip(stack[-1], spent)]
+
+        setattr(owner, name, call)
+
+
+class Handle:
+    """The handle of a rank whose answers are there before it is asked."""
+
+    def __init__(self, results: list[ray.ObjectRef], nothing: ray.ObjectRef, no_failures: ray.ObjectRef) -> None:
+        self._results, self._others = results, {"prefetch": no_failures, "mirrored": nothing}
+        self.calls: Counter[str] = Counter()
+
+        self.run, self.prefetch, self.mirrored = (SimpleNamespace(remote=functools.partial(self._answer, name)) for name in ("run", "prefetch", "mirrored"))
+
+    def _answer(self, method: str, *arguments: Any) -> ray.ObjectRef:
+        self.calls[method] += 1
+        return self._results[arguments[0] - 1] if method == "run" else self._others[method]
+
+
+class Ranks:
+    """An actor that answers for many ranks."""
+
+    def answer_as(self, result: StepResult) -> None:
+        self.result = result
+
+    @ray.method(concurrency_group="prefetch")
+    def prefetch(self, plan: RankPlan, blocks: list[Any]) -> dict[str, str]:
+        return {}
+
+    def run(self, step: int, plan_id: str, placeholders: dict[str, str], total_steps: int) -> StepResult:
+        return self.result._replace(step=step, plan_id=plan_id)
+
+    @ray.method(concurrency_group="control")
+    def mirrored(self) -> None:
+        return None
+
+
+class Batches:
+    """A stream that gives one batch over and over."""
+
+    epoch, num_rows = 0, 1
+
+    def __init__(self, samples: list[Sample]) -> None:
+        payload = {sample.id: (ray.put(number), 0) for number, sample in enumerate(samples[::64])}
+        blocks = list(payload.values())
+        self.batch = Batch(0, samples, {sample.id: (blocks[number // 64][0], number % 64) for number, sample in enumerate(samples)}, [], {"epoch": 0})
+
+    def next_batch(self, num_samples: int) -> Batch:
+        return self.batch
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=2048, help="samples of a step")
+    parser.add_argument("--steps", type=int, default=12, help="steps that count, after 3 that do not")
+    parser.add_argument("--actors", type=int, default=0, help="real actors that the calls go to; 0: none")
+    arguments = parser.parse_args(argv)
+    ray.init("local", num_cpus=1, include_dashboard=False, configure_logging=False, log_to_driver=False)
+    with tempfile.TemporaryDirectory(prefix="dhp_ray_loop_") as folder:
+        handles_of = functools.partial(real_handles, arguments.actors) if arguments.actors else prepared_handles
+        driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, arguments.steps + WARM_UP, handles_of)
+        assert driver.session is not None
+        watch = Stopwatch()
+        watch.time(driver.session.dispatcher, "begin", WAITING)
+        for owner, name, part in PARTS:
+            watch.time(owner, name, part)
+        times = run(driver, driver.session, watch)
+        driver.session.dispatcher.stop()
+    return report(watch, times, plan, arguments)
+
+
+def ready_driver(folder: Path, num_ranks: int, num_samples: int, num_steps: int, handles_of: Callable[[Plan, int], list[Any]]) -> tuple[Driver, Plan]:
+    """A driver before its first step, whose ranks have the handles that `handles_of(plan, steps)` makes; and the plan that every step has."""
+    config = load(["data.format=synthetic", "data.path=unused", f"run.dir={folder}", f"run.steps={num_steps}", f"batch.global_samples={num_samples}",
+                   f"planner.tokens_per_rank={TOKENS_PER_RANK}", f"planner.max_sequence_tokens={16 * TOKENS_PER_RANK}", "checkpoint.every_steps=0"])
+    compiled: Future[float] = Future()
+    compiled.set_result(warm_up())
+    cost, cluster = CostModel.load(str(CONF / "cost" / "cpu.yaml")), ClusterSpec(num_ranks, 8, TOKENS_PER_RANK)
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6.0, 1.5, num_samples), min(num_ranks, 16) * TOKENS_PER_RANK - 1).astype(int)
+    samples = [Sample(f"shard-{number // 1000:05d}/{number:09d}", int(length) + 1) for number, length in enumerate(lengths)]
+    plan = plan_batch(samples, cluster, cost)
+    driver = Driver(config, dict(enumerate(handles_of(plan, num_steps))), ("", 0), going_on=False)
+    for rank, member in enumerate(driver.group.members):
+        member.described = {"pid": rank, "node_id": f"node-{rank // 8}", "device": "cpu", "memory_bytes": 1, "num_parameters": 1, "resident_bytes": 1}
+    storage = Folder(str(folder))
+    session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), ScalarLog(storage.child("tensorboard"), 1),
+                      Watch(storage, 0), cost, Batches(samples), None, Arrivals("cpu"), num_steps, compiled)  # type: ignore[arg-type]
+    session.enter(1)
+    driver.session, driver.commits = session, Commits(session)
+    driver.commits.save = lambda step: None  # type: ignore[method-assign]  # the last step's: no rank here has a state
+    dispatcher = session.dispatcher
+
+    def begin(step: int) -> None:
+        """A step takes as long as planning the next one: plans are never late."""
+        Dispatcher.begin(dispatcher, step)
+        assert dispatcher._planning is not None
+        wait([dispatcher._planning.ahead])
+
+    dispatcher.begin = begin  # type: ignore[method-assign]
+    return driver, plan
+
+
+def run(driver: Driver, session: Session, watch: Stopwatch) -> list[tuple[float, float]]:
+    """Wall and CPU milliseconds of the main thread, by step; those of the first steps are left out of `watch` too."""
+    times: list[tuple[float, float]] = []
+    before = time.perf_counter(), time.thread_time()
+    for message in driver._steps(session):
+        if isinstance(message, StepDone):
+            now = time.perf_counter(), time.thread_time()
+            times.append((1e3 * (now[0] - before[0]), 1e3 * (now[1] - before[1])))
+            before = now
+            if message.metrics["step"] == WARM_UP:
+                times.clear()
+                watch.wall_ms.clear()
+                watch.cpu_ms.clear()
+    return times
+
+
+def prepared_handles(plan: Plan, num_steps: int) -> list[Any]:
+    num_ranks = plan.cluster.num_ranks
+
+    @ray.remote(num_cpus=1, num_returns=num_ranks)
+    def answers(each: list[Any]) -> list[Any]:
+        return each
+
+    results = results_of(plan)
+    by_step = [answers.remote([result._replace(step=step, plan_id=f"1.{step}.{step}") for result in results]) for step in range(1, num_steps + 1)]
+    nothing, no_failures = answers.remote([None] * num_ranks), answers.remote([{}] * num_ranks)
+    ray.get([references[0] for references in (*by_step, nothing, no_failures)])
+    return [Handle([references[rank] for references in by_step], nothing[rank], no_failures[rank]) for rank in range(num_ranks)]
+
+
+def real_handles(num_actors: int, plan: Plan, num_steps: int) -> list[Any]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    actor: Any = ray.remote(num_cpus=0, concurrency_groups={"prefetch": 1, "control": 1})(Ranks)  # type: ignore[call-overload]
+    actors = [actor.remote() for _ in range(num_actors)]
+    ray.get([each.answer_as.remote(results_of(plan)[0]) for each in actors])
+    return [actors[rank % num_actors] for rank in range(plan.cluster.num_ranks)]
+
+
+def results_of(plan: Plan) -> list[StepResult]:
+    """What ranks of equal speed report, when a step takes as long as predicted."""
+    free_s = [0.0] * plan.cluster.num_ranks
+    times: list[list[PackTime]] = [[] for _ in free_s]
+    cost = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
+    computing_s = [max(nominal_compute_s(replace(plan, groups=(group,)), cost)) for group in plan.groups]
+    for index, group in enumerate(plan.groups):
+        begin_s = max(free_s[rank] for rank in group.ranks)
+        for rank in group.ranks:
+            blocked_s = group.predicted_time_s - computing_s[index]
+            times[rank].append(PackTime(index, begin_s, begin_s + group.predicted_time_s, blocked_s))
+            free_s[rank] = begin_s + group.predicted_time_s
+    pool = {"hits": 9, "creates": 3, "evictions": 1, "overflows": 0}
+    return [StepResult(1, rank, 2.0, 100, 1.0, 1e-4, True, 1, max(free_s), 0.01, tuple(times[rank]), pool) for rank in range(len(free_s))]
+
+
+def report(watch: Stopwatch, times: list[tuple[float, float]], plan: Plan, arguments: argparse.Namespace) -> int:
+    steps = len(times)
+    answers = f"{arguments.actors} actors answer for all" if arguments.actors else "answers are there at once"
+    print(f"{arguments.ranks} ranks, {arguments.samples} samples, {len(plan.groups)} packs, {len(plan.process_groups())} process groups; {answers}; "
+          f"plan file {len(json.dumps(plan.to_json())) / 1e3:.0f} kB; {steps} steps")
+    print("| milliseconds a step | main thread: CPU | wall | beside the step: CPU | wall |")
+    print("|---|---|---|---|---|")
+    for part in [WAITING, *dict.fromkeys(part for _, _, part in PARTS)]:
+        columns = [table["main" if place < 2 else "planning", part] / steps for place, table in enumerate((watch.cpu_ms, watch.wall_ms) * 2)]
+        print(f"| {part} | " + " | ".join(f"{value:.1f}" if value else "-" for value in columns) + " |")
+    cpu = statistics.median(cpu for _, cpu in times)
+    wall = statistics.mean(wall for wall, _ in times) - watch.wall_ms["main", WAITING] / steps
+    print(f"a step of the main thread: {cpu:.1f} ms of CPU, {wall:.1f} ms without that wait")
+    if arguments.actors:
+        return 0
+    print("ok  " if cpu <= LIMIT_MS else "FAIL", f"at most {LIMIT_MS:g} ms of the main thread")
+    return int(cpu > LIMIT_MS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
