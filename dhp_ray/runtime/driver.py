@@ -159,8 +159,9 @@ class Driver:
             eval_loss = yield from session.evaluation.loss_when_due(step)
             change = yield from self._change(session)
             launched = self._launch(session, None if change or session.stopping else following, waited_s)
-            with self.waits.on(f"the copies of the state after step {step}"):
-                session.group.call("mirrored")
+            if session.mirrors(step):
+                with self.waits.on(f"the copies of the state after step {step}"):
+                    session.group.call("mirrored")
             yield from self.commits.commit(running.done(results, step_time_s, eval_loss))
             running = launched
         if self.refused:  # also where it is the first step

@@ -82,6 +82,11 @@ class Session:
         """Who keeps a copy of each rank's shard."""
         return keepers_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
 
+    def mirrors(self, step: int) -> bool:
+        """Whether ranks copy their state to each other after `step`."""
+        every = self.config.elastic.mirror_every_steps
+        return every > 0 and step % every == 0
+
     @property
     def patience_s(self) -> float:
         """How long a worker may stand at one place amid a broken step before it counts as stuck: its pack may be a long one."""
