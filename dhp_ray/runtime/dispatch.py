@@ -158,7 +158,8 @@ class Dispatcher:
         """Plan no more; the batches and the thread that the next membership's dispatcher goes on with. A batch that is being read joins them later."""
         self.drop()
         self._planner.shutdown(wait=False, cancel_futures=True)
-        return self.batches, self._reader
+        reader, self._reader = self._reader, None
+        return self.batches, reader
 
     def failures(self, dispatched: Dispatched) -> dict[str, str]:
         """Samples that no longer can be used, with reasons: known on all ranks before the step starts.
