@@ -23,8 +23,9 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import CONF, Config, load
 from dhp_ray.data import synthetic
 from dhp_ray.data.index import image_root, index_fragments
+from dhp_ray.data.order import fragment_order
 from dhp_ray.data.processor import Processor
-from dhp_ray.data.reader import ReadFragments, fragment_order, read_rows
+from dhp_ray.data.reader import ReadFragments, read_rows
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, plan_batch
 from dhp_ray.planner.plan import RankPlan, Sample, StepResult
 from dhp_ray.runtime.messages import Membership
@@ -122,7 +123,7 @@ def rows_of(config: Config, num_samples: int, max_tokens: int = 0) -> list[dict[
     fragments = index_fragments(config.data)
     reader = ReadFragments(processor_spec(config), image_root(config.data), config.seed)
     rows: list[dict[str, Any]] = []
-    for position, number in enumerate(fragment_order(config.seed, 0, len(fragments))):
+    for position, number in enumerate(fragment_order(config.seed, 0, len(fragments)).tolist()):
         item = {"position": position, "epoch": 0, "number": number, "fragment": pickle.dumps(fragments[number])}
         block = reader(pa.Table.from_pylist([item]))
         lengths = [text + vision for text, vision in zip(block["text_tokens"].to_pylist(), block["vision_tokens"].to_pylist())]

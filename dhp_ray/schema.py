@@ -79,6 +79,8 @@ class Data:
     video_fps: float = key(2.0, "frames a second taken from a video", above=0)
     max_frames: int = key(768, "frames taken from a video at most; a longer one's are further apart", minimum=4)
     max_video_seconds: float = key(3600.0, "a longer video is refused", above=0)
+    shuffle_window: int = key(4096, "rows that lie open at a time, from which batches are mixed; 0: rows are shuffled within fragments alone", minimum=0)
+    shuffle_window_mb: float = key(2048.0, "and about so much payload at most: larger rows shorten the window", above=0)
     on_error: str = key("skip", "a bad sample is left out and listed in skipped.jsonl, or ends the run", choices=("skip", "fail"))
     synthetic: Synthetic = field(default_factory=Synthetic)
 

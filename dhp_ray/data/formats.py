@@ -20,9 +20,12 @@ import pyarrow.parquet as pq
 
 from dhp_ray.data.errors import RowError, first_line
 from dhp_ray.data.fragments import Fragment
-from dhp_ray.data.index import CONVERSATION_COLUMNS, ROW_COLUMNS
+from dhp_ray.data.index import CONVERSATION_COLUMNS, ROW_COLUMNS, ROWS_OF_ROW_GROUP
 from dhp_ray.data.saved_sets import read_batch
 from dhp_ray.data.shards import MAX_SAMPLE_BYTES, first_key, read_sample
+
+STREAM_BYTES = 2**20
+"""Parquet is read in parts of so many bytes, not a whole column of a row group at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +85,24 @@ def _json_rows(fragment: Fragment) -> Iterator[Row]:
 
 
 def _parquet_rows(fragment: Fragment) -> Iterator[Row]:
-    with pq.ParquetFile(fragment.path) as file:
+    with pq.ParquetFile(fragment.path, buffer_size=STREAM_BYTES) as file:
         columns = [name for name in ROW_COLUMNS if name in file.schema_arrow.names]
-        table = file.read_row_group(fragment.row_group, columns=columns)
-    for fields in table.to_pylist():
+        stop = fragment.offset + fragment.num_rows
+        first, tables = 0, []
+        # The rows before have to be decoded too; those behind are not read.
+        for batch in file.iter_batches(ROWS_OF_ROW_GROUP, row_groups=[fragment.row_group], columns=columns):
+            if first + batch.num_rows > fragment.offset:
+                begin = max(0, fragment.offset - first)
+                tables.append(batch.slice(begin, stop - first - begin))
+            first += batch.num_rows
+            if first >= stop:
+                break
+    for fields in (fields for part in tables for fields in part.to_pylist()):
         yield Row(fields.get("id", ""), fields)
 
 
 def _arrow_rows(fragment: Fragment) -> Iterator[Row]:
-    batch = read_batch(fragment.path, *fragment.spans[0]).slice(fragment.row_group, fragment.num_rows)
+    batch = read_batch(fragment.path, *fragment.spans[0]).slice(fragment.offset, fragment.num_rows)
     batch = batch.select([name for name in ROW_COLUMNS if name in batch.schema.names])
     batch.validate(full=True)  # the file is mapped: offsets that lead out of it would be followed
     for fields in batch.to_pylist():

@@ -19,26 +19,29 @@ from typing import overload
 import numpy as np
 import pyarrow as pa
 
-FORM = 3  # raised when the same files would give another table
+FORM = 4  # raised when the same files would give another table
 _SCHEMA = pa.schema([
-    ("file", pa.int32()), ("first_row", pa.int64()), ("num_rows", pa.int32()), ("row_group", pa.int32()),
+    ("file", pa.int32()), ("first_row", pa.int64()), ("num_rows", pa.int32()), ("num_bytes", pa.int64()), ("row_group", pa.int32()), ("offset", pa.int64()),
     ("starts", pa.list_(pa.int64())), ("stops", pa.list_(pa.int64())),
     ("renamed", pa.list_(pa.int32())), ("names", pa.list_(pa.large_string()))])
+_PLAIN = ("file", "first_row", "num_rows", "num_bytes", "row_group", "offset")
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
     """Rows [first_row, first_row + num_rows) of a file; `names` replaces ids, by offset within the fragment.
 
-    json, tar: `spans` are the rows' byte ranges. parquet: the rows are those of `row_group`. arrow: `spans` is the byte
-    range of a record batch, and `row_group` the place in it of the first row.
+    json, tar: `spans` are the rows' byte ranges. parquet: the rows are those of `row_group` from `offset` on. arrow: `spans` is
+    the byte range of a record batch, and the rows are those from `offset` on. `num_bytes` is about what the rows take as stored.
     """
 
     path: str
     kind: str
     first_row: int
     num_rows: int
+    num_bytes: int = 0
     row_group: int = 0
+    offset: int = 0
     spans: tuple[tuple[int, int], ...] = ()
     names: tuple[tuple[int, str], ...] = ()
 
@@ -51,6 +54,8 @@ class Fragments(Sequence[Fragment]):
         self._files: list[tuple[str, str]] = [(path, kind) for path, kind in json.loads(table.schema.metadata[b"files"])]
         self.sizes: np.ndarray = np.asarray(table["num_rows"], np.int64)
         """(number of fragments,): rows of each."""
+        self.num_bytes: np.ndarray = np.asarray(table["num_bytes"], np.int64)
+        """(number of fragments,): bytes of each as stored."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -64,8 +69,8 @@ class Fragments(Sequence[Fragment]):
             return [self[number] for number in range(*place.indices(len(self)))]
         row = self._table.slice(range(len(self))[place], 1).to_pylist()[0]
         path, kind = self._files[row["file"]]
-        return Fragment(path, kind, row["first_row"], row["num_rows"], row["row_group"], tuple(zip(row["starts"], row["stops"])),
-                        tuple(zip(row["renamed"], row["names"])))
+        return Fragment(path, kind, **{name: row[name] for name in _PLAIN[1:]}, spans=tuple(zip(row["starts"], row["stops"])),
+                        names=tuple(zip(row["renamed"], row["names"])))
 
     @property
     def num_rows(self) -> int:
@@ -77,14 +82,14 @@ class FragmentWriter:
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, str], int] = {}
-        self._numbers = {name: array("q") for name in ("file", "first_row", "num_rows", "row_group", "starts", "stops")}
+        self._numbers = {name: array("q") for name in (*_PLAIN, "starts", "stops")}
         self._renamed, self._names, self._name_ends = array("i"), bytearray(), array("q", [0])
         self._spans, self._renames = array("i", [0]), array("i", [0])
 
     def add(self, fragment: Fragment) -> None:
         file = self._files.setdefault((fragment.path, fragment.kind), len(self._files))
-        for name, value in (("file", file), ("first_row", fragment.first_row), ("num_rows", fragment.num_rows), ("row_group", fragment.row_group)):
-            self._numbers[name].append(value)
+        for name in _PLAIN:
+            self._numbers[name].append(file if name == "file" else getattr(fragment, name))
         for start, stop in fragment.spans:
             self._numbers["starts"].append(start)
             self._numbers["stops"].append(stop)
@@ -97,7 +102,7 @@ class FragmentWriter:
 
     def table(self) -> pa.Table:
         """The fragments so far. It shares the writer's memory: add nothing afterwards."""
-        columns = [_values(self._numbers[name], pa.int64()).cast(_SCHEMA.field(name).type) for name in ("file", "first_row", "num_rows", "row_group")]
+        columns = [_values(self._numbers[name], pa.int64()).cast(_SCHEMA.field(name).type) for name in _PLAIN]
         columns += [pa.ListArray.from_arrays(_values(self._spans, pa.int32()), _values(self._numbers[name], pa.int64())) for name in ("starts", "stops")]
         names = pa.LargeStringArray.from_buffers(len(self._renamed), pa.py_buffer(self._name_ends), pa.py_buffer(self._names))
         columns += [pa.ListArray.from_arrays(_values(self._renames, pa.int32()), values) for values in (_values(self._renamed, pa.int32()), names)]

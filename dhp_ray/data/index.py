@@ -1,7 +1,7 @@
 """The index of a data set: one pass over its files finds the fragments, before any training, and is kept for later starts.
 
-A fragment of parquet is a row group; of JSON and of tar shards, up to 32 rows with their byte ranges, so that reading it
-touches no other row; of an Arrow stream, up to 32 rows of a record batch. The pass also gives a name of its own to every
+A fragment of parquet is a row group, or up to 256 rows of it; of JSON and of tar shards, up to 32 rows with their byte ranges, so
+that reading it touches no other row; of an Arrow stream, up to 32 rows of a record batch. The pass also gives a name of its own to every
 row whose id is missing or taken.
 """
 
@@ -28,6 +28,8 @@ from dhp_ray.data.shards import scan_tar
 from dhp_ray.schema import Data
 
 ROWS_PER_FRAGMENT = 32
+ROWS_OF_ROW_GROUP = 256
+"""A fragment's most rows in parquet, where reading a few rows means to read past those before them."""
 CONVERSATION_COLUMNS = ("conversations", "messages")
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
 ROW_COLUMNS = ("id", *CONVERSATION_COLUMNS, "tools", *MEDIA_COLUMNS)
@@ -170,7 +172,8 @@ def _in_parts(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]],
     first = 0
     while part := list(islice(rows, ROWS_PER_FRAGMENT)):
         renamed = _renamed((given for given, _ in part), names, path, first)
-        yield Fragment(path, kind, first, len(part), spans=tuple(span for _, span in part), names=renamed)
+        spans = tuple(span for _, span in part)
+        yield Fragment(path, kind, first, len(part), sum(stop - start for start, stop in spans), spans=spans, names=renamed)
         first += len(part)
 
 
@@ -193,7 +196,8 @@ def _scan_arrow(path: str, names: Names, progress: Callable[[int], None]) -> Ite
         for offset in range(0, batch.num_rows, ROWS_PER_FRAGMENT):
             part = batch.slice(offset, ROWS_PER_FRAGMENT)
             ids = part["id"].to_pylist() if "id" in part.schema.names else [None] * part.num_rows
-            yield Fragment(path, "arrow", first, part.num_rows, offset, ((start, stop),), _renamed(ids, names, path, first))
+            yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // batch.num_rows, 0, offset, ((start, stop),),
+                           _renamed(ids, names, path, first))
             first += part.num_rows
 
 
@@ -253,11 +257,16 @@ def _scan_parquet(path: str, names: Names, progress: Callable[[int], None]) -> I
             _check_columns(file.schema_arrow, path)
             first = 0
             for group in range(file.num_row_groups):
-                num_rows = file.metadata.row_group(group).num_rows
-                ids = file.read_row_group(group, columns=["id"])["id"].to_pylist() if "id" in file.schema_arrow.names else [None] * num_rows
-                if num_rows:
-                    yield Fragment(path, "parquet", first, num_rows, row_group=group, names=_renamed(ids, names, path, first))
-                first += num_rows
+                about = file.metadata.row_group(group)
+                ids = file.read_row_group(group, columns=["id"])["id"] if "id" in file.schema_arrow.names else pa.nulls(about.num_rows)
+                parts = max(1, -(-about.num_rows // ROWS_OF_ROW_GROUP))
+                ends = [about.num_rows * (part + 1) // parts for part in range(parts)]  # of almost the same size
+                for offset, end in zip([0, *ends], ends):
+                    if end > offset:
+                        renamed = _renamed(ids[offset:end].to_pylist(), names, path, first + offset)
+                        num_bytes = about.total_byte_size * (end - offset) // about.num_rows
+                        yield Fragment(path, "parquet", first + offset, end - offset, num_bytes, group, offset, names=renamed)
+                first += about.num_rows
                 progress(os.path.getsize(path) * (group + 1) // file.num_row_groups)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"data.path: {path} is not parquet: {first_line(error)}") from None

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,20 @@ def column_of(fields: Mapping[str, Any], kind: str) -> list[Any]:
     if values is None:
         return []
     return values if isinstance(values, list) else [values]
+
+
+def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
+    """Bytes of the files that the columns of a row, or its turns, name; those that are not there count nothing."""
+    turns: list[Any] = next((fields[name] for name in ("conversations", "messages") if isinstance(fields.get(name), list)), [])
+    parts = [part for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("content"), list) for part in turn["content"]]
+    own = [part.get(name) for part in parts if isinstance(part, Mapping) for name in (*MEDIA, *(f"{kind}_url" for kind in MEDIA))]
+    total = 0
+    for value in [value for kind in MEDIA for value in column_of(fields, kind)] + own:
+        name = value.get("url") or value.get("path") if isinstance(value, Mapping) else value
+        if isinstance(name, str):
+            with suppress(RowError, OSError, ValueError):
+                total += os.path.getsize(resolve(image_root, name))
+    return total
 
 
 def resolve(image_root: str, name: str) -> Path:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.source_stream import Entry, SourceStream
-from dhp_ray.data.stream import Batch, BatchBuilder, Cursor, Stream
+from dhp_ray.data.stream import ORDER, Batch, BatchBuilder, Cursor, Stream, check_cursor
 from dhp_ray.schema import Data, Model
 
 
@@ -37,8 +36,9 @@ class Mixture:
     """
 
     def __init__(self, data: Data, model: Model, seed: int, max_tokens: int = 0, drop_last: bool = False) -> None:
-        self._sources = [SourceStream(source, model, seed + number, f"{number}/") for number, source in enumerate(sources_of(data))]
         self._shares = shares([source.weight for source in data.sources])
+        self._sources = [SourceStream(source, model, seed + number, f"{number}/", share)
+                         for number, (source, share) in enumerate(zip(sources_of(data), self._shares.tolist(), strict=True))]
         self._path = ", ".join(source.path for source in data.sources)
         self._drop_last = drop_last
         self.num_rows = sum(source.num_rows for source in self._sources)
@@ -83,12 +83,15 @@ class Mixture:
     @property
     def cursor(self) -> Cursor:
         """Where the next batch begins: how many rows each source has given since the first epoch."""
-        return {"epoch": self.epoch, "num_rows": self.num_rows} | {f"source_{number}": int(count) for number, count in enumerate(self._given)}
+        counts = {f"source_{number}": int(count) for number, count in enumerate(self._given)}
+        return {"order": ORDER, "epoch": self.epoch, "num_rows": self.num_rows} | counts | {
+            f"file_bytes_{number}": source.file_bytes for number, source in enumerate(self._sources)}
 
     def restore(self, cursor: Cursor) -> None:
         """As `Stream.restore`."""
-        if cursor["num_rows"] != self.num_rows:
-            raise DataError(f"data.sources: {self._path} have {self.num_rows} rows, the saved run's had {cursor['num_rows']}; allowed: the same data")
+        check_cursor(cursor, self.num_rows, f"data.sources: {self._path}")
+        for number, source in enumerate(self._sources):
+            source.file_bytes = cursor[f"file_bytes_{number}"]
         self._start(cursor["epoch"], np.array([cursor[f"source_{number}"] for number in range(len(self._sources))], np.int64))
 
     def start_epoch(self, epoch: int) -> None:
@@ -103,13 +106,13 @@ class Mixture:
     def _start(self, epoch: int, given: np.ndarray) -> None:
         self.epoch, self._given = epoch, given.copy()
         for source, count in zip(self._sources, given.tolist()):
-            source.start_at(*divmod(count, source.num_rows))
+            source.start(*divmod(count, source.num_rows))
 
     def _peek(self, number: int) -> Entry:
         """The next row of a source; one that is used up begins anew."""
         source = self._sources[number]
         if (entry := source.peek()) is None:
-            source.start_at(source.epoch + 1, 0)
+            source.start(source.epoch + 1, 0)
             entry = source.peek()
         assert entry is not None, "a source has rows"
         return entry

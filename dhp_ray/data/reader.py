@@ -21,6 +21,7 @@ from dhp_ray.data.errors import RowError, first_line, told
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
+from dhp_ray.data.order import row_order
 from dhp_ray.data.processor import SLICE_TOKENS, Processor, ProcessorSpec, Size
 from dhp_ray.data.video import clip_of
 
@@ -109,16 +110,6 @@ class ReadFragments:
                 raise RowError(f"image {number + 1} alone takes {image_tokens} tokens; a rank holds at most {self.max_image_tokens}")
         return {"text_tokens": encoded.text_tokens, "vision_tokens": encoded.vision_tokens, "grids": [list(grid) for grid in encoded.grids],
                 "input_ids": encoded.input_ids, "labels": encoded.labels, "images": images, "media": encoded.media, "seconds": encoded.seconds}
-
-
-def fragment_order(seed: int, epoch: int, num_fragments: int) -> list[int]:
-    """The fragments of an epoch, in the order in which they are read."""
-    return [int(number) for number in np.random.default_rng([seed, epoch]).permutation(num_fragments)]
-
-
-def row_order(seed: int, epoch: int, number: int, num_rows: int) -> list[int]:
-    """The rows of a fragment, in the order in which an epoch reads them."""
-    return [int(row) for row in np.random.default_rng([seed, epoch, number]).permutation(num_rows)]
 
 
 def read_rows(table: pa.Table, rows: list[int]) -> list[dict[str, Any]]:

@@ -1,18 +1,21 @@
 """The rows of one source, in an order set by seed and epoch alone: lengths and references here, payload in the object store.
 
-    fragments, shuffled by (seed, epoch)        a list in the driver
+    fragments, shuffled by (seed, epoch)        numbers in the driver
       -> Ray Data: from_items, map_batches      reading tasks; one block of payload a fragment, order kept
       -> references of the blocks               never their content
       -> a small task a block                   its columns of lengths, without ids, labels and images
+      -> interleaved (order.py)                 a window of blocks stays open; a block goes with its last row
 
-Reading runs ahead by at most two windows of fragments, whatever the object store would hold: on a small machine
+Reading runs ahead by at most two parts of an epoch, which hold half of the window's bytes each: on a small machine
 it takes its time from training. It reserves no CPU: workers may have reserved all of them, and tasks that wait for
 one would never start. Its tasks are bounded in number instead.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 import pickle
 import weakref
 from collections import deque
@@ -26,24 +29,24 @@ import ray.data
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import image_root, index_fragments
+from dhp_ray.data.order import EpochOrder, Window
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments, fragment_order
+from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments
+from dhp_ray.data.sizes import mean_file_bytes
 from dhp_ray.planner.plan import Sample
 from dhp_ray.schema import Data, Model
 
-WINDOW_FRAGMENTS = 32
-# Ray Data reports every execution, one a window here, and that its progress bars are off.
+PART_FRAGMENTS = 32
+# Ray Data reports every execution, one a part of the epoch here, and that its progress bars are off.
 _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of the epoch: what the driver knows of it."""
+    """One row of the epoch: what the driver knows of it. `node` is where its block was made."""
 
-    position: int
-    row: int
-    last_row: bool
     reference: ray.ObjectRef
+    node: str
     place: int
     sample: Sample
     error: str
@@ -52,96 +55,107 @@ class Entry:
 class SourceStream:
     """The rows of `data.path`, one after the other. Ray must be initialised.
 
-    Responsibilities: the order of an epoch, the reading stage and its limits. A sample of more than `max_tokens` tokens, or
+    Responsibilities: the reading stage and its limits, rows in the order of an epoch. A sample of more than `max_tokens` tokens, or
     with an image of more than `max_image_tokens`, is a bad row (0: no limit); both may be set until the first row is asked for.
-    Ids begin with `prefix`; with one, they also end with the number of the epoch from the second on.
+    Ids begin with `prefix`; with one, they also end with the number of the epoch from the second on. `share` is this source's of the window.
 
     Raises:
         DataError: the data cannot be used at all (found before anything is read).
     """
 
-    def __init__(self, data: Data, model: Model, seed: int, prefix: str = "") -> None:
+    def __init__(self, data: Data, model: Model, seed: int, prefix: str = "", share: float = 1.0) -> None:
         self.fragments = index_fragments(data)
         processor = ProcessorSpec.of(model, data)
         processor.load()  # a model folder without a tokenizer is the user's error, and shows here
         self.num_rows = self.fragments.num_rows
         self.max_tokens = self.max_image_tokens = 0
+        self.file_bytes = mean_file_bytes(self.fragments, image_root(data))
+        """About what the images and videos take that a row names. The order depends on it, so cursors hold it."""
+        self._window = Window(math.ceil(data.shuffle_window * share), data.shuffle_window_mb * 2**20 * share)
         self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix)
         self._seed = seed
-        self._windows: deque[Iterator[ray.ObjectRef]] = deque()
+        self._parts: deque[Iterator[tuple[ray.ObjectRef, str]]] = deque()
         # Reading that still goes on when the interpreter ends would keep it from ending.
-        weakref.finalize(self, self._windows.clear)
+        weakref.finalize(self, self._parts.clear)
         for name, level in _LOG_LEVELS.items():
             logging.getLogger(name).setLevel(level)
-        self.start(epoch=0, position=0, row=0)
+        self.start(epoch=0, row=0)
 
     def take(self) -> None:
         """Leave the row that `peek` shows behind."""
-        entry = self._entries.popleft()
-        self.position, self.row = (entry.position + 1, 0) if entry.last_row else (entry.position, entry.row + 1)
+        self._entries.popleft()
+        self.row += 1
 
-    def start_at(self, epoch: int, num_rows: int) -> None:
+    def start(self, epoch: int, row: int) -> None:
         """Go to where an epoch has given so many rows."""
-        ends = np.cumsum(self.fragments.sizes[fragment_order(self._seed, epoch, len(self.fragments))])
-        position = int(np.searchsorted(ends, num_rows, side="right"))
-        self.start(epoch, position, num_rows - int(ends[position - 1] if position else 0))
-
-    def start(self, epoch: int, position: int, row: int) -> None:
-        """Go to a row of an epoch: the place of its fragment in the order, and its own there."""
-        self.epoch, self.position, self.row = epoch, position, row
-        self._order = fragment_order(self._seed, epoch, len(self.fragments))
-        self._entries: deque[Entry] = deque()
-        self._windows.clear()
-        self._planned = self._fetched = position  # fragments given to a window, and blocks taken from one
+        self.epoch, self.row = epoch, row
+        num_bytes = self.fragments.num_bytes + self.file_bytes * self.fragments.sizes
+        self._order = EpochOrder(self._seed, epoch, self.fragments.sizes, num_bytes, self._window)
+        self._bytes = num_bytes[self._order.fragments]
+        first, self._from, self._left_out = self._order.start_at(row)
+        self._open: list[tuple[float, int, int, Entry]] = []  # rows read, by their places in the order
+        self._entries: deque[Entry] = deque()  # the next rows
+        self._parts.clear()
+        self._planned = self._fetched = first  # fragments given to a part, and blocks taken from one
+        self._part_size = 0
 
     def peek(self) -> Entry | None:
         """The next row of the epoch, or None at its end."""
         while not self._entries:
             if self._fetched == len(self._order):
                 return None
-            self._plan_windows()
+            self._plan_parts()
             self._fetch()
         return self._entries[0]
 
-    def _plan_windows(self) -> None:
-        """Have a window being read, and the next one from the middle of this one on."""
-        while self._planned < len(self._order) and self._planned - self._fetched <= WINDOW_FRAGMENTS // 2:
-            stop = min(self._planned + WINDOW_FRAGMENTS, len(self._order))
-            self._windows.append(self._blocks(range(self._planned, stop)))
-            self._planned = stop
+    def _plan_parts(self) -> None:
+        """Have a part of the epoch being read, and the next one from the middle of this one on."""
+        while self._planned < len(self._order) and self._planned - self._fetched <= self._part_size // 2:
+            tasks = max(1, int(ray.cluster_resources().get("CPU", 1)) // 4)
+            within = np.searchsorted(np.cumsum(self._bytes[self._planned : self._planned + PART_FRAGMENTS]), self._window.num_bytes / 2, side="right")
+            stop = min(self._planned + max(tasks, int(within)), len(self._order))
+            self._parts.append(self._blocks(range(self._planned, stop), tasks))
+            self._planned, self._part_size = stop, stop - self._planned
 
     def _fetch(self) -> None:
-        """Take the next block's reference and the lengths of its rows."""
-        while (reference := next(self._windows[0], None)) is None:
-            self._windows.popleft()
+        """Take the next block's reference and the lengths of its rows; rows that no later block's can precede are next."""
+        while (found := next(self._parts[0], None)) is None:
+            self._parts.popleft()
+        reference, node = found
         lengths = ray.get(_lengths.remote(reference)).to_pylist()
         if lengths[0]["row"] == UNREADABLE:
             raise DataError(f"data.path: {lengths[0]['id']} cannot be read: {lengths[0]['error']}")
         assert all(entry["position"] == self._fetched for entry in lengths), "Ray Data returned blocks out of order"
-        number = self._order[self._fetched]
-        first = self.row if self._fetched == self.position else 0
-        for place, entry in enumerate(lengths[first:], first):
-            sample = Sample(entry["id"], entry["text_tokens"], entry["vision_tokens"], tuple((t, h, w) for t, h, w in entry["grids"]))
-            last = place + 1 == self.fragments.sizes[number]
-            self._entries.append(Entry(self._fetched, place, last, reference, place, sample, entry["error"]))
+        for place, (entry, where) in enumerate(zip(lengths, self._order.places(self._fetched).tolist(), strict=True)):
+            if where >= self._from:
+                sample = Sample(entry["id"], entry["text_tokens"], entry["vision_tokens"], tuple((t, h, w) for t, h, w in entry["grids"]))
+                heapq.heappush(self._open, (where, self._fetched, place, Entry(reference, node, place, sample, entry["error"])))
         self._fetched += 1
+        known = self._order.begins[self._fetched] if self._fetched < len(self._order) else math.inf
+        while self._open and self._open[0][0] < known:
+            *_, row = heapq.heappop(self._open)
+            if self._left_out:
+                self._left_out -= 1
+            else:
+                self._entries.append(row)
 
-    def _blocks(self, positions: range) -> Iterator[ray.ObjectRef]:
-        """Start reading these places of the epoch's order; the references of their blocks, in order.
+    def _blocks(self, positions: range, tasks: int) -> Iterator[tuple[ray.ObjectRef, str]]:
+        """Start reading these places of the epoch's order; the references of their blocks, in order, and the nodes where they were made.
 
         The one place that uses an internal call of Ray Data: public iterators bring the blocks themselves here.
         """
-        items = [{"position": position, "epoch": self.epoch, "number": self._order[position],
-                  "fragment": pickle.dumps(self.fragments[self._order[position]])} for position in positions]
+        numbers = {position: int(self._order.fragments[position]) for position in positions}
+        items = [{"position": position, "epoch": self.epoch, "number": number, "fragment": pickle.dumps(self.fragments[number])}
+                 for position, number in numbers.items()]
         dataset = ray.data.from_items(items, override_num_blocks=len(items))
         dataset.context.execution_options.preserve_order = True
         dataset.context.enable_progress_bars = False
         dataset.context.print_on_execution_start = False
         dataset.context.target_max_block_size = None  # one block a fragment, however large
-        tasks = max(1, int(ray.cluster_resources().get("CPU", 1)) // 4)
         reader = replace(self._reader, max_tokens=self.max_tokens, max_image_tokens=self.max_image_tokens)
         blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0, compute=ray.data.TaskPoolStrategy(size=tasks))
-        return (entry.ref for bundle in blocks.iter_internal_ref_bundles() for entry in bundle.blocks)
+        entries = (entry for bundle in blocks.iter_internal_ref_bundles() for entry in bundle.blocks)
+        return ((entry.ref, entry.metadata.exec_stats.node_id if entry.metadata.exec_stats else "") for entry in entries)
 
 
 @ray.remote(num_cpus=0)

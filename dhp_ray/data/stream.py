@@ -16,6 +16,8 @@ from dhp_ray.schema import Data, Model
 __all__ = ["Batch", "BatchBuilder", "Cursor", "Skipped", "Stream", "read_rows"]
 
 Cursor = dict[str, int]
+ORDER = 2
+"""Which order of rows a cursor is a place in; raised when the same data and seed give another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,8 @@ class Skipped:
 class Batch:
     """Samples of one global batch.
 
-    `payload` maps a sample's id to the reference of its block and its row there. `skipped` are the bad rows passed on
-    the way. `cursor` is where the next batch begins; give it to `Stream.restore`.
+    `payload` maps a sample's id to the reference of its block and its row there, `nodes` a block to the node where it was made.
+    `skipped` are the bad rows passed on the way. `cursor` is where the next batch begins; give it to `Stream.restore`.
     """
 
     epoch: int
@@ -39,6 +41,7 @@ class Batch:
     payload: dict[str, tuple[ray.ObjectRef, int]] = field(repr=False)
     skipped: list[Skipped]
     cursor: Cursor
+    nodes: dict[ray.ObjectRef, str] = field(default_factory=dict, repr=False)
 
     @cached_property
     def longest(self) -> int:
@@ -52,6 +55,7 @@ class BatchBuilder:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
         self._payload: dict[str, tuple[ray.ObjectRef, int]] = {}
+        self._nodes: dict[ray.ObjectRef, str] = {}
         self._skipped: list[Skipped] = []
 
     def add(self, entry: Entry) -> None:
@@ -60,11 +64,12 @@ class BatchBuilder:
         else:
             self.samples.append(entry.sample)
             self._payload[entry.sample.id] = (entry.reference, entry.place)
+            self._nodes[entry.reference] = entry.node
 
     def finish(self, epoch: int, cursor: Cursor, where: str) -> Batch:
         if not self.samples:
             raise DataError(f"{where} has no usable row; the first, {self._skipped[0].id}: {self._skipped[0].reason}")
-        return Batch(epoch, self.samples, self._payload, self._skipped, cursor)
+        return Batch(epoch, self.samples, self._payload, self._skipped, cursor, self._nodes)
 
 
 class Stream:
@@ -122,23 +127,31 @@ class Stream:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next batch begins: epoch, place in the epoch's order of fragments, row in that fragment's order."""
-        return {"epoch": self.epoch, "fragment": self._rows.position, "row": self._rows.row, "num_rows": self.num_rows}
+        """Where the next batch begins: the epoch, and how many rows it has given."""
+        return {"order": ORDER, "epoch": self.epoch, "row": self._rows.row, "num_rows": self.num_rows, "file_bytes": self._rows.file_bytes}
 
     def restore(self, cursor: Cursor) -> None:
         """Go on where a batch's cursor points.
 
         Raises:
-            DataError: the cursor is of other data.
+            DataError: the cursor is of other data, or of a version that gave the rows in another order.
         """
-        if cursor["num_rows"] != self.num_rows:
-            raise DataError(f"data.path: {self._path} has {self.num_rows} rows, the saved run's had {cursor['num_rows']}; allowed: the same data")
-        self._rows.start(cursor["epoch"], cursor["fragment"], cursor["row"])
+        check_cursor(cursor, self.num_rows, f"data.path: {self._path}")
+        self._rows.file_bytes = cursor["file_bytes"]
+        self._rows.start(cursor["epoch"], cursor["row"])
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
-        self._rows.start(epoch, 0, 0)
+        self._rows.start(epoch, 0)
 
     def close(self) -> None:
         """Stop reading ahead; a later call reads again from where the next batch begins."""
-        self._rows.start(self.epoch, self._rows.position, self._rows.row)
+        self._rows.start(self.epoch, self._rows.row)
+
+
+def check_cursor(cursor: Cursor, num_rows: int, where: str) -> None:
+    """Refuse a cursor with which the rows would not go on where they ended."""
+    if cursor.get("order") != ORDER:
+        raise DataError(f"{where}: the saved run's version gave the rows in another order; allowed: another run.dir, or that version of dhp_ray")
+    if cursor["num_rows"] != num_rows:
+        raise DataError(f"{where}: {num_rows} rows, the saved run's had {cursor['num_rows']}; allowed: the same data")

@@ -251,4 +251,4 @@ def blocks_of(rank_plan: RankPlan, batch: Batch) -> list[BlockRows]:
         for sample in pack.samples:
             reference, row = batch.payload[sample.id]
             blocks.setdefault(reference, []).append(row)
-    return [BlockRows([reference], sorted(rows)) for reference, rows in blocks.items()]
+    return [BlockRows([reference], sorted(rows), batch.nodes.get(reference, "")) for reference, rows in blocks.items()]

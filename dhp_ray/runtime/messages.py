@@ -82,10 +82,14 @@ class Status:
 
 @dataclass
 class BlockRows:
-    """Rows of one block in the object store. The reference is nested in a list, so that Ray hands it on unresolved."""
+    """Rows of one block in the object store. The reference is nested in a list, so that Ray hands it on unresolved.
+
+    `node` is where the block was made (empty: unknown).
+    """
 
     reference: list[ray.ObjectRef] = field(repr=False)
     rows: list[int]
+    node: str = ""
 
 
 @dataclass(frozen=True)

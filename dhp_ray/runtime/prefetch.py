@@ -7,15 +7,14 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import ray
 
 from dhp_ray.config import Config
 from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor, ProcessorSpec
-from dhp_ray.data.reader import read_rows
 from dhp_ray.data.video import decode_video
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
+from dhp_ray.runtime.blocks import fetch_rows
 from dhp_ray.runtime.messages import BlockRows
 from dhp_ray.train.collate import Payload, check_payload, placeholder
 
@@ -26,7 +25,7 @@ def processor_spec(config: Config) -> ProcessorSpec:
 
 def load_payloads(plan: RankPlan, blocks: Sequence[BlockRows], processor: Processor, adapter: ModelAdapter) -> tuple[dict[str, Payload], dict[str, str]]:
     """Payloads by sample id, and the reason of each sample that cannot be used; such a one is a placeholder here."""
-    rows = {row["id"]: row for block in blocks for row in read_rows(ray.get(block.reference[0]), block.rows)}
+    rows = {row["id"]: row for row in fetch_rows(blocks)}
     payloads: dict[str, Payload] = {}
     failures: dict[str, str] = {}
     for pack in plan.packs:

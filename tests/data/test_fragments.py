@@ -14,8 +14,8 @@ from tests.data.samples import talk, write_rows
 
 
 def test_a_table_holds_what_was_added() -> None:
-    made = [Fragment("a.json", "json", 0, 2, 0, ((1, 5), (7, 9)), ((1, "größer"),)), Fragment("b.parquet", "parquet", 0, 7, 3),
-            Fragment("a.json", "json", 2, 1, 0, ((10, 2**40),))]
+    made = [Fragment("a.json", "json", 0, 2, 6, spans=((1, 5), (7, 9)), names=((1, "größer"),)), Fragment("b.parquet", "parquet", 0, 7, 2**40, 3, 256),
+            Fragment("a.json", "json", 2, 1, 2**40, spans=((10, 2**40),))]
     writer = FragmentWriter()
     for fragment in made:
         writer.add(fragment)

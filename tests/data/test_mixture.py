@@ -85,7 +85,7 @@ def test_a_restored_cursor_goes_on_exactly(mixture: Mixture, data: Data) -> None
     again.start_epoch(1)
     assert told(again.next_batch(8)) == undisturbed[5]
     again.close()
-    with pytest.raises(DataError, match="have 50 rows, the saved run's had 49"):
+    with pytest.raises(DataError, match=": 50 rows, the saved run's had 49"):
         again.restore(first.cursor | {"num_rows": 49})
 
 

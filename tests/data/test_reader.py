@@ -11,8 +11,9 @@ import pytest
 
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.index import index_fragments
+from dhp_ray.data.order import row_order
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import PAYLOAD, ReadFragments, fragment_order, read_rows, row_order
+from dhp_ray.data.reader import PAYLOAD, ReadFragments, read_rows
 from dhp_ray.schema import Data
 from tests.data.samples import picture, processor, talk, write_rows
 
@@ -78,14 +79,6 @@ def test_lengths_from_headers_are_those_of_the_decoded_images(test_data: Path, t
         expected = PROCESSOR.encode(next(row for row in rows if row["id"] == record["id"])["conversations"], [image_size(image) for image in record["images"]])
         assert np.array_equal(record["input_ids"], expected.input_ids)
         assert np.array_equal(record["labels"], expected.labels)
-
-
-def test_the_order_is_that_of_seed_epoch_and_fragment() -> None:
-    assert sorted(fragment_order(3, 1, 50)) == list(range(50))
-    assert fragment_order(3, 1, 50) == fragment_order(3, 1, 50)
-    assert len({tuple(fragment_order(seed, epoch, 50)) for seed in range(3) for epoch in range(3)}) == 9
-    assert sorted(row_order(3, 1, 7, 32)) == list(range(32))
-    assert len({tuple(row_order(seed, epoch, number, 32)) for seed in range(3) for epoch in range(3) for number in range(3)}) == 27
 
 
 def test_rows_of_a_fragment_are_shuffled(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def data(path: Path) -> Data:
 
 def test_rows_of_a_batch_are_read_in_parts(tmp_path: Path) -> None:
     fragments = index_fragments(data(saved(tmp_path)))
-    assert [(fragment.first_row, fragment.num_rows, fragment.row_group) for fragment in fragments] == [(0, 32, 0), (32, 18, 32), (50, 32, 0), (82, 18, 32)]
+    assert [(fragment.first_row, fragment.num_rows, fragment.offset) for fragment in fragments] == [(0, 32, 0), (32, 18, 32), (50, 32, 0), (82, 18, 32)]
     rows = [row for fragment in fragments for row in read_rows(fragment)]
     assert [row.id for row in rows] == [f"r{number}" for number in range(100)]
     assert set(rows[0].fields) == {"id", "conversations"}

@@ -117,9 +117,27 @@ def test_a_closed_stream_reads_again_from_its_place(stream: Stream, rows: Path) 
     assert told([*seen, *epoch_of(closed, 9)]) == told(undisturbed)  # type: ignore[list-item]
 
 
+def test_a_batch_mixes_the_rows_of_a_window(ray_cluster: None, tmp_path: Path) -> None:
+    """256 rows in eight fragments: a batch of 32 comes from most of those in a window of 160, and from two of them at most where there is none."""
+    path = write_rows(tmp_path / "rows.json", [{"id": str(row), "conversations": talk("a", "b")} for row in range(256)])
+    orders = {}
+    for window, most in ((160, 8), (0, 2)):
+        stream = Stream(Data(format="llava", path=str(path), shuffle_window=window), TINY, 0)
+        batches = [[int(sample.id) for sample in batch.samples] for batch in epoch_of(stream, 32)]
+        stream.close()
+        orders[window] = [row for batch in batches for row in batch]
+        assert sorted(orders[window]) == list(range(256))
+        mixed = [len({row // 32 for row in batch}) for batch in batches]
+        assert max(mixed) <= most
+        assert (np.mean(mixed) >= 3.5) == (window > 0)
+    assert orders[160] != orders[0]
+
+
 def test_a_cursor_of_other_data_is_refused(stream: Stream) -> None:
-    with pytest.raises(DataError, match=r"has 70 rows, the saved run's had 71; allowed: the same data"):
-        stream.restore({"epoch": 0, "fragment": 0, "row": 0, "num_rows": 71})
+    with pytest.raises(DataError, match=r": 70 rows, the saved run's had 71; allowed: the same data"):
+        stream.restore(stream.cursor | {"num_rows": 71})
+    with pytest.raises(DataError, match=r"the saved run's version gave the rows in another order; allowed: another run.dir, or that version"):
+        stream.restore({"epoch": 0, "fragment": 0, "row": 0, "num_rows": 70})
 
 
 def test_the_last_batch_is_left_out_when_it_is_not_full(ray_cluster: None, rows: Path) -> None:
@@ -143,9 +161,9 @@ def test_samples_beyond_the_cluster_are_skipped(ray_cluster: None, rows: Path) -
             assert reasons[name] == f"{length} tokens; the cluster holds at most {limit} in one sequence"
 
 
-def test_windows_join_without_a_seam(ray_cluster: None, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_join_without_a_seam(ray_cluster: None, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = told(epoch_of(open_stream(rows)))
-    monkeypatch.setattr("dhp_ray.data.source_stream.WINDOW_FRAGMENTS", 2)
+    monkeypatch.setattr("dhp_ray.data.source_stream.PART_FRAGMENTS", 2)
     assert told(epoch_of(open_stream(rows))) == expected
 
 
@@ -157,7 +175,7 @@ def test_parquet_gives_the_batches_of_json(ray_cluster: None, rows: Path, tmp_pa
     pq.write_table(pa.Table.from_pylist([{key: row[key] for key in ("id", "images", "conversations")} for row in content]), tmp_path / "rows.parquet",
                    row_group_size=32)
     stream = Stream(Data(format="parquet", path=str(tmp_path / "rows.parquet")), TINY, 0)
-    assert told(epoch_of(stream)) == told(epoch_of(open_stream(rows)))
+    assert [batch[:3] for batch in told(epoch_of(stream))] == [batch[:3] for batch in told(epoch_of(open_stream(rows)))]
 
 
 def test_no_payload_comes_to_the_driver(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,34 @@
+"""How many bytes the rows of a data set take, as far as it can be told without reading them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from dhp_ray.data.formats import read_rows
+from dhp_ray.data.fragments import Fragments
+from dhp_ray.data.media import file_bytes
+
+NUM_FRAGMENTS, ROWS_OF_EACH = 16, 4
+MEDIA_WITHIN_BYTES = 16 * 2**10
+"""Rows of more bytes than this on average hold their images and videos themselves; smaller ones are looked at."""
+
+
+def mean_file_bytes(fragments: Fragments, image_root: str) -> int:
+    """Bytes of the image and video files that a row names, on average over a few rows from everywhere in the set. What cannot be read counts nothing."""
+    if fragments.num_bytes.sum() >= MEDIA_WITHIN_BYTES * fragments.num_rows:
+        return 0
+    found = []
+    for number in sorted({int(place) for place in np.linspace(0, len(fragments) - 1, NUM_FRAGMENTS)}):
+        fragment = fragments[number]
+        if fragment.kind == "tar":
+            return 0
+        if fragment.kind == "json":
+            fragment = replace(fragment, num_rows=min(ROWS_OF_EACH, fragment.num_rows), spans=fragment.spans[:ROWS_OF_EACH])
+        try:
+            found += [file_bytes(row.fields, image_root) for row in read_rows(fragment)[:ROWS_OF_EACH]]
+        except (OSError, pa.ArrowException):  # a file that is gone or damaged: whoever reads its rows says so
+            continue
+    return int(np.mean(found)) if found else 0
