@@ -261,7 +261,7 @@ def report(watch: Stopwatch, times: list[tuple[float, float]], plan: Plan, argum
     for part in [WAITING, RAY, *dict.fromkeys(part for _, _, part in PARTS)]:
         columns = [table["main" if place < 2 else "planning", part] / steps for place, table in enumerate((watch.cpu_ms, watch.wall_ms) * 2)]
         print(f"| {part} | " + " | ".join(f"{value:.1f}" if value else "-" for value in columns) + " |")
-    cpu = statistics.median(cpu for _, cpu in times)
+    cpu = statistics.mean(cpu for _, cpu in times)
     wall = statistics.mean(wall for wall, _ in times) - watch.wall_ms["main", WAITING] / steps
     print(f"a step of the main thread: {cpu:.1f} ms of CPU, {wall:.1f} ms without that wait")
     if arguments.actors:
