@@ -102,6 +102,7 @@ def start_s(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @both_signals
 def test_while_it_starts(start: Start, start_s: float, name: str) -> None:
     moments = random.Random(f"starting {name}")
@@ -113,6 +114,7 @@ def test_while_it_starts(start: Start, start_s: float, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @both_signals
 def test_while_it_compiles_and_reads(start: Start, unread: list[str], name: str) -> None:
     moments = random.Random(f"reading {name}")
@@ -145,6 +147,7 @@ PHASES = {disturb_training: [], disturb_saving: ["model.preset=small", "checkpoi
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @both_signals
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__.removeprefix("disturb_"))
 def test_amid_steps(start: Start, phase: Callable[[Run, float], None], name: str) -> None:
@@ -170,6 +173,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @both_signals
 def test_a_run_with_a_cluster_of_its_own(start: Start, alone: None, name: str) -> None:
     """Ray's processes are in the group that Ctrl-C reaches."""
