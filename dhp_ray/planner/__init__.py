@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from dhp_ray.planner.bound import lower_bound_s
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
@@ -23,12 +25,12 @@ from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.quick import dhp_quick
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.static import static
+from dhp_ray.planner.static import best_layout, static, uniform
 from dhp_ray.planner.static_best import static_best
 from dhp_ray.planner.timeline import idle_fraction, starts_of
 
-__all__ = ["LAST_RESORT", "PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanError", "Sample", "SequenceTooLongError", "idle_fraction", "plan_batch",
-           "replay", "starts_of", "warm_up"]
+__all__ = ["LAST_RESORT", "PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanError", "Sample", "SequenceTooLongError", "checked_problem",
+           "idle_fraction", "plan_batch", "plan_data_set", "recorded_inputs", "replay", "starts_of", "warm_up"]
 
 PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
     "dhp": dhp, "dhp_paper": dhp_paper, "static": static, "static_best": static_best, "pow2": pow2, "dhp_quick": dhp_quick}
@@ -55,21 +57,49 @@ def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
         PlanError: no sequences, one without tokens, an unknown planner or mode.
     """
     begin = time.perf_counter()
+    problem = checked_problem(samples, cluster, cost, planner=planner, sync=sync, pool=pool)
+    problem = replace(problem, lower_bound_s=lower_bound_s(problem))
+    seen, order = _in_node_order(problem)
+    plan = _priced(problem, planner, PLANNERS[planner](seen), order)
+    object.__setattr__(plan, "planning_time_s", time.perf_counter() - begin)
+    return plan
+
+
+def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
+    """The batches of a data set (`checked_problem`'s, on equal clusters) under one static layout, as static systems are run: the degree and the pack cap with
+    the least sum of makespans. The name in these plans is `static`; they do not replay, as each depends on all batches."""
+    bounded = [replace(problem, lower_bound_s=lower_bound_s(problem)) for problem in problems]
+    seen = [_in_node_order(problem) for problem in bounded]
+    layout = best_layout([problem for problem, _ in seen])
+    return [_priced(problem, "static", uniform(there, layout), order) for problem, (there, order) in zip(bounded, seen)]
+
+
+def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:
+    """The problem as planners see it, the ranks of a node being neighbours, and the order of its ranks that made it so (none where they are already)."""
+    order = neighbours(problem.cluster.nodes)
+    return (problem, None) if order is None else (reordered(problem, order), order)
+
+
+def _priced(problem: Problem, planner: str, schedule: Schedule, order: np.ndarray | None) -> Plan:
+    """The plan of a schedule of ranks in this order, validated."""
+    schedule = schedule if order is None else renamed(schedule, order)
+    times, cluster = times_of(problem, schedule), problem.cluster
+    groups, makespan = groups_of(problem, schedule, times), makespan_of(problem, schedule, times)
+    inputs: dict[str, Any] = {"speeds": list(cluster.speeds), "nodes": list(cluster.nodes), "cost": problem.cost.to_json(),
+                              "pool": [list(ranks) for ranks in problem.pool]}
+    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, makespan, problem.lower_bound_s, 0.0, inputs)
+    plan.validate()
+    return plan
+
+
+def checked_problem(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",
+                    pool: Sequence[tuple[int, ...]] = ()) -> Problem:
+    """What `plan_batch` plans. It refuses at once, with the same errors, what `plan_batch` would refuse; nothing has to be compiled for that."""
     if planner not in PLANNERS:
         raise PlanError(f"planner: got {planner!r}; allowed: {', '.join(PLANNERS)}")
     if sync not in SYNCS:
         raise PlanError(f"sync: got {sync!r}; allowed: {', '.join(SYNCS)}")
-    problem = problem_of(samples, cluster, cost, sync, pool)
-    problem = replace(problem, lower_bound_s=lower_bound_s(problem))
-    order = neighbours(cluster.nodes)
-    schedule = PLANNERS[planner](problem) if order is None else renamed(PLANNERS[planner](reordered(problem, order)), order)
-    times = times_of(problem, schedule)
-    groups, makespan = groups_of(problem, schedule, times), makespan_of(problem, schedule, times)
-    inputs: dict[str, Any] = {"speeds": list(cluster.speeds), "nodes": list(cluster.nodes), "cost": cost.to_json(), "pool": [list(ranks) for ranks in pool]}
-    plan = Plan(planner, sync, cluster, problem.samples, groups, makespan, problem.lower_bound_s, 0.0, inputs)
-    plan.validate()
-    object.__setattr__(plan, "planning_time_s", time.perf_counter() - begin)
-    return plan
+    return problem_of(samples, cluster, cost, sync, pool)
 
 
 def warm_up() -> float:
@@ -85,9 +115,17 @@ def warm_up() -> float:
 
 def replay(tree: dict[str, Any]) -> Plan:
     """Plan again from the inputs of a plan file (`Plan.to_json`)."""
+    return plan_batch(**recorded_inputs(tree))
+
+
+def recorded_inputs(tree: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `plan_batch` that made a plan file."""
     try:
         inputs, cluster = tree["inputs"], ClusterSpec.from_json(tree)
         samples, cost = samples_from_json(inputs["samples"]), CostModel.from_json(inputs["cost"])
-        return plan_batch(samples, cluster, cost, planner=tree["planner"], sync=tree["sync"], pool=[tuple(ranks) for ranks in inputs["pool"]])
+        found = {"samples": samples, "cluster": cluster, "cost": cost, "planner": tree["planner"], "sync": tree["sync"],
+                 "pool": [tuple(ranks) for ranks in inputs["pool"]]}
+        checked_problem(**found)
+        return found
     except (KeyError, TypeError) as error:
         raise PlanError(f"plan file: no usable inputs ({error.__class__.__name__}: {error}); it does not replay") from None

@@ -134,6 +134,13 @@ class CostModel:
         """Bytes that one rank holds while a pack of `num_tokens` runs on `degree` ranks."""
         return self.resident(sync) + self.memory_bytes_per_token * num_tokens / degree
 
+    def tokens_at_equal_memory(self, tokens_per_rank: int, sync: str, other: str) -> int:
+        """The tokens that a rank holds in mode `other` on a device that holds `tokens_per_rank` in mode `sync`, both beside the mode's resident state;
+        below 1 where the resident state alone does not fit."""
+        if self.memory_bytes_per_token == 0.0:
+            return tokens_per_rank
+        return int((self.memory_bytes(tokens_per_rank, 1, sync) - self.resident(other)) / self.memory_bytes_per_token)
+
     def attention_s(self, num_tokens: Any) -> Any:
         """Seconds of one rank for the attention of sequences of these lengths."""
         return self.quadratic_s * num_tokens * num_tokens

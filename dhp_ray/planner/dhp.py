@@ -1,4 +1,4 @@
-"""The planner of dhp_ray: the schedule of its mode, or a baseline's plan where that is better.
+"""The planner of dhp_ray: the schedule of its mode, or a baseline's plan, packed to memory, where that is better.
 
 Near the lower bound no baseline can be better by much, so the baselines are asked only where the plan is farther from it, or the batch is small. (Of a huge
 batch they would take seconds.) Where there is a pool, the plan that makes the fewest new groups is taken of those that are hardly longer than the shortest.
@@ -9,12 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from dhp_ray.planner.lockstep import dhp_micro_batch
-from dhp_ray.planner.paper import dhp_paper
-from dhp_ray.planner.pow2 import pow2
+from dhp_ray.planner.paper import paper_at
+from dhp_ray.planner.pow2 import packed_to_memory
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.static import static
 from dhp_ray.planner.step import dhp_step
 
 NEAR, SMALL, HUGE = 1e-2, 10_000, 20_000
@@ -32,7 +31,8 @@ def dhp(problem: Problem) -> Schedule:
     gap = (min(times) - fixed_s) / (bound_s - fixed_s) - 1
     count = len(problem.samples)
     if gap > 1e-6 and count <= HUGE and (gap > NEAR or count * problem.cluster.num_ranks <= SMALL):
-        schedules += [baseline(problem) for baseline in (static, pow2, dhp_paper)]
+        memory = problem.cluster.tokens_per_rank
+        schedules += [*packed_to_memory(problem), paper_at(problem, memory, memory)]
         times += [time_of(problem, schedule) for schedule in schedules[len(times):]]
     most_s = min(times) + HARDLY * (min(times) - fixed_s) if problem.pool else min(times)
     hardly_longer = [(new_groups(problem, schedule), time_s, index) for index, (schedule, time_s) in enumerate(zip(schedules, times)) if time_s <= most_s]

@@ -7,6 +7,7 @@
    to at most N. Some 40 trials, each O(K) where compute rules.
 
 With `sync=step` the same packs run in the same order without a barrier, each on the ranks that are free first. Speeds are left out, as in the paper.
+The tokens that a rank takes are tuned (`pack_cap`): those of the packs alone, or those that minimum degrees follow from too (the paper's E).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Item, Items, Machine, least_degree, packed, time_s
+from dhp_ray.planner.pack_cap import capacities, degrees_at, tuned
 from dhp_ray.planner.packing import best_fit_decreasing
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, gathered
@@ -22,9 +24,15 @@ from dhp_ray.planner.sorting import ascending
 
 
 def dhp_paper(problem: Problem) -> Schedule:
-    cluster = problem.cluster
-    packs = best_fit_decreasing(problem.items.tokens, problem.items.minimum_degree * cluster.tokens_per_rank)
+    return tuned(problem, lambda problem, cap: paper_at(problem, cap, problem.cluster.tokens_per_rank), lambda problem, cap: paper_at(problem, cap, cap))
+
+
+def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
+    """The published planner where packs take `pack_cap` tokens of a rank, and minimum degrees follow from `degree_cap`."""
+    cluster, tokens = problem.cluster, problem.items.tokens
+    packs = best_fit_decreasing(tokens, capacities(tokens, degrees_at(tokens, degree_cap, cluster.num_ranks), pack_cap))
     items, machine = packed(problem.items, packs, cluster.tokens_per_rank), problem.nominal_machine
+    items.minimum_degree = degrees_at(items.tokens, degree_cap, cluster.num_ranks)
     micro_batch, count = first_fit(items.minimum_degree, cluster.num_ranks)
     members, first = by_owner(micro_batch, count)
     order, degree, ranks = _deal(items, machine, members, first, problem.sync == "micro_batch")

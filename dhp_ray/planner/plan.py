@@ -182,6 +182,11 @@ class Plan:
     planning_time_s: float = 0.0
     inputs: dict[str, Any] = field(default_factory=dict, compare=False)
 
+    @property
+    def fixed_s(self) -> float:
+        """Seconds that every rank pays once a step, or once a micro-batch, whatever its packs are."""
+        return float(self.inputs.get("cost", {}).get("fixed_s", 0.0))
+
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
         """Distinct groups of two and more ranks, in plan order."""
         return tuple(dict.fromkeys(group.ranks for group in self.groups if group.degree > 1))

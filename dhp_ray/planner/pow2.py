@@ -1,4 +1,7 @@
-"""Power-of-two degrees: each sequence gets the least power of two that holds it; packs go, slowest first, to the aligned ranks that have done them first."""
+"""Power-of-two degrees: each sequence gets the least power of two that holds it; packs go, slowest first, to the aligned ranks that have done them first.
+
+The cap, tokens a rank, is tuned: that of the packs alone, or that of packs and degrees, as in systems where one number says both.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,33 @@ import numpy as np
 
 from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import packed, times_at
+from dhp_ray.planner.pack_cap import capacities, degrees_at, tuned
 from dhp_ray.planner.packing import best_fit_decreasing
 from dhp_ray.planner.placing import earliest_blocks
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
+from dhp_ray.planner.static import Layout, least_degree_of, uniform
 
 
 def pow2(problem: Problem) -> Schedule:
+    return tuned(problem, lambda problem, cap: pow2_at(problem, cap, problem.cluster.tokens_per_rank), lambda problem, cap: pow2_at(problem, cap, cap))
+
+
+def packed_to_memory(problem: Problem) -> list[Schedule]:
+    """What costs little to ask: the least static degree, and powers of two, with packs as full as memory allows."""
+    memory = problem.cluster.tokens_per_rank
+    return [uniform(problem, Layout(least_degree_of([problem]), memory)), pow2_at(problem, memory, memory)]
+
+
+def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
     """Sequences of one degree are packed by best fit; a group of d ranks starts at a multiple of d. O(packs x ranks)."""
     cluster, machine, items = problem.cluster, problem.nominal_machine, problem.items
-    degrees = np.minimum(2 ** np.ceil(np.log2(items.minimum_degree)).astype(np.int64), cluster.num_ranks)
+    least = degrees_at(items.tokens, degree_cap, cluster.num_ranks)
+    degrees = np.minimum(2 ** np.ceil(np.log2(least)).astype(np.int64), cluster.num_ranks)
     all_rows, sizes, times, degree = [], [], [], []
     for each in np.unique(degrees).tolist():
         rows = np.flatnonzero(degrees == each)
-        packs = best_fit_decreasing(items.tokens[rows], np.full(len(rows), each * cluster.tokens_per_rank))
+        packs = best_fit_decreasing(items.tokens[rows], capacities(items.tokens[rows], each, pack_cap))
         packs = packs._replace(rows=rows[packs.rows])
         all_rows.append(packs.rows)
         sizes.append(np.diff(packs.first))

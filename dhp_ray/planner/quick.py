@@ -18,11 +18,10 @@ from dhp_ray.planner.items import Items, Machine, packed
 from dhp_ray.planner.known_sets import Sets
 from dhp_ray.planner.lockstep import lockstep_schedule
 from dhp_ray.planner.packing import Packs, best_fit_decreasing, unpacked
-from dhp_ray.planner.pow2 import pow2
+from dhp_ray.planner.pow2 import packed_to_memory
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.static import static
 from dhp_ray.planner.step import WIDEN, Search, schedule_of
 from dhp_ray.planner.trial import Found, Placing
 
@@ -72,7 +71,7 @@ def quick_step(problem: Problem, bound_s: float) -> Schedule:
                 best, best_s = schedule, seconds
     assert best is not None  # with no rank left out some makespan is long enough
     if best_s - fixed_s > bound_s * (1 + FAR) and len(problem.items) * problem.cluster.num_ranks <= FEW:
-        return min(best, pow2(problem), static(problem), key=lambda schedule: time_of(problem, schedule))
+        return min(best, *packed_to_memory(problem), key=lambda schedule: time_of(problem, schedule))
     return best
 
 

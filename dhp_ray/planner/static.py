@@ -1,26 +1,79 @@
-"""The static layout: every group has the degree of the longest sequence, whatever the others need."""
+"""Static layouts: every group has the same degree, whatever its sequences need.
+
+    static         the degree that the longest sequence needs; the pack cap that is best for the batch
+    static_best    the degree and the pack cap that are best for the batch (`static_best`)
+    best_layout    the degree and the pack cap that are best for a whole data set: one layout for all of its batches, as static systems are run
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from dhp_ray.planner.items import packed, times_at
+from dhp_ray.planner.pack_cap import best_cap, capacities
 from dhp_ray.planner.packing import best_fit_decreasing
 from dhp_ray.planner.placing import earliest_blocks
+from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
+
+MOST = 16
+"""Degrees that are tried for one layout, beside powers of two."""
+
+class Layout(NamedTuple):
+    """Ranks of every group, and the tokens of a pack that each of them takes at most."""
+
+    degree: int
+    pack_cap: int
 
 
 def static(problem: Problem) -> Schedule:
     """Groups of one degree, side by side; packs by best-fit decreasing, the slowest first, each to the group that has done it first."""
-    return uniform(problem, int(problem.items.minimum_degree.max()))
+    return uniform(problem, best_layout([problem], [least_degree_of([problem])]))
 
 
-def uniform(problem: Problem, degree: int) -> Schedule:
-    """A schedule in which every group has `degree` ranks (ranks left over stay idle). O(K log K + packs x ranks)."""
-    cluster, lockstep = problem.cluster, problem.sync == "micro_batch"
+def best_layout(problems: Sequence[Problem], degrees: Sequence[int] = ()) -> Layout:
+    """The layout with the least sum of makespans over some batches on equal clusters, of these degrees or of those that hold the longest sequence."""
+    found = []
+    for degree in degrees or degrees_for(problems):
+        time_s, cap = best_cap(problems, partial(_uniform_at, degree))
+        found.append((time_s, degree, cap))
+    return Layout(*min(found)[1:])
+
+
+def degrees_for(problems: Sequence[Problem]) -> list[int]:
+    """The degrees that are tried for one static layout: the least that holds the longest sequence; powers of two; and, MOST of them, those that are the
+    largest to leave so many groups."""
+    num_ranks, least = problems[0].cluster.num_ranks, least_degree_of(problems)
+    largest = sorted({num_ranks // groups for groups in range(1, num_ranks // least + 1)})
+    spread = {largest[round(place)] for place in np.linspace(0, len(largest) - 1, min(MOST, len(largest)))}
+    powers = {2**power for power in range(num_ranks.bit_length()) if least <= 2**power <= num_ranks}
+    return sorted({least} | spread | powers)
+
+
+def time_under(problems: Sequence[Problem], layout: Layout) -> float:
+    """Seconds of some batches under a layout, one after the other."""
+    return sum(time_of(problem, uniform(problem, layout)) for problem in problems)
+
+
+def least_degree_of(problems: Sequence[Problem]) -> int:
+    """The fewest ranks that hold the longest sequence of some batches."""
+    return max(int(problem.items.minimum_degree.max()) for problem in problems)
+
+
+def _uniform_at(degree: int, problem: Problem, pack_cap: int) -> Schedule:
+    return uniform(problem, Layout(degree, pack_cap))
+
+
+def uniform(problem: Problem, layout: Layout) -> Schedule:
+    """The schedule of a layout (ranks left over stay idle). O(K log K + packs x ranks)."""
+    cluster, lockstep, degree = problem.cluster, problem.sync == "micro_batch", layout.degree
     num_groups = cluster.num_ranks // degree
-    packs = best_fit_decreasing(problem.items.tokens, np.full(len(problem.items), degree * cluster.tokens_per_rank))
+    packs = best_fit_decreasing(problem.items.tokens, capacities(problem.items.tokens, degree, layout.pack_cap))
     times = times_at(packed(problem.items, packs, cluster.tokens_per_rank), degree, problem.nominal_machine)
     order = np.argsort(-times, kind="stable")
     count = np.arange(len(order))

@@ -39,7 +39,16 @@ def _lockstep(groups: Sequence[GroupPlan], fixed_s: float) -> tuple[list[float],
     return [begin[group.micro_batch] for group in groups], time
 
 
+def fixed_starts(plan: Plan) -> list[float]:
+    """When each stretch of `plan.fixed_s` begins, on all ranks: before the first pack, or before each micro-batch."""
+    if plan.sync != "micro_batch":
+        return [0.0]
+    starts, _ = _lockstep(plan.groups, plan.fixed_s)
+    return [start - plan.fixed_s for start in sorted(set(starts))]
+
+
 def idle_fraction(plan: Plan) -> float:
-    """Share of rank-time of a plan in which no pack runs."""
+    """Share of a plan's rank-time in which a rank has nothing to do: neither a pack nor what it pays once (`plan.fixed_s`)."""
     busy = sum(group.predicted_time_s * group.degree for group in plan.groups)
-    return 1.0 - busy / (plan.predicted_time_s * plan.cluster.num_ranks)
+    fixed_s = plan.fixed_s * len(fixed_starts(plan)) * plan.cluster.num_ranks
+    return 1.0 - (busy + fixed_s) / (plan.predicted_time_s * plan.cluster.num_ranks)

@@ -68,7 +68,7 @@ def gains_picture(gains: Gains) -> bytes:
         bars = axes.barh(planners, totals, color=["tab:blue"] + ["tab:gray"] * (len(planners) - 1))
         axes.bar_label(bars, [f" {total:.4g} s" for total in totals])
         axes.axvline(gains.lower_bound_s(), color="crimson", linestyle="--", label="lower bound")
-        axes.set(xlabel="modelled time of the compared batches [s]", xlim=(0, 1.15 * max(totals)))
+        axes.set(xlabel="time of the compared batches by the cost model, not measured [s]", xlim=(0, 1.15 * max(totals)))
         axes.invert_yaxis()
         axes.legend(loc="upper right")
     return stream.getvalue()

@@ -1,27 +1,41 @@
-"""What planning gained: a run's plans beside those that the baselines make of the same batches, under the same cost model."""
+"""What planning gained, modelled: a run's plans beside those that the baselines make of the same batches, in the same mode, with the same memory, under the
+same cost model, each baseline at its best pack cap.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from dhp_ray.planner import ClusterSpec, CostModel, PlanError, idle_fraction, plan_batch
+from dhp_ray.planner import ClusterSpec, CostModel, PlanError, checked_problem, idle_fraction, plan_batch, plan_data_set
 from dhp_ray.planner.plan import GroupPlan, Pack, Plan, samples_from_json
+from dhp_ray.planner.problem import Problem
 
-BASELINES = ("static", "static_best", "pow2", "dhp_paper")
+RUN = "this run"
+"""The plans that ran, late ones included, whichever planner made them."""
+
+OTHERS = {"dhp": "no plan late", "static": "one degree and one pack cap for all of these batches", "static_best": "the best degree and pack cap of each batch",
+          "pow2": "degrees of two, four, eight ...", "dhp_paper": "the published method"}
+"""What the run is compared with: every baseline at its best pack cap."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Compared:
-    """One step: modelled seconds and idle share of its plan and of each baseline's; a baseline that cannot plan the batch is missing."""
+    """One step: which planner's plan ran, and, for it (RUN) and others, modelled seconds and idle share; a planner that cannot plan the batch is missing.
+
+    other_mode_s: what `dhp` takes in the other mode on devices of the same memory, where the longest sequence fits there.
+    """
 
     step: int
-    planner: str
-    lower_bound_s: float
-    times_s: dict[str, float]
-    idle: dict[str, float]
+    plan: Plan
+    times_s: dict[str, float] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
+    other_mode_s: float | None = None
+
+    def add(self, name: str, plan: Plan) -> None:
+        self.times_s[name], self.idle[name] = plan.predicted_time_s, idle_fraction(plan)
 
 
 @dataclass
@@ -29,49 +43,93 @@ class Gains:
     steps: list[Compared] = field(default_factory=list)
 
     def planners(self) -> list[str]:
-        """The run's own planners first, then the baselines that could plan every batch, slowest last."""
-        own = list(dict.fromkeys(step.planner for step in self.steps))
-        rest = [name for name in BASELINES if name not in own and self.steps and all(name in step.times_s for step in self.steps)]
-        return own[:1] + sorted(rest, key=self.total_s)
+        """The run first, then those that could plan every batch, slowest last."""
+        rest = [name for name in OTHERS if self.steps and all(name in step.times_s for step in self.steps)]
+        return [RUN, *sorted(rest, key=self.total_s)]
+
+    def best_baseline(self) -> str | None:
+        """The fastest of the baselines."""
+        return next((name for name in self.planners()[1:] if name != "dhp"), None)
+
+    def ran(self) -> dict[str, int]:
+        """How many of the plans that ran each planner made."""
+        names = [step.plan.planner for step in self.steps]
+        return {name: names.count(name) for name in dict.fromkeys(names)}
 
     def total_s(self, planner: str) -> float:
-        return sum(step.times_s[planner if planner in step.times_s else step.planner] for step in self.steps)
+        return sum(step.times_s[planner] for step in self.steps)
 
     def idle(self, planner: str) -> float:
         """Idle share of rank time, over all steps compared."""
-        busy = sum((1.0 - step.idle[planner]) * step.times_s[planner] for step in self.steps if planner in step.times_s)
-        time_s = sum(step.times_s[planner] for step in self.steps if planner in step.times_s)
-        return 1.0 - busy / time_s if time_s else 0.0
+        time_s = self.total_s(planner)
+        return 1.0 - sum((1.0 - step.idle[planner]) * step.times_s[planner] for step in self.steps) / time_s if time_s else 0.0
 
     def lower_bound_s(self) -> float:
-        return sum(step.lower_bound_s for step in self.steps)
+        return sum(step.plan.lower_bound_s for step in self.steps)
+
+    def other_mode_s(self) -> float | None:
+        """Seconds of all batches by `dhp` in the other mode, if they fit there."""
+        times = [step.other_mode_s for step in self.steps if step.other_mode_s is not None]
+        return sum(times) if len(times) == len(self.steps) else None
 
 
 def compare(steps: Sequence[int], read_plan: Callable[[int], dict[str, Any]], budget_s: float = 60.0) -> Gains:
     """Plan the batches of `steps` again with every baseline, as many as the budget allows (at least one), in the order given."""
-    gains, begin = Gains(), perf_counter()
+    gains, problems, begin = Gains(), [], perf_counter()
     for step in steps:
         if gains.steps and perf_counter() - begin > budget_s:
             break
-        gains.steps.append(compared(step, plan_from_json(read_plan(step))))
+        plan = plan_from_json(read_plan(step))
+        gains.steps.append(compared(step, plan))
+        problems.append(problem_of_plan(plan))
+    for alike in _on_equal_clusters(problems):
+        for index, plan in zip(alike, plan_data_set([problems[index] for index in alike])):
+            gains.steps[index].add("static", plan)
     gains.steps.sort(key=lambda step: step.step)
     return gains
 
 
 def compared(step: int, plan: Plan) -> Compared:
-    """The plan of a step beside the baselines' plans of its batch, on its ranks, with their speeds, under its cost."""
-    times_s, idle = {plan.planner: plan.predicted_time_s}, {plan.planner: idle_fraction(plan)}
-    cost = CostModel.from_json(plan.inputs["cost"])
-    pool = [tuple(ranks) for ranks in plan.inputs["pool"]]
-    for name in BASELINES:
-        if name == plan.planner:
-            continue
-        try:
-            other = plan_batch(plan.samples, plan.cluster, cost, planner=name, sync=plan.sync, pool=pool)
-        except PlanError:
-            continue  # shown as missing: not every baseline can plan every batch
-        times_s[name], idle[name] = other.predicted_time_s, idle_fraction(other)
-    return Compared(step, plan.planner, plan.lower_bound_s, times_s, idle)
+    """The plan of a step beside others of its batch, on its ranks, with their speeds, in its mode, under its cost."""
+    found, problem = Compared(step, plan), problem_of_plan(plan)
+    found.add(RUN, plan)
+    for name in OTHERS:
+        if name != "static":  # chosen for all batches together
+            try:
+                found.add(name, _planned(problem, name))
+            except PlanError:
+                continue  # shown as missing: not every baseline can plan every batch
+    other, tokens = other_mode(plan)
+    try:
+        there = replace(problem, sync=other, cluster=replace(plan.cluster, tokens_per_rank=tokens))
+        found.other_mode_s = _planned(there, "dhp").predicted_time_s
+    except PlanError:
+        found.other_mode_s = None  # the other mode's resident state leaves too little room
+    return found
+
+
+def problem_of_plan(plan: Plan) -> Problem:
+    """The batch of a plan file, on its cluster, under its cost."""
+    return checked_problem(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), sync=plan.sync,
+                           pool=[tuple(ranks) for ranks in plan.inputs["pool"]])
+
+
+def other_mode(plan: Plan) -> tuple[str, int]:
+    """The mode that a plan is not of, and the tokens that a rank holds in it on the same device."""
+    other = "step" if plan.sync == "micro_batch" else "micro_batch"
+    return other, CostModel.from_json(plan.inputs["cost"]).tokens_at_equal_memory(plan.cluster.tokens_per_rank, plan.sync, other)
+
+
+def _planned(problem: Problem, name: str) -> Plan:
+    return plan_batch(problem.samples, problem.cluster, problem.cost, planner=name, sync=problem.sync, pool=problem.pool)
+
+
+def _on_equal_clusters(problems: Sequence[Problem]) -> list[list[int]]:
+    """Places of the batches that ran on clusters alike but for speeds, in one mode: a static layout is chosen for these together."""
+    places: dict[tuple[ClusterSpec, str], list[int]] = {}
+    for place, problem in enumerate(problems):
+        places.setdefault((replace(problem.cluster, speeds=(1.0,) * problem.cluster.num_ranks), problem.sync), []).append(place)
+    return list(places.values())
 
 
 def plan_from_json(tree: dict[str, Any]) -> Plan:

@@ -16,7 +16,7 @@ from typing import Any
 from dhp_ray.credentials import masked
 from dhp_ray.planner.plan import Plan, Sample
 from dhp_ray.report import figures
-from dhp_ray.report.gains import Gains, compare, plan_from_json, spread
+from dhp_ray.report.gains import OTHERS, RUN, Gains, compare, other_mode, plan_from_json, spread
 from dhp_ray.report.plan_picture import draw_plan
 from dhp_ray.report.run_files import RunFiles
 
@@ -66,8 +66,9 @@ def summary(run: RunFiles, gains: Gains) -> str:
     evaluated = [line["eval_loss"] for line in run.metrics if line.get("eval_loss") is not None]
     if evaluated:
         cells.append(("last held-out loss", _number(evaluated[-1])))
-    if gains.steps and "static" in gains.planners()[1:]:
-        cells.append(("static plans, modelled", f"{gains.total_s('static') / gains.total_s(gains.planners()[0]):.2f} times as long"))
+    best = gains.best_baseline()
+    if best:
+        cells.append((f"best baseline ({best}), modelled", f"{gains.total_s(best) / gains.total_s(RUN):.2f} times as long"))
     return "<dl>" + "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in cells) + "</dl>"
 
 
@@ -82,25 +83,55 @@ def curves(run: RunFiles) -> str:
 def planning(run: RunFiles, gains: Gains) -> str:
     if not gains.steps:
         return section("What planning gained", "<p>This run's folder holds no plans.</p>")
-    planners = gains.planners()
-    own = gains.total_s(planners[0])
-    rows = [(name, _number(gains.total_s(name)), f"{gains.total_s(name) / own:.2f}", f"{100 * gains.idle(name):.0f} %") for name in planners]
-    rows.append(("lower bound", _number(gains.lower_bound_s()), f"{gains.lower_bound_s() / own:.2f}", ""))
+    planners, ran = gains.planners(), [step.plan for step in gains.steps]
+    modes = ", ".join(sorted({plan.sync for plan in ran}))
+    memory = ", ".join(f"{tokens:,}" for tokens in sorted({plan.cluster.tokens_per_rank for plan in ran}))
+    own, by = gains.total_s(RUN), ", ".join(f"{count} by {name}" for name, count in gains.ran().items())
+    rows = [(name, OTHERS.get(name, by), _number(gains.total_s(name)), f"{gains.total_s(name) / own:.2f}", f"{100 * gains.idle(name):.0f} %")
+            for name in planners]
+    rows.append(("lower bound", "no plan is shorter", _number(gains.lower_bound_s()), f"{gains.lower_bound_s() / own:.2f}", ""))
     missing = sorted(set().union(*(step.times_s for step in gains.steps)) - set(planners))
-    note = (f"<p>{len(gains.steps)} of {len(run.plan_steps)} batches, spread over the run, planned again by each baseline: on the same ranks, under the same "
-            "cost model. These are the model's seconds, not measured ones; how far the model is from the clock is shown above. One static degree for all, "
-            "the longest sequence's, is what frameworks without dynamic groups use.</p>")
+    note = (f"<p>Modelled: {len(gains.steps)} of {len(run.plan_steps)} batches, spread over the run, planned again by each baseline at its best pack cap: on "
+            f"the same ranks, in the same mode (sync={text(modes)}), with the same memory ({memory} tokens a rank), under the same "
+            "cost model. These are the model's seconds; none of the baselines has run. The run's own row has the plans that ran, late ones included.</p>")
     if missing:
         note += f"<p class=note>Not for every batch, and so not shown: {text(', '.join(missing))}.</p>"
-    table_ = table(("planner", "seconds", "of this run's", "idle"), rows, numbers=(1, 2, 3))
-    return section("What planning gained", note + picture(figures.gains_picture(gains), "modelled time of each planner") + table_)
+    table_ = table(("planner", "which is", "seconds, modelled", "of this run's", "idle"), rows, numbers=(2, 3, 4))
+    return section("What planning gained", note + picture(figures.gains_picture(gains), "modelled time of each planner") + table_ + mode_gain(gains)
+                   + measured(run))
+
+
+def mode_gain(gains: Gains) -> str:
+    """What this run's mode gains by itself, modelled."""
+    last = gains.steps[-1].plan
+    (other, tokens), there_s = other_mode(last), gains.other_mode_s()
+    words = f"The mode itself, modelled: dhp with sync={other} on devices of the same memory (resident_bytes plus the cost file's bytes a token: "
+    words += f"{max(tokens, 0):,} tokens a rank there, {last.cluster.tokens_per_rank:,} here)"
+    words += " cannot hold every batch." if there_s is None else f" would take {there_s / gains.total_s(RUN):.2f} of this run's modelled time."
+    return f"<p>{text(words)}</p>"
+
+
+def measured(run: RunFiles) -> str:
+    """What the clock said of the plans that ran, on-time and late ones apart."""
+    lines: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    for line in run.metrics:
+        lines.setdefault((line.get("planner") or "not recorded", bool(line.get("late"))), []).append(line)
+    rows = []
+    for (planner, late), those in lines.items():
+        predicted, clock = (sum(line[name] or 0.0 for line in those) for name in ("predicted_makespan_s", "measured_makespan_s"))
+        rows.append((planner, "late" if late else "in time", len(those), _number(sum(line["step_time_s"] for line in those)), _number(clock),
+                     f"{clock / predicted:.2f}" if predicted else ""))
+    words = ("<p>Measured: every step of the run, by the planner whose plan it ran on. Where a plan came too late for its step, the step ran on a quick "
+             "planner's, and counts as late.</p>")
+    head = ("planner", "plans", "steps", "seconds, measured", "of them in packs", "packs over their prediction")
+    return words + table(head, rows, numbers=(2, 3, 4, 5))
 
 
 def degrees(run: RunFiles, plans: Sequence[Plan]) -> str:
     shown = picture(figures.degrees_picture(run.metrics), "share of packs of each degree")
     if plans:
         stream, plan = BytesIO(), plans[-1]
-        draw_plan(plan, float(plan.inputs["cost"].get("fixed_s", 0.0)), stream)
+        draw_plan(plan, stream)
         shown += f"<p>The plan of step {run.plan_steps[-1]}:</p>" + picture(stream.getvalue(), "ranks down, time across, packs as boxes")
     return section("Degrees", "<p>How many ranks the packs ran on.</p>" + shown)
 

@@ -1,4 +1,4 @@
-"""A plan as a picture: ranks down, time across, packs as boxes coloured by their longest sequence, what stays blank is idle."""
+"""A plan as a picture: ranks down, time across, packs as boxes coloured by their longest sequence, fixed seconds hatched, what stays blank is idle."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import IO, Any
 
 from dhp_ray.planner import starts_of
 from dhp_ray.planner.plan import GroupPlan, Plan
+from dhp_ray.planner.timeline import fixed_starts
+
+FIXED = "gainsboro"
+"""What every rank pays once: reduction, gather, update."""
 
 
-def draw_plan(plan: Plan, fixed_s: float, target: str | Path | IO[bytes]) -> None:
-    """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG. `fixed_s` is the cost file's fixed time."""
+def draw_plan(plan: Plan, target: str | Path | IO[bytes]) -> None:
+    """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, min(3 + plan.cluster.num_ranks / 12, 14)), layout="constrained")
     axes = figure.subplots()
     scale = colours_of(plan)
-    draw_planned(axes, plan, fixed_s, scale.to_rgba)
+    draw_planned(axes, plan, scale.to_rgba)
     figure.colorbar(scale, ax=axes, label="longest sequence of the pack [tokens]")
     figure.savefig(target, dpi=120)
 
@@ -37,24 +41,27 @@ def longest_of(plan: Plan, group: GroupPlan) -> int:
     return max(plan.samples[row].num_tokens for row in group.pack.sequences)
 
 
-def draw_planned(axes: Any, plan: Plan, fixed_s: float, colour: Callable[[int], Any]) -> None:
+def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
     """The plan's own times on `axes`, with its lower bound and its makespan."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    starts, makespan = starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, fixed_s)
+    starts, makespan = starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, plan.fixed_s)
     boxes, faces = [], []
     for group, start in zip(plan.groups, starts):
         for first, height in runs_of(group):
             boxes.append(Rectangle((start, first - 0.5), group.predicted_time_s, height))
             faces.append(colour(longest_of(plan, group)))
     axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=line_width(plan)))
+    if plan.fixed_s:
+        fixed = [Rectangle((start, -0.5), plan.fixed_s, plan.cluster.num_ranks) for start in fixed_starts(plan)]
+        axes.add_collection(PatchCollection(fixed, facecolors=FIXED, edgecolors="gray", hatch="//", linewidths=0, label=f"fixed {plan.fixed_s:.4g} s"))
     axes.axvline(plan.lower_bound_s, color="crimson", linestyle="--", label=f"lower bound {plan.lower_bound_s:.4g} s")
     axes.axvline(makespan, color="black", label=f"makespan {makespan:.4g} s")
     axes.set(xlim=(0, max(makespan, plan.lower_bound_s) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]", ylabel="rank")
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_title(f"{plan.planner}, sync={plan.sync}: {len(plan.samples)} sequences in {len(plan.groups)} packs on {plan.cluster.num_ranks} ranks", loc="left")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
 
 
 def line_width(plan: Plan) -> float:

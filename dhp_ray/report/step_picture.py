@@ -20,7 +20,7 @@ def draw_step(plan: Plan, results: Sequence[StepResult], target: str | Path | IO
     figure = Figure(figsize=(11, min(6 + plan.cluster.num_ranks / 6, 18)), layout="constrained")
     above, below = figure.subplots(2, 1)
     scale = colours_of(plan)
-    draw_planned(above, plan, float(plan.inputs.get("cost", {}).get("fixed_s", 0.0)), scale.to_rgba)
+    draw_planned(above, plan, scale.to_rgba)
     draw_measured(below, plan, results, scale.to_rgba)
     figure.colorbar(scale, ax=[above, below], label="longest sequence of the pack [tokens]")
     figure.savefig(target, dpi=dpi)

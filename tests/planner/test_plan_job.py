@@ -50,6 +50,25 @@ def test_nodes_of_unequal_size(lengths, tmp_path, capsys):
     assert capsys.readouterr().err == "error: num_ranks: got 6; nodes=2,3 has 5 ranks\nerror: nodes: got '0'; allowed: a whole number of at least 1\n"
 
 
+@pytest.mark.parametrize("planner", ["dhp", "dhp_paper"])
+def test_compiling_and_loading_compiled_code_are_not_planning_time(lengths, tmp_path, planner):
+    """In a process of its own, where the first call compiles or loads: tenths of a second at least, for a plan of milliseconds."""
+    out = tmp_path / "plan.json"
+    text = subprocess.run([sys.executable, str(JOB), f"lengths={lengths}", "num_ranks=4", f"planner={planner}", f"out={out}"], check=True, capture_output=True,
+                          text=True).stdout
+    [compile_s] = [float(line.split()[1]) for line in text.splitlines() if line.startswith("compiling:")]
+    assert compile_s >= 0.1
+    assert json.loads(out.read_text())["planning_time_s"] < 0.5 * compile_s
+
+
+def test_fixed_costs_are_printed_and_are_not_idle(lengths, tmp_path, capsys):
+    (tmp_path / "cost.yaml").write_text("{quadratic_s: 0, linear_s: 1.0e-4, comm_bytes_per_token: 1, fixed_s: 7.5, bandwidth_bytes_per_s: 1.0e9}")
+    assert job.main([f"lengths={lengths}", "num_ranks=1", "tokens_per_rank=20000", "sync=micro_batch", f"cost={tmp_path / 'cost.yaml'}"]) == 0
+    text = capsys.readouterr().out
+    assert "fixed costs:     15.0000 s of it on every rank, 2 x 7.5000 s" in text
+    assert "idle:            0.0 % of rank time" in text
+
+
 def test_help_names_every_planner_and_is_instant():
     assert tuple(PLANNERS) == job.PLANNERS
     begin = time.perf_counter()

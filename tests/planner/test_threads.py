@@ -29,7 +29,7 @@ WARM = """
 from numba.core.registry import CPUDispatcher
 import importlib, pkgutil, sys
 import dhp_ray.planner
-from dhp_ray.planner import ClusterSpec, plan_batch, warm_up
+from dhp_ray.planner import PLANNERS, ClusterSpec, plan_batch, warm_up
 sys.path.insert(0, {folder!r})
 from test_dhp import ALL_TO_ALL, RING, bimodal
 warm_up()
@@ -39,7 +39,8 @@ counts = {{loop: len(loop.signatures) for loop in loops}}
 for cost in (ALL_TO_ALL, RING):
     for sync in ("step", "micro_batch"):
         for count, ranks, speeds in ((512, 64, ()), (9, 4, ()), (30, 6, (1.0, 0.9, 0.8, 1.1, 1.0, 0.4))):
-            plan_batch(bimodal(count, ranks), ClusterSpec(ranks, 8, 8192, speeds), cost, sync=sync, pool=((0, 1),))
+            for planner in PLANNERS:
+                plan_batch(bimodal(count, ranks), ClusterSpec(ranks, 8, 8192, speeds), cost, planner=planner, sync=sync, pool=((0, 1),))
 print([loop.py_func.__qualname__ for loop in loops if len(loop.signatures) > counts[loop]])
 """
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from html.parser import HTMLParser
 from io import BytesIO
@@ -51,6 +52,23 @@ def test_every_section_and_figure_is_there(content: str) -> None:
         assert words in content
     assert re.search(r"<dt>last loss</dt><dd>0\.2857</dd>", content)
     assert re.search(r"<dt>samples left out</dt><dd>2</dd>", content)
+
+
+def test_modelled_and_measured_are_told_apart(tmp_path: Path) -> None:
+    """Late steps stand in both: in the run's own row of what is modelled, and in a row of their own of what is measured."""
+    write_run(tmp_path, 3)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | {"planner": "quick" if line["step"] == 2 else "dhp", "late": line["step"] == 2} for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = re.sub(r"<[^>]+>", " ", page(read_run(Folder(str(tmp_path)))))
+    gained = " ".join(shown.partition("Modelled: 3 of 3 batches")[2].partition("How many ranks")[0].split())
+    assert "in the same mode (sync=step), with the same memory (480 tokens a rank)" in gained
+    modelled, _, clock = gained.partition("Measured:")
+    assert re.search(r"this run 3 by dhp [\d.]+ 1\.00", modelled)
+    assert all(name in modelled for name in ("static", "static_best", "pow2", "dhp_paper", "resident_bytes plus the cost file"))
+    late, in_time = (sum(line["step_time_s"] for line in lines if line["late"] is kind) for kind in (True, False))
+    assert f"dhp in time 2 {in_time:.4g}" in clock
+    assert f"quick late 1 {late:.4g}" in clock
 
 
 def test_pictures_are_in_the_page_and_whole(content: str) -> None:

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
-from dhp_ray.report.plan_picture import draw_plan
+from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
+from dhp_ray.report.plan_picture import draw_plan, draw_planned
 from dhp_ray.report.step_picture import draw_step
-from tests.report.runs import COST, plan_of, results_of
+from tests.report.runs import plan_of, results_of
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
@@ -33,8 +35,23 @@ def test_no_results_leave_the_lower_half_empty() -> None:
 
 def test_a_plan_goes_to_a_file_and_to_a_stream(tmp_path: Path) -> None:
     plan, stream = plan_of(1), BytesIO()
-    draw_plan(plan, COST.fixed_s, tmp_path / "plan.png")
-    draw_plan(plan, COST.fixed_s, stream)
+    draw_plan(plan, tmp_path / "plan.png")
+    draw_plan(plan, stream)
     assert np.array_equal(np.asarray(Image.open(tmp_path / "plan.png")), np.asarray(Image.open(stream)))
-    draw_plan(plan, COST.fixed_s, tmp_path / "plan.svg")
+    draw_plan(plan, tmp_path / "plan.svg")
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_fixed_seconds_are_drawn(sync: str) -> None:
+    """What stays blank in the picture is idle: of a rank that always works nothing is."""
+    cost = CostModel(0.0, 1e-2, 1.0, 3.0, {2: 1e9})
+    plan = plan_batch([Sample("a", 100), Sample("b", 90)], ClusterSpec(1, 1, 100), cost, sync=sync)
+    drawn: list[tuple[float, float]] = []
+    figure = Figure()
+    draw_planned(figure.subplots(), plan, lambda tokens: "red")
+    for collection in figure.axes[0].collections:
+        drawn += [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in collection.get_paths()]
+    ends = [0.0, *(end for _, end in sorted(drawn))]
+    assert [start for start, _ in sorted(drawn)] == pytest.approx(ends[:-1])
+    assert ends[-1] == pytest.approx(plan.predicted_time_s)

@@ -1,0 +1,65 @@
+"""The pack cap of a baseline: how many tokens of a pack a rank takes, at most what its memory holds.
+
+Packing to the memory limit makes few long packs, which leave ranks waiting. Whoever uses a baseline tunes that one number, so the baselines do: caps are tried,
+and the one whose schedule the cost model finds shortest is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule
+
+LADDER, ROUNDS, NEIGHBOURS = 9, 5, 8
+"""Caps tried: on a ladder from the shortest sequence to memory; such that the batch takes so many rounds of packs; around the best of these."""
+
+
+def capacities(tokens: np.ndarray, degree: int | np.ndarray, cap: int) -> np.ndarray:
+    """Tokens of a pack that each sequence may open, on `degree` ranks: those of the cap, or the sequence's own where it is longer."""
+    return np.maximum(tokens, degree * cap)
+
+
+def degrees_at(tokens: np.ndarray, cap: int, num_ranks: int) -> np.ndarray:
+    """The fewest ranks that hold each sequence (or pack) with at most `cap` tokens a rank, or all ranks."""
+    degrees: np.ndarray = np.minimum(-(-tokens // cap), num_ranks)
+    return degrees
+
+
+def best_cap(problems: Sequence[Problem], schedule_at: Callable[[Problem, int], Schedule]) -> tuple[float, int]:
+    """(seconds of all batches under the best cap, that cap): `schedule_at` plans a batch at a cap. Memory's cap wins where no other is shorter."""
+    found: dict[int, float] = {}
+
+    def try_all(caps: Sequence[int]) -> int:
+        for cap in caps:
+            if cap not in found:
+                found[cap] = sum(time_of(problem, schedule_at(problem, cap)) for problem in problems)
+        return min(found, key=lambda cap: found[cap])
+
+    best = try_all(_coarse_caps(problems))
+    tried = sorted(found)
+    place = tried.index(best)
+    around = np.geomspace(tried[max(place - 1, 0)], tried[min(place + 1, len(tried) - 1)], NEIGHBOURS + 2)
+    best = try_all(sorted({int(cap) for cap in around}, reverse=True))
+    return found[best], best
+
+
+def tuned(problem: Problem, *knobs: Callable[[Problem, int], Schedule]) -> Schedule:
+    """The shortest schedule over all caps; each knob is a way in which a cap makes one."""
+    _, cap, best = min(((*best_cap([problem], knob), index) for index, knob in enumerate(knobs)), key=lambda found: (found[0], found[2]))
+    return knobs[best](problem, cap)
+
+
+def _coarse_caps(problems: Sequence[Problem]) -> list[int]:
+    """Memory's first, then falling."""
+    memory = min(problem.cluster.tokens_per_rank for problem in problems)
+    shortest = min(memory, *(int(problem.items.tokens.min()) for problem in problems))
+    caps = np.geomspace(shortest, memory, LADDER).tolist()
+    for problem in problems[:1]:
+        each = int(problem.items.tokens.sum()) / problem.cluster.num_ranks
+        least = int(each // memory) + 1
+        caps += [1.02 * each / rounds for rounds in range(least, least + ROUNDS)]
+    return [memory, *sorted({int(cap) for cap in caps if 1 <= int(cap) < memory}, reverse=True)]
