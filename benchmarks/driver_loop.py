@@ -35,7 +35,8 @@ sys.path.insert(0, str(ROOT))
 from dhp_ray.config import CONF, load  # noqa: E402
 from dhp_ray.data.stream import Batch  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
-from dhp_ray.planner.plan import ClusterSpec, PackTime, Plan, RankPlan, Sample, StepResult  # noqa: E402
+from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan, Sample  # noqa: E402
+from dhp_ray.planner.results import PackTime, StepResult  # noqa: E402
 from dhp_ray.runtime.arrivals import Arrivals  # noqa: E402
 from dhp_ray.runtime.checkpoints import Checkpoints  # noqa: E402
 from dhp_ray.runtime.commit import Commits  # noqa: E402

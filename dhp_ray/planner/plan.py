@@ -4,14 +4,13 @@
     ClusterSpec ... the ranks that there are
     Plan -> GroupPlan -> Pack ... which sequences run together, on which ranks, in which order
     RankPlan -> RankPack ... the slice of a plan that one rank walks
-    StepResult ... what a rank reports of the step that it ran
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -266,35 +265,6 @@ class Plan:
                                  tuple(group["encoders"])) for group in tree["groups"])
         return cls(tree["planner"], tree["sync"], ClusterSpec.from_json(tree), samples_from_json(tree["inputs"]["samples"]), groups, tree["predicted_time_s"],
                    tree["lower_bound_s"], tree["planning_time_s"], tree["inputs"])
-
-
-class PackTime(NamedTuple):
-    """When a rank ran a pack, in seconds from the rank's start of the step; `blocked_s` was spent waiting in exchanges."""
-
-    index: int  # type: ignore[assignment]  # in place of a tuple's method
-    start_s: float
-    end_s: float
-    blocked_s: float
-
-
-class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank at every step
-    """What one rank reports of one step: `plan_id` is the plan that it ran. Sums are global: equal on all ranks."""
-
-    step: int
-    rank: int
-    loss_sum: float
-    num_valid_tokens: int
-    gradient_norm: float
-    learning_rate: float
-    applied: bool
-    state_version: int
-    step_time_s: float
-    data_wait_s: float
-    pack_times: tuple[PackTime, ...]
-    pool: dict[str, int]
-    saved_steps: tuple[int, ...] = ()
-    save_error: str = ""
-    plan_id: str = ""
 
 
 def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from dhp_ray.planner.plan import Plan, StepResult
+from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.results import StepResult
 from dhp_ray.report.plan_picture import colours_of, draw_planned, line_width, longest_of
 
 

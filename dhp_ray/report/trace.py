@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dhp_ray.planner.plan import PackTime, Plan, StepResult
+from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.results import PackTime, StepResult
 
 GAP_S = 2e-6
 """Shorter gaps between packs are not shown."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import ray
 
-from dhp_ray.planner.plan import Plan, StepResult
+from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.results import StepResult
 from dhp_ray.runtime.checkpoints import Manifest
 from dhp_ray.runtime.measures import step_extra, step_metrics
 from dhp_ray.runtime.messages import Message, Notice, RunError, StepDone

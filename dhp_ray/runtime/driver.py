@@ -23,7 +23,8 @@ from ray.actor import ActorHandle
 
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.data.errors import DataError
-from dhp_ray.planner.plan import PlanError, StepResult
+from dhp_ray.planner.plan import PlanError
+from dhp_ray.planner.results import StepResult
 from dhp_ray.runtime.arrivals import Arrivals
 from dhp_ray.runtime.commit import Commits, Done
 from dhp_ray.runtime.dispatch import Dispatched

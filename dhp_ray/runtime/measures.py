@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from dhp_ray.planner.plan import Plan, StepResult
+from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.results import StepResult
 
 
 def makespan_s(results: Sequence[StepResult]) -> float:

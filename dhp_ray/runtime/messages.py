@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import ray
 
-    from dhp_ray.planner.plan import StepResult
+    from dhp_ray.planner.results import StepResult
     from dhp_ray.runtime.elastic import Holdings
 
 

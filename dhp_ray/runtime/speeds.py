@@ -14,7 +14,8 @@ from itertools import accumulate
 import numpy as np
 
 from dhp_ray.planner import CostModel
-from dhp_ray.planner.plan import Plan, StepResult
+from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.results import StepResult
 
 DECAY = 0.5
 """What the last step's sums count for in the next: three steps make seven eighths of a change visible."""

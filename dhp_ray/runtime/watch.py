@@ -7,7 +7,8 @@ import threading
 from collections.abc import Sequence
 from io import BytesIO
 
-from dhp_ray.planner.plan import Plan, StepResult
+from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.results import StepResult
 from dhp_ray.report.trace import trace_of
 from dhp_ray.runtime.tensorboard import ScalarLog
 from dhp_ray.spooled_log import json_text

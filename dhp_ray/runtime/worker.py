@@ -30,7 +30,8 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.world import is_peer_loss, leave_world, let_go
 from dhp_ray.config import Config
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPlan, StepResult
+from dhp_ray.planner.plan import RankPlan
+from dhp_ray.planner.results import StepResult
 from dhp_ray.runtime.elastic import Holdings
 from dhp_ray.runtime.messages import Adopt, BlockRows, Load, Membership, Ran, RunError, Status
 from dhp_ray.runtime.prefetch import load_payloads, processor_spec

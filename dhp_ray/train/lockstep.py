@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from dhp_ray.comm.link import Link
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import PackTime, RankPack, RankPlan, Sample
+from dhp_ray.planner.plan import RankPack, RankPlan, Sample
+from dhp_ray.planner.results import PackTime
 from dhp_ray.train.collate import PackInputs, Payload, placeholder
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.step import RankStep

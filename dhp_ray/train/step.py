@@ -12,7 +12,8 @@ import torch.distributed as dist
 from dhp_ray.comm.link import Link
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import PackTime, RankPack, RankPlan, StepResult
+from dhp_ray.planner.plan import RankPack, RankPlan
+from dhp_ray.planner.results import PackTime, StepResult
 from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.versions import Engine

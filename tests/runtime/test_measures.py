@@ -1,6 +1,7 @@
 import pytest
 
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, PackTime, Plan, Sample, StepResult
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample
+from dhp_ray.planner.results import PackTime, StepResult
 from dhp_ray.runtime.measures import TimeScale, idle_fraction, makespan_s, step_metrics
 
 

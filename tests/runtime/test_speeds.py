@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import CostModel, plan_batch
-from dhp_ray.planner.plan import ClusterSpec, PackTime, Sample, StepResult
+from dhp_ray.planner.plan import ClusterSpec, Sample
+from dhp_ray.planner.results import PackTime, StepResult
 from dhp_ray.runtime.speeds import FORGET_AFTER, SpeedMeter, busy_s, nominal_compute_s
 
 

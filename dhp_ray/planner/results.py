@@ -1,0 +1,34 @@
+"""What a rank reports of a step: the times of its packs, and the step's sums."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PackTime(NamedTuple):
+    """When a rank ran a pack, in seconds from the rank's start of the step; `blocked_s` was spent waiting in exchanges."""
+
+    index: int  # type: ignore[assignment]  # in place of a tuple's method
+    start_s: float
+    end_s: float
+    blocked_s: float
+
+
+class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank at every step
+    """What one rank reports of one step: `plan_id` is the plan that it ran. Sums are global: equal on all ranks."""
+
+    step: int
+    rank: int
+    loss_sum: float
+    num_valid_tokens: int
+    gradient_norm: float
+    learning_rate: float
+    applied: bool
+    state_version: int
+    step_time_s: float
+    data_wait_s: float
+    pack_times: tuple[PackTime, ...]
+    pool: dict[str, int]
+    saved_steps: tuple[int, ...] = ()
+    save_error: str = ""
+    plan_id: str = ""
