@@ -67,7 +67,7 @@ def write_run(folder: Path, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    (["planner.name=best"], "planner.name: got 'best'; allowed: dhp, dhp_paper, static, static_best, pow2"),
+    (["planner.name=best"], "planner.name: got 'best'; allowed: dhp, dhp_paper, static, static_best, pow2, dhp_quick"),
     (["data.path={folder}/none.json"], "data.path: no file or folder {folder}/none.json"),
     (["model.path={model}", "seed=5"], "seed: got 5; the run in {folder}/run has 0; allowed: that value, or another run.dir")])
 def test_a_refused_run_imports_nothing_heavy_and_takes_no_second(words: list[str], line: str, arguments: list[str], model: Path, tmp_path: Path) -> None:
