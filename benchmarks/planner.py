@@ -25,8 +25,8 @@ from dhp_ray.planner import LAST_RESORT, ClusterSpec, CostModel, Plan, Sample, p
 FOLDER = Path(os.environ.get("DHP_RAY_TEST_DATA", "data"))
 TOKENS_PER_RANK = 8192
 
-# Modelled seconds of one run of each peer under the same cost file: Megatron main, Megatron dev, the DHP reference, FlexSP (5 s of MILP), and total compute
-# over ranks. Megatron main's plans hold up to 4.8 times the token cap.
+# Modelled seconds of one run of each peer under the same cost file: Megatron main, Megatron dev, the DHP reference, FlexSP (5 s of MILP).
+# Megatron main's plans hold up to 4.8 times the token cap.
 PEERS = {(128, 8): (20.39, 21.42, 21.84, 22.13), (128, 64): (4.86, 4.86, 5.01, 5.20), (512, 64): (8.91, 8.62, 9.26, 9.77),
          (2048, 64): (63.86, 73.63, 73.77, 86.03), (512, 512): (4.00, 4.00, 1.84, 2.39), (2048, 512): (15.86, 12.88, 11.94, 12.16),
          (512, 1024): (4.00, 2.91, 1.30, 1.60), (2048, 1024): (9.23, 9.23, 6.13, 7.26)}
