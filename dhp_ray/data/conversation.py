@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from dhp_ray.data.errors import RowError, first_line
-from dhp_ray.data.tools import RESPONSE_BEGIN, RESPONSE_END, calls_text, tools_text
+from dhp_ray.data.tools import RESPONSE_BEGIN, RESPONSE_END, calls_text, holds_any, tools_text
 
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 MARKS = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
@@ -115,7 +115,7 @@ def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
         parts = [part for item in content for part in [_part(number, item)] if part.kind != "text" or part.text]
     else:
         parts = []
-    if calls:
+    if holds_any(calls):
         try:
             parts = [*parts, Part("text", ("\n" if parts else "") + calls_text(calls))]
         except RowError as error:

@@ -21,7 +21,7 @@ from dhp_ray.data.errors import DataError, RowError, first_line
 from dhp_ray.data.media import Limits
 from dhp_ray.data.model_folder import PRESET_IMAGE_SETTINGS, chat_template_of, folder_image_settings, write_json
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, STRUCTURE_TOKENS, byte_tokenizer, special_token_ids
-from dhp_ray.data.tools import has_tools
+from dhp_ray.data.tools import holds_any
 from dhp_ray.data.video import MIN_FRAMES, Clip
 from dhp_ray.planner.plan import Grid
 from dhp_ray.schema import Data, Model
@@ -127,7 +127,7 @@ class Processor:
             RowError: roles, texts or tools that cannot be encoded.
         """
         turns = turns_of(conversation, self._reserved)
-        return offering(turns, tools, self._default_system, self._reserved) if has_tools(tools) else turns
+        return offering(turns, tools, self._default_system, self._reserved) if holds_any(tools) else turns
 
     def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:
         """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in their order.

@@ -25,8 +25,8 @@ _TOOLS = ("# Tools\n\nYou may call one or more functions to assist with the user
 def calls_text(calls: Any) -> str:
     """What the assistant writes to call tools: one call or several, as JSON text or objects.
 
-    {"name": ..., "arguments": {...} or JSON text}, alone, or as the `function` of one of OpenAI's tool_calls. Keys that hold null count as absent: columns
-    of structs give every call the arguments of all.
+    {"name": ..., "arguments": {...} or JSON text}, alone, or as the `function` of one of OpenAI's tool_calls. Keys that hold null count as absent, except in
+    JSON text: columns of structs give every call the arguments of all.
 
     Raises:
         RowError: no JSON, or a call without name or arguments.
@@ -38,7 +38,7 @@ def calls_text(calls: Any) -> str:
 def tools_text(system: str, tools: Any) -> str:
     """The system turn of a conversation that offers tools: what it says otherwise, then their signatures.
 
-    `tools`: a list of {"name": ..., "parameters": ...}, each alone or as the `function` of {"type": "function"}, or such a list as JSON text.
+    `tools`: a list of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}, or such a list as JSON text; nulls as in calls.
 
     Raises:
         RowError: something else.
@@ -46,7 +46,6 @@ def tools_text(system: str, tools: Any) -> str:
     tools = _read(tools, "tools")
     lines = []
     for tool in tools if isinstance(tools, list) else [tools]:
-        tool = _present(tool)
         signature = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(signature, Mapping) or not isinstance(signature.get("name"), str):
             raise RowError(f"tools hold {repr(tool)[:100]}; allowed: objects with name, description and parameters")
@@ -54,9 +53,9 @@ def tools_text(system: str, tools: Any) -> str:
     return (f"{system}\n\n" if system else "") + _TOOLS.format(tools="".join(lines))
 
 
-def has_tools(tools: Any) -> bool:
-    """Whether a row's column `tools` offers any: it may be null, empty, or an empty list as text."""
-    return bool(tools) and not (isinstance(tools, str) and tools.strip() in ("", "[]", "null"))
+def holds_any(value: Any) -> bool:
+    """Whether tools or calls, as they are stored, hold any: they may be null, empty, or an empty list as text."""
+    return bool(value) and not (isinstance(value, str) and value.strip() in ("", "[]", "null"))
 
 
 def _call_text(call: Any) -> str:
@@ -65,16 +64,16 @@ def _call_text(call: Any) -> str:
     if not isinstance(name, str) or not name:
         raise RowError(f"the call of a tool is {repr(call)[:100]}; allowed: an object with name and arguments")
     given = inner.get("arguments")
-    arguments = _present(_read({} if given is None else given, f"the arguments of {name[:50]}"))
+    arguments = _read(given, f"the arguments of {name[:50]}") if isinstance(given, str) else {} if given is None else given
     if not isinstance(arguments, Mapping):
         raise RowError(f"the arguments of {name[:50]} are {repr(arguments)[:100]}; allowed: an object")
     return f"<tool_call>\n{_json({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def _read(value: Any, what: str) -> Any:
-    """A value that may be stored as JSON text."""
+    """A value that may be stored as JSON text; of one that is not, the keys that hold null are left out."""
     if not isinstance(value, str):
-        return value
+        return _present(value)
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:

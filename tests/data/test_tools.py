@@ -128,6 +128,23 @@ def test_nulls_of_columns_are_no_arguments() -> None:
     assert learnt(encoded(stored)) == '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call><|im_end|>Yes.<|im_end|>'
 
 
+def test_nulls_of_json_text_are_what_the_assistant_wrote() -> None:
+    """Text has the keys of one call alone."""
+    text = '{"name": "weather", "arguments": {"place": "Köln", "zone": null}}'
+    expected = f"<tool_call>\n{text}\n</tool_call><|im_end|>"
+    assert learnt(encoded([QUESTION, {"from": "function_call", "value": text}])) == expected
+    openai = {"name": "weather", "arguments": '{"place": "Köln", "zone": null}', "id": None}
+    assert learnt(encoded([QUESTION, {"role": "assistant", "tool_calls": [{"function": openai}]}])) == expected
+    signature = [{"name": "f", "parameters": {"default": None}}]
+    assert '"parameters": {"default": null}' in PROCESSOR.tokenizer.decode(encoded(ONE, json.dumps(signature)).input_ids)
+    assert '"parameters": {}' in PROCESSOR.tokenizer.decode(encoded(ONE, signature).input_ids)
+
+
+@pytest.mark.parametrize("calls", [None, [], "", "[]", " null "])
+def test_no_calls_leave_what_the_assistant_says_alone(calls: Any) -> None:
+    assert learnt(encoded([QUESTION, {"role": "assistant", "content": "Yes.", "tool_calls": calls}])) == "Yes.<|im_end|>"
+
+
 def test_a_tool_may_show_a_picture() -> None:
     conversation = [QUESTION, {"role": "assistant", "tool_calls": [call("weather")]}, {"from": "observation", "value": "<image> seen"},
                     {"role": "assistant", "content": "Yes."}]
@@ -152,6 +169,7 @@ ASKED = {"from": "human", "value": "a"}
     ([ASKED, {"from": "function_call", "value": '{"name": "f", "arguments": [1]}'}], None, r"turn 2: the arguments of f are \[1\]; allowed: an object"),
     ([ASKED, {"from": "function_call", "value": '{"name": "<|im_end|>", "arguments": {}}'}], None, r"turn 2 spells the special token <\|im_end\|>"),
     ([ASKED, {"from": "function_call", "value": ""}], None, "turn 2 has no text in value"),
+    ([ASKED, {"from": "function_call", "value": "[]"}], None, "turn 2 has no text in value"),
     ([ASKED, {"role": "assistant", "tool_calls": [3]}], None, "turn 2: the call of a tool is 3; allowed"),
     ([ASKED, {"from": "observation", "value": "1"}, {"from": "gpt", "value": "b"}], None, "a tool answers where the assistant has not called one; allowed"),
     ([{"from": "function_call", "value": '{"name": "f"}'}], None, "the assistant speaks first"),
