@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,21 +75,32 @@ class Checkpoints:
         """The step of the newest whole checkpoint; 0: there is none."""
         return (self.complete() or [0])[-1]
 
-    def seal(self, manifest: Manifest) -> None:
-        """Write the manifest, which makes the checkpoint whole; then drop the oldest ones, and what failed saves have left, of this step or before it."""
+    def seal(self, manifest: Manifest) -> list[str]:
+        """Write the manifest, which makes the checkpoint whole; then drop the oldest ones, and what failed saves have left, of this step or before it.
+
+        What could not be deleted is returned, a line each; a later call deletes it.
+        """
         here = self.name(manifest.step)
         self.folder.write(f"{here}/manifest.json", json.dumps(asdict(manifest)).encode())
-        for name in self.folder.names(here) if manifest.generation else []:
-            if name != "manifest.json" and f"{here}/{name}" != manifest.files:
-                self.folder.delete(f"{here}/{name}")
+        others = [f"{here}/{name}" for name in self.folder.names(here) if manifest.generation and name != "manifest.json"]
         kept = self.complete()[-self.keep :]
-        for step in self._steps():
-            if step < manifest.step and step not in kept:
-                self.folder.delete(self.name(step))
+        old = [self.name(step) for step in self._steps() if step < manifest.step and step not in kept]
+        return self._delete([*(name for name in others if name != manifest.files), *old])
 
-    def discard_after(self, step: int) -> None:
-        """Remove half-written folders, and those past `step`, before a run goes on from it."""
+    def discard_after(self, step: int) -> list[str]:
+        """Remove half-written folders, and those past `step`, before a run goes on from it.
+
+        What could not be deleted is returned, a line each; none of it counts as whole.
+        """
         whole = self.complete()
-        for found in self._steps():
-            if found > step or found not in whole:
-                self.folder.delete(self.name(found))
+        return self._delete([self.name(found) for found in self._steps() if found > step or found not in whole])
+
+    def _delete(self, names: Iterable[str]) -> list[str]:
+        failures = []
+        for name in names:
+            self.folder.delete(f"{name}/manifest.json")  # first: of what is left no part may count as a whole checkpoint
+            try:
+                self.folder.delete(name)
+            except StorageError as error:  # a rank that gave up a save may still write there
+                failures.append(str(error))
+        return failures

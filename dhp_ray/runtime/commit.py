@@ -139,8 +139,11 @@ class Commits:
             done.add(rank)
             if len(done) == manifest.num_ranks:
                 session.records.flush()
-                session.checkpoints.seal(manifest)
+                not_deleted = session.checkpoints.seal(manifest)
                 session.records.event("checkpoint", step=step)
+                session.note_not_deleted(not_deleted)
+                for failure in not_deleted:
+                    yield Notice(f"files of an older checkpoint are left: {failure}")
                 del self._unsealed[step]
 
     def _observe_speeds(self, done: Done) -> Iterator[Message]:

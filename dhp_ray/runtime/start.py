@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Thread
@@ -127,11 +127,16 @@ class Session:
             if seconds > COMPILING_TOLD_S:
                 yield Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later runs")
 
+    def note_not_deleted(self, failures: Sequence[str]) -> None:
+        """Record what could not be deleted of old checkpoints."""
+        for failure in failures:
+            self.records.event("not_deleted", error=failure)
+
     def roll_back(self, step: int) -> None:
         """Forget every step after `step`."""
         self.watch.close()
         self.records.truncate(step)
-        self.checkpoints.discard_after(step)
+        self.note_not_deleted(self.checkpoints.discard_after(step))
         self.scalars.close()
         self.scalars = ScalarLog(Folder(self.config.run.dir).child("tensorboard"), step + 1)
 
@@ -190,7 +195,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
                 records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"], condition=str(Condition.DEAD), error="", stands="")
         group.waits.keep(records.waited)
         return session
-    checkpoints.discard_after(first_step - 1)
+    session.note_not_deleted(checkpoints.discard_after(first_step - 1))
     check_room(group.members, config, folder.local_path(), len(checkpoints.complete()), saves_ahead(first_step - 1, total_steps, config.checkpoint.every_steps))
     records.write_config(config)
     group.waits.keep(records.waited)

@@ -62,6 +62,8 @@ def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:
     checkpoints.seal(manifest(4))
     (tmp_path / "checkpoints/step_000008").write_text("")
     assert checkpoints.newest() == manifest(4)
+    checkpoints.discard_after(4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
 
 
 def test_the_manifest_names_the_generation_whose_files_count(tmp_path: Path) -> None:
@@ -75,6 +77,41 @@ def test_the_manifest_names_the_generation_whose_files_count(tmp_path: Path) -> 
     assert newest is not None
     assert newest.files == "checkpoints/step_000004/generation_3"
     assert manifest(4).files == "checkpoints/step_000004"
+
+
+class HeldFolder(Folder):
+    """A file system on which what `held` names cannot be removed: on NFS, files that somebody still has open."""
+
+    held = ""
+
+    def delete(self, name: str) -> None:
+        if name == self.held:
+            raise StorageError(f"{name}: cannot be deleted: Directory not empty")
+        super().delete(name)
+
+
+def test_a_folder_that_cannot_be_deleted_ends_no_run_and_is_no_checkpoint(tmp_path: Path) -> None:
+    """Its manifest goes first, so that a part of it is never taken for the whole; the next save tries again."""
+    folder = HeldFolder(str(tmp_path))
+    checkpoints = Checkpoints(folder, keep=1)
+    assert checkpoints.seal(replace(manifest(2), generation=1)) == []
+    folder.held = "checkpoints/step_000002"
+    for step in (4, 6):
+        assert checkpoints.seal(manifest(step)) == ["checkpoints/step_000002: cannot be deleted: Directory not empty"]
+        assert checkpoints.complete() == [step]
+    assert checkpoints.discard_after(6) == ["checkpoints/step_000002: cannot be deleted: Directory not empty"]
+    folder.held = ""
+    assert checkpoints.seal(manifest(8)) == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000008"]
+
+
+def test_files_of_another_generation_that_cannot_be_deleted_end_no_run(tmp_path: Path) -> None:
+    folder = HeldFolder(str(tmp_path))
+    (tmp_path / "checkpoints/step_000004/generation_2").mkdir(parents=True)
+    folder.held = "checkpoints/step_000004/generation_2"
+    checkpoints = Checkpoints(folder, keep=1)
+    assert checkpoints.seal(replace(manifest(4), generation=3)) == ["checkpoints/step_000004/generation_2: cannot be deleted: Directory not empty"]
+    assert checkpoints.complete() == [4]
 
 
 def test_the_driver_needs_no_torch() -> None:
