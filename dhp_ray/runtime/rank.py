@@ -5,8 +5,10 @@ Plain torch: a Ray worker wraps one (`worker.py`), and benchmarks run the same o
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
@@ -88,6 +90,25 @@ def save_folder(config: Config) -> Path:
     return folder
 
 
+@contextmanager
+def export_folder(config: Config) -> Iterator[Path]:
+    """An empty folder on this node for a model that goes to the run folder.
+
+    Inside run.dir it is always the same: an export takes away what a killed one has left.
+    """
+    if Folder(config.run.dir).local_path() is None:
+        with tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=save_folder(config)) as scratch:
+            yield Path(scratch)
+        return
+    folder = save_folder(config) / ".export"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Rank:
     """One member of one generation of the group.
 
@@ -128,7 +149,8 @@ class Rank:
         kind = LockstepStep if config.planner.sync == "micro_batch" else RankStep
         self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self.finish_mirror)
         folder = Folder(config.run.dir)
-        self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=save_folder(config))
+        self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(
+            prefix="dhp_ray_", dir=save_folder(config), ignore_cleanup_errors=True)  # a save that is left may still write there
         self.checkpointer = Checkpointer(self.engine, rank, world_size, self.state_group, Path(self.scratch.name) if self.scratch else None, folder,
                                          membership.generation)
 
@@ -157,10 +179,10 @@ class Rank:
         train = self.config.train
         return learning_rate_factor(step, total_steps, train.warmup_steps, train.schedule, train.min_learning_rate_ratio)
 
-    def export(self, folder: Path) -> None:
-        """Gather the fp32 parameters (all ranks call this) and write them as a Hugging Face folder (rank 0 does)."""
+    def export(self, folder: Path | None) -> None:
+        """Gather the fp32 parameters (all ranks call this) and write them as a Hugging Face folder (rank 0 does, the others give None)."""
         state = self.engine.full_parameters()
-        if self.membership.rank == 0:
+        if folder is not None:
             self.adapter.save(folder, state)
 
     def close(self, broken: bool = False) -> None:

@@ -12,7 +12,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from dhp_ray.planner.results import StepResult
 from dhp_ray.runtime.elastic import Holdings
 from dhp_ray.runtime.messages import Adopt, BlockRows, Load, Membership, Ran, RunError, Status
 from dhp_ray.runtime.prefetch import load_payloads, processor_spec
-from dhp_ray.runtime.rank import Rank, build_adapter, save_folder, state_size
+from dhp_ray.runtime.rank import Rank, build_adapter, export_folder, save_folder, state_size
 from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import FlatEngine
@@ -210,13 +209,13 @@ class Worker:
     def export(self, name: str) -> None:
         """Write the trained model with its tokenizer and processor to the run folder (rank 0 does; all must call)."""
         assert self.rank is not None
-        with tempfile.TemporaryDirectory(prefix=".dhp_ray_", dir=save_folder(self.config)) as scratch:
-            folder = Path(scratch) / "model"
-            folder.mkdir()
+        if self.rank.membership.rank:
+            self.rank.export(None)
+            return
+        with export_folder(self.config) as folder:
             self.rank.export(folder)
-            if self.rank.membership.rank == 0:
-                self.processor.save(folder)
-                Folder(self.config.run.dir).upload(folder, name)
+            self.processor.save(folder)
+            Folder(self.config.run.dir).upload(folder, name)
 
     @training
     def leave(self) -> None:

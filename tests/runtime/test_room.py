@@ -11,7 +11,7 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
 from dhp_ray.runtime.group import Member, WorkerGroup
 from dhp_ray.runtime.messages import Membership, RunError
-from dhp_ray.runtime.rank import Rank, state_size
+from dhp_ray.runtime.rank import Rank, export_folder, state_size
 from dhp_ray.runtime.room import check_memory, check_room, saves_ahead
 from dhp_ray.storage import Folder
 from dhp_ray.train.engine import FlatEngine
@@ -98,6 +98,19 @@ def test_a_node_without_room_for_its_parts_is_refused() -> None:
         check_room(found, config, None, 0, 9)
     assert str(caught.value) == ("checkpoint.scratch: /fast on node b has 7 GiB free, and the parts of its 2 ranks in a checkpoint need 8 GiB before they are "
                                  "uploaded; make room, or name another folder")
+
+
+def test_a_model_that_a_killed_export_has_left_goes_with_the_next(tmp_path: Path) -> None:
+    """It would stay in run.dir for ever, as large as the model."""
+    config = config_of(str(tmp_path))
+    with export_folder(config) as folder:
+        pass
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"half")
+    with export_folder(config) as folder:
+        assert folder.parent == tmp_path
+        assert list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def stages_in_scratch(rank: int, port: int, config: Config) -> bool:
