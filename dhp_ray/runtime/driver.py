@@ -101,8 +101,12 @@ class Driver:
             yield message
 
     def _put_messages(self) -> None:
-        for message in self._run():
-            self.messages.put(message)
+        try:
+            for message in self._run():
+                self.messages.put(message)
+        except BaseException as error:  # `run` would wait for the last message for ever
+            traceback.print_exc()
+            self.messages.put(Finished("", f"driver: {type(error).__name__}: {error}", status=1))
 
     def _run(self) -> Iterator[Message]:
         try:
@@ -112,10 +116,10 @@ class Driver:
         except ConfigError as error:
             yield Finished("", str(error), status=2)
         except (RunError, PlanError, DataError, StorageError) as error:
-            yield Finished("", f"{error}{self._way_back()}", status=1)
+            yield self._failed(str(error))
         except Exception as error:  # a defect of ours: one line for the user, the traceback for the report of it
             traceback.print_exc()
-            yield Finished("", f"driver: {type(error).__name__}: {error}{self._way_back()}", status=1)
+            yield self._failed(f"driver: {type(error).__name__}: {error}")
 
     def _train(self, session: Session, broken: str) -> Iterator[Message]:
         """Generation after generation, until the last step; `broken`: why the one that there is cannot go on."""
@@ -224,6 +228,16 @@ class Driver:
         if stopping:
             return Finished("", f"stopped after step {session.records.last_step}: {stopping}{self._way_back()}", status=1)
         return Finished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
+
+    def _failed(self, error: str) -> Finished:
+        """The end of a run by an error; the logs are brought up to date for whoever looks for its cause, where they still can be."""
+        try:
+            if self.session:
+                self.session.records.flush()
+            return Finished("", f"{error}{self._way_back()}", status=1)
+        except Exception as failure:  # the storage, most likely, and the cause of the error
+            traceback.print_exception(failure)
+            return Finished("", error, status=1)
 
     def _way_back(self) -> str:
         """How a run that ended early goes on."""
