@@ -133,7 +133,7 @@ class Ranks:
 class Batches:
     """A stream that gives one batch over and over."""
 
-    epoch, num_rows = 0, 1
+    epoch, num_rows, cursor = 0, 1, None
 
     def __init__(self, samples: list[Sample]) -> None:
         payload = {sample.id: (ray.put(number), 0) for number, sample in enumerate(samples[::64])}

@@ -75,6 +75,7 @@ class Dispatcher:
         self._reader: ThreadPoolExecutor | None = reader or ThreadPoolExecutor(1, "reading")
         self._planner = ThreadPoolExecutor(1, "planning")
         self._planning: Planning | None = None
+        self._failure: Exception | None = None  # of a planner whose plan nobody waits for any more
         self._num_sent = 0
         self._over_bound: deque[float] = deque(maxlen=RECENT)  # of the planner's plans: predicted makespan over lower bound
 
@@ -118,6 +119,8 @@ class Dispatcher:
                 self.group.wait(self.compiled, self._ends)
             if self._ends():
                 return None
+        if self._failure:
+            raise self._failure
         if planning.ahead.done():
             return planning.ahead.result()
         begun_s = monotonic()
@@ -143,8 +146,7 @@ class Dispatcher:
 
     def stop(self) -> dict[int, Batch]:
         """Plan no more; the batches that have been taken from the stream. Waits for one that is being read, unless the run is to end, not for a plan."""
-        self.drop()
-        self._planner.shutdown(wait=False, cancel_futures=True)
+        self._end_planning()
         if self._reader:
             idle = self._reader.submit(lambda: None)  # after whatever is being read, for an earlier membership too
             self._reader.shutdown(wait=False)
@@ -156,8 +158,7 @@ class Dispatcher:
 
     def hand_over(self) -> tuple[dict[int, Batch], ThreadPoolExecutor | None]:
         """Plan no more; the batches and the thread that the next membership's dispatcher goes on with. A batch that is being read joins them later."""
-        self.drop()
-        self._planner.shutdown(wait=False, cancel_futures=True)
+        self._end_planning()
         reader, self._reader = self._reader, None
         return self.batches, reader
 
@@ -174,6 +175,15 @@ class Dispatcher:
             merged |= failed
         return dict(sorted(merged.items()))
 
+    def _end_planning(self) -> None:
+        """Plan no more. A plan that is being sent is so first: its file, written later, would stand in the place of the next one of that step."""
+        self.drop()
+        self._planner.shutdown(wait=False, cancel_futures=True)
+        if self._planning and self._planning.sends_ahead:
+            with self.group.waits.on(self._named("the plan file", self._planning.step)):
+                while not self._planning.ahead.done() and not self.stopping():
+                    wait([self._planning.ahead], timeout=STOP_POLL_S)
+
     def _ends(self) -> bool:
         """Whether the run is to end; no further plan is sent then."""
         if self.stopping():
@@ -184,6 +194,14 @@ class Dispatcher:
         return f"{what} of step {step}" if step > 0 else f"{what} of the held-out samples"
 
     def _plan_ahead(self, planning: Planning) -> Dispatched | None:
+        try:
+            return self._plan_and_send(planning)
+        except Exception as error:
+            if planning.claimed:
+                self._failure = error  # the driver has sent another plan; it hears of this with the next step
+            raise
+
+    def _plan_and_send(self, planning: Planning) -> Dispatched | None:
         batch = planning.reading.result()
         if self.compiled:
             self.compiled.result()
@@ -191,7 +209,7 @@ class Dispatcher:
             return None
         plan = self._plan(planning, batch, self.config.planner.name)
         self._over_bound.append(plan.predicted_time_s / plan.lower_bound_s)
-        return self._send(planning.step, batch, plan, late=False) if planning.claim() else None
+        return self._send(planning.step, batch, plan, late=False) if planning.claim(ahead=True) else None
 
     def _plan(self, planning: Planning, batch: Batch, planner: str) -> Plan:
         cluster = replace(self.cluster, speeds=planning.speeds)
@@ -231,7 +249,18 @@ class Dispatcher:
         return self.batches[step]
 
     def _next_batch(self) -> Batch | None:
-        """The next batch of this epoch or the one after; None after `run.epochs`, unless `run.steps` says how far to go."""
+        """The next batch of this epoch or the one after; None after `run.epochs`, unless `run.steps` says how far to go.
+
+        Where reading fails, the stream is taken back to the batch's first row: a later membership may ask for the batch again.
+        """
+        begin = self.stream.cursor
+        try:
+            return self._read_batch()
+        except Exception:
+            self.stream.restore(begin)
+            raise
+
+    def _read_batch(self) -> Batch | None:
         run, batch = self.config.run, self.stream.next_batch(self.config.batch.global_samples)
         while batch is None:
             if not run.steps and self.stream.epoch + 1 >= run.epochs:

@@ -29,6 +29,8 @@ class Planning:
     pool: list[tuple[int, ...]]
     reading: Future[Batch | None] = field(init=False)
     ahead: Future[Dispatched | None] = field(init=False)
+    sends_ahead: bool = False
+    """The planning thread has been the first to claim it: it sends the plan, or has."""
     _claimed: bool = False
     _lock: Lock = field(default_factory=Lock)
 
@@ -36,10 +38,14 @@ class Planning:
     def claimed(self) -> bool:
         return self._claimed
 
-    def claim(self) -> bool:
-        """Whether the caller is the first to ask: only that one may send a plan of this step (or see to it that none is sent)."""
+    def claim(self, ahead: bool = False) -> bool:
+        """Whether the caller is the first to ask: only that one may send a plan of this step (or see to it that none is sent).
+
+        ahead: the caller is the planning thread.
+        """
         with self._lock:
             first, self._claimed = not self._claimed, True
+            self.sends_ahead = self.sends_ahead or (first and ahead)
             return first
 
 

@@ -56,7 +56,7 @@ class Listener:
 class Batches:
     """A stream of three batches."""
 
-    epoch = 0
+    epoch, cursor = 0, None
 
     def __init__(self) -> None:
         self.left = [Batch(0, SAMPLES, {sample.id: (ray.put(1), 0) for sample in SAMPLES}, [], {}) for _ in range(3)]
