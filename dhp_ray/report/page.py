@@ -102,12 +102,12 @@ def planning(run: RunFiles, gains: Gains) -> str:
 
 
 def mode_gain(gains: Gains) -> str:
-    """What this run's mode gains by itself, modelled."""
+    """What this run's mode gains by itself, modelled: both sides by `dhp`, whatever planner the run had."""
     last = gains.steps[-1].plan
     (other, tokens), there_s = other_mode(last), gains.other_mode_s()
     words = f"The mode itself, modelled: dhp with sync={other} on devices of the same memory (resident_bytes plus the cost file's bytes a token: "
     words += f"{max(tokens, 0):,} tokens a rank there, {last.cluster.tokens_per_rank:,} here)"
-    words += " cannot hold every batch." if there_s is None else f" would take {there_s / gains.total_s(RUN):.2f} of this run's modelled time."
+    words += " cannot hold every batch." if there_s is None else f" takes {there_s / gains.total_s('dhp'):.2f} of dhp's seconds here."
     return f"<p>{text(words)}</p>"
 
 

@@ -36,8 +36,8 @@ def test_never_worse_than_packed_to_memory(lengths, num_ranks, planner, sync, co
     plan.validate()
 
 
-def test_the_names_are_all_planners_but_dhp():
-    assert set(PACKED_TO_MEMORY) <= set(PLANNERS) - {"dhp"}
+def test_every_baseline_is_among_them():
+    assert set(PACKED_TO_MEMORY) == set(PLANNERS) - {"dhp", "dhp_quick"}
 
 
 @pytest.mark.parametrize("planner", sorted(PACKED_TO_MEMORY))
@@ -77,7 +77,7 @@ def test_one_layout_for_a_data_set(sync):
     plans = plan_data_set(problems)
     degrees = {group.degree for plan in plans for group in plan.groups}
     assert len(degrees) == 1
-    assert degrees.pop() >= least_degree_of(problems) > min(least_degree_of([problem]) for problem in problems) - 1
+    assert degrees.pop() >= least_degree_of(problems)
     total_s = sum(plan.predicted_time_s for plan in plans)
     assert total_s <= min(time_under(problems, Layout(degree, 8192)) for degree in degrees_for(problems)) * (1 + 1e-12)
     best_of_each = [plan_batch(problem.samples, cluster, ALL_TO_ALL, planner="static_best", sync=sync) for problem in problems]
