@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.planner import bimodal  # noqa: E402
 from dhp_ray.planner import LAST_RESORT, PLANNERS, ClusterSpec, CostModel, Sample, plan_batch  # noqa: E402
 from dhp_ray.runtime.driver import Driver  # noqa: E402
 from dhp_ray.runtime.planning import patience_s  # noqa: E402
@@ -108,15 +109,10 @@ def live(folder: Path, steps: int) -> None:
 
 def modelled(num_ranks: int, count: int, steps: int) -> None:
     """Plans of random batches; a delay as in the live run, of which a whole step hides what it can."""
-    import numpy as np
-
     draw, ratios, late, over_bound = random.Random(0), [], [], [1.0]
     cluster = ClusterSpec(num_ranks, 8, 8192)
     for step in range(steps):
-        generator = np.random.default_rng(step)
-        is_long = generator.random(count) < 0.05
-        lengths = np.where(is_long, np.exp(generator.normal(10.6, 0.6, count)), np.exp(generator.normal(6.6, 0.7, count)))
-        samples = [Sample(str(row), int(length)) for row, length in enumerate(np.clip(lengths, 64, 131072))]
+        samples = [Sample(str(row), int(length)) for row, length in enumerate(bimodal(count, num_ranks, step))]
         plan, last_resort = (plan_batch(samples, cluster, COST, planner=planner) for planner in ("dhp", LAST_RESORT))
         left_s = delay_s(draw, plan.predicted_time_s) - plan.predicted_time_s  # once the step before is over
         limit_s = patience_s(last_resort.predicted_time_s, plan.lower_bound_s * statistics.median(over_bound), 1.0)
