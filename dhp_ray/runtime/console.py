@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from threading import RLock
 from typing import Any, TextIO
 
 from rich.console import Console as Terminal
@@ -12,16 +13,28 @@ from dhp_ray.runtime.messages import Finished, Message, Notice, Started, StepDon
 
 
 class Console:
-    """Shows the driver's messages on `stream`."""
+    """Shows the driver's messages on `stream`, each whole: any thread may show one, or close the console."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._bar: Progress | None = None
+        self._lock = RLock()
         self._total_steps = 0
         self.steps = 0  # that have been shown
 
     def show(self, message: Message) -> None:
         """One message, on lines of its own. An error is left to the caller, who knows the exit status."""
+        with self._lock:
+            self._show(message)
+
+    def close(self) -> None:
+        """Take the progress bar down; lines can still follow."""
+        with self._lock:
+            if self._bar:
+                self._bar.stop()
+                self._bar = None
+
+    def _show(self, message: Message) -> None:
         match message:
             case Started():
                 self._total_steps = message.total_steps
@@ -38,12 +51,6 @@ class Console:
                 self.close()
                 if message.text:
                     self._print(message.text)
-
-    def close(self) -> None:
-        """Take the progress bar down; lines can still follow."""
-        if self._bar:
-            self._bar.stop()
-            self._bar = None
 
     def _print(self, *lines: str) -> None:
         for line in lines:

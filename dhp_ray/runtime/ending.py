@@ -90,9 +90,9 @@ class Ending:
                 leave.daemon = True
                 leave.start()
             elif count == 1 and not self._over:
+                self._stop(self.reason)  # first: nobody may be there to read what is said
                 second = "; press it again to end at once" if number == signal.SIGINT else ""
                 self.say(f"{self.reason}: the run ends after the step under way, with a checkpoint{second}")
-                self._stop(self.reason)
 
     def _leave(self, again: bool) -> None:
         if again or self._leaving or self._stop is None:  # else there was something to save after all, and the driver has been told

@@ -108,7 +108,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     moments["join_s"] = time.perf_counter()
     session.evaluation.stop()
     batches, reader = session.dispatcher.hand_over()  # a batch may be on its way: nobody waits for it here
-    for number in [number for number in batches if number <= committed]:
+    for number in [number for number in list(batches) if number <= committed]:  # the reader may add one meanwhile
         del batches[number]  # commits drop those of finished steps
     session.enter(generation, batches, reader)
     moments["hand_over_s"] = time.perf_counter()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -43,6 +44,29 @@ def test_token_rates(tokens: float, shown: str) -> None:
 def test_numbers_that_are_none_have_a_line_too() -> None:
     line = step_line(METRICS | {"loss": math.nan, "step_time_s": 0.0, "gradient_norm": math.inf, "learning_rate": 0.0}, 60)
     assert "loss nan (lr 0, norm inf) 0 tokens/s" in line
+
+
+class Interrupted(io.StringIO):
+    """Another thread shows a line as soon as this one has begun with its own."""
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if text == "first":
+            self.other = Thread(target=self.console.show, args=(Notice("second"),))
+            self.other.start()
+            self.other.join(0.2)
+        return written
+
+    console: Console
+    other: Thread
+
+
+def test_lines_of_two_threads_do_not_mix() -> None:
+    output = Interrupted()
+    output.console = Console(output)
+    output.console.show(Notice("first"))
+    output.other.join(10)
+    assert output.getvalue() == "first\nsecond\n"
 
 
 def test_plain_output_is_lines() -> None:

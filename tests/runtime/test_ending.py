@@ -36,6 +36,7 @@ SLEEP = "sys.exit(main(lambda: time.sleep(60)))"
 FOREIGN = "mutex = ctypes.create_string_buffer(256); lock = ctypes.CDLL(None).pthread_mutex_lock; main(lambda: (lock(mutex), lock(mutex)))"
 TRAIN = """ending.hand_over(lambda reason: print("told", reason, flush=True)); """ + SLEEP
 OVER = 'ending.hand_over(lambda reason: print("told", flush=True)); ending.over(); main(lambda: time.sleep(0.5))'
+MUTE = "ending.say = lambda text: open('/nowhere/at/all'); " + TRAIN
 RAY = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(15)); ending.take_signals(); " + SLEEP
 
 
@@ -97,8 +98,8 @@ def test_foreign_code_cannot_hold_the_process_up(begin: Begin) -> None:
 def test_a_run_that_trains_is_told_and_a_second_ctrl_c_ends_it_at_once(begin: Begin) -> None:
     process = begin(TRAIN)
     process.send(signal.SIGINT)
-    assert next(process.lines).startswith("Ctrl-C: the run ends after the step under way, with a checkpoint; press it again to end at once")
     assert next(process.lines) == "told Ctrl-C\n"
+    assert next(process.lines).startswith("Ctrl-C: the run ends after the step under way, with a checkpoint; press it again to end at once")
     process.send(signal.SIGINT)
     assert process.ended() == (1, [], "error: ended at once: Ctrl-C; start the same command again to go on from the newest checkpoint\n")
 
@@ -106,12 +107,19 @@ def test_a_run_that_trains_is_told_and_a_second_ctrl_c_ends_it_at_once(begin: Be
 def test_a_run_that_trains_is_told_of_sigterm_once(begin: Begin) -> None:
     process = begin(TRAIN)
     process.send(signal.SIGTERM)
-    assert next(process.lines) == "SIGTERM: the run ends after the step under way, with a checkpoint\n"
     assert next(process.lines) == "told SIGTERM\n"
+    assert next(process.lines) == "SIGTERM: the run ends after the step under way, with a checkpoint\n"
     process.send(signal.SIGTERM)
     time.sleep(0.2)
     process.send(signal.SIGINT)  # the third signal, and the first Ctrl-C after another
     assert process.ended()[1] == []
+
+
+def test_a_run_is_told_though_nothing_can_be_said(begin: Begin) -> None:
+    """The disk that its output goes to is full, or the terminal is gone."""
+    process = begin(MUTE)
+    process.send(signal.SIGTERM)
+    assert next(process.lines) == "told SIGTERM\n"
 
 
 def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored(begin: Begin) -> None:
@@ -119,7 +127,7 @@ def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored(begin: Be
     process = begin(TRAIN, ignored="SIGINT")
     process.send(signal.SIGINT)
     process.send(signal.SIGTERM)
-    assert next(process.lines).startswith("SIGTERM: ")
+    assert next(process.lines) == "told SIGTERM\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
