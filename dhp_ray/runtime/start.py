@@ -166,6 +166,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = held_out_stream(config)
+    not_deleted = [] if going_on else checkpoints.discard_after(first_step - 1)  # before the workers tell how much room there is
     if not going_on:
         yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
     if going_on:
@@ -195,7 +196,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
                 records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"], condition=str(Condition.DEAD), error="", stands="")
         group.waits.keep(records.waited)
         return session
-    session.note_not_deleted(checkpoints.discard_after(first_step - 1))
+    session.note_not_deleted(not_deleted)
     check_room(group.members, config, folder.local_path(), len(checkpoints.complete()), saves_ahead(first_step - 1, total_steps, config.checkpoint.every_steps))
     records.write_config(config)
     group.waits.keep(records.waited)
