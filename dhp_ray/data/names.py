@@ -1,4 +1,4 @@
-"""A name for every row of a data set, no name twice. Bounded: 12 to 24 bytes a row while an index is made."""
+"""A name for every row of a data set, no name twice. Bounded: 12 to 24 bytes a row while an index is made, 36 at the moment when its table grows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNFIT = re.compile("[\x00-\x1f\x7f\u2028\u2029\ud800-\udfff]")  # what an id on
 class Names:
     """Ids that are taken. Real sets repeat some, and a ledger needs one name a row.
 
-    Ids are known by 64-bit hashes. Two ids of one hash would cost nothing but a longer name for the second.
+    Ids are known by 64-bit hashes. Where two ids had one hash, the second would get a longer name, as if it were taken.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Names:
             wanted = None
         if wanted and self._taken.add(_hash(wanted)):
             return None
-        name = f"{wanted or Path(path).stem}#{row:06d}"
+        name = f"{wanted or _UNFIT.sub('?', Path(path).stem)}#{row:06d}"
         while not self._taken.add(_hash(name)):
             name = f"{name}+"
         return name

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +41,19 @@ def test_a_hash_set_grows() -> None:
     ours = HashSet()
     assert all(ours.add(number * 2**40) for number in range(1, 1000))
     assert not any(ours.add(number * 2**40) for number in range(1, 1000))
+
+
+@pytest.mark.parametrize("file", [b"a\xff.jsonl", b"a\nb.jsonl"], ids=["not UTF-8", "two lines"])
+def test_rows_of_a_file_with_a_strange_name_have_names_for_one_line(tmp_path: Path, file: bytes) -> None:
+    (tmp_path / os.fsdecode(file)).write_text('{"conversations": []}\n')
+    found = index_fragments(Data(format="llava", path=str(tmp_path)))[0]
+    assert found.names == ((0, f"{os.fsdecode(file)[0]}?{os.fsdecode(file)[2:-6]}#000000"),)
+
+
+def test_ids_of_one_hash_get_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp_ray.data.names._hash", lambda name: 1 + len(name))
+    names = Names()
+    assert [names.claim(wanted, "rows.json", row) for row, wanted in enumerate("abc")] == [None, "b#000001", "c#000002+"]
 
 
 def test_taken_ids_stay_small() -> None:
