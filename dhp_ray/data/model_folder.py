@@ -18,8 +18,11 @@ TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
 def folder_template(folder: Path) -> str | None:
     """The processor's own template, which comes before the tokenizer's."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if (file := folder / "chat_template.jinja").is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"model.path: {file} is not UTF-8 text: {first_line(error)}") from None
     if (folder / "chat_template.json").is_file():
         return read_json(folder / "chat_template.json").get("chat_template")
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ def weight_files(path: str) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted({os.fspath(file) for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"model.path: {index} is not an index of safetensors: {error!r}") from None
     else:

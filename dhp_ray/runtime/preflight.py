@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -36,23 +39,31 @@ def check_here(config: Config) -> None:
         return
     if address in ("", "local"):
         check_room(config, resources_here())
-    try:
-        if config.model.path:
+    if config.model.path:
+        with _refusing("model.path"):
             check_model_folder(config.model.path)
             check_processor_files(Path(config.model.path))
-        for source in sources_of(config.data):
+    for source in sources_of(config.data):
+        with _refusing("data.path"):
             check_form(source)
-    except (ModelError, DataError) as error:
-        raise ConfigError(str(error)) from None
     if config.eval.path:
-        try:
+        with _refusing("eval.path"):
             check_form(held_out(config.data, config.eval.path))
-        except DataError as error:
-            raise ConfigError(str(error).replace("data.path", "eval.path")) from None
     if config.planner.cost:
         _check_cost(config.planner.cost)
     if "://" not in config.run.dir:
         _check_run_folder(config)
+
+
+@contextmanager
+def _refusing(key: str) -> Iterator[None]:
+    """Say what is wrong with a model or with data as what is wrong with a key."""
+    try:
+        yield
+    except (ModelError, DataError) as error:
+        raise ConfigError(re.sub(r"^data\.path", key, str(error))) from None
+    except OSError as error:  # a name that is too long, a folder that may not be listed
+        raise ConfigError(f"{key}: {error.filename}: {error.strerror}") from None
 
 
 def resources_here() -> dict[str, float]:

@@ -129,7 +129,8 @@ def test_a_path_that_is_wrong(words: list[str], line: str, arguments: list[str],
      "(`hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir FOLDER` fetches that model, then model.path=FOLDER)"),
     ("runs/default/model", "model.path: no folder runs/default/model; allowed: a local Hugging Face folder"),
     ("tests/none", "model.path: no folder tests/none; allowed: a local Hugging Face folder"),
-    ("/nowhere", "model.path: no folder /nowhere; allowed: a local Hugging Face folder")])
+    ("/nowhere", "model.path: no folder /nowhere; allowed: a local Hugging Face folder"),
+    ("x" * 300, f"model.path: {'x' * 300}: File name too long")])
 def test_a_model_that_is_no_folder(path: str, line: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads like a name on the Hub is answered with the line that fetches it."""
     monkeypatch.chdir(ROOT)
@@ -151,6 +152,8 @@ def cut(file: Path) -> None:
     (lambda folder: (folder / "tokenizer.json").unlink(), " has no tokenizer; allowed: a folder with tokenizer.json or with vocab.json and merges.txt"),
     (lambda folder: [file.unlink() for file in folder.glob("chat_template.*")],
      " has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json"),
+    (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "/chat_template.jinja is not UTF-8 text: .+"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}'), " is not an index of safetensors: .+"),
     (lambda folder: (folder / "preprocessor_config.json").unlink(), " has the image processor (none)|has no preprocessor_config.json")])
 def test_a_model_folder_that_lacks_something(damage: Callable[[Path], object], line: str, arguments: list[str], model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "model"))
