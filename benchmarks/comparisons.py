@@ -18,6 +18,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.planner import PEERS, bimodal, published_cost
 from dhp_ray.config import CONF

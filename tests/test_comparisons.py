@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -60,6 +62,13 @@ def test_readme_says_what_the_tables_say() -> None:
     assert re.findall(r"[\d.]+ to [\d.]+", cells["what `step` itself gains"]) == [reach(MODE, "step")]
     ratios = [row["dhp over the best of the last three"] for row in table_after("The peers' own planners")]
     assert re.findall(r"[\d.]+ to [\d.]+", cells["modelled step time, beside other planners"]) == [f"{min(ratios)} to {max(ratios)}"]
+
+
+def test_the_command_runs_in_a_checkout() -> None:
+    """Whether or not the folder of benchmarks is on the caller's path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run([sys.executable, "benchmarks/comparisons.py", "sometimes"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (2, "comparisons.py: sometimes: allowed: step, micro_batch, 8192, 32768, 131072\n")
 
 
 @needs_data
