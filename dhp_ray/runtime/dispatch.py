@@ -176,7 +176,7 @@ class Dispatcher:
         return dict(sorted(merged.items()))
 
     def _end_planning(self) -> None:
-        """Plan no more. A plan that is being sent is so first: its file, written later, would stand in the place of the next one of that step."""
+        """Plan no more, once a plan that is being sent has been sent: its file, written later, would replace that of the next plan of its step."""
         self.drop()
         self._planner.shutdown(wait=False, cancel_futures=True)
         if self._planning and self._planning.sends_ahead:

@@ -30,7 +30,7 @@ class Planning:
     reading: Future[Batch | None] = field(init=False)
     ahead: Future[Dispatched | None] = field(init=False)
     sends_ahead: bool = False
-    """The planning thread has been the first to claim it: it sends the plan, or has."""
+    """The planning thread was the first to claim it: it sends the plan, or has sent it."""
     _claimed: bool = False
     _lock: Lock = field(default_factory=Lock)
 
@@ -51,7 +51,7 @@ class Planning:
 
 @dataclass(frozen=True)
 class Patience:
-    """Until when a plan is worth waiting for: from `since`, for as long as waiting costs less than running the last resort."""
+    """How long a plan is worth waiting for, from `since_s` on: as long as waiting costs less than running the last resort."""
 
     since_s: float
     seconds: float

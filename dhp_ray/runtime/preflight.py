@@ -38,7 +38,7 @@ def check_here(config: Config) -> None:
     if "://" in address:  # a cluster that this machine is not part of
         return
     if address in ("", "local"):
-        check_room(config, resources_here())
+        check_workers(config, resources_here())
     if config.model.path:
         with _refusing("model.path"):
             check_model_folder(config.model.path)
@@ -76,7 +76,7 @@ def resources_here() -> dict[str, float]:
     return here | (given if isinstance(given, dict) else {})
 
 
-def check_room(config: Config, here: dict[str, float]) -> None:
+def check_workers(config: Config, here: dict[str, float]) -> None:
     """Refuse workers that a cluster with these resources has no room for, or whose device cannot do what is asked for.
 
     Raises:

@@ -82,11 +82,6 @@ class Waits:
                 self._say(Notice(f"waited {seconds:.0f} s for {what}"))
             self._write()
 
-    @property
-    def now(self) -> str:
-        """What is waited for; empty: nothing."""
-        return self._under_way[-1].what if self._under_way else ""
-
     def due(self) -> Notice | None:
         """What is to be said now."""
         for wait in self._under_way[-1:]:

@@ -19,7 +19,7 @@ from dhp_ray.config import Config, ConfigError, dump, load
 from dhp_ray.data.processor import load_processor
 from dhp_ray.model.build import build_model
 from dhp_ray.planner import PLANNERS
-from dhp_ray.runtime.preflight import check_here, check_room, device_of, resources_here
+from dhp_ray.runtime.preflight import check_here, check_workers, device_of, resources_here
 from dhp_ray.schema import PLANNERS as NAMES
 from tests.data.samples import talk, write_rows
 
@@ -180,14 +180,14 @@ def with_workers(device: str, number: int, cpus: float = 0.1, precision: str = "
 def test_workers_that_this_machine_has_no_room_for(config: Config, line: str) -> None:
     device = config.cluster.device
     with pytest.raises(ConfigError) as caught:
-        check_room(config, {"CPU": 8, "GPU": 1, "NPU": 0})
+        check_workers(config, {"CPU": 8, "GPU": 1, "NPU": 0})
     assert str(caught.value) == line
     assert config.cluster.device == device
 
 
 @pytest.mark.parametrize("config", [with_workers("cuda", 1), with_workers("auto", 1), with_workers("cpu", 80), with_workers("cpu", 8, 1.0)])
 def test_workers_that_fit(config: Config) -> None:
-    check_room(config, {"CPU": 8, "GPU": 1, "NPU": 0})
+    check_workers(config, {"CPU": 8, "GPU": 1, "NPU": 0})
 
 
 @pytest.mark.parametrize(("resources", "name"), [({"CPU": 8.0}, "cpu"), ({"GPU": 1}, "cuda"), ({"GPU": 1, "NPU": 8}, "npu"), ({"GPU": 0.0, "NPU": 0}, "cpu")])
