@@ -56,7 +56,7 @@ class Synthetic:
     long_median_tokens: float = key(900.0, "median length of the long samples", above=0)
     long_sigma: float = key(0.5, "spread (sigma of the logarithm) of the long samples", minimum=0)
     max_tokens: int = key(1800, "longest sample", minimum=64)
-    rows_per_group: int = key(32, "rows of a parquet row group: the unit that the stream shuffles", minimum=1)
+    rows_per_group: int = key(32, "rows of a parquet row group, which the stream reads at a time", minimum=1)
 
 
 @dataclass(kw_only=True)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from dhp_ray.data.processor import Processor
 
 MAX_DECODED_PIXELS = Limits().max_decoded_pixels
-# Raster formats only: Pillow also opens documents, whose pixels an outside program would have to draw.
 _READS_AVIF = "avif" in features.modules and features.check("avif")  # Pillow from 11.3 on, where it was built with libavif
+# Raster formats only: Pillow also opens documents, whose pixels an outside program would have to draw.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(("AVIF",) if _READS_AVIF else ()))
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `image_size` refuses earlier; Pillow's own error, at twice its limit, stays
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
