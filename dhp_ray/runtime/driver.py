@@ -22,7 +22,7 @@ import ray
 from ray.actor import ActorHandle
 
 from dhp_ray.config import Config, ConfigError
-from dhp_ray.data.errors import DataError
+from dhp_ray.data.errors import DataError, first_line
 from dhp_ray.planner.plan import PlanError
 from dhp_ray.planner.results import StepResult
 from dhp_ray.runtime.arrivals import Arrivals
@@ -236,8 +236,7 @@ class Driver:
                 self.session.records.flush()
             return Finished("", f"{error}{self._way_back()}", status=1)
         except Exception as failure:  # the storage, most likely, and the cause of the error
-            traceback.print_exception(failure)
-            return Finished("", error, status=1)
+            return Finished("", f"{error}; besides: {first_line(failure)}", status=1)
 
     def _way_back(self) -> str:
         """How a run that ended early goes on."""

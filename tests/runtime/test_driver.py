@@ -39,7 +39,9 @@ def test_a_run_whose_storage_is_gone_ends_with_its_error(tmp_path: Path) -> None
     thread.start()
     thread.join(10)
     assert [type(message) for message in messages] == [Finished]
-    assert str(messages[0]).startswith("Finished(text='', error='run.dir: ")
+    assert isinstance(messages[0], Finished)
+    assert messages[0].error.startswith("run.dir: ")
+    assert messages[0].error.endswith("; besides: checkpoints: cannot be listed: no answer")
 
 
 def test_logs_are_brought_up_to_date_when_an_error_ends_the_run(tmp_path: Path) -> None:
