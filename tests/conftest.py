@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from dhp_ray.storage import Folder
 os.environ.setdefault("RAY_worker_niceness", "0")  # as in cluster.yaml
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local ray.init would leave a token file behind that later clusters demand
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background commands so, and every process that a test starts would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -111,10 +111,3 @@ def test_a_bad_held_out_sample_ends_the_run_when_asked(ray_cluster: None, conver
     failed = run("train.py", f"run.dir={tmp_path / 'strict'}", *settings, "data.on_error=fail")
     assert failed.status == 1
     assert any(line.startswith(f"error: eval.path: sample {bad}: ") for line in failed.error_lines)
-
-
-def test_a_missing_held_out_file(ray_cluster: None, conversations: list[str], tmp_path: Path) -> None:
-    absent = tmp_path / "absent.json"
-    ended = run("train.py", f"run.dir={tmp_path / 'run'}", *conversations, f"eval.path={absent}", "eval.every_steps=1", "cluster.num_workers=1")
-    assert ended.status == 1
-    assert [line for line in ended.error_lines if line.startswith("error: ")] == [f"error: eval.path: no file or folder {absent}"]

@@ -77,6 +77,7 @@ def unread(tmp_path: Path) -> list[str]:
     return ["data=llava", f"data.path={tmp_path / 'long.json'}"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_amid_training(start: Start) -> None:
     run = start("cluster.num_workers=2")
     run.wait_for_step(3)
