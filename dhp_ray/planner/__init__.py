@@ -36,7 +36,8 @@ PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
     "dhp": dhp, "dhp_paper": dhp_paper, "static": static, "static_best": static_best, "pow2": pow2, "dhp_quick": dhp_quick}
 
 LAST_RESORT = "dhp_quick"
-"""The planner for when there is no time for another: milliseconds at any size, balanced, and valid wherever the batch can be planned at all."""
+"""The planner for when there is no time for another: quick (`planner/quick.py` says how quick), balanced, and valid wherever the batch can be
+planned at all."""
 
 
 def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",

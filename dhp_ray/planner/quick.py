@@ -1,4 +1,5 @@
-"""`dhp` in little time: the last resort where a plan is not there when the ranks are. Near `dhp`'s plans, in milliseconds at any size.
+"""`dhp` in little time: the last resort where a plan is not there when the ranks are. Near `dhp`'s plans.
+Milliseconds where ranks are alike; with unequal speeds tens of milliseconds at 512 ranks and seconds at 4,096.
 
 The same search on the makespan with its cheapest settings: hardly any thorough trials, no local search, no regard for the pool. With `sync=micro_batch` a
 beam of one partial plan and a few makespans for each micro-batch.
