@@ -166,6 +166,7 @@ def test_a_full_disk_while_saving(ray_cluster: None, data: list[str], small_disk
     assert_a_later_save_worked(run_dir, ended, "No space left on device")
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(ray_cluster: None, data: list[str], tmp_path: Path) -> None:
     """A learning rate so high that the first update takes the weights out of all bounds."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

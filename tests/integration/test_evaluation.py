@@ -98,6 +98,7 @@ def with_a_bad_one(conversations: list[str], tmp_path: Path) -> tuple[str, list[
     return rows[1]["id"], settings
 
 
+@pytest.mark.slow
 def test_a_bad_held_out_sample_is_left_out(ray_cluster: None, conversations: list[str], tmp_path: Path) -> None:
     bad, settings = with_a_bad_one(conversations, tmp_path)
     ended = train(tmp_path / "run", *settings)

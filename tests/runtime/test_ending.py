@@ -33,7 +33,7 @@ def main(work):
 """
 SLEEP = "sys.exit(main(lambda: time.sleep(60)))"
 # A mutex that the thread holds itself: signals do not interrupt the wait for it, as they do not interrupt Ray's for a head.
-FOREIGN = "mutex = ctypes.create_string_buffer(256); lock = ctypes.CDLL(None).pthread_mutex_lock; main(lambda: (lock(mutex), lock(mutex)))"
+FOREIGN = "mutex = ctypes.create_string_buffer(256); lock = ctypes.CDLL(None).pthread_mutex_lock; sys.exit(main(lambda: (lock(mutex), lock(mutex))))"
 TRAIN = """ending.hand_over(lambda reason: print("told", reason, flush=True)); """ + SLEEP
 OVER = 'ending.hand_over(lambda reason: print("told", flush=True)); ending.over(); main(lambda: time.sleep(0.5))'
 MUTE = "ending.say = lambda text: open('/nowhere/at/all'); " + TRAIN
@@ -89,6 +89,7 @@ def test_before_there_is_anything_to_save_a_signal_ends_the_process(begin: Begin
 
 def test_foreign_code_cannot_hold_the_process_up(begin: Begin) -> None:
     process = begin(FOREIGN)
+    time.sleep(0.5)  # until the foreign code has the main thread
     process.send(signal.SIGTERM)
     begun = time.monotonic()
     assert process.ended() == (1, [], "error: stopped before the first step: SIGTERM; start the same command again\n")
