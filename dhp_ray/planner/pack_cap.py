@@ -58,8 +58,7 @@ def _coarse_caps(problems: Sequence[Problem]) -> list[int]:
     memory = min(problem.cluster.tokens_per_rank for problem in problems)
     shortest = min(memory, *(int(problem.items.tokens.min()) for problem in problems))
     caps = np.geomspace(shortest, memory, LADDER).tolist()
-    for problem in problems[:1]:
-        each = int(problem.items.tokens.sum()) / problem.cluster.num_ranks
-        least = int(each // memory) + 1
-        caps += [1.02 * each / rounds for rounds in range(least, least + ROUNDS)]
+    each = int(problems[0].items.tokens.sum()) / problems[0].cluster.num_ranks  # batches of a data set are alike: the first one's rounds do for all
+    least = int(each // memory) + 1
+    caps += [1.02 * each / rounds for rounds in range(least, least + ROUNDS)]
     return [memory, *sorted({int(cap) for cap in caps if 1 <= int(cap) < memory}, reverse=True)]

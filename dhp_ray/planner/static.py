@@ -24,6 +24,7 @@ from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 MOST = 16
 """Degrees that are tried for one layout, beside powers of two."""
 
+
 class Layout(NamedTuple):
     """Ranks of every group, and the tokens of a pack that each of them takes at most."""
 
