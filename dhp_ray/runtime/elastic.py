@@ -3,7 +3,7 @@
     condition_of   what a survey shows of one worker          -> well, dead, silent, raised, stuck
     decide         conditions, newcomers, bounds              -> go on, form a new generation, wait for capacity, or stop
     adoption_of    which shard versions the survivors hold     -> the version to go on from, and who supplies each shard
-    keepers_of     the nodes of the ranks                     -> which rank keeps a copy of which rank's shard
+    replica_ranks_of   the nodes of the ranks               -> which rank holds the replica of which rank's shard
 """
 
 from __future__ import annotations
@@ -156,18 +156,18 @@ def adoption_of(held: Sequence[Sequence[Holdings]]) -> Adoption | None:
     return best
 
 
-def keepers_of(nodes: Sequence[str]) -> tuple[int, ...]:
-    """For each rank the rank that keeps a copy of its shard: on another node where there is one, as evenly as can be. Empty for one rank.
+def replica_ranks_of(nodes: Sequence[str]) -> tuple[int, ...]:
+    """For each rank the rank that holds a replica of its shard: on another node where there is one, as evenly as can be. Empty for one rank.
 
-    Losing any one rank, or any one node of several, then leaves every shard with its owner or its keeper.
+    Losing any one rank, or any one node of several, then leaves every shard with its owner or its replica rank.
     """
     if len(nodes) < 2:
         return ()
-    kept = [0] * len(nodes)
+    held = [0] * len(nodes)
     found = []
     for rank, node in enumerate(nodes):
         others = [other for other in range(len(nodes)) if nodes[other] != node] or [other for other in range(len(nodes)) if other != rank]
-        keeper = min(others, key=lambda other: (kept[other], (other - rank) % len(nodes)))
-        kept[keeper] += 1
-        found.append(keeper)
+        replica_rank = min(others, key=lambda other: (held[other], (other - rank) % len(nodes)))
+        held[replica_rank] += 1
+        found.append(replica_rank)
     return tuple(found)

@@ -33,7 +33,7 @@ class Membership:
     generation: int
     store_host: str
     store_port: int
-    keepers: tuple[int, ...] = ()
+    replica_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

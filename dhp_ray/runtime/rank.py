@@ -136,12 +136,12 @@ class Rank:
         world = dist.group.WORLD if world_size > 1 else None
         everyone = list(range(world_size))
         self.state_group = make_group(everyone, "gloo", timeout)  # checkpoints and re-sharding: host memory
-        mirrors = world_size > 1 and bool(membership.keepers)
+        mirrors = world_size > 1 and bool(membership.replica_ranks)
         mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, config.comm.pool_groups, timeout)
         self.engine = self._sharded_engine() if config.planner.sync == "micro_batch" else self._flat_engine(world, not adopts, originals)
         try:
-            self.mirror = Mirror(self.engine, rank, membership.keepers, mirror_group, snapshot=config.elastic.mirror_every_steps > 1)
+            self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group, snapshot=config.elastic.mirror_every_steps > 1)
         except BaseException:
             self.engine.release()  # the next engine over this adapter must not find this one's hooks
             raise
@@ -159,7 +159,7 @@ class Rank:
         self.engine.adopt(reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank, self.state_group))
 
     def begin_mirror(self, step: int) -> None:
-        """After a step: start to copy the state to this rank's keeper, when due. Every rank calls this alike."""
+        """After a step: start to copy the state to this rank's replica rank, when due. Every rank calls this alike."""
         every = self.config.elastic.mirror_every_steps
         if every and step % every == 0:
             with self._mirror_lock:

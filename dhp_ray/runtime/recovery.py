@@ -98,7 +98,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     generation = max([session.generation, *(seen.status.generation for seen in survivors)]) + 1
     session.group.members = by_node([*(seen.member for seen in survivors), *newcomers])
     session.generation = generation
-    calls = session.group.join(generation, session.store, session.keepers, [origins[member.slot] for member in session.group.members], step)
+    calls = session.group.join(generation, session.store, session.replica_ranks, [origins[member.slot] for member in session.group.members], step)
     try:
         with session.group.waits.on(f"the workers to meet in generation {generation}"):
             session.group.collect(calls, stopping=None if adoption else session.stop_reason)

@@ -20,7 +20,7 @@ from dhp_ray.planner.plan import ClusterSpec
 from dhp_ray.runtime.arrivals import Arrivals
 from dhp_ray.runtime.checkpoints import Checkpoints
 from dhp_ray.runtime.dispatch import Dispatcher
-from dhp_ray.runtime.elastic import Condition, Failures, keepers_of
+from dhp_ray.runtime.elastic import Condition, Failures, replica_ranks_of
 from dhp_ray.runtime.evaluation import Evaluation, held_out_stream
 from dhp_ray.runtime.group import WorkerGroup
 from dhp_ray.runtime.measures import TimeScale
@@ -78,9 +78,9 @@ class Session:
         return self.config.cluster.max_workers or self.config.cluster.num_workers
 
     @property
-    def keepers(self) -> tuple[int, ...]:
-        """Who keeps a copy of each rank's shard."""
-        return keepers_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
+    def replica_ranks(self) -> tuple[int, ...]:
+        """Which rank holds the replica of each rank's shard."""
+        return replica_ranks_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
 
     def mirrors(self, step: int) -> bool:
         """Whether ranks copy their state to each other after `step`."""
@@ -206,7 +206,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     origin = Load(newest.files if newest else "")
     generation = records.generation + 1  # one after those of earlier starts
     with group.waits.on("the workers to load the model and to meet"):
-        group.collect(group.join(generation, store, session.keepers, [origin] * group.size, first_step - 1))
+        group.collect(group.join(generation, store, session.replica_ranks, [origin] * group.size, first_step - 1))
     session.enter(generation)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
     scalars.hyperparameters(config)

@@ -1,8 +1,8 @@
-"""Copies of other ranks' shards in host memory, so that the state survives the loss of a rank.
+"""Replicas: copies of other ranks' shards in host memory, so that the state survives the loss of a rank.
 
-    rank 0      own shard v, v+1     copies of rank 1's v, v+1          keepers = [2, 0, 1]:
-    rank 1      own shard v, v+1     copies of rank 2's v, v+1          rank 0's keeper is rank 2, ...
-    rank 2      own shard v, v+1     copies of rank 0's v, v+1
+    rank 0      own shard v, v+1     replica of rank 1's v, v+1         replica_ranks = [2, 0, 1]:
+    rank 1      own shard v, v+1     replica of rank 2's v, v+1         rank 0's replica is on rank 2, ...
+    rank 2      own shard v, v+1     replica of rank 0's v, v+1
 
     update v+1 | begin: v+1 starts to travel | packs of the next step ... | finish: v+1 counts | update v+2 overwrites v
 """
@@ -53,25 +53,25 @@ class _Versions:
 
 
 class Mirror:
-    """Sends this rank's shard to its keeper and keeps those of others; on the calls, see the picture above.
+    """Sends this rank's shard to its replica rank and holds the replicas of others; the picture above shows the calls.
 
     With `snapshot` this rank's own shard is kept too in the versions that were mirrored: needed where not every version
     is, since the engine has the last two alone. Then updates need not wait for `finish`.
     """
 
-    def __init__(self, engine: Engine, rank: int, keepers: Sequence[int], group: dist.ProcessGroup | None, snapshot: bool = False) -> None:
-        """Every rank calls this. `keepers[r]` keeps rank r's shard; `group` is a gloo group that nothing else uses.
+    def __init__(self, engine: Engine, rank: int, replica_ranks: Sequence[int], group: dist.ProcessGroup | None, snapshot: bool = False) -> None:
+        """Every rank calls this. Rank `replica_ranks[r]` holds the replica of rank r's shard; `group` is a gloo group that nothing else uses.
 
-        Where there is one rank, or no group, nothing is kept and every call does nothing.
+        Where there is one rank, or no group, there are no replicas and every call does nothing.
 
         Raises:
-            ValueError: a rank is to keep its own shard, or there is no such keeper.
+            ValueError: a rank is to hold its own replica, or there is no such rank.
         """
-        self._engine, self._rank, self._group = engine, rank, group if len(keepers) > 1 else None
-        for owner, keeper in enumerate(keepers if self._group is not None else ()):
-            if keeper == owner or not 0 <= keeper < len(keepers):
-                raise ValueError(f"mirror: got keeper {keeper} of rank {owner}; allowed: another of {len(keepers)} ranks")
-        self._copies: dict[int, _Versions] = {}
+        self._engine, self._rank, self._group = engine, rank, group if len(replica_ranks) > 1 else None
+        for owner, replica_rank in enumerate(replica_ranks if self._group is not None else ()):
+            if replica_rank == owner or not 0 <= replica_rank < len(replica_ranks):
+                raise ValueError(f"mirror: got replica rank {replica_rank} for rank {owner}; allowed: another of {len(replica_ranks)} ranks")
+        self._replicas: dict[int, _Versions] = {}
         self._own: _Versions | None = None
         self._sends: list[dist.Work] = []
         self._receives: dict[int, list[dist.Work]] = {}
@@ -80,9 +80,9 @@ class Mirror:
         self._under_way = False
         if self._group is None:
             return
-        self._keeper = keepers[rank]
+        self._replica_rank = replica_ranks[rank]
         self._version = torch.zeros(1, dtype=torch.int64)
-        self._copies = self._described([owner for owner, keeper in enumerate(keepers) if keeper == rank])
+        self._replicas = self._described([owner for owner, replica_rank in enumerate(replica_ranks) if replica_rank == rank])
         on_device = engine.device.type != "cpu"
         self._stream: Any = torch.get_device_module(engine.device).Stream(engine.device) if on_device else None
         if on_device or snapshot:
@@ -93,13 +93,13 @@ class Mirror:
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory that the copies take, and on a device the pinned memory that this rank's shard is sent from."""
-        kept = [*self._copies.values(), *([self._own] if self._own else [])]
+        """Host memory that the replicas take, and on a device the pinned memory that this rank's shard is sent from."""
+        kept = [*self._replicas.values(), *([self._own] if self._own else [])]
         states = {id(state): state for versions in kept for state in (versions.whole, versions.coming)}
         return sum(tensor.nbytes for state in states.values() for tensor in state.tensors().values())
 
     def begin(self) -> None:
-        """Start to send this rank's current version and to receive those that it keeps; returns at once.
+        """Start to send this rank's current version and to receive the replicas that it holds; returns at once.
 
         Every rank calls this after an update that was applied, and at the start of a generation. Until `finish` the
         engine may run packs and, without a snapshot, not update twice. Raises RuntimeError when a peer is gone.
@@ -109,7 +109,7 @@ class Mirror:
         if self._under_way:
             raise RuntimeError("mirror: begin before the last exchange was finished")
         self._under_way = True
-        for owner, versions in self._copies.items():
+        for owner, versions in self._replicas.items():
             versions.coming.version = UNFINISHED
             tensors = [versions.version, *versions.coming.tensors().values()]
             self._receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=owner, tag=tag))
@@ -137,31 +137,31 @@ class Mirror:
         self._join()
         for owner, works in self._receives.items():
             if self._waited(works, f"from rank {owner}"):
-                self._copies[owner].turn()
-        self._waited(self._sends, "to its keeper")
+                self._replicas[owner].turn()
+        self._waited(self._sends, "to its replica rank")
         self._receives, self._sends, self._under_way = {}, [], False
-        if self._failure:  # for good: whoever asks next must not take the copies for whole
+        if self._failure:  # for good: whoever asks next must not take the replicas for whole
             raise RuntimeError(f"mirror: rank {self._rank}'s exchange broke off: {self._failure}")
 
-    def held(self) -> dict[int, list[ShardState]]:
-        """Complete copies by owner, oldest first. The next `begin` overwrites an owner's older one."""
+    def replicas(self) -> dict[int, list[ShardState]]:
+        """Complete replicas by owner, oldest first. The next `begin` overwrites an owner's older one."""
         return {owner: versions.complete() for owner, versions in self._kept().items() if versions.complete()}
 
     def holdings(self) -> list[Holding]:
-        """What is held, with the pieces of each owner, as `reshard` takes it."""
+        """The replicas with the pieces of each owner, as `reshard` takes them."""
         return [Holding(owner, state.version, versions.pieces, state) for owner, versions in self._kept().items() for state in versions.complete()]
 
     def close(self) -> None:
-        """Leave an exchange under way and let the group go; copies that `held` has given out stay good."""
+        """Leave an exchange under way and let the group go; replicas that were given out stay good."""
         self._join()
-        self._receives, self._sends, self._copies, self._own, self._group = {}, [], {}, None, None
+        self._receives, self._sends, self._replicas, self._own, self._group = {}, [], {}, None, None
 
     def _kept(self) -> dict[int, _Versions]:
         self._join()
-        return {**self._copies, self._rank: self._own} if self._own is not None and self._snapshot else self._copies
+        return {**self._replicas, self._rank: self._own} if self._own is not None and self._snapshot else self._replicas
 
     def _described(self, owners: list[int]) -> dict[int, _Versions]:
-        """Empty copies of what `owners` have: each tells its keeper the size and the pieces of its shard."""
+        """Empty replicas of the shards of `owners`: each tells its replica rank the size and the pieces of its shard."""
         assert self._group is not None
         told = torch.frombuffer(bytearray(pickle.dumps([(piece.name, piece.start, piece.stop, piece.offset) for piece in self._engine.pieces()])),
                                 dtype=torch.uint8)
@@ -169,7 +169,7 @@ class Mirror:
         dist.all_gather_single(sizes, torch.tensor([self._engine.shard_size, told.numel()]), group=self._group)
         received = {owner: torch.empty(int(sizes[2 * owner + 1]), dtype=torch.uint8) for owner in owners}
         works = [_posted(dist.irecv(buffer, group=self._group, group_src=owner)) for owner, buffer in received.items()]
-        works.append(_posted(dist.isend(told, group=self._group, group_dst=self._keeper)))
+        works.append(_posted(dist.isend(told, group=self._group, group_dst=self._replica_rank)))
         for work in works:
             work.wait()
         return {owner: _Versions.empty(tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes())), int(sizes[2 * owner]))
@@ -177,7 +177,7 @@ class Mirror:
 
     def _send(self, state: ShardState) -> None:
         tensors = [self._version, *state.tensors().values()]
-        self._sends = [_posted(dist.isend(tensor, group=self._group, group_dst=self._keeper, tag=tag))
+        self._sends = [_posted(dist.isend(tensor, group=self._group, group_dst=self._replica_rank, tag=tag))
                        for tag, tensor in enumerate(tensors) if tensor.numel()]
 
     def _staging(self, staged: ShardState, current: ShardState) -> Any:

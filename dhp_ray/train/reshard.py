@@ -1,7 +1,7 @@
 """One version of the state, from the shards of one membership to those of the next, in memory.
 
     old layout    rank 0 | rank 1 (lost) | rank 2          a holding: what a rank has of an old rank's shard
-                     |        | its keeper's copy |
+                     |          | its replica |
     new rank 0 supplies 0     |      new rank 1 supplies 1 and 2
                      \\        v        v
     new layout       rank 0   |   rank 1                   every new rank gets the intervals that it wants

@@ -22,7 +22,7 @@ from dhp_ray.runtime.elastic import (
     adoption_of,
     condition_of,
     decide,
-    keepers_of,
+    replica_ranks_of,
 )
 
 WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name) for name in ("well", "dead", "silent", "raised", "stuck", "slow"))
@@ -116,7 +116,7 @@ def held(generation: int, world_size: int, **versions: list[int]) -> Holdings:
 
 
 def test_the_newest_whole_version_is_adopted() -> None:
-    """Ranks 0 and 1 of three live; rank 2's keeper is rank 0. Rank 2 died before its copy of version 8 had gone out."""
+    """Ranks 0 and 1 of three live; rank 2's replica rank is rank 0. Rank 2 died before its copy of version 8 had gone out."""
     zero, one = [held(1, 3, r0=[8, 7], r2=[7])], [held(1, 3, r1=[8, 7], r0=[7, 8])]
     assert adoption_of([zero, one]) == Adoption(1, 7, ((0, 2), (1,)))
     zero = [held(1, 3, r0=[8, 7], r2=[7, 8])]
@@ -148,7 +148,7 @@ def test_a_newcomer_supplies_nothing() -> None:
     assert adoption_of([[held(3, 1, r0=[2, 1])], []]) == Adoption(3, 2, ((0,), ()))
 
 
-@pytest.mark.parametrize(("nodes", "keepers"), [
+@pytest.mark.parametrize(("nodes", "replica_ranks"), [
     ("", ()),
     ("a", ()),
     ("aa", (1, 0)),
@@ -158,37 +158,37 @@ def test_a_newcomer_supplies_nothing() -> None:
     ("aaab", (3, 3, 3, 0)),  # node b alone is another one
     ("abc", (1, 2, 0)),
 ])
-def test_who_keeps_whose_shard(nodes: str, keepers: tuple[int, ...]) -> None:
-    assert keepers_of(list(nodes)) == keepers
+def test_which_rank_holds_whose_replica(nodes: str, replica_ranks: tuple[int, ...]) -> None:
+    assert replica_ranks_of(list(nodes)) == replica_ranks
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_the_loss_of_a_rank_or_a_node_leaves_every_shard(ranks_of_nodes: list[int]) -> None:
     nodes = [str(node) for node, number in enumerate(ranks_of_nodes) for _ in range(number)]
-    keepers = keepers_of(nodes)
+    replica_ranks = replica_ranks_of(nodes)
     if len(nodes) < 2:
-        assert keepers == ()
+        assert replica_ranks == ()
         return
     lost_together = [{rank} for rank in range(len(nodes))]
     if len(ranks_of_nodes) > 1:
         lost_together += [{rank for rank, node in enumerate(nodes) if node == lost} for lost in set(nodes)]
     for lost in lost_together:
-        assert all(owner not in lost or keeper not in lost for owner, keeper in enumerate(keepers)), (nodes, keepers, lost)
-    kept = [keepers.count(rank) for rank in range(len(nodes))]
+        assert all(owner not in lost or replica_rank not in lost for owner, replica_rank in enumerate(replica_ranks)), (nodes, replica_ranks, lost)
+    kept = [replica_ranks.count(rank) for rank in range(len(nodes))]
     if len(set(ranks_of_nodes)) == 1:
         assert set(kept) == {1}  # nobody keeps more than one where nodes are alike
 
 
 def test_the_loss_of_any_one_of_three_ranks_is_survived_whatever_they_had_finished() -> None:
     """Each survivor is in version 4 or already in 5; what they kept for others is 4, and for some 5 as well."""
-    keepers = keepers_of(["a", "b", "c"])
+    replica_ranks = replica_ranks_of(["a", "b", "c"])
     for lost, ahead in permutations(range(3), 2):
         found = []
         for rank in range(3):
             if rank == lost:
                 continue
             own = [5, 4] if rank == ahead else [4, 3]
-            kept = {owner: [4] for owner in range(3) if keepers[owner] == rank}
+            kept = {owner: [4] for owner in range(3) if replica_ranks[owner] == rank}
             found.append([Holdings(1, 3, {rank: own, **kept})])
         adoption = adoption_of(found)
         assert adoption is not None

@@ -36,22 +36,22 @@ def gathered(state: ShardState) -> list[ShardState]:
     return [ShardState(*tensors.unbind(), version=state.version) for tensors in found]
 
 
-def mirrored(rank: int, keepers: list[int]) -> list[Any]:
+def mirrored(rank: int, replica_ranks: list[int]) -> list[Any]:
     """Versions that are held, and whether each is what its owner had, through three updates."""
-    world_size = len(keepers)
+    world_size = len(replica_ranks)
     network = Network()
     engine = make_engine(network, rank, world_size)
-    mirror = Mirror(engine, rank, keepers, dist.new_group(list(range(world_size)), backend="gloo"))
-    told: list[Any] = [(mirror.held(), mirror.memory_bytes, engine.shard_size)]
+    mirror = Mirror(engine, rank, replica_ranks, dist.new_group(list(range(world_size)), backend="gloo"))
+    told: list[Any] = [(mirror.replicas(), mirror.memory_bytes, engine.shard_size)]
     had: dict[int, list[ShardState]] = {}
     for step in range(4):
         if step:
             train_step(engine, network, step - 1, rank, world_size)
         had[engine.state_version] = gathered(engine.current)
         mirror.begin()
-        during = {owner: [state.version for state in states] for owner, states in mirror.held().items()}
+        during = {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}
         mirror.finish()
-        held = mirror.held()
+        held = mirror.replicas()
         right = all(equal(state, had[state.version][owner]) for owner, states in held.items() for state in states)
         told.append((during, {owner: [state.version for state in states] for owner, states in held.items()}, right))
         pieces = {holding.owner: holding.pieces for holding in mirror.holdings()}
@@ -60,10 +60,10 @@ def mirrored(rank: int, keepers: list[int]) -> list[Any]:
     return told
 
 
-@pytest.mark.parametrize("keepers", [[1, 0], [1, 2, 0], [2, 2, 0, 2]])
-def test_a_keeper_has_two_versions_of_which_one_is_whole_at_any_moment(keepers: list[int]) -> None:
-    for rank, (before, *steps) in enumerate(run_ranks(mirrored, len(keepers), keepers)):
-        owners = [owner for owner, keeper in enumerate(keepers) if keeper == rank]
+@pytest.mark.parametrize("replica_ranks", [[1, 0], [1, 2, 0], [2, 2, 0, 2]])
+def test_a_replica_rank_has_two_versions_of_which_one_is_whole_at_any_moment(replica_ranks: list[int]) -> None:
+    for rank, (before, *steps) in enumerate(run_ranks(mirrored, len(replica_ranks), replica_ranks)):
+        owners = [owner for owner, replica_rank in enumerate(replica_ranks) if replica_rank == rank]
         held, memory_bytes, shard_size = before
         assert held == {}
         assert memory_bytes == len(owners) * 2 * 3 * 4 * shard_size
@@ -81,14 +81,14 @@ def skipped_and_seldom(rank: int) -> list[Any]:
     train_step(engine, network, 0, rank, 2)
     train_step(engine, network, 1, rank, 2)  # overwrites the engine's version 0, which is still on its way
     mirror.finish()
-    first = {owner: [state.version for state in states] for owner, states in mirror.held().items()}
+    first = {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}
     mirror.begin()
     mirror.finish()
-    own = mirror.held()[rank]
+    own = mirror.replicas()[rank]
     right = equal(own[0], early) and equal(own[1], engine.current) and mirror.memory_bytes == 2 * 2 * 3 * 4 * engine.shard_size
     mirror.begin()
     mirror.finish()
-    return [first, right, {owner: [state.version for state in states] for owner, states in mirror.held().items()}]
+    return [first, right, {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}]
 
 
 def test_with_a_snapshot_updates_may_go_on_and_the_owner_has_what_was_mirrored() -> None:
@@ -100,12 +100,12 @@ def no_group(rank: int) -> list[Any]:
     mirror = Mirror(engine, 0, [], None)
     mirror.begin()
     mirror.finish()
-    held = mirror.held(), mirror.holdings(), mirror.memory_bytes
+    held = mirror.replicas(), mirror.holdings(), mirror.memory_bytes
     mirror.close()
     said = []
-    for keepers in ([0, 1], [1, 2]):
-        with pytest.raises(ValueError, match="mirror: got keeper") as raised:
-            Mirror(engine, rank, keepers, dist.group.WORLD)
+    for replica_ranks in ([0, 1], [1, 2]):
+        with pytest.raises(ValueError, match="mirror: got replica rank") as raised:
+            Mirror(engine, rank, replica_ranks, dist.group.WORLD)
         said.append(str(raised.value))
     pair = Mirror(make_engine(Network(), rank, 2), rank, [1, 0], dist.group.WORLD)
     pair.begin()
@@ -115,8 +115,8 @@ def no_group(rank: int) -> list[Any]:
     return [held, said]
 
 
-def test_one_rank_keeps_nothing_and_no_rank_its_own() -> None:
-    said = ["mirror: got keeper 0 of rank 0; allowed: another of 2 ranks", "mirror: got keeper 2 of rank 1; allowed: another of 2 ranks"]
+def test_one_rank_holds_no_replica_and_no_rank_its_own() -> None:
+    said = ["mirror: got replica rank 0 for rank 0; allowed: another of 2 ranks", "mirror: got replica rank 2 for rank 1; allowed: another of 2 ranks"]
     assert run_ranks(no_group, 2) == [[({}, [], 0), said]] * 2
 
 
@@ -143,7 +143,7 @@ def broken_off(rank: int, port: int, width: int, sends: bool) -> Any:
         mirror.finish()
     except RuntimeError as error:
         said = str(error)
-    held = mirror.held()
+    held = mirror.replicas()
     versions = {owner: [state.version for state in states] for owner, states in held.items()}
     right = all(equal(state, had[state.version][owner]) for owner, states in held.items() for state in states)
     store.add("done", 1)
@@ -161,7 +161,7 @@ def test_a_peer_that_dies_before_all_has_come_leaves_its_older_version_whole(wid
         assert "\n" not in said.strip()
         assert versions == {1: [1, 2], 2: [1]}, "the version of rank 2 that did not come whole does not count"
     assert right
-    assert other_said == "", "its owner and its keeper live"
+    assert other_said == "", "its owner and its replica rank live"
     assert other_versions == {0: [1, 2]}
     assert other_right
 
@@ -181,13 +181,13 @@ def from_a_device(rank: int) -> list[Any]:
         had = gathered(copied(engine.current))
         mirror.begin()
         mirror.finish()
-        right += [equal(mirror.held()[owner][-1], had[owner]) for owner in range(2)]
+        right += [equal(mirror.replicas()[owner][-1], had[owner]) for owner in range(2)]
     mirror.begin()
     for _ in range(2):  # overwrites what is on its way, on the device
         engine.update(1)
     mirror.finish()
-    right += [equal(mirror.held()[owner][-1], had[owner]) for owner in range(2)]
-    versions = {owner: [state.version for state in states] for owner, states in mirror.held().items()}
+    right += [equal(mirror.replicas()[owner][-1], had[owner]) for owner in range(2)]
+    versions = {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}
     return [all(right), versions, mirror.memory_bytes == 4 * 3 * 4 * engine.shard_size]
 
 
