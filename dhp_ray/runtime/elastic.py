@@ -2,7 +2,7 @@
 
     condition_of   what a survey shows of one worker          -> well, dead, silent, raised, stuck
     decide         conditions, newcomers, bounds              -> go on, form a new generation, wait for capacity, or stop
-    adoption_of    which shard versions the survivors hold     -> the version to go on from, and who supplies each shard
+    surviving_state  which shard versions the survivors hold     -> the version to go on from, and who supplies each shard
     replica_ranks_of   the nodes of the ranks               -> which rank holds the replica of which rank's shard
 """
 
@@ -117,7 +117,7 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class HeldShards:
     """Complete shard versions that a worker has of one generation: {owner: versions}."""
 
     generation: int
@@ -126,7 +126,7 @@ class Holdings:
 
 
 @dataclass(frozen=True)
-class Adoption:
+class SurvivingState:
     """Go on from `version`, whose shards are those of `generation`; `owners[place]` are what the worker at that place supplies."""
 
     generation: int
@@ -134,15 +134,15 @@ class Adoption:
     owners: tuple[tuple[int, ...], ...]
 
 
-def adoption_of(held: Sequence[Sequence[Holdings]]) -> Adoption | None:
+def surviving_state(held: Sequence[Sequence[HeldShards]]) -> SurvivingState | None:
     """The highest version of which every shard survives whole, from what each worker holds; None when there is none.
 
     Of several that hold a shard, the one that supplies least so far does.
     """
-    sizes = {holdings.generation: holdings.world_size for found in held for holdings in found}
-    best: Adoption | None = None
+    sizes = {shards.generation: shards.world_size for found in held for shards in found}
+    best: SurvivingState | None = None
     for generation, world_size in sorted(sizes.items()):
-        mine = [next((holdings.versions for holdings in found if holdings.generation == generation), {}) for found in held]
+        mine = [next((shards.versions for shards in found if shards.generation == generation), {}) for found in held]
         for version in sorted({version for versions in mine for owned in versions.values() for version in owned}):
             supplied: list[list[int]] = [[] for _ in held]
             for owner in range(world_size):
@@ -152,7 +152,7 @@ def adoption_of(held: Sequence[Sequence[Holdings]]) -> Adoption | None:
                 supplied[min(holders, key=lambda place: (len(supplied[place]), place))].append(owner)
             else:
                 if best is None or (version, generation) > (best.version, best.generation):
-                    best = Adoption(generation, version, tuple(tuple(owners) for owners in supplied))
+                    best = SurvivingState(generation, version, tuple(tuple(owners) for owners in supplied))
     return best
 
 

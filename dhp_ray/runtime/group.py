@@ -94,7 +94,7 @@ class WorkerGroup:
         return [{"rank": rank, **{name: member.described[name] for name in ("pid", "node_id", "device")}} for rank, member in enumerate(self.members)]
 
     def join(self, generation: int, store: tuple[str, int], replica_ranks: Sequence[int], origins: Sequence[Any], step: int) -> list[ray.ObjectRef]:
-        """All workers enter a generation, each with its origin (Load or Adopt), after `step`; calls that return the state version of each."""
+        """All workers enter a generation, each with its origin (FromCheckpoint or FromMemory), after `step`; calls that return the state version of each."""
         return [member.actor.join.remote(Membership(rank, self.size, generation, *store, tuple(replica_ranks)), origin, step)
                 for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))]
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import ray
 
     from dhp_ray.planner.results import StepResult
-    from dhp_ray.runtime.elastic import Holdings
+    from dhp_ray.runtime.elastic import HeldShards
 
 
 class RunError(RuntimeError):
@@ -37,14 +37,14 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class Load:
+class FromCheckpoint:
     """Begin with a checkpoint's state, or with fresh weights (no name)."""
 
     name: str = ""
 
 
 @dataclass(frozen=True)
-class Adopt:
+class FromMemory:
     """Begin with what the workers hold of an earlier generation. `owners`: the shards that this worker supplies."""
 
     generation: int
@@ -75,7 +75,7 @@ class Status:
     waits: bool = False
     progress: str = ""
     error: str = ""
-    held: tuple[Holdings, ...] = ()
+    held: tuple[HeldShards, ...] = ()
     ran: dict[int, Ran] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
 

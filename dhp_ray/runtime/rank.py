@@ -30,7 +30,7 @@ from dhp_ray.train.checkpoint import Checkpointer
 from dhp_ray.train.engine import FlatEngine, OptimizerSettings, resident_bytes
 from dhp_ray.train.lockstep import LockstepStep
 from dhp_ray.train.mirror import Mirror
-from dhp_ray.train.reshard import Holding, reshard
+from dhp_ray.train.reshard import LocalShard, reshard
 from dhp_ray.train.schedule import learning_rate_factor
 from dhp_ray.train.sharded import ShardedEngine, sharded_bytes
 from dhp_ray.train.step import RankStep
@@ -113,7 +113,7 @@ class Rank:
     """One member of one generation of the group.
 
     Args:
-        adapter: a model whose state is yet to be adopted or loaded when `adopts`; else its weights are the state.
+        adapter: a model whose state is loaded after this when `keeps_state`; else its weights are the state.
         originals: of the flat engine before, over the same adapter.
         called_off: whether the generation is given up, asked while its ranks meet.
 
@@ -122,7 +122,7 @@ class Rank:
         MeetingError: the other ranks did not come.
     """
 
-    def __init__(self, config: Config, membership: Membership, accelerator: Accelerator, adapter: ModelAdapter | None = None, adopts: bool = False,
+    def __init__(self, config: Config, membership: Membership, accelerator: Accelerator, adapter: ModelAdapter | None = None, keeps_state: bool = False,
                  originals: Mapping[str, Tensor] | None = None, called_off: Callable[[], bool] = lambda: False) -> None:
         self.config, self.membership, self.accelerator = config, membership, accelerator
         rank, world_size = membership.rank, membership.world_size
@@ -139,7 +139,7 @@ class Rank:
         mirrors = world_size > 1 and bool(membership.replica_ranks)
         mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, config.comm.pool_groups, timeout)
-        self.engine = self._sharded_engine() if config.planner.sync == "micro_batch" else self._flat_engine(world, not adopts, originals)
+        self.engine = self._sharded_engine() if config.planner.sync == "micro_batch" else self._flat_engine(world, not keeps_state, originals)
         try:
             self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group, snapshot=config.elastic.mirror_every_steps > 1)
         except BaseException:
@@ -154,9 +154,9 @@ class Rank:
         self.checkpointer = Checkpointer(self.engine, rank, world_size, self.state_group, Path(self.scratch.name) if self.scratch else None, folder,
                                          membership.generation)
 
-    def adopt(self, supplies: Sequence[Holding]) -> None:
+    def load_state(self, supplies: Sequence[LocalShard]) -> None:
         """Take over the state of an earlier generation; every rank calls this with what it is to supply."""
-        self.engine.adopt(reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank, self.state_group))
+        self.engine.load_state(reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank, self.state_group))
 
     def begin_mirror(self, step: int) -> None:
         """After a step: start to copy the state to this rank's replica rank, when due. Every rank calls this alike."""
@@ -170,9 +170,9 @@ class Rank:
         with self._mirror_lock:
             self.mirror.finish()
 
-    def holdings(self) -> list[Holding]:
+    def local_shards(self) -> list[LocalShard]:
         """Every complete shard version that this rank has: its own and those that it keeps for others."""
-        found = {(holding.owner, holding.version): holding for holding in [*self.mirror.holdings(), *self.engine.holdings(self.membership.rank)]}
+        found = {(shard.owner, shard.version): shard for shard in [*self.mirror.local_shards(), *self.engine.local_shards(self.membership.rank)]}
         return list(found.values())
 
     def learning_rate_factor(self, step: int, total_steps: int) -> float:
@@ -186,7 +186,7 @@ class Rank:
             self.adapter.save(folder, state)
 
     def close(self, broken: bool = False) -> None:
-        """Leave the generation. `broken`: peers may be gone, so nothing is waited for; holdings taken before stay good."""
+        """Leave the generation. `broken`: peers may be gone, so nothing is waited for; local shards taken before stay good."""
         self.checkpointer.close(timeout_s=0.0 if broken else None)
         leave_world(lambda: self._let_go(broken), self.accelerator, broken)
         if self.scratch:
@@ -201,11 +201,11 @@ class Rank:
         gone: Any = None
         self.stepper = self.checkpointer = self.mirror = self.state_group = gone
 
-    def _flat_engine(self, world: dist.ProcessGroup | None, rebuild: bool, originals: Mapping[str, Tensor] | None) -> Engine:
+    def _flat_engine(self, world: dist.ProcessGroup | None, initialize: bool, originals: Mapping[str, Tensor] | None) -> Engine:
         train = self.config.train
         self.adapter.module.to(self.device)  # type: ignore[arg-type]
         return FlatEngine(self.adapter.module, self._optimizer_settings(), world, self.membership.world_size, self.membership.rank,
-                          train.precision, int(train.bucket_mb * 2**20), rebuild, originals)
+                          train.precision, int(train.bucket_mb * 2**20), initialize, originals)
 
     def _sharded_engine(self) -> Engine:
         assert dist.group.WORLD is not None

@@ -3,7 +3,7 @@
     survey   who is dead, silent, stuck or has raised: their actors are ended, the job's process is asked for others
     settle   everyone else leaves the broken generation, which closed sockets make them do
     wait     until there are enough ranks
-    adopt    the highest state version of which every shard survives; without one, the newest checkpoint
+    load     the highest state version of which every shard survives; without one, the newest checkpoint
     join     survivors and newcomers meet; the state moves between their memories
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 import ray
 
 from dhp_ray.planner.plan import Plan
-from dhp_ray.runtime.elastic import Adoption, Condition, Form, GoOn, Stop, Wait, adoption_of, condition_of, decide
+from dhp_ray.runtime.elastic import Condition, Form, GoOn, Stop, SurvivingState, Wait, condition_of, decide, surviving_state
 from dhp_ray.runtime.group import Member, by_node
-from dhp_ray.runtime.messages import Adopt, GroupError, Load, Message, Notice, Ran, Replace, RunError, Status, StoppingError
+from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, GroupError, Message, Notice, Ran, Replace, RunError, Status, StoppingError
 from dhp_ray.runtime.start import Session
 
 POLL_S = 0.05
@@ -76,24 +76,24 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     newcomers = session.arrivals.take(0 if session.stopping else session.max_workers - len(survivors))
     committed = session.records.last_step
 
-    adoption = adoption_of([seen.status.held for seen in survivors])
-    step = _step_of(adoption, survivors, committed) if adoption else 0
+    surviving = surviving_state([seen.status.held for seen in survivors])
+    step = _step_of(surviving, survivors, committed) if surviving else 0
     finished = [_finished(session, number, survivors) for number in range(committed + 1, step + 1)]
     known = all(found.ran for found in finished)  # not where a lost driver's ledger on an object store was many steps behind
-    if adoption is None or step < committed or not known:
+    if surviving is None or step < committed or not known:
         saved = session.checkpoints.newest_step()
-        if adoption is None or step < saved or not known:
-            adoption, step, finished = None, saved, []
+        if surviving is None or step < saved or not known:
+            surviving, step, finished = None, saved, []
     _end_where_saved(session, step)
     if step < committed or session.stream_lost:
         session.dispatcher.stop().clear()
         yield from _go_back(session, step, committed)
-    origins: dict[int, Load | Adopt] = {}
-    load = Load(session.checkpoints.manifest(step).files if step and not adoption else "")
+    origins: dict[int, FromCheckpoint | FromMemory] = {}
+    load = FromCheckpoint(session.checkpoints.manifest(step).files if step and not surviving else "")
     for place, seen in enumerate(survivors):
-        origins[seen.member.slot] = Adopt(adoption.generation, adoption.version, adoption.owners[place]) if adoption else load
+        origins[seen.member.slot] = FromMemory(surviving.generation, surviving.version, surviving.owners[place]) if surviving else load
     for member in newcomers:
-        origins[member.slot] = Adopt(adoption.generation, adoption.version) if adoption else load
+        origins[member.slot] = FromMemory(surviving.generation, surviving.version) if surviving else load
 
     generation = max([session.generation, *(seen.status.generation for seen in survivors)]) + 1
     session.group.members = by_node([*(seen.member for seen in survivors), *newcomers])
@@ -101,7 +101,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     calls = session.group.join(generation, session.store, session.replica_ranks, [origins[member.slot] for member in session.group.members], step)
     try:
         with session.group.waits.on(f"the workers to meet in generation {generation}"):
-            session.group.collect(calls, stopping=None if adoption else session.stop_reason)
+            session.group.collect(calls, stopping=None if surviving else session.stop_reason)
     except GroupError:
         session.group.start("call_off", generation)  # those that still wait for the others
         raise
@@ -115,7 +115,7 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     seconds = moments["hand_over_s"] - moments["begun"]
     spent = {name: round(end - begin, 3) for (_, begin), (name, end) in pairwise(moments.items())}
     session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size, seconds=round(seconds, 3), **spent,
-                          version=adoption.version if adoption else None, survivors=len(survivors), newcomers=len(newcomers))
+                          version=surviving.version if surviving else None, survivors=len(survivors), newcomers=len(newcomers))
     words = f"generation {generation}: {cause}; {session.group.size} ranks go on with step {step + 1} after {seconds:.1f} s"
     session.scalars.scalars(step + 1, {"elastic/recovery_s": seconds})
     session.scalars.text("events", words, step + 1)
@@ -215,9 +215,9 @@ def reopened(session: Session) -> Iterator[Message]:
         yield Replace(slot)
 
 
-def _step_of(adoption: Adoption, survivors: list[Sighted], committed: int) -> int:
-    """The step after which the state is that of the adoption."""
-    return max((seen.status.steps[adoption.version] for seen in survivors if adoption.version in seen.status.steps), default=committed)
+def _step_of(surviving: SurvivingState, survivors: list[Sighted], committed: int) -> int:
+    """The step after which the state is the surviving one."""
+    return max((seen.status.steps[surviving.version] for seen in survivors if surviving.version in seen.status.steps), default=committed)
 
 
 def _finished(session: Session, step: int, survivors: list[Sighted]) -> Finished:

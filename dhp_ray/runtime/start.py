@@ -24,7 +24,7 @@ from dhp_ray.runtime.elastic import Condition, Failures, replica_ranks_of
 from dhp_ray.runtime.evaluation import Evaluation, held_out_stream
 from dhp_ray.runtime.group import WorkerGroup
 from dhp_ray.runtime.measures import TimeScale
-from dhp_ray.runtime.messages import Load, Message, Notice, RunError, Started
+from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunError, Started
 from dhp_ray.runtime.nodes import Draining
 from dhp_ray.runtime.records import RunRecords
 from dhp_ray.runtime.room import MEMORY_SHARE, check_memory, check_room, saves_ahead
@@ -203,7 +203,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     records.truncate(first_step - 1)
     if newest:
         stream.restore(newest.cursor)
-    origin = Load(newest.files if newest else "")
+    origin = FromCheckpoint(newest.files if newest else "")
     generation = records.generation + 1  # one after those of earlier starts
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, session.replica_ranks, [origin] * group.size, first_step - 1))

@@ -31,14 +31,14 @@ from dhp_ray.config import Config
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.planner.results import StepResult
-from dhp_ray.runtime.elastic import Holdings
-from dhp_ray.runtime.messages import Adopt, BlockRows, Load, Membership, Ran, RunError, Status
+from dhp_ray.runtime.elastic import HeldShards
+from dhp_ray.runtime.messages import BlockRows, FromCheckpoint, FromMemory, Membership, Ran, RunError, Status
 from dhp_ray.runtime.prefetch import load_payloads, processor_spec
 from dhp_ray.runtime.rank import Rank, build_adapter, export_folder, save_folder, state_size
 from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import FlatEngine
-from dhp_ray.train.reshard import Holding
+from dhp_ray.train.reshard import LocalShard
 
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
 """Threads beside the one that trains."""
@@ -80,7 +80,7 @@ class Worker:
         self.unused = False  # the adapter has its first weights
         self.originals: dict[str, Tensor] = {}
         self.prefetched: dict[str, tuple[RankPlan, dict[str, Payload]]] = {}  # by plan id
-        self.kept: list[tuple[int, int, Holding]] = []  # generation, its world size, and what is left of it here
+        self.kept: list[tuple[int, int, LocalShard]] = []  # generation, its world size, and what is left of it here
         self.ran: dict[int, Ran] = {}
         self.steps: dict[int, int] = {}  # of each state version the last step that left it
         self.generation = self.called_off = 0
@@ -111,7 +111,7 @@ class Worker:
             self.adapter, self.unused = build_adapter(self.config), True
 
     @training
-    def join(self, membership: Membership, origin: Load | Adopt, step: int) -> int:
+    def join(self, membership: Membership, origin: FromCheckpoint | FromMemory, step: int) -> int:
         """Enter a generation after `step`, with the state of `origin`; returns the state version."""
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # counts for this thread, which also runs the steps
         self.accelerator.activate()
@@ -122,17 +122,17 @@ class Worker:
         self.processor = processor_spec(self.config).load()
         if not gc.get_freeze_count():
             gc.freeze()  # what is loaded stays: to look through it for cycles, at each change of membership, would take most of its time
-        adopts = isinstance(origin, Adopt)
-        reusable = self.adapter if self.unused or (adopts and self.config.planner.sync == "step") else None  # FSDP2 modules keep their mesh for life
+        keeps_state = isinstance(origin, FromMemory)
+        reusable = self.adapter if self.unused or (keeps_state and self.config.planner.sync == "step") else None  # FSDP2 modules keep their mesh for life
         if reusable is None:
             self.originals, self.adapter = {}, None  # before the next one is built: both at once may be more than there is room for
         self.unused = False
-        self.rank = Rank(self.config, membership, self.accelerator, reusable, adopts, self.originals,
+        self.rank = Rank(self.config, membership, self.accelerator, reusable, keeps_state, self.originals,
                          lambda: self.called_off >= membership.generation)
         self.adapter = self.rank.adapter
-        if isinstance(origin, Adopt):
-            self.rank.adopt([holding for generation, _, holding in self.kept
-                             if (generation, holding.version) == (origin.generation, origin.version) and holding.owner in origin.owners])
+        if isinstance(origin, FromMemory):
+            self.rank.load_state([shard for generation, _, shard in self.kept
+                                  if (generation, shard.version) == (origin.generation, origin.version) and shard.owner in origin.owners])
         elif origin.name:
             self.rank.checkpointer.load(origin.name)
         self.rank.begin_mirror(0)
@@ -246,12 +246,12 @@ class Worker:
         ours = [frame for frame in frames if "/dhp_ray/" in frame.filename]
         return (f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""), waits
 
-    def _held(self) -> tuple[Holdings, ...]:
+    def _held(self) -> tuple[HeldShards, ...]:
         found: dict[tuple[int, int], dict[int, list[int]]] = {}
-        here = [(self.rank.membership.generation, self.rank.membership.world_size, holding) for holding in self.rank.holdings()] if self.rank else []
-        for generation, world_size, holding in [*self.kept, *here]:
-            found.setdefault((generation, world_size), {}).setdefault(holding.owner, []).append(holding.version)
-        return tuple(Holdings(generation, world_size, versions) for (generation, world_size), versions in found.items())
+        here = [(self.rank.membership.generation, self.rank.membership.world_size, shard) for shard in self.rank.local_shards()] if self.rank else []
+        for generation, world_size, shard in [*self.kept, *here]:
+            found.setdefault((generation, world_size), {}).setdefault(shard.owner, []).append(shard.version)
+        return tuple(HeldShards(generation, world_size, versions) for (generation, world_size), versions in found.items())
 
     def _leave(self) -> None:
         """Leave the generation with all that is held of it."""
@@ -259,7 +259,7 @@ class Worker:
         if rank is None:
             leave_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
             return
-        self.kept += [(rank.membership.generation, rank.membership.world_size, holding) for holding in rank.holdings()]
+        self.kept += [(rank.membership.generation, rank.membership.world_size, shard) for shard in rank.local_shards()]
         if isinstance(rank.engine, FlatEngine):
             self.originals = rank.engine.originals
         rank.close(broken=True)

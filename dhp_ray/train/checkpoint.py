@@ -119,7 +119,7 @@ class Checkpointer:
             if fetched:
                 shutil.rmtree(fetched, ignore_errors=True)
         state.version = int(description["state_version"])
-        self.engine.adopt(state)
+        self.engine.load_state(state)
 
     def _entries(self, state: ShardState) -> dict[str, Intervals]:
         """The pieces of a state by kind and parameter name; they share its memory."""

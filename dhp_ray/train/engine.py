@@ -40,10 +40,10 @@ class FlatEngine(Engine):
     """
 
     def __init__(self, module: nn.Module, settings: OptimizerSettings, world_group: dist.ProcessGroup | None, world_size: int, rank: int,
-                 precision: str = "fp32", bucket_bytes: int = 64 * 2**20, rebuild: bool = True, originals: Mapping[str, Tensor] | None = None) -> None:
+                 precision: str = "fp32", bucket_bytes: int = 64 * 2**20, initialize: bool = True, originals: Mapping[str, Tensor] | None = None) -> None:
         """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` are those of fp32 gradients.
 
-        With `rebuild` False the values of trained parameters are not looked at, and there is no collective: `adopt` must
+        With `initialize` False the values of trained parameters are not looked at, and there is no collective: `load_state` must
         follow. Over a module whose last engine was released, pass that engine's `originals`.
 
         Raises:
@@ -63,15 +63,15 @@ class FlatEngine(Engine):
         super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes, self.layout.pieces(rank), self.layout.buckets,
                          self.layout.shard_size, next(iter(self.parameters.values())).device)
         self.originals = dict(originals or {})
-        if rebuild:
+        if initialize:
             for piece in self._pieces:
                 flat = self.parameters[piece.name].detach().reshape(-1)
                 self.current.value[piece.shard].copy_(flat[piece.start : piece.stop])
         else:
             self.current.version = UNFINISHED
         self._take_over()
-        if rebuild:
-            self.rebuild()
+        if initialize:
+            self.all_gather_parameters()
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's summed fp32 gradients by name, as views; zero for what its packs did not use."""
@@ -97,7 +97,7 @@ class FlatEngine(Engine):
         return trained | {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in frozen.items()}
 
     def _take_over(self) -> None:
-        """Give the parameters their places in the flat buffers; their values come by `rebuild`."""
+        """Give the parameters their places in the flat buffers; their values come by `all_gather_parameters`."""
         self._resident = torch.zeros(self.layout.size, dtype=self.compute_type, device=self.device)
         self._gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.device)
         self._shard_gradient = self._gradient if self.world_size == 1 else torch.zeros_like(self.current.value)
@@ -139,7 +139,7 @@ class FlatEngine(Engine):
             return None
         return dist.reduce_scatter_single(self._shard_gradient[bucket.shard], self._gradient[bucket.flat], group=self.group, async_op=True)
 
-    def _published(self, state: ShardState) -> Iterator[Bucket]:
+    def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
         """Bring the resident parameters up to `state`.
 
         Yields each bucket for the caller to write it, then starts to gather it: bucket k moves while k+1 is written.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dhp_ray.train.buckets import Piece
 from dhp_ray.train.optimizer import UNFINISHED, ShardState
-from dhp_ray.train.reshard import Holding
+from dhp_ray.train.reshard import LocalShard
 from dhp_ray.train.versions import Engine
 
 
@@ -147,9 +147,9 @@ class Mirror:
         """Complete replicas by owner, oldest first. The next `begin` overwrites an owner's older one."""
         return {owner: versions.complete() for owner, versions in self._kept().items() if versions.complete()}
 
-    def holdings(self) -> list[Holding]:
+    def local_shards(self) -> list[LocalShard]:
         """The replicas with the pieces of each owner, as `reshard` takes them."""
-        return [Holding(owner, state.version, versions.pieces, state) for owner, versions in self._kept().items() for state in versions.complete()]
+        return [LocalShard(owner, state.version, versions.pieces, state) for owner, versions in self._kept().items() for state in versions.complete()]
 
     def close(self) -> None:
         """Leave an exchange under way and let the group go; replicas that were given out stay good."""

@@ -1,6 +1,6 @@
 """One version of the state, from the shards of one membership to those of the next, in memory.
 
-    old layout    rank 0 | rank 1 (lost) | rank 2          a holding: what a rank has of an old rank's shard
+    old layout    rank 0 | rank 1 (lost) | rank 2          a local shard: what a rank has of an old rank's
                      |          | its replica |
     new rank 0 supplies 0     |      new rank 1 supplies 1 and 2
                      \\        v        v
@@ -28,11 +28,11 @@ CPU = torch.device("cpu")
 Interval = tuple[str, int, int, int]
 """A Piece as it travels: name, start, stop, offset."""
 Offer = tuple[int, int, list[Interval]]
-"""A Holding as it travels: owner, version, pieces."""
+"""A LocalShard as it travels: owner, version, pieces."""
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalShard:
     """A complete version of rank `owner`'s shard; `pieces` say what it holds, in the layout that it is from."""
 
     owner: int
@@ -40,19 +40,19 @@ class Holding:
     pieces: tuple[Piece, ...]
     state: ShardState
 
-    def on_host(self) -> Holding:
+    def on_host(self) -> LocalShard:
         """The same in host memory; itself where it is there already."""
         if self.state.value.device == CPU:
             return self
         state = ShardState.zeros(self.state.value.numel(), CPU)
         state.copy_(self.state)
-        return Holding(self.owner, self.version, self.pieces, state)
+        return LocalShard(self.owner, self.version, self.pieces, state)
 
 
 class _Part(NamedTuple):
-    """Elements on their way: from `source_offset` of the supplier's holding number `holding` to `target_offset` of the new shard."""
+    """Elements on their way: from `source_offset` of the supplier's local shard number `shard` to `target_offset` of the new shard."""
 
-    holding: int
+    shard: int
     source_offset: int
     target_offset: int
     length: int
@@ -66,7 +66,7 @@ class _Part(NamedTuple):
         return slice(self.target_offset, self.target_offset + self.length)
 
 
-def reshard(supplies: Sequence[Holding], wanted: Sequence[Piece], shard_size: int, rank: int, group: dist.ProcessGroup | None) -> ShardState:
+def reshard(supplies: Sequence[LocalShard], wanted: Sequence[Piece], shard_size: int, rank: int, group: dist.ProcessGroup | None) -> ShardState:
     """This rank's shard of the new layout, in host memory: `shard_size` elements, of which `wanted` are filled and the others 0.
 
     Every rank of the new membership calls this on a gloo group of them all; None is for a single rank. `supplies` are
@@ -76,7 +76,7 @@ def reshard(supplies: Sequence[Holding], wanted: Sequence[Piece], shard_size: in
     Raises:
         ValueError: on every rank alike, one line: an interval that nobody supplies, a shard supplied twice, or two versions.
     """
-    offer: list[Offer] = [(holding.owner, holding.version, _intervals(holding.pieces)) for holding in supplies]
+    offer: list[Offer] = [(shard.owner, shard.version, _intervals(shard.pieces)) for shard in supplies]
     offers, wants = _all_of(offer, _intervals(wanted), group)
     version = _common_version(offers)
     sends, receives = _routes(offers, wants, rank)
@@ -84,9 +84,9 @@ def reshard(supplies: Sequence[Holding], wanted: Sequence[Piece], shard_size: in
     receives.pop(rank, None)
     state = ShardState.zeros(shard_size, CPU)
     for kind, target in state.tensors().items():  # one after the other: a third of the state is in buffers at a time
-        sources = [holding.state.tensors()[kind].to(CPU) for holding in supplies]
+        sources = [shard.state.tensors()[kind].to(CPU) for shard in supplies]
         for part in kept:
-            target[part.target].copy_(sources[part.holding][part.source])
+            target[part.target].copy_(sources[part.shard][part.source])
         if group is not None:
             _exchange(sources, target, sends, receives, group)
     state.version = version
@@ -165,7 +165,7 @@ def _exchange(sources: list[Tensor], target: Tensor, sends: dict[int, list[_Part
     outgoing, incoming = target.new_empty(sum(send_counts)), target.new_empty(sum(receive_counts))
     going = [part for other in ranks for part in sends.get(other, [])]
     for part, (start, stop) in zip(going, _edges(going)):
-        outgoing[start:stop].copy_(sources[part.holding][part.source])
+        outgoing[start:stop].copy_(sources[part.shard][part.source])
     dist.all_to_all_single(incoming, outgoing, receive_counts, send_counts, group=group)
     coming = [part for other in ranks for part in receives.get(other, [])]
     for part, (start, stop) in zip(coming, _edges(coming)):

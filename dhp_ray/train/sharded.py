@@ -172,7 +172,7 @@ class ShardedEngine(Engine):
     def _reduced_gradient(self, bucket: Bucket) -> Tensor:
         return torch.cat([self._gradient(piece) for piece in self._unit_pieces[bucket.start]])
 
-    def _published(self, state: ShardState) -> Iterator[Bucket]:
+    def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
         for bucket in self._buckets:
             yield bucket
             for piece in self._unit_pieces[bucket.start]:

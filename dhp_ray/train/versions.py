@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dhp_ray.train.buckets import Bucket, Piece
 from dhp_ray.train.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
-from dhp_ray.train.reshard import Holding
+from dhp_ray.train.reshard import LocalShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Update:
 class Engine(ABC):
     """Owns a module's parameters; each rank keeps a shard of the trained ones: fp32 values and both moments of AdamW.
 
-    An engine is of one membership. For the next: `holdings`, `release`, then a new engine and `adopt` of what `reshard` gives.
+    An engine is of one membership. For the next: `local_shards`, `release`, then a new engine and `load_state` of what `reshard` gives.
     """
 
     def __init__(self, settings: OptimizerSettings, group: dist.ProcessGroup | None, shapes: dict[str, tuple[int, ...]], pieces: tuple[Piece, ...],
@@ -48,7 +48,7 @@ class Engine(ABC):
 
     @property
     def state_version(self) -> int:
-        """Updates applied since training began: Adam's step counter. UNFINISHED where a state is yet to be adopted."""
+        """Updates applied since training began: Adam's step counter. UNFINISHED before a state is loaded."""
         return self.current.version
 
     @property
@@ -76,10 +76,10 @@ class Engine(ABC):
 
         Every rank calls this, with the same arguments: `num_valid_tokens` of the whole global batch (0 counts as 1,
         its gradients are zeros), `learning_rate_factor` of the schedule. Version v+1 is written beside version v and
-        takes its place at the end: when this raises, version v and the gradients are whole, and `rebuild` on
-        a working group brings the parameters back to it.
+        takes its place at the end: when this raises, version v and the gradients are whole, and `all_gather_parameters`
+        on a working group brings the parameters back to it.
         """
-        assert self.current.version != UNFINISHED, "a state must be adopted first"
+        assert self.current.version != UNFINISHED, "a state must be loaded first"
         norm = self._reduce() / max(1, num_valid_tokens)
         learning_rate = self.optimizer.peak_learning_rate * learning_rate_factor
         if not math.isfinite(norm):
@@ -88,38 +88,38 @@ class Engine(ABC):
         coefficient = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0  # as torch.nn.utils.clip_grad_norm_
         scale = coefficient / max(1, num_valid_tokens)
         self.spare.version = UNFINISHED
-        for bucket in self._published(self.spare):
+        for bucket in self._all_gather(self.spare):
             self.optimizer.write(bucket, self.current, self.spare, self._reduced_gradient(bucket) * scale, learning_rate_factor)
         self.spare.version = self.current.version + 1
         self.current, self.spare = self.spare, self.current
         return Update(norm, learning_rate, applied=True)
 
-    def rebuild(self) -> None:
-        """Make the module's parameters those of all ranks' current shards. Every rank calls this."""
-        for _ in self._published(self.current):
+    def all_gather_parameters(self) -> None:
+        """Gather the module's parameters from the current shards of all ranks. Every rank calls this."""
+        for _ in self._all_gather(self.current):
             pass
 
-    def adopt(self, state: ShardState) -> None:
+    def load_state(self, state: ShardState) -> None:
         """Go on from another state of this rank's shard (on any device). Every rank calls this, with the same version.
 
-        What was before is no longer to be had from `holdings`: it may be of a history that this state is not of.
+        `local_shards` no longer gives what was before: it may be of a history that this state is not of.
         """
         self.spare.copy_(state)
         self.current, self.spare = self.spare, self.current
         self.spare.version = UNFINISHED
-        self.rebuild()
+        self.all_gather_parameters()
 
-    def holdings(self, rank: int) -> list[Holding]:
+    def local_shards(self, rank: int) -> list[LocalShard]:
         """The complete versions of this rank's shard, newest first: the current one and, after an update, the one before it.
 
-        `rank` is this rank's. The states are the engine's own: they are good until the next `update` or `adopt`.
+        `rank` is this rank's. The states are the engine's own: they are good until the next `update` or `load_state`.
         """
-        return [Holding(rank, state.version, self._pieces, state) for state in (self.current, self.spare) if state.version != UNFINISHED]
+        return [LocalShard(rank, state.version, self._pieces, state) for state in (self.current, self.spare) if state.version != UNFINISHED]
 
     def release(self) -> None:
         """Let go of all memory and of the group, also in the midst of a step that failed; nothing else is to be called then.
 
-        Holdings stay good. Not a collective.
+        Local shards that were given out stay good. Not a collective.
         """
         self._detach()
         self.current, self.spare = ShardState.zeros(0, self.device), ShardState.zeros(0, self.device)
@@ -139,7 +139,7 @@ class Engine(ABC):
         """This rank's slice of a bucket's summed gradient, fp32; after `_reduce`."""
 
     @abstractmethod
-    def _published(self, state: ShardState) -> Iterator[Bucket]:
+    def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
         """Bring the module's parameters up to `state`; yields each bucket first, for the caller to write it."""
 
     def _norm(self, slices: Iterable[Tensor]) -> float:

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from dhp_ray.runtime.elastic import (
     MAX_FAILURES,
-    Adoption,
     Condition,
     Failures,
     Form,
     GoOn,
-    Holdings,
+    HeldShards,
     Sight,
     Stop,
+    SurvivingState,
     Wait,
-    adoption_of,
     condition_of,
     decide,
     replica_ranks_of,
+    surviving_state,
 )
 
 WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name) for name in ("well", "dead", "silent", "raised", "stuck", "slow"))
@@ -110,42 +110,42 @@ def test_decisions_keep_the_bounds_and_lose_nobody_that_is_well(conditions: list
             assert low > high
 
 
-def held(generation: int, world_size: int, **versions: list[int]) -> Holdings:
+def held(generation: int, world_size: int, **versions: list[int]) -> HeldShards:
     """held(2, 3, r0=[7, 8]): versions 7 and 8 of rank 0's shard."""
-    return Holdings(generation, world_size, {int(name[1:]): found for name, found in versions.items()})
+    return HeldShards(generation, world_size, {int(name[1:]): found for name, found in versions.items()})
 
 
-def test_the_newest_whole_version_is_adopted() -> None:
+def test_the_newest_whole_version_survives() -> None:
     """Ranks 0 and 1 of three live; rank 2's replica rank is rank 0. Rank 2 died before its copy of version 8 had gone out."""
     zero, one = [held(1, 3, r0=[8, 7], r2=[7])], [held(1, 3, r1=[8, 7], r0=[7, 8])]
-    assert adoption_of([zero, one]) == Adoption(1, 7, ((0, 2), (1,)))
+    assert surviving_state([zero, one]) == SurvivingState(1, 7, ((0, 2), (1,)))
     zero = [held(1, 3, r0=[8, 7], r2=[7, 8])]
-    assert adoption_of([zero, one]) == Adoption(1, 8, ((0, 2), (1,)))
+    assert surviving_state([zero, one]) == SurvivingState(1, 8, ((0, 2), (1,)))
 
 
 def test_every_shard_is_supplied_once_by_whoever_supplies_least() -> None:
     all_of_it = [held(1, 4, r0=[3], r1=[3], r2=[3], r3=[3])]
-    assert adoption_of([all_of_it, all_of_it]) == Adoption(1, 3, ((0, 2), (1, 3)))
-    assert adoption_of([[held(1, 2, r0=[3])], all_of_it[:0], [held(1, 2, r0=[3], r1=[3])]]) == Adoption(1, 3, ((0,), (), (1,)))
+    assert surviving_state([all_of_it, all_of_it]) == SurvivingState(1, 3, ((0, 2), (1, 3)))
+    assert surviving_state([[held(1, 2, r0=[3])], all_of_it[:0], [held(1, 2, r0=[3], r1=[3])]]) == SurvivingState(1, 3, ((0,), (), (1,)))
 
 
 def test_a_shard_that_nobody_has_means_an_earlier_version_or_none() -> None:
-    assert adoption_of([[held(1, 3, r0=[8, 7], r1=[8])]]) is None
-    assert adoption_of([[held(1, 3, r0=[8, 7], r1=[8], r2=[6])], [held(1, 3, r1=[6], r0=[6])]]) == Adoption(1, 6, ((2,), (0, 1)))
-    assert adoption_of([]) is None
-    assert adoption_of([[], []]) is None
+    assert surviving_state([[held(1, 3, r0=[8, 7], r1=[8])]]) is None
+    assert surviving_state([[held(1, 3, r0=[8, 7], r1=[8], r2=[6])], [held(1, 3, r1=[6], r0=[6])]]) == SurvivingState(1, 6, ((2,), (0, 1)))
+    assert surviving_state([]) is None
+    assert surviving_state([[], []]) is None
 
 
 def test_versions_of_two_generations_are_not_mixed() -> None:
     """Generation 2 broke before all of its mirrors stood: what is left of generation 1 is whole."""
     before = [held(1, 2, r0=[5], r1=[5]), held(2, 3, r0=[5])]
-    assert adoption_of([before, [held(2, 3, r1=[5])]]) == Adoption(1, 5, ((0, 1), ()))
-    assert adoption_of([before, [held(2, 3, r1=[5], r2=[5])]]) == Adoption(2, 5, ((0,), (1, 2)))  # of equal versions the later generation's
-    assert adoption_of([[held(1, 2, r0=[5], r1=[5])], [held(2, 1, r0=[4])]]) == Adoption(1, 5, ((0, 1), ()))
+    assert surviving_state([before, [held(2, 3, r1=[5])]]) == SurvivingState(1, 5, ((0, 1), ()))
+    assert surviving_state([before, [held(2, 3, r1=[5], r2=[5])]]) == SurvivingState(2, 5, ((0,), (1, 2)))  # of equal versions the later generation's
+    assert surviving_state([[held(1, 2, r0=[5], r1=[5])], [held(2, 1, r0=[4])]]) == SurvivingState(1, 5, ((0, 1), ()))
 
 
 def test_a_newcomer_supplies_nothing() -> None:
-    assert adoption_of([[held(3, 1, r0=[2, 1])], []]) == Adoption(3, 2, ((0,), ()))
+    assert surviving_state([[held(3, 1, r0=[2, 1])], []]) == SurvivingState(3, 2, ((0,), ()))
 
 
 @pytest.mark.parametrize(("nodes", "replica_ranks"), [
@@ -189,8 +189,8 @@ def test_the_loss_of_any_one_of_three_ranks_is_survived_whatever_they_had_finish
                 continue
             own = [5, 4] if rank == ahead else [4, 3]
             kept = {owner: [4] for owner in range(3) if replica_ranks[owner] == rank}
-            found.append([Holdings(1, 3, {rank: own, **kept})])
-        adoption = adoption_of(found)
-        assert adoption is not None
-        assert adoption.version == 4
-        assert sorted(chain(*adoption.owners)) == [0, 1, 2]
+            found.append([HeldShards(1, 3, {rank: own, **kept})])
+        surviving = surviving_state(found)
+        assert surviving is not None
+        assert surviving.version == 4
+        assert sorted(chain(*surviving.owners)) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""One membership after another over the same processes: what is adopted, what a kill in a step leaves, and what is left open."""
+"""One membership after another over the same processes: what is loaded, what a kill in a step leaves, and what is left open."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import FlatEngine
 from dhp_ray.train.lockstep import LockstepStep
 from dhp_ray.train.mirror import Mirror
-from dhp_ray.train.reshard import Holding, reshard
+from dhp_ray.train.reshard import LocalShard, reshard
 from dhp_ray.train.sharded import ShardedEngine
 from dhp_ray.train.step import RankStep
 from dhp_ray.train.versions import Engine
@@ -51,7 +51,7 @@ class Member:
         self.generation = 0
         self.adapter: ModelAdapter | None = None
 
-    def join(self, rank: int, size: int, sync: str, supplies: Sequence[Holding] | None = None) -> None:
+    def join(self, rank: int, size: int, sync: str, supplies: Sequence[LocalShard] | None = None) -> None:
         """Form a generation; all of its members come with the same number of generations before it. `supplies` None begins anew."""
         self.generation += 1
         self.rank, self.size, self.sync = rank, size, sync
@@ -64,9 +64,10 @@ class Member:
         if sync == "micro_batch":
             engine: Engine = ShardedEngine(self.adapter, settings(self.adapter), world, rank, CPU)
         else:
-            engine = FlatEngine(self.adapter.module, settings(self.adapter), world if size > 1 else None, size, rank, "fp32", 200_000, rebuild=supplies is None)
+            engine = FlatEngine(self.adapter.module, settings(self.adapter), world if size > 1 else None, size, rank, "fp32",
+                                200_000, initialize=supplies is None)
         if supplies is not None:
-            engine.adopt(reshard(supplies, engine.pieces(), engine.shard_size, rank, world))
+            engine.load_state(reshard(supplies, engine.pieces(), engine.shard_size, rank, world))
         transport = open_transport("pool", rank, size, choose("cpu"), 16, TIMEOUT)
         self.stepper = (LockstepStep if sync == "micro_batch" else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
         self.mirror = Mirror(engine, rank, KEEPERS[:size], mirror_group)
@@ -82,9 +83,9 @@ class Member:
         self.mirror.begin()
         return result.loss_sum / result.num_valid_tokens
 
-    def leave(self) -> list[Holding]:
+    def leave(self) -> list[LocalShard]:
         """What this process can supply. Nothing of the generation is left."""
-        found = [*self.stepper.engine.holdings(self.rank), *self.mirror.holdings()]
+        found = [*self.stepper.engine.local_shards(self.rank), *self.mirror.local_shards()]
         self.checkpointer.close(0.0)
         self.stepper.engine.release()
         self.mirror.close()
@@ -109,10 +110,10 @@ def step_plan(size: int, step: int) -> tuple[Plan, dict[str, Payload]]:
                             *([] if size > 1 else [[([0], [[12, (1, 4, 4), 13]], None)]])])
 
 
-def supplied(found: list[Holding], survivors: Sequence[int], old_size: int, old_rank: int, version: int) -> list[Holding]:
+def supplied(found: list[LocalShard], survivors: Sequence[int], old_size: int, old_rank: int, version: int) -> list[LocalShard]:
     """What `old_rank` supplies: its own shard and those of the dead that it keeps."""
     owners = {old_rank} | {owner for owner in range(old_size) if owner not in survivors and KEEPERS[owner] == old_rank}
-    return [holding for holding in found if holding.owner in owners and holding.version == version]
+    return [shard for shard in found if shard.owner in owners and shard.version == version]
 
 
 CHANGES = [(4, 3), (3, 5), (2, 1), (1, 2), (5, 2)]
@@ -120,13 +121,13 @@ MODES = [("step", "step"), ("micro_batch", "micro_batch"), ("step", "micro_batch
 
 
 def changed(process: int, port: int, run_dir: str, cases: list[tuple[int, int, str, str]]) -> list[str]:
-    """Whether each case's parameters and moments are, bit for bit, the version adopted by the ranks that are left, of which one at least is lost."""
+    """Whether each case's parameters and moments are, bit for bit, the version loaded by the ranks that are left, of which one at least is lost."""
     torch.manual_seed(process)
     member = Member(port, run_dir)
     wrong = []
     for number, (old_size, new_size, old_sync, new_sync) in enumerate(cases):
         survivors = list(range(min(new_size, max(1, old_size - 1))))
-        found: list[Holding] = []
+        found: list[LocalShard] = []
         expected: dict[str, Any] = {}
         member.adapter = None
         if process < old_size:
@@ -197,7 +198,7 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
     member.join({0: 0, 1: 1, 3: 2}[process], 3, sync, found)
     losses += [member.step(step) for step in range(2, num_steps)]
     member.mirror.finish()
-    held = {holding.owner: holding.version for holding in member.mirror.holdings()}
+    held = {shard.owner: shard.version for shard in member.mirror.local_shards()}
     member.leave()
     return said, losses, held, len(os.listdir("/proc/self/fd")), threading.active_count()
 
@@ -216,7 +217,7 @@ def test_a_rank_killed_in_a_step_is_survived_and_the_loss_goes_on(tmp_path: Path
 def reformed(process: int, port: int, run_dir: str, sync: str, num_changes: int) -> list[tuple[int, int]]:
     """Process 2 leaves in the midst of a step, its sockets closed, and comes back; what is open after each change."""
     member = Member(port, run_dir)
-    found: list[Holding] | None = None
+    found: list[LocalShard] | None = None
     opened = []
     for step in range(num_changes):
         size = 3 - step % 2

@@ -54,7 +54,7 @@ def mirrored(rank: int, replica_ranks: list[int]) -> list[Any]:
         held = mirror.replicas()
         right = all(equal(state, had[state.version][owner]) for owner, states in held.items() for state in states)
         told.append((during, {owner: [state.version for state in states] for owner, states in held.items()}, right))
-        pieces = {holding.owner: holding.pieces for holding in mirror.holdings()}
+        pieces = {shard.owner: shard.pieces for shard in mirror.local_shards()}
         assert pieces == {owner: engine.layout.pieces(owner) for owner in held}
     mirror.close()
     return told
@@ -100,7 +100,7 @@ def no_group(rank: int) -> list[Any]:
     mirror = Mirror(engine, 0, [], None)
     mirror.begin()
     mirror.finish()
-    held = mirror.replicas(), mirror.holdings(), mirror.memory_bytes
+    held = mirror.replicas(), mirror.local_shards(), mirror.memory_bytes
     mirror.close()
     said = []
     for replica_ranks in ([0, 1], [1, 2]):

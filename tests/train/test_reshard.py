@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dhp_ray.train.buckets import FlatLayout, Piece
 from dhp_ray.train.optimizer import ShardState
-from dhp_ray.train.reshard import Holding, reshard
+from dhp_ray.train.reshard import LocalShard, reshard
 from tests.ranks import run_ranks
 
 SHAPES = {"embed": (31, 6), "scale": (), "hidden": (13, 7), "bias": (3,), "empty": (0, 4), "head": (5, 64)}
@@ -64,9 +64,9 @@ def filled(pieces: tuple[Piece, ...], size: int, version: int) -> ShardState:
     return state
 
 
-def holding(mode: str, world_size: int, owner: int, version: int = 7, bucket_elements: int = 100) -> Holding:
+def shard_of(mode: str, world_size: int, owner: int, version: int = 7, bucket_elements: int = 100) -> LocalShard:
     pieces, size = layout(mode, world_size, owner, bucket_elements)
-    return Holding(owner, version, pieces, filled(pieces, size, version))
+    return LocalShard(owner, version, pieces, filled(pieces, size, version))
 
 
 def same_bits(found: ShardState, expected: ShardState) -> bool:
@@ -78,7 +78,7 @@ def moved(rank: int, new_size: int, cases: list[tuple[str, int, str]]) -> list[b
     found = []
     for old_mode, old_size, new_mode in cases:
         suppliers = [(owner * 2 + 1) % new_size for owner in range(old_size)]  # some new ranks supply several, some nothing
-        supplies = [holding(old_mode, old_size, owner) for owner in range(old_size) if suppliers[owner] == rank]
+        supplies = [shard_of(old_mode, old_size, owner) for owner in range(old_size) if suppliers[owner] == rank]
         wanted, size = layout(new_mode, new_size, rank, 64)
         state = reshard(supplies, wanted, size, rank, dist.group.WORLD)
         found.append(same_bits(state, filled(wanted, size, 7)))
@@ -95,16 +95,16 @@ def test_any_layout_of_any_number_of_ranks_becomes_any_other_bit_for_bit(new_siz
 
 def test_one_rank_needs_no_group() -> None:
     wanted, size = layout("step", 1, 0, 1000)
-    state = reshard([holding("micro_batch", 3, owner) for owner in range(3)], wanted, size, 0, None)
+    state = reshard([shard_of("micro_batch", 3, owner) for owner in range(3)], wanted, size, 0, None)
     assert same_bits(state, filled(wanted, size, 7))
 
 
 def refused(rank: int, fault: str) -> str:
-    supplies = [holding("step", 3, owner) for owner in ((0,), (), (2,))[rank]]
+    supplies = [shard_of("step", 3, owner) for owner in ((0,), (), (2,))[rank]]
     if fault != "missing" and rank == 1:
-        supplies = [holding("step", 3, 1, version=8 if fault == "version" else 7)]
+        supplies = [shard_of("step", 3, 1, version=8 if fault == "version" else 7)]
     if fault == "twice" and rank == 2:
-        supplies.append(holding("step", 3, 0))
+        supplies.append(shard_of("step", 3, 0))
     wanted, size = layout("step", 3, rank, 64)
     with pytest.raises(ValueError) as raised:  # noqa: PT011  the test compares the text
         reshard(supplies, wanted, size, rank, dist.group.WORLD)
@@ -145,7 +145,7 @@ def cut(draw: st.DrawFn) -> list[list[Piece]]:
 @settings(max_examples=60, deadline=None)
 @given(old=cut(), new=cut(), gap=st.integers(0, 5))
 def test_any_cut_becomes_any_other_and_what_no_piece_covers_is_zero(old: list[list[Piece]], new: list[list[Piece]], gap: int) -> None:
-    supplies = [Holding(owner, 3, tuple(pieces), filled(tuple(pieces), max([piece.shard.stop for piece in pieces], default=0), 3))
+    supplies = [LocalShard(owner, 3, tuple(pieces), filled(tuple(pieces), max([piece.shard.stop for piece in pieces], default=0), 3))
                 for owner, pieces in enumerate(old)]
     for wanted in new:
         size = max([piece.shard.stop for piece in wanted], default=0) + gap
@@ -160,6 +160,6 @@ def test_many_pieces_take_no_time() -> None:
     state.value.copy_(torch.arange(3 * number).view(-1, 3).flip(0).flatten())
     wanted = tuple(Piece("p", 4 * i, 4 * i + 4, 4 * i) for i in range(3 * number // 4))
     start = time.perf_counter()
-    found = reshard([Holding(0, 0, old, state)], wanted, 3 * number, 0, None)
+    found = reshard([LocalShard(0, 0, old, state)], wanted, 3 * number, 0, None)
     assert time.perf_counter() - start < 20
     assert torch.equal(found.value, torch.arange(3 * number, dtype=torch.float32))

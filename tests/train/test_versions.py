@@ -50,7 +50,7 @@ def broken_update(rank, world_size, broken_part):
     engine.optimizer.settings = engine.settings
     dist.barrier()
     engine.group = dist.group.WORLD
-    engine.rebuild()
+    engine.all_gather_parameters()
     back = all(torch.equal(resident[name], parameter) for name, parameter in network.named_parameters())
     train_step(engine, network, 1, rank, world_size)
     return failed, unchanged, version, back, engine.full_parameters()
@@ -64,7 +64,7 @@ def test_a_failure_inside_the_update_leaves_the_version_whole(broken_part):
         assert failed
         assert unchanged
         assert version == 1
-        assert back, "rebuild on a working group brings the parameters back"
+        assert back, "all_gather_parameters on a working group brings the parameters back"
     assert max(error(results[0][4][name], expected[name]) for name in expected) < TOLERANCE
 
 
@@ -75,7 +75,7 @@ def copied(state):
 
 
 def versions_of(engine):
-    return [(holding.owner, holding.version) for holding in engine.holdings(5)]
+    return [(shard.owner, shard.version) for shard in engine.local_shards(5)]
 
 
 def equal(first, second):
@@ -90,8 +90,8 @@ def test_an_engine_holds_the_last_two_versions_and_never_one_that_is_being_writt
     first = copied(engine.current)
     train_step(engine, network, 1, 0, 1)
     assert versions_of(engine) == [(5, 2), (5, 1)]
-    assert equal(engine.holdings(5)[1].state, first)
-    assert engine.holdings(5)[0].pieces == engine.pieces()
+    assert equal(engine.local_shards(5)[1].state, first)
+    assert engine.local_shards(5)[0].pieces == engine.pieces()
     engine.gradients()["hidden.bias"][0] = float("nan")
     assert not engine.update(1).applied
     assert versions_of(engine) == [(5, 2), (5, 1)], "a skipped update touches neither"
@@ -103,13 +103,13 @@ def test_an_engine_holds_the_last_two_versions_and_never_one_that_is_being_writt
     assert versions_of(engine) == [(5, 3), (5, 2)]
 
 
-def test_what_was_before_an_adopted_state_is_not_of_its_history():
+def test_what_was_before_an_loaded_state_is_not_of_its_history():
     network = Network()
     engine = make_engine(network, 0, 1)
     train_step(engine, network, 0, 0, 1)
     first = copied(engine.current)
     train_step(engine, network, 1, 0, 1)
-    engine.adopt(first)
+    engine.load_state(first)
     assert versions_of(engine) == [(5, 1)]
     assert equal(engine.current, first)
     assert all(torch.equal(parameter.flatten(), whole(engine, "value")[name]) for name, parameter in network.named_parameters())
@@ -128,24 +128,24 @@ def test_a_released_module_keeps_its_shapes_and_no_memory_and_takes_an_engine_ag
     network = Network()
     engine = make_engine(network, 0, 1, precision=precision)
     train_step(engine, network, 0, 0, 1)
-    held = engine.holdings(0)
+    held = engine.local_shards(0)
     expected = copied(engine.current)
     loss, _ = loss_sum(network, 1, 3)  # a step that breaks off before its backward
     engine.release()
     assert memory_bytes(network) == sum(parameter.element_size() for parameter in engine.parameters.values())
     assert {name: parameter.shape for name, parameter in network.named_parameters()} == dict(engine.layout.shapes)
-    assert engine.holdings(0) == []
+    assert engine.local_shards(0) == []
     assert equal(held[0].state, expected), "what was taken before is whole"
     del loss
-    following = FlatEngine(network, settings(), None, 1, 0, precision, 400, rebuild=False)
+    following = FlatEngine(network, settings(), None, 1, 0, precision, 400, initialize=False)
     assert following.state_version == UNFINISHED
-    assert following.holdings(0) == []
-    with pytest.raises(AssertionError, match="a state must be adopted first"):
+    assert following.local_shards(0) == []
+    with pytest.raises(AssertionError, match="a state must be loaded first"):
         following.update(1)
-    following.adopt(held[0].state)
+    following.load_state(held[0].state)
     assert equal(following.current, expected)
-    adopted = whole(following, "value")
-    assert all(torch.equal(parameter.flatten(), adopted[name].to(parameter.dtype)) for name, parameter in network.named_parameters())
+    loaded = whole(following, "value")
+    assert all(torch.equal(parameter.flatten(), loaded[name].to(parameter.dtype)) for name, parameter in network.named_parameters())
     reference = Network()
     undisturbed = make_engine(reference, 0, 1, precision=precision)
     for step in range(3):
@@ -161,9 +161,9 @@ def test_frozen_parameters_are_exported_as_they_came_whoever_exports(rank):
     network = Network()
     network.visual.requires_grad_(False)
     engine = FlatEngine(network, settings(), None, 1, rank, "bf16", 400)
-    held = engine.holdings(rank)
+    held = engine.local_shards(rank)
     engine.release()
     assert network.visual.weight.dtype == torch.bfloat16
-    following = FlatEngine(network, settings(), None, 1, 0, "bf16", 400, rebuild=False, originals=engine.originals)
-    following.adopt(held[0].state)
+    following = FlatEngine(network, settings(), None, 1, 0, "bf16", 400, initialize=False, originals=engine.originals)
+    following.load_state(held[0].state)
     assert torch.equal(following.full_parameters()["visual.weight"], Network().visual.weight)
