@@ -127,7 +127,7 @@ class HeldShards:
 
 @dataclass(frozen=True)
 class SurvivingState:
-    """Go on from `version`, whose shards are those of `generation`; `owners[place]` are what the worker at that place supplies."""
+    """The state to go on from: `version`, whose shards are those of `generation`. The worker at `place` supplies the shards of `owners[place]`."""
 
     generation: int
     version: int

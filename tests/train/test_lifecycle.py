@@ -167,7 +167,7 @@ def changed(process: int, port: int, run_dir: str, cases: list[tuple[int, int, s
 @pytest.mark.parametrize(("modes", "changes"), [
     *zip(MODES, ([(4, 3), (1, 2)], [(2, 1), (3, 5)], [(5, 2)], [(3, 5)])),
     *[pytest.param(modes, CHANGES, marks=pytest.mark.slow) for modes in MODES]])
-def test_parameters_and_moments_are_bit_for_bit_those_of_the_version_adopted(tmp_path: Path, modes: tuple[str, str], changes: list[tuple[int, int]]) -> None:
+def test_parameters_and_moments_are_bit_for_bit_those_of_the_version_loaded(tmp_path: Path, modes: tuple[str, str], changes: list[tuple[int, int]]) -> None:
     assert run_processes(changed, 5, str(tmp_path), [(*sizes, *modes) for sizes in changes], timeout_s=240) == [[]] * 5
 
 

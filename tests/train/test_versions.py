@@ -1,4 +1,4 @@
-"""Two versions of a rank's shard: what an update, a failure in one, adopting and releasing leave of them."""
+"""Two versions of a rank's shard: what an update, a failure in one, loading and releasing leave of them."""
 
 from datetime import timedelta
 
