@@ -1,11 +1,11 @@
 """One generation of the group: its torch world over a rendezvous store that outlives the ranks.
 
     store       one TCPStore for the whole run, in a process that is no rank; keys begin with the generation
-    meeting     every rank says that it is there and waits for the others; a generation that has been called off lets go at once
-    world       the default process group, and what is made from it
+    rendezvous  every rank says that it is there and waits for the others; they stop waiting when the generation is called off
+    world       the default process group, and the groups that are made from it
 
-A rank may come late, to the meeting as to any group later on: it is waited for as long as collectives may take. One that
-has died is not: whoever has found that out lets the others go.
+A rank may come late, to the rendezvous as to any later group: the others wait for it as long as a collective may take.
+They do not wait for a rank that has died: whoever finds that out frees them.
 
 A rank whose peer has died sees its collectives raise. It leaves at once: closed sockets free the ranks that wait for it.
 """
@@ -30,8 +30,8 @@ CONNECT_TIMEOUT = timedelta(seconds=10)
 """For connections to the store, and of gloo groups whose members are all there: one that dies just then would be waited for."""
 
 
-class MeetingError(RuntimeError):
-    """A generation that does not come about; the message is one line."""
+class RendezvousError(RuntimeError):
+    """The ranks of a generation or a group did not come together; the message is one line."""
 
 
 def open_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -42,7 +42,7 @@ def open_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     return store
 
 
-def let_go(host: str, port: int) -> None:
+def close_store_connections(host: str, port: int) -> None:
     """Close this process's connections to the store at an address (`host` as its IP).
 
     A thread that waits there for other ranks gets an error at once.
@@ -56,11 +56,11 @@ def let_go(host: str, port: int) -> None:
                         connection.shutdown(socket.SHUT_RDWR)
 
 
-def meet(store: dist.Store, generation: int, rank: int, world_size: int, timeout_s: float, called_off: Callable[[], bool] = lambda: False) -> None:
+def rendezvous(store: dist.Store, generation: int, rank: int, world_size: int, timeout_s: float, called_off: Callable[[], bool] = lambda: False) -> None:
     """Return once all ranks of a generation have called this.
 
     Raises:
-        MeetingError: called off, or not all came within `timeout_s`.
+        RendezvousError: called off, or not all came within `timeout_s`.
     """
     place = f"generation-{generation}"
     store.set(f"{place}/here-{rank}", "1")
@@ -68,20 +68,20 @@ def meet(store: dist.Store, generation: int, rank: int, world_size: int, timeout
     deadline = time.monotonic() + timeout_s
     while True:
         if called_off():
-            raise MeetingError(f"generation {generation} has been called off")
+            raise RendezvousError(f"generation {generation} has been called off")
         if store.check(everyone):
             return
         if time.monotonic() > deadline:
             absent = [other for other in range(world_size) if not store.check([everyone[other]])]
-            raise MeetingError(f"generation {generation}: ranks {absent} did not come within {timeout_s:g} s")
+            raise RendezvousError(f"generation {generation}: ranks {absent} did not come within {timeout_s:g} s")
         time.sleep(POLL_S)
 
 
-def enter_world(store: dist.Store, generation: int, rank: int, world_size: int, accelerator: Accelerator, timeout: timedelta) -> None:
-    """Make the default process group of a generation. Every rank calls this after `meet`, and waits `timeout` for the others.
+def init_world(store: dist.Store, generation: int, rank: int, world_size: int, accelerator: Accelerator, timeout: timedelta) -> None:
+    """Make the default process group of a generation. Every rank calls this after `rendezvous`, and waits `timeout` for the others.
 
     Raises:
-        MeetingError: not all of them came.
+        RendezvousError: not all of them came.
     """
     _gather(dist.PrefixStore(f"generation-{generation}", store), "world", tuple(range(world_size)), timeout)
     dist.distributed_c10d._world.group_count = 0  # part of the group's keys in the store; an attempt that failed has left it counted up, here alone
@@ -97,7 +97,7 @@ def make_group(ranks: list[int], backend: str, timeout: timedelta) -> dist.Proce
     Members wait `timeout` for one another.
 
     Raises:
-        MeetingError: not all of its ranks came.
+        RendezvousError: not all of its ranks came.
     """
     member = dist.get_rank() in ranks
     if member:
@@ -121,7 +121,7 @@ def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timede
     except dist.DistStoreError:
         come = store.add(f"{place}/here", 0)
         came = f"{come} of {len(ranks)} ranks came within {timeout.total_seconds():g} s"
-        raise MeetingError(f"process group {tuple(ranks)}: {came}") from None
+        raise RendezvousError(f"process group {tuple(ranks)}: {came}") from None
 
 
 def _connecting(backend: str, timeout: timedelta) -> timedelta:
@@ -135,7 +135,7 @@ def _allow(timeout: timedelta, group: dist.ProcessGroup | None, backend: str) ->
         dist.distributed_c10d._set_pg_timeout(timeout, group)  # torch's one way to set it later
 
 
-def leave_world(close: Callable[[], None], accelerator: Accelerator, broken: bool) -> None:
+def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: bool) -> None:
     """Destroy every group of this process; `close` drops what else refers to them. Collectives with dead peers may be under way (`broken`)."""
     close()
     gc.collect()  # a group that is still referred to keeps its sockets open, and a peer waiting
@@ -154,6 +154,6 @@ PEER_LOSS = ("connection closed by peer", "connection reset", "broken pipe", "co
 
 def is_peer_loss(error: BaseException) -> bool:
     """Whether an error is what a lost peer, or a generation called off, leads to."""
-    if isinstance(error, (MeetingError, dist.DistError)):
+    if isinstance(error, (RendezvousError, dist.DistError)):
         return True
     return type(error) is RuntimeError and any(phrase in str(error).lower() for phrase in PEER_LOSS)

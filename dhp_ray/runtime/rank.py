@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.comm.world import enter_world, leave_world, make_group, meet, open_store
+from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
 from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.adapter import ModelAdapter
@@ -115,11 +115,11 @@ class Rank:
     Args:
         adapter: a model whose state is loaded after this when `keeps_state`; else its weights are the state.
         originals: of the flat engine before, over the same adapter.
-        called_off: whether the generation is given up, asked while its ranks meet.
+        called_off: whether the generation is given up, asked while its ranks rendezvous.
 
     Raises:
         ValueError: one line, when the model cannot be trained so.
-        MeetingError: the other ranks did not come.
+        RendezvousError: the other ranks did not come.
     """
 
     def __init__(self, config: Config, membership: Membership, accelerator: Accelerator, adapter: ModelAdapter | None = None, keeps_state: bool = False,
@@ -131,8 +131,8 @@ class Rank:
         self.adapter = adapter or build_adapter(config)
         timeout = timedelta(seconds=config.comm.timeout_s)
         store = open_store(membership.store_host, membership.store_port, timeout)
-        meet(store, membership.generation, rank, world_size, config.comm.timeout_s, called_off)
-        enter_world(store, membership.generation, rank, world_size, accelerator, timeout)
+        rendezvous(store, membership.generation, rank, world_size, config.comm.timeout_s, called_off)
+        init_world(store, membership.generation, rank, world_size, accelerator, timeout)
         world = dist.group.WORLD if world_size > 1 else None
         everyone = list(range(world_size))
         self.state_group = make_group(everyone, "gloo", timeout)  # checkpoints and re-sharding: host memory
@@ -188,7 +188,7 @@ class Rank:
     def close(self, broken: bool = False) -> None:
         """Leave the generation. `broken`: peers may be gone, so nothing is waited for; local shards taken before stay good."""
         self.checkpointer.close(timeout_s=0.0 if broken else None)
-        leave_world(lambda: self._let_go(broken), self.accelerator, broken)
+        destroy_world(lambda: self._let_go(broken), self.accelerator, broken)
         if self.scratch:
             self.scratch.cleanup()
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.device import choose
-from dhp_ray.comm.world import is_peer_loss, leave_world, let_go
+from dhp_ray.comm.world import close_store_connections, destroy_world, is_peer_loss
 from dhp_ray.config import Config
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
@@ -228,7 +228,7 @@ class Worker:
         """Stop waiting for the ranks of a generation (or of one before it)."""
         self.called_off = max(self.called_off, generation)
         if self.store and self.generation <= generation:
-            let_go(*self.store)
+            close_store_connections(*self.store)
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
@@ -257,7 +257,7 @@ class Worker:
         """Leave the generation with all that is held of it."""
         rank, self.rank = self.rank, None
         if rank is None:
-            leave_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
+            destroy_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
             return
         self.kept += [(rank.membership.generation, rank.membership.world_size, shard) for shard in rank.local_shards()]
         if isinstance(rank.engine, FlatEngine):

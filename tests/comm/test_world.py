@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dhp_ray.comm import world
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pool import GroupPool
-from dhp_ray.comm.world import MeetingError, enter_world, is_peer_loss, leave_world, let_go, make_group, open_store
+from dhp_ray.comm.world import RendezvousError, close_store_connections, destroy_world, init_world, is_peer_loss, make_group, open_store
 from tests.ranks import run_processes
 
 TIMEOUT = timedelta(seconds=20)
@@ -24,9 +24,9 @@ def after_failed_attempts(rank: int, port: int) -> float:
     store = open_store("127.0.0.1", port, TIMEOUT)
     for generation in range(3 if rank == 0 else 0):
         with pytest.raises(RuntimeError):
-            enter_world(store, generation, 0, 2, CPU, timedelta(seconds=0.5))
-        leave_world(lambda: None, CPU, broken=True)
-    enter_world(store, 3, rank, 2, CPU, TIMEOUT)
+            init_world(store, generation, 0, 2, CPU, timedelta(seconds=0.5))
+        destroy_world(lambda: None, CPU, broken=True)
+    init_world(store, 3, rank, 2, CPU, TIMEOUT)
     total = torch.ones(1)
     dist.all_reduce(total, group=make_group([0, 1], "gloo", TIMEOUT))
     return total.item()
@@ -39,7 +39,7 @@ def test_an_attempt_that_failed_keeps_nobody_from_the_next_world() -> None:
 def late_for_a_group(rank: int, port: int, late_s: float, connect_s: float) -> float:
     """Rank 1 comes late to the pool's first group."""
     world.CONNECT_TIMEOUT = timedelta(seconds=connect_s)
-    enter_world(open_store("127.0.0.1", port, TIMEOUT), 1, rank, 2, CPU, TIMEOUT)
+    init_world(open_store("127.0.0.1", port, TIMEOUT), 1, rank, 2, CPU, TIMEOUT)
     pool = GroupPool(2, TIMEOUT)
     if rank == 1:
         time.sleep(late_s)
@@ -57,14 +57,14 @@ def test_a_late_rank_is_waited_for_as_long_as_a_collective_may_take(late_s: floa
 def never_comes(rank: int, port: int) -> list[str]:
     """Rank 1 makes neither of two groups. What rank 0 is told of the first; for the second it is let go."""
     store = open_store("127.0.0.1", port, TIMEOUT)
-    enter_world(store, 1, rank, 2, CPU, TIMEOUT)
+    init_world(store, 1, rank, 2, CPU, TIMEOUT)
     if rank == 1:
         store.wait(["done"])
         return []
     other = open_store("127.0.0.1", port, TIMEOUT)
-    with pytest.raises(MeetingError) as first:
+    with pytest.raises(RendezvousError) as first:
         make_group([0, 1], "gloo", timedelta(seconds=0.5))
-    Timer(0.5, let_go, ("127.0.0.1", port)).start()
+    Timer(0.5, close_store_connections, ("127.0.0.1", port)).start()
     begun = time.monotonic()
     with pytest.raises(RuntimeError) as second:
         make_group([0, 1], "gloo", timedelta(seconds=50))
