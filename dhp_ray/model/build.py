@@ -43,8 +43,8 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
     return loaded
 
 
-def build_skeleton(path: str) -> ModelAdapter:
-    """The model of a local folder without its weights: parameters on the meta device, and `weights` to read any rows of them from.
+def build_on_meta_device(path: str) -> ModelAdapter:
+    """Build the model of a local folder on the meta device; its `weights` read any rows of the parameters from the files.
 
     Raises:
         ModelError: one line on what is missing or not supported.

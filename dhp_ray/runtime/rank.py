@@ -23,7 +23,7 @@ from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store
 from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import build_model, build_skeleton, num_parameters
+from dhp_ray.model.build import build_model, build_on_meta_device, num_parameters
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder, told
 from dhp_ray.train.checkpoint import Checkpointer
@@ -49,7 +49,7 @@ def build_adapter(config: Config) -> ModelAdapter:
         ValueError: one line, when the model cannot be had.
     """
     if config.planner.sync == "micro_batch" and not config.model.preset:
-        adapter = build_skeleton(config.model.path)  # the engine reads each rank's rows
+        adapter = build_on_meta_device(config.model.path)  # the engine reads each rank's rows
     else:
         adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
     adapter.freeze(config.train.freeze)

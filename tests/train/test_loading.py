@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import build_model, build_skeleton
+from dhp_ray.model.build import build_model, build_on_meta_device
 from dhp_ray.model.files import ModelError
 from dhp_ray.planner.plan import Plan
 from dhp_ray.train.collate import Payload
@@ -40,7 +40,7 @@ def shard(adapter: ModelAdapter) -> LockstepModel:
 
 def compare(rank: int, num_ranks: int, path: str) -> dict[str, Any]:
     """What a rank reads, against its rows of the whole model."""
-    whole, adapter = build_model("", path, None, 0), build_skeleton(path)
+    whole, adapter = build_model("", path, None, 0), build_on_meta_device(path)
     adapter.freeze(["vision"])
     assert all(parameter.is_meta for parameter in adapter.module.parameters())
     root = shard(adapter)
@@ -106,7 +106,7 @@ def test_tied_weights_may_be_stored_under_either_name_or_both(tmp_path: Path) ->
 
 
 def read_alone(rank: int, path: str) -> None:
-    adapter = build_skeleton(path)
+    adapter = build_on_meta_device(path)
     read_shards(shard(adapter), dict(adapter.module.named_parameters()), adapter.weights, 0, 1, CPU)
 
 
@@ -117,35 +117,35 @@ def test_a_weight_that_is_missing_or_of_another_shape_or_type_is_refused_before_
     name, stored = "model.language_model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
     save_file({key: value for key, value in weights.items() if key != stored}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=rf"^model.path: [^\n]* lacks 1 weights, the first is {re.escape(name)}$"):
-        build_skeleton(str(tmp_path))
+        build_on_meta_device(str(tmp_path))
     save_file(weights | {stored: weights[stored][:5].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=rf"^model.path: [^\n]*: {re.escape(stored)} has shape \(5, 128\); its config.json says \(352, 128\)$"):
-        build_skeleton(str(tmp_path))
+        build_on_meta_device(str(tmp_path))
     save_file(weights | {stored: weights[stored].to(torch.int8)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=rf"^model.path: [^\n]*: {re.escape(stored)} is stored as I8; allowed: F64, F32, F16, BF16$"):
-        build_skeleton(str(tmp_path))
+        build_on_meta_device(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ModelError, match=r"^model.path: [^\n]*: model.safetensors cannot be read: [^\n]+$"):
-        build_skeleton(str(tmp_path))
+        build_on_meta_device(str(tmp_path))
 
 
-def test_a_skeleton_is_the_model_but_for_its_values(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_lacks_only_its_values(tmp_path: Path) -> None:
     adapter = rough_model()
     adapter.save(tmp_path, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
-    skeleton = build_skeleton(str(tmp_path))
-    assert all(parameter.is_meta for parameter in skeleton.module.parameters())
-    assert not any(buffer.is_meta for buffer in skeleton.module.buffers())
-    ids, grids = torch.tensor([5, *[skeleton.image_token_id] * 4, 6]), torch.tensor([[1, 4, 4]])
-    assert torch.equal(skeleton.positions(ids, grids), adapter.positions(ids, grids))
+    on_meta = build_on_meta_device(str(tmp_path))
+    assert all(parameter.is_meta for parameter in on_meta.module.parameters())
+    assert not any(buffer.is_meta for buffer in on_meta.module.buffers())
+    ids, grids = torch.tensor([5, *[on_meta.image_token_id] * 4, 6]), torch.tensor([[1, 4, 4]])
+    assert torch.equal(on_meta.positions(ids, grids), adapter.positions(ids, grids))
     values = dict(plain_copy(adapter).named_parameters())
-    skeleton.save(tmp_path / "again", {name: parameter.detach() for name, parameter in values.items()})
+    on_meta.save(tmp_path / "again", {name: parameter.detach() for name, parameter in values.items()})
     again = build_model("", str(tmp_path / "again"), None, 0)
     assert max(relative_errors(dict(again.module.named_parameters()), values).values()) == 0.0
 
 
 def train(rank: int, num_ranks: int, path: str, in_shards: bool, plan: Plan, payloads: dict[str, Payload]) -> list[Any]:
     """Losses and gradient norms of two steps, and whether what is exported then is trained and whole."""
-    adapter = build_skeleton(path) if in_shards else build_model("", path, None, 0)
+    adapter = build_on_meta_device(path) if in_shards else build_model("", path, None, 0)
     adapter.freeze(["vision"])
     stepper = make_step(adapter, rank, num_ranks)
     rank_plan = plan.rank_plan(1, rank)
@@ -170,7 +170,7 @@ def grown(rank: int, num_ranks: int, path: str, in_shards: bool) -> int:
     """Bytes by which a rank's peak of resident memory grows while it comes to hold its share."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = peak_bytes()
-    adapter = build_skeleton(path) if in_shards else build_model("", path, None, 0)
+    adapter = build_on_meta_device(path) if in_shards else build_model("", path, None, 0)
     root = shard(adapter)
     if in_shards:
         read_shards(root, dict(adapter.module.named_parameters()), adapter.weights, rank, num_ranks, CPU)
