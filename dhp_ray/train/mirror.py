@@ -26,29 +26,29 @@ from dhp_ray.train.versions import Engine
 
 
 @dataclass
-class _Versions:
-    """Two versions of one rank's shard: `whole` stays as it is while `coming` is filled."""
+class _DoubleBuffer:
+    """Two versions of one rank's shard: the front buffer stays as it is while the back buffer is filled."""
 
     pieces: tuple[Piece, ...]
-    whole: ShardState
-    coming: ShardState
+    front: ShardState
+    back: ShardState
     version: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """What `coming` will be; it travels with it."""
+    """The version that the back buffer will hold; it is sent along."""
 
     @classmethod
-    def empty(cls, pieces: tuple[Piece, ...], size: int, pinned: bool = False) -> _Versions:
-        whole, coming = (ShardState.zeros(size, torch.device("cpu"), pinned) for _ in range(2))
-        whole.version = coming.version = UNFINISHED
-        return cls(pieces, whole, coming)
+    def empty(cls, pieces: tuple[Piece, ...], size: int, pinned: bool = False) -> _DoubleBuffer:
+        front, back = (ShardState.zeros(size, torch.device("cpu"), pinned) for _ in range(2))
+        front.version = back.version = UNFINISHED
+        return cls(pieces, front, back)
 
-    def turn(self) -> None:
-        """`coming` has come."""
-        self.coming.version = int(self.version)
-        self.whole, self.coming = self.coming, self.whole
+    def swap(self) -> None:
+        """The back buffer is complete: it becomes the front buffer."""
+        self.back.version = int(self.version)
+        self.front, self.back = self.back, self.front
 
     def complete(self) -> list[ShardState]:
         """Oldest first."""
-        found = {state.version: state for state in (self.coming, self.whole) if state.version != UNFINISHED}
+        found = {state.version: state for state in (self.back, self.front) if state.version != UNFINISHED}
         return [found[version] for version in sorted(found)]
 
 
@@ -71,8 +71,8 @@ class Mirror:
         for owner, replica_rank in enumerate(replica_ranks if self._group is not None else ()):
             if replica_rank == owner or not 0 <= replica_rank < len(replica_ranks):
                 raise ValueError(f"mirror: got replica rank {replica_rank} for rank {owner}; allowed: another of {len(replica_ranks)} ranks")
-        self._replicas: dict[int, _Versions] = {}
-        self._own: _Versions | None = None
+        self._replicas: dict[int, _DoubleBuffer] = {}
+        self._own: _DoubleBuffer | None = None
         self._sends: list[dist.Work] = []
         self._receives: dict[int, list[dist.Work]] = {}
         self._posting: Thread | None = None
@@ -86,16 +86,16 @@ class Mirror:
         on_device = engine.device.type != "cpu"
         self._stream: Any = torch.get_device_module(engine.device).Stream(engine.device) if on_device else None
         if on_device or snapshot:
-            self._own = _Versions.empty(engine.pieces(), engine.shard_size, pinned=on_device)
+            self._own = _DoubleBuffer.empty(engine.pieces(), engine.shard_size, pinned=on_device)
             if not snapshot:
-                self._own.whole = self._own.coming  # a place to send from is all that is needed
+                self._own.front = self._own.back  # a place to send from is all that is needed
         self._snapshot = snapshot
 
     @property
     def memory_bytes(self) -> int:
         """Host memory that the replicas take, and on a device the pinned memory that this rank's shard is sent from."""
         kept = [*self._replicas.values(), *([self._own] if self._own else [])]
-        states = {id(state): state for versions in kept for state in (versions.whole, versions.coming)}
+        states = {id(state): state for buffers in kept for state in (buffers.front, buffers.back)}
         return sum(tensor.nbytes for state in states.values() for tensor in state.tensors().values())
 
     def begin(self) -> None:
@@ -109,9 +109,9 @@ class Mirror:
         if self._under_way:
             raise RuntimeError("mirror: begin before the last exchange was finished")
         self._under_way = True
-        for owner, versions in self._replicas.items():
-            versions.coming.version = UNFINISHED
-            tensors = [versions.version, *versions.coming.tensors().values()]
+        for owner, buffers in self._replicas.items():
+            buffers.back.version = UNFINISHED
+            tensors = [buffers.version, *buffers.back.tensors().values()]
             self._receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=owner, tag=tag))
                                      for tag, tensor in enumerate(tensors) if tensor.numel()]
         current = self._engine.current
@@ -119,14 +119,14 @@ class Mirror:
         if self._own is None:
             self._send(current)
             return
-        self._own.coming.version = UNFINISHED
+        self._own.back.version = UNFINISHED
         self._own.version.fill_(current.version)
         if self._stream is None:
-            self._own.coming.copy_(current)
-            self._own.turn()
-            self._send(self._own.whole)
+            self._own.back.copy_(current)
+            self._own.swap()
+            self._send(self._own.front)
         else:
-            self._posting = Thread(target=self._send_staged, args=(self._own, self._staging(self._own.coming, current)), name="mirror", daemon=True)
+            self._posting = Thread(target=self._send_staged, args=(self._own, self._staging(self._own.back, current)), name="mirror", daemon=True)
             self._posting.start()
 
     def finish(self) -> None:
@@ -137,7 +137,7 @@ class Mirror:
         self._join()
         for owner, works in self._receives.items():
             if self._waited(works, f"from rank {owner}"):
-                self._replicas[owner].turn()
+                self._replicas[owner].swap()
         self._waited(self._sends, "to its replica rank")
         self._receives, self._sends, self._under_way = {}, [], False
         if self._failure:  # for good: whoever asks next must not take the replicas for whole
@@ -145,22 +145,22 @@ class Mirror:
 
     def replicas(self) -> dict[int, list[ShardState]]:
         """Complete replicas by owner, oldest first. The next `begin` overwrites an owner's older one."""
-        return {owner: versions.complete() for owner, versions in self._kept().items() if versions.complete()}
+        return {owner: buffers.complete() for owner, buffers in self._kept().items() if buffers.complete()}
 
     def local_shards(self) -> list[LocalShard]:
         """The replicas with the pieces of each owner, as `reshard` takes them."""
-        return [LocalShard(owner, state.version, versions.pieces, state) for owner, versions in self._kept().items() for state in versions.complete()]
+        return [LocalShard(owner, state.version, buffers.pieces, state) for owner, buffers in self._kept().items() for state in buffers.complete()]
 
     def close(self) -> None:
         """Leave an exchange under way and let the group go; replicas that were given out stay good."""
         self._join()
         self._receives, self._sends, self._replicas, self._own, self._group = {}, [], {}, None, None
 
-    def _kept(self) -> dict[int, _Versions]:
+    def _kept(self) -> dict[int, _DoubleBuffer]:
         self._join()
         return {**self._replicas, self._rank: self._own} if self._own is not None and self._snapshot else self._replicas
 
-    def _described(self, owners: list[int]) -> dict[int, _Versions]:
+    def _described(self, owners: list[int]) -> dict[int, _DoubleBuffer]:
         """Empty replicas of the shards of `owners`: each tells its replica rank the size and the pieces of its shard."""
         assert self._group is not None
         told = torch.frombuffer(bytearray(pickle.dumps([(piece.name, piece.start, piece.stop, piece.offset) for piece in self._engine.pieces()])),
@@ -172,7 +172,7 @@ class Mirror:
         works.append(_posted(dist.isend(told, group=self._group, group_dst=self._replica_rank)))
         for work in works:
             work.wait()
-        return {owner: _Versions.empty(tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes())), int(sizes[2 * owner]))
+        return {owner: _DoubleBuffer.empty(tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes())), int(sizes[2 * owner]))
                 for owner, buffer in received.items()}
 
     def _send(self, state: ShardState) -> None:
@@ -192,12 +192,12 @@ class Mirror:
             device.current_stream(self._engine.device).wait_event(copied)  # updates go on, and the second would overwrite what is copied
         return copied
 
-    def _send_staged(self, own: _Versions, copied: Any) -> None:
+    def _send_staged(self, own: _DoubleBuffer, copied: Any) -> None:
         """The thread of an exchange from a device: what is sent must have arrived in host memory."""
         try:
             copied.synchronize()
-            own.turn()
-            self._send(own.whole)
+            own.swap()
+            self._send(own.front)
         except RuntimeError as error:  # raised by finish
             self._failure = str(error)
 
