@@ -61,10 +61,10 @@ class ModelAdapter(Protocol):
         """Features (V, F) of the images whose patches are `pixels` (P, patch_dim), in the order of `grids` (N, 3)."""
         ...
 
-    def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, features: Tensor, context: PackContext) -> Tensor:
+    def decode(self, token_ids: Tensor, positions: Tensor, vision_token_index: Tensor, features: Tensor, context: PackContext) -> Tensor:
         """Hidden states (L, D) of a rank's shard of a pack.
 
-        `token_ids` (L,), `positions` (3, L); row i of `features` (K, F) takes the place of local token `slots[i]`.
+        `token_ids` (L,), `positions` (3, L); row i of `features` (K, F) takes the place of local token `vision_token_index[i]`.
         Every member of the pack must call it: attention exchanges over `context`.
         """
         ...

@@ -66,14 +66,14 @@ class Qwen25VL:
         features: Tensor = visual(pixels.to(visual.dtype), grid_thw=grids).pooler_output
         return features
 
-    def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, features: Tensor, context: PackContext) -> Tensor:
+    def decode(self, token_ids: Tensor, positions: Tensor, vision_token_index: Tensor, features: Tensor, context: PackContext) -> Tensor:
         language_model = self.module.model.language_model
         num_tokens = len(token_ids)
         if not num_tokens:  # transformers' layers cannot reshape (0, D), and every member takes part in every layer: an idle token does, seen by no other
             token_ids, positions = token_ids.new_zeros(1), positions.new_zeros((3, 1))
         embeddings = language_model.embed_tokens(token_ids)
         # Also without a row to write: it ties this rank's backward pass to the exchange that `features` came from.
-        embeddings = embeddings.index_copy(0, slots, features.to(embeddings.dtype))
+        embeddings = embeddings.index_copy(0, vision_token_index, features.to(embeddings.dtype))
         output = language_model(
             inputs_embeds=embeddings[None], position_ids=positions[:, None], attention_mask={"full_attention": None}, use_cache=False, context=context)
         hidden: Tensor = output.last_hidden_state[0][:num_tokens]

@@ -71,8 +71,8 @@ class PackInputs:
     """(P, patch_dim) fp32."""
     grids: Tensor
     """(N, 3) int64."""
-    slots: Tensor
-    """(K,) int64: the local token that each received feature row takes, in the order of receipt."""
+    vision_token_index: Tensor
+    """(K,) int64: the local position of each received feature row, in the order of receipt."""
     send_index: list[Tensor]
     """For every member, the rows of my features that it needs, in its order of receipt."""
     receive_counts: list[int]
@@ -84,7 +84,7 @@ class PackInputs:
 
     def to(self, device: torch.device) -> PackInputs:
         """The same inputs on a device."""
-        names = ("token_ids", "labels", "positions", "pixels", "grids", "slots")
+        names = ("token_ids", "labels", "positions", "pixels", "grids", "vision_token_index")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names},
                        send_index=[rows.to(device, non_blocking=True) for rows in self.send_index])
 
@@ -140,11 +140,12 @@ def collate(pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter:
     # feature_of[position] is the image token's row among the features of the member that encodes it; owner_of[position] is that member.
     owner_of, feature_of = whole.owner_of, whole.feature_of
     send_index = [feature_of[index][owner_of[index] == member] for index in indices]
-    slots = [(owner_of[mine] == other).nonzero()[:, 0] for other in range(degree)]
+    received_from = [(owner_of[mine] == other).nonzero()[:, 0] for other in range(degree)]
     labels = whole.labels[mine]
     return PackInputs(
         index=pack.index, layout=layout, member=member, token_ids=whole.token_ids[mine], labels=labels, positions=whole.positions[:, mine],
-        pixels=whole.pixels, grids=whole.grids, slots=torch.cat(slots), send_index=send_index, receive_counts=[len(rows) for rows in slots],
+        pixels=whole.pixels, grids=whole.grids, vision_token_index=torch.cat(received_from), send_index=send_index,
+        receive_counts=[len(rows) for rows in received_from],
         num_images=whole.num_images, num_valid_tokens=int((labels != IGNORED).sum()))
 
 

@@ -64,8 +64,8 @@ def test_every_image_token_gets_its_own_feature(encoders: tuple[int, ...], adapt
     for receiver in inputs:
         assert [len(sender.send_index[receiver.member]) for sender in inputs] == receiver.receive_counts
         received = [features[sender.member][row] for sender in inputs for row in sender.send_index[receiver.member].tolist()]
-        whole = receiver.layout.index(receiver.member)[receiver.slots].tolist()
-        assert (receiver.token_ids[receiver.slots] == TOKEN_IDS["image"]).all()
+        whole = receiver.layout.index(receiver.member)[receiver.vision_token_index].tolist()
+        assert (receiver.token_ids[receiver.vision_token_index] == TOKEN_IDS["image"]).all()
         assert len(received) == len(whole) == int((receiver.token_ids == TOKEN_IDS["image"]).sum())
         placed |= dict(zip(whole, received))
     packed = np.concatenate([payloads[sample.id].input_ids for sample in samples])
@@ -151,7 +151,7 @@ def test_pieces_of_a_video_make_one_video(adapter: ModelAdapter) -> None:
     assert (grids.tolist(), seconds.tolist()) == ([[5, 4, 4], [1, 4, 8]], [0.5, 0.0])
     inputs = shards(make_pack(0, [0, 1, 2], [sample], (1, 0, 2, 1)), {"film": payload}, adapter)
     assert [part.grids.tolist() for part in inputs] == [[[2, 4, 4]], [[2, 4, 4], [1, 4, 8]], [[1, 4, 4]]]
-    assert sum(len(part.slots) for part in inputs) == 28
+    assert sum(len(part.vision_token_index) for part in inputs) == 28
     whole = replace(payload, grids=grids, media=np.array([0, 1]), seconds=seconds)
     expected = adapter.positions(torch.from_numpy(payload.input_ids), torch.from_numpy(grids), torch.from_numpy(seconds))
     positions = torch.full((3, len(payload.input_ids)), -1)
