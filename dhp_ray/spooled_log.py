@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dhp_ray.storage import Folder, StorageError, append_whole, patiently, replacing, sync_folder, told
+from dhp_ray.storage import Folder, StorageError, append_whole, replacing, retry_when_full, sync_folder, told
 
 
 class SpooledLog:
@@ -46,7 +46,7 @@ class SpooledLog:
         """Add one line. Numbers that JSON does not have (NaN, infinities) become null."""
         text = json_text(line).encode() + b"\n"
         with told(str(self._path), "cannot be written"):
-            patiently(lambda: self._add(text))
+            retry_when_full(lambda: self._add(text))
         self._changed = True
 
     def lines(self) -> Iterator[dict[str, Any]]:

@@ -75,7 +75,7 @@ class Folder:
                 with self._files.open_output_stream(self._at(name)) as stream:  # an object appears when its upload is complete
                     stream.write(content)
             else:
-                patiently(lambda: self._replace(name, content))
+                retry_when_full(lambda: self._replace(name, content))
 
     def exists(self, name: str) -> bool:
         with told(self._full(name), "cannot be looked up"):
@@ -143,7 +143,7 @@ def _pairs(source: Path, name: str) -> list[tuple[Path, str]]:
     return [(file, f"{name}/{file.relative_to(source).as_posix()}") for file in sorted(source.rglob("*")) if file.is_file()]
 
 
-def patiently(write: Callable[[], None]) -> None:
+def retry_when_full(write: Callable[[], None]) -> None:
     """Write something small, and wait for room where there is none: a save that fills the disk gives its room back when it fails."""
     deadline = time.monotonic() + ROOM_PATIENCE_S
     while True:

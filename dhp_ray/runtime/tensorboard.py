@@ -20,7 +20,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dhp_ray.config import Config
-from dhp_ray.storage import Folder, append_whole, patiently, told
+from dhp_ray.storage import Folder, append_whole, retry_when_full, told
 
 UPLOAD_INTERVAL_S = 30.0
 MAX_CURVES = 16
@@ -117,7 +117,7 @@ class ScalarLog:
         RecordWriter(record).write(event.SerializeToString())
         with self._lock:
             with told(str(self._path), "cannot be written"):
-                patiently(lambda: append_whole(self._file.fileno(), record.getvalue()))
+                retry_when_full(lambda: append_whole(self._file.fileno(), record.getvalue()))
             if time.monotonic() - self._uploaded_at > UPLOAD_INTERVAL_S:
                 self._flush()
 
