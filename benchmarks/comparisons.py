@@ -49,7 +49,7 @@ class Row:
         return min(self.static_s, *self.tuned_s) / self.dhp_s
 
 
-def lockstep_tokens(tokens_per_rank: int) -> int:
+def micro_batch_tokens(tokens_per_rank: int) -> int:
     """Tokens a rank in `micro_batch` on a device that holds `tokens_per_rank` in `step`."""
     return CostModel.load(CONF / "cost" / "cuda.yaml").tokens_at_equal_memory(tokens_per_rank, "step", "micro_batch")
 
@@ -64,14 +64,14 @@ def row_of(count: int, num_ranks: int, tokens_per_rank: int, sync: str, cost: Co
     static = plan_data_set(problems)
     return Row(sum(plan.predicted_time_s for plan in static), tuple(total_s(planner, sync, tokens_per_rank) for planner in TUNED),
                total_s(LAST_RESORT, sync, tokens_per_rank), total_s("dhp", sync, tokens_per_rank), sum(plan.lower_bound_s for plan in static),
-               total_s("dhp", "micro_batch", lockstep_tokens(tokens_per_rank)) if sync == "step" else 0.0)
+               total_s("dhp", "micro_batch", micro_batch_tokens(tokens_per_rank)) if sync == "step" else 0.0)
 
 
 def table(sync: str, tokens_per_rank: int, cost: CostModel, mixes: Sequence[tuple[int, int]] = tuple(PEERS)) -> list[Row]:
     """Print one table, as in benchmarks/README.md."""
     stepping = sync == "step"
     print(f"\nsync={sync}, {tokens_per_rank:,} tokens a rank:\n")
-    mode = f" mode ({lockstep_tokens(tokens_per_rank):,} tokens in micro_batch) |" if stepping else ""
+    mode = f" mode ({micro_batch_tokens(tokens_per_rank):,} tokens in micro_batch) |" if stepping else ""
     print(f"| sequences/ranks | static | {' | '.join(TUNED)} | last resort | dhp (bound) | best baseline over dhp | last resort over dhp |{mode}")
     print("|" + "---|" * (len(TUNED) + 6 + stepping))
     rows = []

@@ -98,18 +98,18 @@ def gap(cost: CostModel) -> None:
 
 def mode(cost: CostModel) -> None:
     memory, tokens = CostModel.load(CONF / "cost" / "cuda.yaml"), 32768
-    lockstep_tokens = memory.tokens_at_equal_memory(tokens, "step", "micro_batch")
+    micro_batch_tokens = memory.tokens_at_equal_memory(tokens, "step", "micro_batch")
     print(f"\n## What sync=step itself gains on devices of {memory.memory_bytes(tokens, 1, 'step') / 1e9:.0f} GB: step / micro_batch seconds of dhp\n")
-    print(f"`resident_bytes` plus `memory_bytes_per_token` of conf/cost/cuda.yaml leave room for {tokens:,} tokens a rank in `step` and {lockstep_tokens:,} in")
+    print(f"`resident_bytes` plus `memory_bytes_per_token` of conf/cost/cuda.yaml leave room for {tokens:,} tokens a rank in `step` and {micro_batch_tokens:,} in")
     print("`micro_batch`. Per pack: this share of fixed_s for each pack, in both modes.\n")
     print("| sequences/ranks | fixed_s alone | 10 % per pack | 50 % per pack | 100 % per pack |\n|---|---|---|---|---|")
     for count, num_ranks in PEERS:
         lengths, cells = bimodal(count, num_ranks), []
         for share in (0.0, 0.1, 0.5, 1.0):
             charged = replace(cost, pack_s=share * cost.fixed_s, _cache={})
-            step_s, lockstep_s = (planned(lengths, num_ranks, charged, tokens_per_rank=room, sync=sync).predicted_time_s
-                                  for sync, room in (("step", tokens), ("micro_batch", lockstep_tokens)))
-            cells.append(f"{step_s:.2f} / {lockstep_s:.2f} = {step_s / lockstep_s:.2f}")
+            step_s, micro_batch_s = (planned(lengths, num_ranks, charged, tokens_per_rank=room, sync=sync).predicted_time_s
+                                  for sync, room in (("step", tokens), ("micro_batch", micro_batch_tokens)))
+            cells.append(f"{step_s:.2f} / {micro_batch_s:.2f} = {step_s / micro_batch_s:.2f}")
         print(f"| {count}/{num_ranks} | {' | '.join(cells)} |")
 
 

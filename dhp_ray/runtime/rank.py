@@ -28,7 +28,7 @@ from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder, told
 from dhp_ray.train.checkpoint import Checkpointer
 from dhp_ray.train.engine import FlatEngine, OptimizerSettings, resident_bytes
-from dhp_ray.train.lockstep import LockstepStep
+from dhp_ray.train.micro_batch import MicroBatchStep
 from dhp_ray.train.mirror import Mirror
 from dhp_ray.train.reshard import LocalShard, reshard
 from dhp_ray.train.schedule import learning_rate_factor
@@ -43,7 +43,7 @@ def token_ids(config: Config) -> dict[str, int] | None:
 
 
 def build_adapter(config: Config) -> ModelAdapter:
-    """The model of a run, with its first weights; of a folder in lockstep without them, for no rank is to hold them all.
+    """The model of a run, with its first weights; of a folder with `sync=micro_batch` without them: no rank may hold them all.
 
     Raises:
         ValueError: one line, when the model cannot be had.
@@ -146,7 +146,7 @@ class Rank:
             self.engine.release()  # the next engine over this adapter must not find this one's hooks
             raise
         self._mirror_lock = Lock()
-        kind = LockstepStep if config.planner.sync == "micro_batch" else RankStep
+        kind = MicroBatchStep if config.planner.sync == "micro_batch" else RankStep
         self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self.finish_mirror)
         folder = Folder(config.run.dir)
         self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(

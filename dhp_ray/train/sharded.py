@@ -6,7 +6,7 @@
     update      my rows -- AdamW --> my rows' version v+1
 
 A unit's forward and backward are collectives of all ranks: every rank runs every unit equally often and in the same
-order (`lockstep`). A parameter's rows on a rank are an interval of the flattened parameter, so that checkpoints are
+order (`micro_batch.py`). A parameter's rows on a rank are an interval of the flattened parameter, so that checkpoints are
 those of the flat engine.
 """
 
@@ -30,7 +30,7 @@ from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.collectives import TimedCollective
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.loading import first_row, read_shards
-from dhp_ray.train.lockstep import LockstepModel
+from dhp_ray.train.micro_batch import MicroBatchModel
 from dhp_ray.train.optimizer import OptimizerSettings, ShardState
 from dhp_ray.train.versions import Engine
 
@@ -54,7 +54,7 @@ class ShardedEngine(Engine):
             raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
         self.adapter, self.rank, self.world_size = adapter, rank, world_group.size()
         module: Any = adapter.module
-        self.root = LockstepModel(adapter)
+        self.root = MicroBatchModel(adapter)
         self._units = units = [*adapter.units(), self.root]
         for name, parameter in module.named_parameters():
             if parameter.ndim == 0:

@@ -54,16 +54,16 @@ def test_any_number_of_workers_gives_the_loss_of_one(one_worker: Path, nlvr: lis
 
 
 @pytest.mark.slow
-def test_lockstep_gives_the_losses_of_free_running_ranks_and_goes_on_as_such(ray_cluster: None, nlvr: list[str], tmp_path: Path) -> None:
+def test_micro_batch_gives_the_losses_of_step_and_goes_on_with_step(ray_cluster: None, nlvr: list[str], tmp_path: Path) -> None:
     common = [*nlvr, "cluster.num_workers=3", "planner.tokens_per_rank=256", "planner.max_sequence_tokens=768", "train.schedule=constant",
               "checkpoint.every_steps=0"]
-    train(tmp_path / "free", *common, "run.steps=8")
-    train(tmp_path / "lockstep", *common, "run.steps=6", "planner.sync=micro_batch")
-    assert {"1", "2", "3"} <= {degree for line in lines(tmp_path / "lockstep", "metrics.jsonl") for degree in line["degrees"]}
-    ended = train(tmp_path / "lockstep", *common, "run.steps=8", "planner.sync=step")
+    train(tmp_path / "step", *common, "run.steps=8")
+    train(tmp_path / "micro_batch", *common, "run.steps=6", "planner.sync=micro_batch")
+    assert {"1", "2", "3"} <= {degree for line in lines(tmp_path / "micro_batch", "metrics.jsonl") for degree in line["degrees"]}
+    ended = train(tmp_path / "micro_batch", *common, "run.steps=8", "planner.sync=step")
     assert "resuming after step 6" in ended.output
-    assert ledger(tmp_path / "lockstep") == ledger(tmp_path / "free")
-    assert losses(tmp_path / "lockstep") == pytest.approx(losses(tmp_path / "free"), rel=1e-4)
+    assert ledger(tmp_path / "micro_batch") == ledger(tmp_path / "step")
+    assert losses(tmp_path / "micro_batch") == pytest.approx(losses(tmp_path / "step"), rel=1e-4)
 
 
 def test_a_killed_run_goes_on_where_it_was(ray_cluster: None, nlvr: list[str], tmp_path: Path) -> None:

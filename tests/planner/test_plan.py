@@ -42,6 +42,6 @@ def test_every_rank_gets_its_slice():
     assert {found.process_groups for found in slices} == {((0, 1), (1, 2))}
     assert slices[2].packs[0].samples == (SAMPLES[1],)
     assert slices[0].encodes == ()
-    lockstep = replace(PLAN, sync="micro_batch", groups=(*GROUPS[:2], replace(GROUPS[2], micro_batch=4)))
-    assert [[pack.micro_batch for pack in found.packs] for found in lockstep.rank_plans(7)] == [[0], [0, 1], [0, 1]]
-    assert lockstep.rank_plan(7, 0).encodes == (True, False)
+    micro_batched = replace(PLAN, sync="micro_batch", groups=(*GROUPS[:2], replace(GROUPS[2], micro_batch=4)))
+    assert [[pack.micro_batch for pack in found.packs] for found in micro_batched.rank_plans(7)] == [[0], [0, 1], [0, 1]]
+    assert micro_batched.rank_plan(7, 0).encodes == (True, False)

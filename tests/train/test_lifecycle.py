@@ -24,7 +24,7 @@ from dhp_ray.storage import Folder
 from dhp_ray.train.checkpoint import Checkpointer
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import FlatEngine
-from dhp_ray.train.lockstep import LockstepStep
+from dhp_ray.train.micro_batch import MicroBatchStep
 from dhp_ray.train.mirror import Mirror
 from dhp_ray.train.reshard import LocalShard, reshard
 from dhp_ray.train.sharded import ShardedEngine
@@ -69,7 +69,7 @@ class Member:
         if supplies is not None:
             engine.load_state(reshard(supplies, engine.pieces(), engine.shard_size, rank, world))
         transport = open_transport("pool", rank, size, choose("cpu"), 16, TIMEOUT)
-        self.stepper = (LockstepStep if sync == "micro_batch" else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
+        self.stepper = (MicroBatchStep if sync == "micro_batch" else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
         self.mirror = Mirror(engine, rank, KEEPERS[:size], mirror_group)
         self.checkpointer = Checkpointer(engine, rank, size, save_group, Path(self.run_dir) / f"scratch_{rank}", Folder(f"{self.run_dir}/run"))
         self.mirror.begin()

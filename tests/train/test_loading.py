@@ -21,7 +21,7 @@ from dhp_ray.model.files import ModelError
 from dhp_ray.planner.plan import Plan
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.loading import read_shards
-from dhp_ray.train.lockstep import LockstepModel
+from dhp_ray.train.micro_batch import MicroBatchModel
 from tests.packs import plain_copy, relative_errors, rough_model
 from tests.ranks import run_ranks
 from tests.train.test_sharded import MIXED, make_plan, make_step, payloads_of
@@ -29,9 +29,9 @@ from tests.train.test_sharded import MIXED, make_plan, make_step, payloads_of
 CPU = torch.device("cpu")
 
 
-def shard(adapter: ModelAdapter) -> LockstepModel:
+def shard(adapter: ModelAdapter) -> MicroBatchModel:
     """As the engine does."""
-    root = LockstepModel(adapter)
+    root = MicroBatchModel(adapter)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     for unit in [*adapter.units(), root]:
         fully_shard(unit, mesh=mesh)

@@ -1,4 +1,4 @@
-"""The sharded engine in lockstep: loss, every gradient and every parameter of the whole model, against plain transformers on one rank."""
+"""The sharded engine of `sync=micro_batch`: loss, every gradient and every parameter of the whole model, against plain transformers on one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPack, Sample
 from dhp_ray.train.collate import Payload
-from dhp_ray.train.lockstep import LockstepStep
+from dhp_ray.train.micro_batch import MicroBatchStep
 from dhp_ray.train.optimizer import OptimizerSettings
 from dhp_ray.train.sharded import ShardedEngine, sharded_bytes
 from tests.packs import make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
@@ -57,16 +57,16 @@ def payloads_of(packs: tuple[RankPack, ...], payloads: dict[str, Payload], rank:
     return {name: payload for pack in packs for name, payload in own_payloads(pack, payloads, rank).items() if name in {s.id for s in pack.samples}}
 
 
-def make_step(adapter: ModelAdapter, rank: int, num_ranks: int, transport_name: str = "pool", precision: str = "fp32", clip_norm: float = 0.0) -> LockstepStep:
+def make_step(adapter: ModelAdapter, rank: int, num_ranks: int, transport_name: str = "pool", precision: str = "fp32", clip_norm: float = 0.0) -> MicroBatchStep:
     assert dist.group.WORLD is not None
     engine = ShardedEngine(adapter, settings(adapter, clip_norm), dist.group.WORLD, rank, CPU, precision)
     transport = open_transport(transport_name, rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30))
-    return LockstepStep(adapter, engine, transport, dist.group.WORLD, CPU)
+    return MicroBatchStep(adapter, engine, transport, dist.group.WORLD, CPU)
 
 
 def train(rank: int, num_ranks: int, transport: str, plan: Plan, payloads: dict[str, Payload], freeze: list[str], checkpointing: bool, tie: bool,
           num_steps: int, clip_norm: float) -> dict[str, float]:
-    """Steps in lockstep; on rank 0 the errors, each the worst of all steps, against plain transformers with plain AdamW."""
+    """Steps with `sync=micro_batch`; on rank 0 the errors, each the worst of all steps, against plain transformers with plain AdamW."""
     adapter = rough_model(tie_word_embeddings=tie)
     adapter.freeze(freeze)
     plain = plain_copy(adapter)

@@ -1,4 +1,4 @@
-"""One rank's share of a step in lockstep (`sync=micro_batch`): in each micro-batch every rank runs exactly once.
+"""One rank's share of a step with `sync=micro_batch`: every rank runs exactly once in each micro-batch.
 
     micro-batch   0                      1
     rank 0        pack 0, with images    pack 2                 every unit of the model runs on every rank, in the same
@@ -30,7 +30,7 @@ IDLE = Sample("", 1)
 """What a rank without a pack runs: one token, masked."""
 
 
-class LockstepModel(nn.Module):
+class MicroBatchModel(nn.Module):
     """The whole of a pack's computation as one module, so that FSDP sees where a micro-batch begins and ends."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
@@ -50,7 +50,7 @@ def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
     return replace(inputs, pixels=inputs.pixels.new_zeros(adapter.merge_area, adapter.patch_dim), grids=inputs.grids.new_tensor([[1, side, side]]))
 
 
-class LockstepStep(RankStep):
+class MicroBatchStep(RankStep):
     """Runs the steps of one rank on a sharded engine."""
 
     engine: ShardedEngine
