@@ -100,7 +100,8 @@ def mode(cost: CostModel) -> None:
     memory, tokens = CostModel.load(CONF / "cost" / "cuda.yaml"), 32768
     micro_batch_tokens = memory.tokens_at_equal_memory(tokens, "step", "micro_batch")
     print(f"\n## What sync=step itself gains on devices of {memory.memory_bytes(tokens, 1, 'step') / 1e9:.0f} GB: step / micro_batch seconds of dhp\n")
-    print(f"`resident_bytes` plus `memory_bytes_per_token` of conf/cost/cuda.yaml leave room for {tokens:,} tokens a rank in `step` and {micro_batch_tokens:,} in")
+    print(f"`resident_bytes` plus `memory_bytes_per_token` of conf/cost/cuda.yaml leave room for {tokens:,} tokens a rank in `step` "
+          f"and {micro_batch_tokens:,} in")
     print("`micro_batch`. Per pack: this share of fixed_s for each pack, in both modes.\n")
     print("| sequences/ranks | fixed_s alone | 10 % per pack | 50 % per pack | 100 % per pack |\n|---|---|---|---|---|")
     for count, num_ranks in PEERS:

@@ -25,7 +25,7 @@ from dhp_ray.data import synthetic
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.order import fragment_order
 from dhp_ray.data.processor import Processor
-from dhp_ray.data.reader import ReadFragments, read_rows
+from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, plan_batch
 from dhp_ray.planner.plan import RankPlan, Sample
 from dhp_ray.planner.results import StepResult
@@ -128,7 +128,7 @@ def rows_of(config: Config, num_samples: int, max_tokens: int = 0) -> list[dict[
         item = {"position": position, "epoch": 0, "number": number, "fragment": pickle.dumps(fragments[number])}
         block = reader(pa.Table.from_pylist([item]))
         lengths = [text + vision for text, vision in zip(block["text_tokens"].to_pylist(), block["vision_tokens"].to_pylist())]
-        rows += read_rows(block, [row for row, length in enumerate(lengths) if length and not 0 < max_tokens < length])
+        rows += read_payloads(block, [row for row, length in enumerate(lengths) if length and not 0 < max_tokens < length])
         if len(rows) >= num_samples:
             return rows[:num_samples]
     raise ValueError(f"{config.data.path}: {len(rows)} usable samples; {num_samples} are needed")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dhp_ray.storage import Folder, StorageError, append_whole, replacing, retry_when_full, sync_folder, told
+from dhp_ray.storage import Folder, StorageError, append_whole, replacing, retry_when_full, storage_errors, sync_folder
 
 
 class SpooledLog:
@@ -36,7 +36,7 @@ class SpooledLog:
                 folder.download(name, self._path)
         else:
             self._path = local / name
-        with told(str(self._path), "cannot be opened"):
+        with storage_errors(str(self._path), "cannot be opened"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._drop_torn_line()
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  stays open for the log's life
@@ -45,13 +45,13 @@ class SpooledLog:
     def append(self, line: dict[str, Any]) -> None:
         """Add one line. Numbers that JSON does not have (NaN, infinities) become null."""
         text = json_text(line).encode() + b"\n"
-        with told(str(self._path), "cannot be written"):
+        with storage_errors(str(self._path), "cannot be written"):
             retry_when_full(lambda: self._add(text))
         self._changed = True
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """All lines, in order."""
-        with told(str(self._path), "cannot be read"), open(self._path, encoding="utf-8") as file:
+        with storage_errors(str(self._path), "cannot be read"), open(self._path, encoding="utf-8") as file:
             for number, text in enumerate(file, start=1):
                 try:
                     line = json.loads(text)
@@ -65,7 +65,7 @@ class SpooledLog:
         """Leave only the lines that `keep` admits. The file is replaced at once, and only when a line goes. A line at a time is in memory."""
         if all(keep(line) for line in self.lines()):
             return
-        with told(str(self._path), "cannot be written"):
+        with storage_errors(str(self._path), "cannot be written"):
             self._file.close()
             with replacing(self._path) as temporary, open(temporary, "w", encoding="utf-8") as file:
                 file.writelines(json_text(line) + "\n" for line in self.lines() if keep(line))

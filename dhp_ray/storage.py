@@ -42,7 +42,7 @@ class Folder:
         full = full_uri(uri) if "://" in uri else os.path.abspath(os.path.expanduser(uri))
         self.uri: str = concealed(full)
         self._path: str
-        with told(self.uri, "not a folder that storage knows"):
+        with storage_errors(self.uri, "not a folder that storage knows"):
             if "://" in full and re.search(r"\s", full):
                 raise ValueError("a URI holds no spaces; allowed: %20 in their place")
             self._files, self._path = fs.FileSystem.from_uri(full) if "://" in full else (fs.LocalFileSystem(), full)
@@ -65,12 +65,12 @@ class Folder:
         return Folder(f"{base.rstrip('/')}/{_checked(name)}{mark}{options}")
 
     def read(self, name: str) -> bytes:
-        with told(self._full(name), "cannot be read"), self._files.open_input_stream(self._at(name)) as stream:
+        with storage_errors(self._full(name), "cannot be read"), self._files.open_input_stream(self._at(name)) as stream:
             return bytes(stream.read())
 
     def write(self, name: str, content: bytes) -> None:
         """Put the whole file in place at once: a reader, or a crash, finds the old content or the new, never a part."""
-        with told(self._full(name), "cannot be written"):
+        with storage_errors(self._full(name), "cannot be written"):
             if self._local is None:
                 with self._files.open_output_stream(self._at(name)) as stream:  # an object appears when its upload is complete
                     stream.write(content)
@@ -78,18 +78,18 @@ class Folder:
                 retry_when_full(lambda: self._replace(name, content))
 
     def exists(self, name: str) -> bool:
-        with told(self._full(name), "cannot be looked up"):
+        with storage_errors(self._full(name), "cannot be looked up"):
             return bool(self._files.get_file_info(self._at(name)).type != fs.FileType.NotFound)
 
     def names(self, name: str = "") -> list[str]:
         """Sorted names of the files and folders directly in folder `name`; empty when there is no such folder."""
-        with told(self._full(name), "cannot be listed"):
+        with storage_errors(self._full(name), "cannot be listed"):
             found = self._files.get_file_info(fs.FileSelector(self._at(name), allow_not_found=True))
         return sorted(info.base_name for info in found if not TEMPORARY.search(info.base_name))
 
     def delete(self, name: str) -> None:
         """Remove the file or folder `name`; nothing happens when there is none."""
-        with told(self._full(name), "cannot be deleted"):
+        with storage_errors(self._full(name), "cannot be deleted"):
             kind = self._files.get_file_info(self._at(name)).type
             if kind == fs.FileType.Directory:
                 self._files.delete_dir(self._at(name))
@@ -100,7 +100,7 @@ class Folder:
         """Copy the local file or folder to `name`; each file appears whole, and files that are already there are replaced."""
         source = Path(local_path)
         for file, target in _pairs(source, name):
-            with told(self._full(target), f"cannot be copied from {file}"):
+            with storage_errors(self._full(target), f"cannot be copied from {file}"):
                 if self._local is None:
                     fs.copy_files(str(file), self._at(target), fs.LocalFileSystem(), self._files)
                 else:
@@ -110,7 +110,7 @@ class Folder:
     def download(self, name: str, local_path: str | Path) -> None:
         """Copy the file or folder `name` to `local_path` on this machine."""
         target = Path(local_path)
-        with told(self._full(name), f"cannot be copied to {target}"):
+        with storage_errors(self._full(name), f"cannot be copied to {target}"):
             if self._files.get_file_info(self._at(name)).type == fs.FileType.NotFound:
                 raise FileNotFoundError("there is none")
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def _checked(name: str) -> str:
 
 
 @contextmanager
-def told(place: str, problem: str) -> Iterator[None]:
+def storage_errors(place: str, problem: str) -> Iterator[None]:
     """Turns what pyarrow and the operating system raise into one line that names the file."""
     try:
         yield

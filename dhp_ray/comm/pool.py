@@ -65,7 +65,7 @@ class GroupPool:
     def _create(self, key: Key) -> None:
         self._groups[key] = make_group(list(key), self.accelerator.backend, self.timeout)
         if dist.get_rank() in key:
-            warm_up(self._groups[key], key, self.accelerator.torch_device())
+            warm_up_group(self._groups[key], key, self.accelerator.torch_device())
 
     def _destroy(self, key: Key) -> None:
         group = self._groups.pop(key)
@@ -73,7 +73,7 @@ class GroupPool:
             dist.destroy_process_group(group)
 
 
-def warm_up(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
+def warm_up_group(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
     """Exchange one number between every two members: the first batch of a group must involve all of its ranks.
 
     NCCL and HCCL build a communicator's channels then; a later exchange may leave out members that hold no tokens.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.link import Link
-from dhp_ray.comm.pool import GroupPool, warm_up
+from dhp_ray.comm.pool import GroupPool, warm_up_group
 from dhp_ray.comm.world import make_group
 
 
@@ -89,6 +89,6 @@ def open_transport(name: str, rank: int, world_size: int, accelerator: Accelerat
     if world_size > 1:
         ranks = list(range(world_size))
         group = make_group(ranks, accelerator.backend, timeout)
-        warm_up(group, ranks, accelerator.torch_device())
+        warm_up_group(group, ranks, accelerator.torch_device())
     parent = ParentTransport(group, rank)
     return parent if name == "parent" else PoolTransport(GroupPool(capacity, timeout, accelerator), parent, rank)

@@ -27,7 +27,7 @@ _MARK = re.compile("|".join(f"({re.escape(mark)})" for mark in MARKS))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContentPart:
     """A piece of a turn: `kind` is text, image or video. `source` is where an image or video comes from, None for the row's next one."""
 
     kind: str
@@ -40,14 +40,14 @@ class Turn:
     """What one side says; `role` is system, user or assistant. What tools answer is a turn of the user."""
 
     role: str
-    parts: tuple[Part, ...]
+    parts: tuple[ContentPart, ...]
 
     @property
     def text(self) -> str:
         return "".join(part.text for part in self.parts)
 
     @property
-    def media(self) -> list[Part]:
+    def media(self) -> list[ContentPart]:
         return [part for part in self.parts if part.kind != "text"]
 
     def message(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def offering(turns: Sequence[Turn], tools: Any, default_system: str, reserved: S
     system, rest = (turns[0].text, turns[1:]) if turns[0].role == "system" else (default_system, turns)
     text = tools_text(system, tools)
     _check_text("tools", text, reserved)
-    return [Turn("system", (Part("text", text),)), *rest]
+    return [Turn("system", (ContentPart("text", text),)), *rest]
 
 
 def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
@@ -117,7 +117,7 @@ def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
         parts = []
     if holds_any(calls):
         try:
-            parts = [*parts, Part("text", ("\n" if parts else "") + calls_text(calls))]
+            parts = [*parts, ContentPart("text", ("\n" if parts else "") + calls_text(calls))]
         except RowError as error:
             raise RowError(f"turn {number}: {error}") from None
     if not parts and ROLES[role] != "tool":
@@ -142,8 +142,8 @@ def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:
         elif not found or found[-1].role != "assistant":
             raise RowError("a tool answers where the assistant has not called one; allowed: turns of tools after one of the assistant")
         else:
-            answers = [(Part("text", RESPONSE_BEGIN), *turn.parts, Part("text", RESPONSE_END)) for turn in group]
-            parts = [part for number, answer in enumerate(answers) for part in ((Part("text", "\n"), *answer) if number else answer)]
+            answers = [(ContentPart("text", RESPONSE_BEGIN), *turn.parts, ContentPart("text", RESPONSE_END)) for turn in group]
+            parts = [part for number, answer in enumerate(answers) for part in ((ContentPart("text", "\n"), *answer) if number else answer)]
             found.append(Turn("user", tuple(parts)))
     return found
 
@@ -158,28 +158,28 @@ def _check_text(where: str, text: str, reserved: Sequence[str]) -> None:
         raise RowError(f"{where} spells the special token {found}; allowed: text without special tokens")
 
 
-def _marked(text: str) -> list[Part]:
+def _marked(text: str) -> list[ContentPart]:
     """Text and marks in their order."""
-    return [Part(MARKS[piece]) if piece in MARKS else Part("text", piece) for piece in _MARK.split(text) if piece]
+    return [ContentPart(MARKS[piece]) if piece in MARKS else ContentPart("text", piece) for piece in _MARK.split(text) if piece]
 
 
-def _part(number: int, item: Any) -> Part:
+def _part(number: int, item: Any) -> ContentPart:
     """One part of OpenAI's content: {"type": "text" | "image" | "image_url" | "video", ...}; keys that hold null count as absent."""
     if isinstance(item, str):
-        return Part("text", item)
+        return ContentPart("text", item)
     if not isinstance(item, Mapping):
         raise RowError(f"turn {number} has a part that holds {type(item).__name__}; allowed: an object with type")
     kind = item.get("type")
     if kind == "text" and isinstance(item.get("text"), str):
-        return Part("text", item["text"])
+        return ContentPart("text", item["text"])
     if kind in ("image_url", "video_url"):
         value = item.get(kind)
         url = value.get("url") if isinstance(value, Mapping) else value
         if not isinstance(url, str):
             raise RowError(f"turn {number} has a part {kind} without url")
-        return Part(kind.removesuffix("_url"), source={"url": url})
+        return ContentPart(kind.removesuffix("_url"), source={"url": url})
     if kind in MEDIA:
-        return Part(kind, source=next((item[name] for name in (kind, "path", "bytes") if item.get(name) is not None), None))
+        return ContentPart(kind, source=next((item[name] for name in (kind, "path", "bytes") if item.get(name) is not None), None))
     raise RowError(f"turn {number} has a part of the type {_brief(kind)}; allowed: text, image, image_url, video")
 
 

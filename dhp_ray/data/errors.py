@@ -18,7 +18,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def told(error: BaseException) -> str:
+def description(error: BaseException) -> str:
     """What an error says of a file: the system's or a reader's words; the error's name before those of other kinds."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

@@ -12,12 +12,12 @@ from PIL import ExifTags, Image, ImageOps, features
 from PIL import __version__ as pillow_version
 
 from dhp_ray.data.errors import RowError, first_line
-from dhp_ray.data.media import Limits
+from dhp_ray.data.media import MediaLimits
 
 if TYPE_CHECKING:
     from dhp_ray.data.processor import Processor
 
-MAX_DECODED_PIXELS = Limits().max_decoded_pixels
+MAX_DECODED_PIXELS = MediaLimits().max_decoded_pixels
 _READS_AVIF = "avif" in features.modules and features.check("avif")  # Pillow from 11.3 on, where it was built with libavif
 # Raster formats only: Pillow also opens documents, whose pixels an outside program would have to draw.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(("AVIF",) if _READS_AVIF else ()))

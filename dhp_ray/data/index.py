@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dhp_ray.data import fragments as kept
-from dhp_ray.data.errors import DataError, first_line, told
+from dhp_ray.data.errors import DataError, description, first_line
 from dhp_ray.data.fragments import Fragment, Fragments, FragmentWriter
 from dhp_ray.data.names import Names
 from dhp_ray.data.saved_sets import arrow_schema, saved_files, scan_arrow
@@ -94,7 +94,7 @@ def _scanned(path: str, kind: str, names: Names, progress: Callable[[int], None]
     except DataError:
         raise
     except Exception as error:  # foreign bytes make readers raise errors of many kinds
-        raise DataError(f"data.path: {path} cannot be read: {told(error)}") from None
+        raise DataError(f"data.path: {path} cannot be read: {description(error)}") from None
 
 
 def _no_rows(data: Data) -> DataError:

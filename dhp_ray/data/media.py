@@ -22,7 +22,7 @@ _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MediaLimits:
     """What an image or a video may be. Input is untrusted: each limit holds before anything is decoded."""
 
     max_decoded_pixels: int = 64_000_000
@@ -32,7 +32,7 @@ class Limits:
     max_video_seconds: float = 3600.0
 
     @classmethod
-    def of(cls, data: Data) -> Limits:
+    def of(cls, data: Data) -> MediaLimits:
         return cls(data.max_decoded_pixels, int(data.max_file_mb * 2**20), data.video_fps, data.max_frames, data.max_video_seconds)
 
 

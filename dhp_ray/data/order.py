@@ -23,7 +23,7 @@ RAMP_ROWS = 128
 
 
 @dataclass(frozen=True)
-class Window:
+class ShuffleWindow:
     """What lies open at a time: at most so many rows, and about so many bytes of payload, with one fragment more."""
 
     num_rows: int
@@ -33,7 +33,7 @@ class Window:
 class EpochOrder:
     """The order in which an epoch gives the rows of fragments: `sizes` and `num_bytes`, (fragments,) each, are their rows and the bytes of these."""
 
-    def __init__(self, seed: int, epoch: int, sizes: np.ndarray, num_bytes: np.ndarray, window: Window) -> None:
+    def __init__(self, seed: int, epoch: int, sizes: np.ndarray, num_bytes: np.ndarray, window: ShuffleWindow) -> None:
         self._seed = [seed, epoch]
         self.fragments = fragment_order(seed, epoch, len(sizes))
         """(fragments,) their numbers, in the order in which they are read."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from dhp_ray.data.conversation import Turn, check_counts, offering, turns_of
 from dhp_ray.data.errors import DataError, RowError, first_line
-from dhp_ray.data.media import Limits
+from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import PRESET_IMAGE_SETTINGS, chat_template_of, folder_image_settings, write_json
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, STRUCTURE_TOKENS, byte_tokenizer, special_token_ids
 from dhp_ray.data.tools import holds_any
@@ -63,11 +63,11 @@ class ProcessorSpec:
     path: str = ""
     min_pixels: int = 3136
     max_pixels: int = 1003520
-    limits: Limits = field(default_factory=Limits)
+    limits: MediaLimits = field(default_factory=MediaLimits)
 
     @classmethod
     def of(cls, model: Model, data: Data) -> ProcessorSpec:
-        return cls(model.preset, model.path, data.min_pixels, data.max_pixels, Limits.of(data))
+        return cls(model.preset, model.path, data.min_pixels, data.max_pixels, MediaLimits.of(data))
 
     def load(self) -> Processor:
         return load_processor(self.preset, self.path, self.min_pixels, self.max_pixels, self.limits)
@@ -82,7 +82,7 @@ class Processor:
     image_settings: dict[str, Any] = field(repr=False)
     min_pixels: int
     max_pixels: int
-    limits: Limits = field(default_factory=Limits)
+    limits: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
         self.patch_size = int(self.image_settings.get("patch_size", 14))
@@ -241,13 +241,13 @@ class Processor:
         return text
 
 
-def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int, limits: Limits | None = None) -> Processor:
+def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int, limits: MediaLimits | None = None) -> Processor:
     """The processor of a preset (byte-level tokenizer), or of the model in a local folder.
 
     Raises:
         DataError: the folder lacks a file, or is not of the Qwen2-VL family.
     """
-    limits = limits or Limits()
+    limits = limits or MediaLimits()
     if preset:
         return Processor(byte_tokenizer(), CHAT_TEMPLATE, dict(PRESET_IMAGE_SETTINGS), min_pixels, max_pixels, limits)
     folder = Path(path)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from dhp_ray.credentials import masked
 from dhp_ray.data import formats
 from dhp_ray.data.conversation import MEDIA
-from dhp_ray.data.errors import RowError, first_line, told
+from dhp_ray.data.errors import RowError, description, first_line
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
@@ -64,7 +64,7 @@ class ReadFragments:
                 rows = formats.read_rows(fragment)
             except Exception as error:  # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
                 # Told as data: an error raised here would reach the driver as text, in several layers.
-                records = [_unusable(fragment.path, told(error)) | {"position": item["position"], "row": UNREADABLE}]
+                records = [_unusable(fragment.path, description(error)) | {"position": item["position"], "row": UNREADABLE}]
                 blocks.append(_block(records))
                 continue
             order = row_order(self.seed, item["epoch"], item["number"], len(rows))
@@ -112,7 +112,7 @@ class ReadFragments:
                 "input_ids": encoded.input_ids, "labels": encoded.labels, "images": images, "media": encoded.media, "seconds": encoded.seconds}
 
 
-def read_rows(table: pa.Table, rows: list[int]) -> list[dict[str, Any]]:
+def read_payloads(table: pa.Table, rows: list[int]) -> list[dict[str, Any]]:
     """Payload of these rows of a block: numpy ids (L,), labels (L,), grids (N, 3), media (N,) and seconds (N,), encoded images and videos as bytes."""
     found = []
     for row in rows:

@@ -29,7 +29,7 @@ import ray.data
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import image_root, index_fragments
-from dhp_ray.data.order import EpochOrder, Window
+from dhp_ray.data.order import EpochOrder, ShuffleWindow
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments
 from dhp_ray.data.sizes import mean_file_bytes
@@ -71,7 +71,7 @@ class SourceStream:
         self.max_tokens = self.max_image_tokens = 0
         self.file_bytes = mean_file_bytes(self.fragments, image_root(data))
         """About what the images and videos take that a row names. The order depends on it, so cursors hold it."""
-        self._window = Window(math.ceil(data.shuffle_window * share), data.shuffle_window_mb * 2**20 * share)
+        self._window = ShuffleWindow(math.ceil(data.shuffle_window * share), data.shuffle_window_mb * 2**20 * share)
         self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix)
         self._seed = seed
         self._parts: deque[Iterator[tuple[ray.ObjectRef, str]]] = deque()

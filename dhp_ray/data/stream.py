@@ -8,12 +8,12 @@ from functools import cached_property
 import ray
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.reader import read_rows
+from dhp_ray.data.reader import read_payloads
 from dhp_ray.data.source_stream import Entry, SourceStream
 from dhp_ray.planner.plan import Sample
 from dhp_ray.schema import Data, Model
 
-__all__ = ["Batch", "BatchBuilder", "Cursor", "Skipped", "Stream", "read_rows"]
+__all__ = ["Batch", "BatchBuilder", "Cursor", "Skipped", "Stream", "read_payloads"]
 
 Cursor = dict[str, int]
 ORDER = 2
@@ -75,7 +75,7 @@ class BatchBuilder:
 class Stream:
     """Batches of `data.path`, in an order set by seed and epoch alone. Ray must be initialised.
 
-    Responsibilities: batches and the cursor. Not its concern: what a skipped row means for the run (`data.on_error`). Limits as in `SourceStream`.
+    Responsibilities: batches and the cursor. Not its concern: what a skipped row means for the run (`data.on_error`). MediaLimits as in `SourceStream`.
 
     Raises:
         DataError: the data cannot be used at all (found before anything is read).

@@ -17,7 +17,7 @@ import av
 import numpy as np
 
 from dhp_ray.data.errors import RowError, first_line
-from dhp_ray.data.media import Limits
+from dhp_ray.data.media import MediaLimits
 
 if TYPE_CHECKING:
     from dhp_ray.data.processor import Processor
@@ -37,29 +37,29 @@ class Clip:
     num_frames: int
     frames_per_second: float
 
-    def num_sampled(self, limits: Limits, temporal_patch_size: int) -> int:
+    def num_sampled(self, limits: MediaLimits, temporal_patch_size: int) -> int:
         """How many frames are taken."""
         return math.ceil(self.num_frames / self._interval(limits, temporal_patch_size))
 
-    def sampled(self, limits: Limits, temporal_patch_size: int) -> list[int]:
+    def sampled(self, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
         """Numbers of the frames that are taken, ascending, evenly over the video (imports torch, whose rounding decides)."""
         import torch
 
         numbers = torch.arange(0, self.num_frames, self._interval(limits, temporal_patch_size), dtype=torch.float32).int()
         return numbers.clamp_(max=self.num_frames - 1).tolist()  # rounding can step on one frame too many
 
-    def _interval(self, limits: Limits, temporal_patch_size: int) -> float:
+    def _interval(self, limits: MediaLimits, temporal_patch_size: int) -> float:
         """Frames from one that is taken to the next."""
         most = min(limits.max_frames, self.num_frames) // temporal_patch_size * temporal_patch_size
         wanted = min(max(self.num_frames / self.frames_per_second * limits.video_fps, MIN_FRAMES), most, self.num_frames)
         return self.num_frames / max(1, math.floor(wanted / temporal_patch_size) * temporal_patch_size)
 
-    def seconds_per_step(self, limits: Limits, temporal_patch_size: int) -> float:
+    def seconds_per_step(self, limits: MediaLimits, temporal_patch_size: int) -> float:
         """Seconds between two steps in time of the grid."""
         return temporal_patch_size * self.num_frames / (self.num_sampled(limits, temporal_patch_size) * self.frames_per_second)
 
 
-def clip_of(data: bytes, limits: Limits) -> Clip:
+def clip_of(data: bytes, limits: MediaLimits) -> Clip:
     """What an encoded video consists of. Walks over the container's packets; decodes none.
 
     Raises:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 
-class Interval(NamedTuple):
+class TokenInterval(NamedTuple):
     """Tokens start <= position < stop of one sequence of the pack."""
 
     sequence: int
@@ -51,7 +51,7 @@ class PackLayout:
 
     lengths: tuple[int, ...]
     degree: int
-    shards: tuple[tuple[Interval, ...], ...] = ()
+    shards: tuple[tuple[TokenInterval, ...], ...] = ()
     _num_tokens: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class PackLayout:
             object.__setattr__(self, "shards", zigzag(self.lengths, self.degree))
         object.__setattr__(self, "_num_tokens", tuple(sum(piece.stop - piece.start for piece in shard) for shard in self.shards))
 
-    def intervals(self, member: int) -> tuple[Interval, ...]:
+    def intervals(self, member: int) -> tuple[TokenInterval, ...]:
         return self.shards[member]
 
     def num_tokens(self, member: int) -> int:
@@ -102,12 +102,12 @@ class PackLayout:
         return Blocks(tuple(queries), tuple(keys), causal=False)
 
 
-def zigzag(lengths: Sequence[int], degree: int) -> tuple[tuple[Interval, ...], ...]:
+def zigzag(lengths: Sequence[int], degree: int) -> tuple[tuple[TokenInterval, ...], ...]:
     """Intervals of each member, as drawn above. Members' totals differ by one token at most, however short the sequences.
 
     A chunk's share is length // (2 x degree); the tokens left over go one by one to the members that hold least so far.
     """
-    shards: list[list[Interval]] = [[] for _ in range(degree)]
+    shards: list[list[TokenInterval]] = [[] for _ in range(degree)]
     loads = [0] * degree
     for sequence, length in enumerate(lengths):
         share, num_left = divmod(length, 2 * degree)
@@ -120,14 +120,14 @@ def zigzag(lengths: Sequence[int], degree: int) -> tuple[tuple[Interval, ...], .
             mirror = 2 * degree - 1 - member
             early, late = (bounds[member], bounds[member + 1]), (bounds[mirror], bounds[mirror + 1])
             pieces = [(early[0], late[1])] if early[1] == late[0] else [early, late]
-            shards[member] += [Interval(sequence, start, stop) for start, stop in pieces if stop > start]
+            shards[member] += [TokenInterval(sequence, start, stop) for start, stop in pieces if stop > start]
             loads[member] += sizes[member] + sizes[mirror]
     return tuple(map(tuple, shards))
 
 
-def _spans(shard: Sequence[Interval]) -> dict[int, list[tuple[Interval, slice]]]:
+def _spans(shard: Sequence[TokenInterval]) -> dict[int, list[tuple[TokenInterval, slice]]]:
     """A member's intervals by sequence, each with its place in local order."""
-    spans: dict[int, list[tuple[Interval, slice]]] = {}
+    spans: dict[int, list[tuple[TokenInterval, slice]]] = {}
     first = 0
     for interval in shard:
         last = first + interval.stop - interval.start
@@ -136,7 +136,7 @@ def _spans(shard: Sequence[Interval]) -> dict[int, list[tuple[Interval, slice]]]
     return spans
 
 
-def _check_cover(lengths: Sequence[int], degree: int, shards: Sequence[Sequence[Interval]]) -> None:
+def _check_cover(lengths: Sequence[int], degree: int, shards: Sequence[Sequence[TokenInterval]]) -> None:
     """Raise ValueError unless the shards hold every token once, each member's in order."""
     if len(shards) != degree:
         raise ValueError(f"pack layout: {len(shards)} shards for {degree} members")

@@ -15,7 +15,7 @@ STORED_TYPES = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types of plain weights; others are quantized, and mean nothing without their scales."""
 
 
-class Rows(NamedTuple):
+class RowsOfParameter(NamedTuple):
     """Where rows of a parameter go: `into` (rows, ...) takes those from `start` on."""
 
     start: int
@@ -62,7 +62,7 @@ class StoredWeights:
             raise ModelError(f"model.path: {path} lacks {len(missing)} weights, the first is {missing[0]}")
 
     @torch.no_grad()
-    def read(self, wanted: Mapping[str, Rows]) -> None:
+    def read(self, wanted: Mapping[str, RowsOfParameter]) -> None:
         """Fill the rows of every parameter named, in the type and on the device of where they go.
 
         Raises:
@@ -70,7 +70,7 @@ class StoredWeights:
         """
         read_as: dict[str, str] = {}
         for file, key, name in self._places:
-            start, into = wanted.get(name, Rows(0, torch.empty(0)))
+            start, into = wanted.get(name, RowsOfParameter(0, torch.empty(0)))
             if not into.numel():
                 continue
             with opened(self.path, file, "pt") as stored:  # for each anew: closing it gives back the pages that were read

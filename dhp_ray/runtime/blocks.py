@@ -12,12 +12,12 @@ import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dhp_ray.data.reader import read_rows
+from dhp_ray.data.reader import read_payloads
 from dhp_ray.runtime.messages import BlockRows
 
 
 def fetch_rows(blocks: Sequence[BlockRows]) -> Iterator[dict[str, Any]]:
-    """The rows, as `read_rows` gives them. The process that calls owns what is cut out, so that nothing of it passes through the driver."""
+    """The rows, as `read_payloads` gives them. The process that calls owns what is cut out, so that nothing of it passes through the driver."""
     here = ray.get_runtime_context().get_node_id()
     elsewhere: dict[str, list[BlockRows]] = {}
     for block in blocks:
@@ -27,10 +27,10 @@ def fetch_rows(blocks: Sequence[BlockRows]) -> Iterator[dict[str, Any]]:
     cuts = [cut_rows.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)).remote(found) for node, found in elsewhere.items()]
     for block in blocks:
         if block.node in ("", here):
-            yield from read_rows(ray.get(block.reference[0]), block.rows)
+            yield from read_payloads(ray.get(block.reference[0]), block.rows)
     for cut in cuts:
         table = ray.get(cut)
-        yield from read_rows(table, list(range(table.num_rows)))
+        yield from read_payloads(table, list(range(table.num_rows)))
 
 
 @ray.remote(num_cpus=0)

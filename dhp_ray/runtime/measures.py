@@ -16,7 +16,7 @@ def makespan_s(results: Sequence[StepResult]) -> float:
     return max(time.end_s for time in times) - min(time.start_s for time in times) if times else 0.0
 
 
-def idle_fraction(results: Sequence[StepResult]) -> float:
+def measured_idle_fraction(results: Sequence[StepResult]) -> float:
     """Share of the makespan that ranks did not compute in: without a pack, or blocked in an exchange."""
     span = makespan_s(results)
     busy = sum(time.end_s - time.start_s - time.blocked_s for result in results for time in result.pack_times)
@@ -57,7 +57,7 @@ def step_metrics(plan: Plan, results: Sequence[StepResult], step_time_s: float, 
         "planning_time_s": plan.planning_time_s,
         "predicted_makespan_s": plan.predicted_time_s * scale,
         "measured_makespan_s": makespan_s(results),
-        "idle_fraction": idle_fraction(results),
+        "idle_fraction": measured_idle_fraction(results),
         "num_ranks": plan.cluster.num_ranks,
         "generation": generation,
         "degrees": {str(degree): count for degree, count in plan.degrees().items()},

@@ -25,7 +25,7 @@ from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model, build_on_meta_device, num_parameters
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.storage import Folder, told
+from dhp_ray.storage import Folder, storage_errors
 from dhp_ray.train.checkpoint import Checkpointer
 from dhp_ray.train.engine import FlatEngine, OptimizerSettings, resident_bytes
 from dhp_ray.train.micro_batch import MicroBatchStep
@@ -85,7 +85,7 @@ def save_folder(config: Config) -> Path:
     """Where this node writes checkpoints: run.dir itself where it is a folder, else `checkpoint.scratch`, from where they are uploaded."""
     local = Folder(config.run.dir).local_path()
     folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir()).expanduser()
-    with told(f"{'run.dir' if local else 'checkpoint.scratch'}: {folder}", "cannot be made"):
+    with storage_errors(f"{'run.dir' if local else 'checkpoint.scratch'}: {folder}", "cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
 

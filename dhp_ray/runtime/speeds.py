@@ -1,7 +1,7 @@
 """How fast each rank is, from what its packs should have cost and what they did. Nothing here touches a worker.
 
-A rank's pace is its unblocked seconds over the nominal compute seconds of the packs that it ran: long packs and waiting for
-others change neither. Paces are smoothed over a few steps; a rank's speed is the group's typical pace over its own, so a
+A rank's slowdown is its unblocked seconds over the nominal compute seconds of the packs that it ran: long packs and waiting for
+others change neither. Slowdowns are smoothed over a few steps; a rank's speed is the group's typical slowdown over its own, so a
 machine that is slow as a whole, or a cost file that is off, makes nobody slow.
 """
 
@@ -51,7 +51,7 @@ class SpeedMeter:
     patience: int = 1
     _ranks: list[_Rank] = field(init=False, repr=False)
     _measured: tuple[float, ...] = field(init=False, repr=False)
-    _told: set[int] = field(init=False, repr=False, default_factory=set)
+    _reported: set[int] = field(init=False, repr=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank() for _ in range(self.num_ranks)]
@@ -66,8 +66,8 @@ class SpeedMeter:
                 rank.unseen += 1
                 if rank.unseen >= FORGET_AFTER:
                     rank.nominal_s = rank.busy_s = 0.0
-        paces = sorted(rank.busy_s / rank.nominal_s for rank in self._ranks if rank.nominal_s > 0)
-        typical = paces[(len(paces) - 1) // 2] if paces else 0.0  # the faster one of two
+        slowdowns = sorted(rank.busy_s / rank.nominal_s for rank in self._ranks if rank.nominal_s > 0)
+        typical = slowdowns[(len(slowdowns) - 1) // 2] if slowdowns else 0.0  # the faster one of two
         self._measured = tuple([typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0 for rank in self._ranks])
         for rank, speed in zip(self._ranks, self._measured):
             rank.below = {limit: rank.below.get(limit, 0) + 1 for limit in (SLOW_BELOW, self.evict_below) if speed < limit}
@@ -86,9 +86,9 @@ class SpeedMeter:
 
     def news(self) -> dict[int, bool]:
         """Ranks that have become slow (True), or are no longer (False), since the last call."""
-        slow, told = self.slow(), self._told
-        self._told = slow
-        return {rank: rank in slow for rank in sorted(slow ^ told)}
+        slow, reported = self.slow(), self._reported
+        self._reported = slow
+        return {rank: rank in slow for rank in sorted(slow ^ reported)}
 
     def no_good(self) -> tuple[int, ...]:
         """Ranks that should be replaced."""

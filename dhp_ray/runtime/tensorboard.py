@@ -20,7 +20,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dhp_ray.config import Config
-from dhp_ray.storage import Folder, append_whole, retry_when_full, told
+from dhp_ray.storage import Folder, append_whole, retry_when_full, storage_errors
 
 UPLOAD_INTERVAL_S = 30.0
 MAX_CURVES = 16
@@ -68,7 +68,7 @@ class ScalarLog:
         local = folder.local_path()
         self._spool = None if local else tempfile.TemporaryDirectory(prefix="dhp_ray_tensorboard_")
         self._path = (local or Path(self._spool.name if self._spool else "")) / self._name
-        with told(str(self._path), "cannot be opened"):
+        with storage_errors(str(self._path), "cannot be opened"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  stays open for the log's life
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class ScalarLog:
         record = BytesIO()
         RecordWriter(record).write(event.SerializeToString())
         with self._lock:
-            with told(str(self._path), "cannot be written"):
+            with storage_errors(str(self._path), "cannot be written"):
                 retry_when_full(lambda: append_whole(self._file.fileno(), record.getvalue()))
             if time.monotonic() - self._uploaded_at > UPLOAD_INTERVAL_S:
                 self._flush()

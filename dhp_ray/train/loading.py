@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dhp_ray.model.weights import Rows, StoredWeights
+from dhp_ray.model.weights import RowsOfParameter, StoredWeights
 
 
 def first_row(num_rows: int, rank: int, world_size: int) -> int:
@@ -28,5 +28,5 @@ def read_shards(root: nn.Module, parameters: Mapping[str, DTensor], weights: Sto
     with torch.no_grad():
         for name, buffer in root.named_buffers():
             buffer.copy_(buffers[name])
-    weights.read({name: Rows(first_row(parameter.shape[0], rank, world_size), cast(DTensor, parameter.detach()).to_local())
+    weights.read({name: RowsOfParameter(first_row(parameter.shape[0], rank, world_size), cast(DTensor, parameter.detach()).to_local())
                   for name, parameter in parameters.items()})

@@ -163,13 +163,13 @@ class Mirror:
     def _described(self, owners: list[int]) -> dict[int, _DoubleBuffer]:
         """Empty replicas of the shards of `owners`: each tells its replica rank the size and the pieces of its shard."""
         assert self._group is not None
-        told = torch.frombuffer(bytearray(pickle.dumps([(piece.name, piece.start, piece.stop, piece.offset) for piece in self._engine.pieces()])),
+        own = torch.frombuffer(bytearray(pickle.dumps([(piece.name, piece.start, piece.stop, piece.offset) for piece in self._engine.pieces()])),
                                 dtype=torch.uint8)
         sizes = torch.empty(2 * self._group.size(), dtype=torch.int64)
-        dist.all_gather_single(sizes, torch.tensor([self._engine.shard_size, told.numel()]), group=self._group)
+        dist.all_gather_single(sizes, torch.tensor([self._engine.shard_size, own.numel()]), group=self._group)
         received = {owner: torch.empty(int(sizes[2 * owner + 1]), dtype=torch.uint8) for owner in owners}
         works = [_posted(dist.irecv(buffer, group=self._group, group_src=owner)) for owner, buffer in received.items()]
-        works.append(_posted(dist.isend(told, group=self._group, group_dst=self._replica_rank)))
+        works.append(_posted(dist.isend(own, group=self._group, group_dst=self._replica_rank)))
         for work in works:
             work.wait()
         return {owner: _DoubleBuffer.empty(tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes())), int(sizes[2 * owner]))

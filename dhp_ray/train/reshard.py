@@ -25,9 +25,9 @@ from dhp_ray.train.buckets import Piece
 from dhp_ray.train.optimizer import ShardState
 
 CPU = torch.device("cpu")
-Interval = tuple[str, int, int, int]
+PieceFields = tuple[str, int, int, int]
 """A Piece as it travels: name, start, stop, offset."""
-Offer = tuple[int, int, list[Interval]]
+Offer = tuple[int, int, list[PieceFields]]
 """A LocalShard as it travels: owner, version, pieces."""
 
 
@@ -49,7 +49,7 @@ class LocalShard:
         return LocalShard(self.owner, self.version, self.pieces, state)
 
 
-class _Part(NamedTuple):
+class _Transfer(NamedTuple):
     """Elements on their way: from `source_offset` of the supplier's local shard number `shard` to `target_offset` of the new shard."""
 
     shard: int
@@ -93,17 +93,17 @@ def reshard(supplies: Sequence[LocalShard], wanted: Sequence[Piece], shard_size:
     return state
 
 
-def _intervals(pieces: Iterable[Piece]) -> list[Interval]:
+def _intervals(pieces: Iterable[Piece]) -> list[PieceFields]:
     return [(piece.name, piece.start, piece.stop, piece.offset) for piece in pieces]
 
 
-def _all_of(offer: list[Offer], wanted: list[Interval], group: dist.ProcessGroup | None) -> tuple[list[list[Offer]], list[list[Interval]]]:
+def _all_of(offer: list[Offer], wanted: list[PieceFields], group: dist.ProcessGroup | None) -> tuple[list[list[Offer]], list[list[PieceFields]]]:
     """What each new rank supplies and wants."""
     if group is None:
         return [offer], [wanted]
-    told: list[tuple[list[Offer], list[Interval]]] = [([], [])] * group.size()
-    dist.all_gather_object(told, (offer, wanted), group=group)
-    return [offered for offered, _ in told], [intervals for _, intervals in told]
+    described: list[tuple[list[Offer], list[PieceFields]]] = [([], [])] * group.size()
+    dist.all_gather_object(described, (offer, wanted), group=group)
+    return [offered for offered, _ in described], [intervals for _, intervals in described]
 
 
 def _common_version(offers: list[list[Offer]]) -> int:
@@ -121,7 +121,7 @@ def _common_version(offers: list[list[Offer]]) -> int:
     return next(iter(versions))
 
 
-def _routes(offers: list[list[Offer]], wants: list[list[Interval]], rank: int) -> tuple[dict[int, list[_Part]], dict[int, list[_Part]]]:
+def _routes(offers: list[list[Offer]], wants: list[list[PieceFields]], rank: int) -> tuple[dict[int, list[_Transfer]], dict[int, list[_Transfer]]]:
     """What `rank` sends to each rank and receives from each; both ends list a pair's parts in the order in which they are wanted.
 
     Every rank walks all that is wanted, so that all of them refuse what nobody supplies.
@@ -134,8 +134,8 @@ def _routes(offers: list[list[Offer]], wants: list[list[Interval]], rank: int) -
     for found in supplied.values():
         found.sort()
     starts = {name: [interval[0] for interval in found] for name, found in supplied.items()}
-    sends: dict[int, list[_Part]] = {}
-    receives: dict[int, list[_Part]] = {}
+    sends: dict[int, list[_Transfer]] = {}
+    receives: dict[int, list[_Transfer]] = {}
     for receiver, intervals in enumerate(wants):
         for name, begin, end, offset in intervals:
             found = supplied.get(name, [])
@@ -147,7 +147,7 @@ def _routes(offers: list[list[Offer]], wants: list[list[Interval]], rank: int) -
                     following = starts.get(name, [])[place + 1:place + 2] if position >= stop else [start]
                     raise ValueError(f"state: nobody supplies elements {position} to {min([end, *following])} of parameter {name}")
                 length = min(stop, end) - position
-                part = _Part(number, source_offset + position - start, offset + position - begin, length)
+                part = _Transfer(number, source_offset + position - start, offset + position - begin, length)
                 if supplier == rank:
                     sends.setdefault(receiver, []).append(part)
                 if receiver == rank:
@@ -157,7 +157,7 @@ def _routes(offers: list[list[Offer]], wants: list[list[Interval]], rank: int) -
     return sends, receives
 
 
-def _exchange(sources: list[Tensor], target: Tensor, sends: dict[int, list[_Part]], receives: dict[int, list[_Part]], group: dist.ProcessGroup) -> None:
+def _exchange(sources: list[Tensor], target: Tensor, sends: dict[int, list[_Transfer]], receives: dict[int, list[_Transfer]], group: dist.ProcessGroup) -> None:
     """One tensor of the state between all ranks, in one collective."""
     ranks = range(group.size())
     send_counts = [sum(part.length for part in sends.get(other, [])) for other in ranks]
@@ -172,5 +172,5 @@ def _exchange(sources: list[Tensor], target: Tensor, sends: dict[int, list[_Part
         target[part.target].copy_(incoming[start:stop])
 
 
-def _edges(parts: list[_Part]) -> Iterable[tuple[int, int]]:
+def _edges(parts: list[_Transfer]) -> Iterable[tuple[int, int]]:
     return pairwise(accumulate((part.length for part in parts), initial=0))

@@ -21,7 +21,7 @@ from dhp_ray.comm.link import Link
 from dhp_ray.data.conversation import ROLES, turns_of
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import ReadFragments, read_rows
+from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.planner.plan import RankPack, Sample
@@ -158,7 +158,7 @@ def records(data: Data) -> dict[str, Row]:
     fragments = index_fragments(data)
     items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)} for number, fragment in enumerate(fragments)]
     block = ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data), 0)(pa.Table.from_pylist(items))
-    return {record["id"]: record for record in read_rows(block, list(range(block.num_rows)))}
+    return {record["id"]: record for record in read_payloads(block, list(range(block.num_rows)))}
 
 
 def payload(record: Row) -> Payload:

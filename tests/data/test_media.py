@@ -10,11 +10,11 @@ import pytest
 
 from dhp_ray.data.conversation import turns_of
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.media import Limits, column_of, media_of, resolve
+from dhp_ray.data.media import MediaLimits, column_of, media_of, resolve
 from tests.data.samples import picture, talk
 
 
-def images_of(fields: Mapping[str, Any], root: str, limit: int = Limits().max_file_bytes) -> list[bytes]:
+def images_of(fields: Mapping[str, Any], root: str, limit: int = MediaLimits().max_file_bytes) -> list[bytes]:
     """What a row holds, shown by as many marks as there are."""
     count = len(column_of(fields, "image"))
     return media_of(fields, turns_of(talk("<image>" * count + "?", "a")), root, limit)
@@ -94,7 +94,7 @@ def test_a_pipe_is_not_opened(root: Path) -> None:
 
 def shown(root: Path, content: object, **fields: Any) -> list[bytes]:
     turns = turns_of([{"role": "user", "content": content}, {"role": "assistant", "content": "a"}])
-    return media_of(fields, turns, str(root), Limits().max_file_bytes)
+    return media_of(fields, turns, str(root), MediaLimits().max_file_bytes)
 
 
 def test_parts_bring_their_own_images_or_take_the_next(root: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture, furthest_behind, open_stream, rows_given, shares
-from dhp_ray.data.stream import Batch, Stream, read_rows
+from dhp_ray.data.stream import Batch, Stream, read_payloads
 from dhp_ray.schema import Data, Model, Source
 from tests.data.samples import talk, write_rows
 
@@ -70,7 +70,7 @@ def test_the_payload_is_the_samples(mixture: Mixture) -> None:
     assert batch is not None
     for sample in batch.samples:
         reference, row = batch.payload[sample.id]
-        assert read_rows(ray.get(reference), [row])[0]["id"] == sample.id
+        assert read_payloads(ray.get(reference), [row])[0]["id"] == sample.id
 
 
 def test_a_restored_cursor_goes_on_exactly(mixture: Mixture, data: Data) -> None:

@@ -13,7 +13,7 @@ from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.order import row_order
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import PAYLOAD, ReadFragments, read_rows
+from dhp_ray.data.reader import PAYLOAD, ReadFragments, read_payloads
 from dhp_ray.schema import Data
 from tests.data.samples import picture, processor, talk, write_rows
 
@@ -28,7 +28,7 @@ def block_of(path: Path, root: Path, *, max_tokens: int = 0, seed: int = 0, epoc
 
 
 def records(block: pa.Table) -> dict[str, dict[str, Any]]:
-    return {record["id"]: record for record in read_rows(block, list(range(block.num_rows)))}
+    return {record["id"]: record for record in read_payloads(block, list(range(block.num_rows)))}
 
 
 def test_bad_rows_keep_their_place_and_break_nothing(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_rows_of_a_block_come_as_asked(rows: list[int], tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.json", [{"id": str(number), "conversations": talk("a", "b" * (number + 1))} for number in range(3)])
     block = block_of(path, tmp_path)
     ids = block["id"].to_pylist()
-    found = read_rows(block, rows)
+    found = read_payloads(block, rows)
     assert [record["id"] for record in found] == [ids[row] for row in rows]
     for record in found:
         assert int((record["labels"] != -100).sum()) == int(record["id"]) + 2

@@ -11,7 +11,7 @@ import ray
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.stream import Batch, Stream, read_rows
+from dhp_ray.data.stream import Batch, Stream, read_payloads
 from dhp_ray.schema import Data, Model
 from tests.data.samples import picture, talk, write_rows
 
@@ -75,7 +75,7 @@ def test_the_payload_is_where_the_batch_says(stream: Stream) -> None:
     assert set(batch.payload) == {sample.id for sample in batch.samples}
     for sample in batch.samples:
         reference, row = batch.payload[sample.id]
-        record = read_rows(ray.get(reference), [row])[0]
+        record = read_payloads(ray.get(reference), [row])[0]
         assert record["id"] == sample.id
         assert len(record["input_ids"]) == sample.num_tokens
         assert np.array_equal(record["grids"].reshape(-1, 3), np.array(sample.vision_grids).reshape(-1, 3))

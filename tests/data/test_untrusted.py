@@ -25,9 +25,9 @@ from transformers.image_utils import load_image
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.images import FORMATS, decode, image_size
 from dhp_ray.data.index import index_fragments
-from dhp_ray.data.media import Limits
+from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import Processor, ProcessorSpec, load_processor
-from dhp_ray.data.reader import ReadFragments, read_rows
+from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.data.video import clip_of, decode_video
 from dhp_ray.schema import Data
 from tests.data.samples import picture, processor, talk, video, write_rows
@@ -47,7 +47,7 @@ def records_of(data: Data, root: Path) -> list[dict[str, Any]]:
     fragments = index_fragments(data)
     items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)} for number, fragment in enumerate(fragments)]
     block = ReadFragments(ProcessorSpec("tiny"), str(root), 0)(pa.Table.from_pylist(items))
-    return read_rows(block, list(range(block.num_rows)))
+    return read_payloads(block, list(range(block.num_rows)))
 
 
 def assert_one_line(error: Exception, named: str = "") -> None:
@@ -164,7 +164,7 @@ def test_any_image_bytes_are_patches_of_the_planned_grid_or_an_error(data: bytes
 @given(damaged(FILMS) | st.binary(max_size=300))
 def test_any_video_bytes_are_the_planned_patches_or_one_line(data: bytes) -> None:
     try:
-        clip = clip_of(data, Limits(max_decoded_pixels=10**5, max_video_seconds=60))
+        clip = clip_of(data, MediaLimits(max_decoded_pixels=10**5, max_video_seconds=60))
         grid = PROCESSOR.encode_turns(PROCESSOR.turns(talk("<video>", "a")), [clip], slice_tokens=10**6).grids[0]
     except RowError as error:
         assert_one_line(error)
@@ -253,7 +253,7 @@ def test_an_image_larger_than_a_rank_is_a_bad_row(tmp_path: Path) -> None:
     fragments = index_fragments(Data(format="llava", path=str(write_rows(tmp_path / "rows.json", rows))))
     items = [{"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragments[0])}]
     block = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0, max_image_tokens=6)(pa.Table.from_pylist(items))
-    found = {record["id"]: record for record in read_rows(block, [0, 1])}
+    found = {record["id"]: record for record in read_payloads(block, [0, 1])}
     assert found["image"]["error"] == "image 1 alone takes 100 tokens; a rank holds at most 6"
     assert found["video"]["error"] == ""  # cut in time, for several ranks
     assert np.array_equal(found["video"]["media"], [0, 0])

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.media import Limits
+from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.video import Clip, clip_of, decode_video
 from tests.data.samples import damaged_video, processor, talk, video
 
 PROCESSOR = processor()
-LIMITS = Limits()
+LIMITS = MediaLimits()
 
 
 def frames_of(data: bytes) -> list[np.ndarray]:
@@ -56,7 +56,7 @@ def reference_indices(num_frames: int, rate: float, fps: float, max_frames: int)
 @settings(max_examples=300, deadline=None)
 @given(st.integers(2, 200_000), st.floats(0.5, 240), st.sampled_from([0.5, 1.0, 2.0, 3.7, 30.0]), st.sampled_from([4, 5, 64, 768]))
 def test_frames_are_taken_as_transformers_does(num_frames: int, rate: float, fps: float, max_frames: int) -> None:
-    limits = Limits(video_fps=fps, max_frames=max_frames)
+    limits = MediaLimits(video_fps=fps, max_frames=max_frames)
     clip = Clip(28, 28, num_frames, rate)
     taken = clip.sampled(limits, 2)
     assert taken == reference_indices(num_frames, rate, fps, max_frames)
@@ -139,11 +139,11 @@ def test_ids_and_labels_of_a_video() -> None:
     (b"ffconcat version 1.0\nfile /etc/hostname\n", LIMITS, "not a video of a known format"),
     (b"\x00\x00\x00\x18ftypmp42" + b"\0" * 200, LIMITS, "not a video that can be read|no video stream"),
     (b"\x1a\x45\xdf\xa3 nothing", LIMITS, "not a video that can be read|no video stream"),
-    (video(), Limits(max_decoded_pixels=64 * 48 - 1), r"frames of 64x48 pixels; allowed: at most 3071 pixels \(data.max_decoded_pixels\)"),
-    (video(30, rate=10), Limits(max_video_seconds=2.5), r"a video of 3 s \(30 frames\); allowed: at most 2.5 s \(data.max_video_seconds\)"),
-    (video(300, 16, 16, rate=1000), Limits(max_video_seconds=1), "a video of 1 s"),
+    (video(), MediaLimits(max_decoded_pixels=64 * 48 - 1), r"frames of 64x48 pixels; allowed: at most 3071 pixels \(data.max_decoded_pixels\)"),
+    (video(30, rate=10), MediaLimits(max_video_seconds=2.5), r"a video of 3 s \(30 frames\); allowed: at most 2.5 s \(data.max_video_seconds\)"),
+    (video(300, 16, 16, rate=1000), MediaLimits(max_video_seconds=1), "a video of 1 s"),
 ])
-def test_what_is_no_usable_video_is_a_bad_row(data: bytes, limits: Limits, reason: str) -> None:
+def test_what_is_no_usable_video_is_a_bad_row(data: bytes, limits: MediaLimits, reason: str) -> None:
     with pytest.raises(RowError, match=reason) as caught:
         clip_of(data, limits)
     assert "\n" not in str(caught.value)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.attention import PackContext, register, ring_attention
-from dhp_ray.model.layout import Interval, PackLayout
+from dhp_ray.model.layout import PackLayout, TokenInterval
 from tests.ranks import run_ranks
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
@@ -100,7 +100,9 @@ def test_ring_in_bf16() -> None:
 
 def ring_over_other_layout(rank: int) -> float:
     """Nothing in the ring assumes chunks: whole blocks of tokens may go to any member, and see some keys more than once."""
-    shards = ((Interval(0, 4, 8), Interval(0, 12, 31), Interval(1, 0, 4)), (Interval(0, 0, 2), Interval(0, 8, 12), Interval(1, 4, 5)), (Interval(0, 2, 4),))
+    shards = ((TokenInterval(0, 4, 8), TokenInterval(0, 12, 31), TokenInterval(1, 0, 4)),
+              (TokenInterval(0, 0, 2), TokenInterval(0, 8, 12), TokenInterval(1, 4, 5)),
+              (TokenInterval(0, 2, 4),))
     assert PackLayout((31, 5), 3, shards).blocks(0, 1).keys == (slice(0, 2), slice(0, 6))
     transport = open_transport("parent", rank, 3, CPU, 0, TIMEOUT)
     return run_pack(PackContext(PackLayout((31, 5), 3, shards), transport.link((2, 0, 1), 0)))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dhp_ray.model.layout import Blocks, Interval, PackLayout
+from dhp_ray.model.layout import Blocks, PackLayout, TokenInterval
 
 lengths_of_packs = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(tuple)
 
@@ -14,11 +14,11 @@ lengths_of_packs = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(tup
 def random_layouts(draw: st.DrawFn) -> PackLayout:
     """Layouts of no pattern: each sequence cut anywhere, each piece on any member."""
     lengths, degree = draw(lengths_of_packs), draw(st.integers(1, 6))
-    shards: list[list[Interval]] = [[] for _ in range(degree)]
+    shards: list[list[TokenInterval]] = [[] for _ in range(degree)]
     for sequence, length in enumerate(lengths):
         cuts = sorted({0, length, *draw(st.lists(st.integers(1, max(1, length - 1)), max_size=8))})
         for start, stop in itertools.pairwise(cuts):
-            shards[draw(st.integers(0, degree - 1))].append(Interval(sequence, start, stop))
+            shards[draw(st.integers(0, degree - 1))].append(TokenInterval(sequence, start, stop))
     return PackLayout(lengths, degree, tuple(tuple(shard) for shard in shards))
 
 
@@ -28,16 +28,16 @@ layouts = st.one_of(st.builds(PackLayout, lengths_of_packs, st.integers(1, 9)), 
 def test_zigzag_of_one_sequence() -> None:
     layout = PackLayout((12,), 3)
     assert layout.shards == (
-        (Interval(0, 0, 2), Interval(0, 10, 12)),
-        (Interval(0, 2, 4), Interval(0, 8, 10)),
-        (Interval(0, 4, 8),))
+        (TokenInterval(0, 0, 2), TokenInterval(0, 10, 12)),
+        (TokenInterval(0, 2, 4), TokenInterval(0, 8, 10)),
+        (TokenInterval(0, 4, 8),))
     assert layout.index(1).tolist() == [2, 3, 8, 9]
 
 
 def test_zigzag_of_packed_sequences_crosses_no_boundary() -> None:
     layout = PackLayout((4, 8), 2)
-    assert layout.intervals(0) == (Interval(0, 0, 1), Interval(0, 3, 4), Interval(1, 0, 2), Interval(1, 6, 8))
-    assert layout.intervals(1) == (Interval(0, 1, 3), Interval(1, 2, 6))
+    assert layout.intervals(0) == (TokenInterval(0, 0, 1), TokenInterval(0, 3, 4), TokenInterval(1, 0, 2), TokenInterval(1, 6, 8))
+    assert layout.intervals(1) == (TokenInterval(0, 1, 3), TokenInterval(1, 2, 6))
     assert layout.index(0).tolist() == [0, 3, 4, 5, 10, 11]
 
 
@@ -119,12 +119,12 @@ def test_zigzag_balances_work(lengths: tuple[int, ...], degree: int) -> None:
     ((4,), 0, (), "degree 0"),
     ((), 1, (), "at least 1"),
     ((3, 0), 2, (), "at least 1"),
-    ((4,), 2, ((Interval(0, 0, 4),),), "1 shards for 2 members"),
-    ((4,), 2, ((Interval(0, 0, 2),), ()), "2 placed"),
-    ((4,), 2, ((Interval(0, 0, 3),), (Interval(0, 2, 4),)), "3 are placed"),
-    ((4,), 1, ((Interval(0, 2, 4), Interval(0, 0, 2)),), "not sorted"),
-    ((4,), 1, ((Interval(0, 0, 5),),), "sequence of 4 tokens"),
+    ((4,), 2, ((TokenInterval(0, 0, 4),),), "1 shards for 2 members"),
+    ((4,), 2, ((TokenInterval(0, 0, 2),), ()), "2 placed"),
+    ((4,), 2, ((TokenInterval(0, 0, 3),), (TokenInterval(0, 2, 4),)), "3 are placed"),
+    ((4,), 1, ((TokenInterval(0, 2, 4), TokenInterval(0, 0, 2)),), "not sorted"),
+    ((4,), 1, ((TokenInterval(0, 0, 5),),), "sequence of 4 tokens"),
 ])
-def test_a_wrong_layout_is_refused(lengths: tuple[int, ...], degree: int, shards: tuple[tuple[Interval, ...], ...], message: str) -> None:
+def test_a_wrong_layout_is_refused(lengths: tuple[int, ...], degree: int, shards: tuple[tuple[TokenInterval, ...], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PackLayout(lengths, degree, shards)

@@ -2,7 +2,7 @@ import pytest
 
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample
 from dhp_ray.planner.results import PackTime, StepResult
-from dhp_ray.runtime.measures import TimeScale, idle_fraction, makespan_s, step_metrics
+from dhp_ray.runtime.measures import TimeScale, makespan_s, measured_idle_fraction, step_metrics
 
 
 def result(rank: int, *times: PackTime, loss_sum: float = 12.0, num_valid_tokens: int = 4) -> StepResult:
@@ -13,12 +13,12 @@ def result(rank: int, *times: PackTime, loss_sum: float = 12.0, num_valid_tokens
 def test_idle_time_is_what_ranks_neither_compute_nor_have_packs_for() -> None:
     results = [result(0, PackTime(0, 1.0, 3.0, 0.5), PackTime(1, 3.0, 5.0, 0.0)), result(1, PackTime(0, 1.0, 3.0, 1.0)), result(2)]
     assert makespan_s(results) == 4.0
-    assert idle_fraction(results) == pytest.approx(1 - (1.5 + 2.0 + 1.0) / (3 * 4.0))
+    assert measured_idle_fraction(results) == pytest.approx(1 - (1.5 + 2.0 + 1.0) / (3 * 4.0))
 
 
 def test_a_step_without_packs_has_no_makespan() -> None:
     assert makespan_s([result(0)]) == 0.0
-    assert idle_fraction([result(0)]) == 0.0
+    assert measured_idle_fraction([result(0)]) == 0.0
 
 
 def test_the_scale_is_the_running_median_of_measured_over_predicted() -> None:

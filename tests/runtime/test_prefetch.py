@@ -13,7 +13,7 @@ import torch
 from dhp_ray.comm.link import Link
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import ReadFragments, read_rows
+from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.planner.plan import Sample
 from dhp_ray.runtime.prefetch import pixels_of
 from dhp_ray.schema import Data
@@ -32,7 +32,7 @@ def film_record(folder: Path, max_image_tokens: int) -> dict[str, Any]:
     fragments = index_fragments(Data(format="llava", path=str(write_rows(folder / "rows.json", [row]))))
     items = [{"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragments[0])}]
     block = ReadFragments(ProcessorSpec("tiny"), str(folder), 0, max_image_tokens=max_image_tokens)(pa.Table.from_pylist(items))
-    return read_rows(block, [0])[0]
+    return read_payloads(block, [0])[0]
 
 
 def payload_of(record: dict[str, Any], here: tuple[bool, ...]) -> Payload:

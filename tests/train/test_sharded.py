@@ -57,7 +57,8 @@ def payloads_of(packs: tuple[RankPack, ...], payloads: dict[str, Payload], rank:
     return {name: payload for pack in packs for name, payload in own_payloads(pack, payloads, rank).items() if name in {s.id for s in pack.samples}}
 
 
-def make_step(adapter: ModelAdapter, rank: int, num_ranks: int, transport_name: str = "pool", precision: str = "fp32", clip_norm: float = 0.0) -> MicroBatchStep:
+def make_step(adapter: ModelAdapter, rank: int, num_ranks: int, transport_name: str = "pool", precision: str = "fp32",
+              clip_norm: float = 0.0) -> MicroBatchStep:
     assert dist.group.WORLD is not None
     engine = ShardedEngine(adapter, settings(adapter, clip_norm), dist.group.WORLD, rank, CPU, precision)
     transport = open_transport(transport_name, rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dhp_ray.model.layout import Blocks
 
-Rows = slice | Tensor
+RowIndex = slice | Tensor
 """Which rows of a local tensor: one slice where they are contiguous (a view, no copy), else a long index."""
 
 
@@ -24,8 +24,8 @@ class Segments:
     there are segments; `*_offsets_tensor` are the same on the device (int32), made once per pack, not once per call.
     """
 
-    query_rows: Rows
-    key_rows: Rows
+    query_rows: RowIndex
+    key_rows: RowIndex
     query_offsets: tuple[int, ...]
     key_offsets: tuple[int, ...]
     query_offsets_tensor: Tensor
@@ -57,7 +57,7 @@ class Segments:
             yield slice(*query), slice(*key)
 
 
-def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
+def add_rows(total: Tensor, rows: RowIndex, part: Tensor) -> None:
     """total[rows] += part, also where `rows` names a row twice."""
     if isinstance(rows, slice):
         total[rows] += part
@@ -69,7 +69,7 @@ def _offsets(slices: Sequence[slice]) -> tuple[int, ...]:
     return (0, *accumulate(piece.stop - piece.start for piece in slices))
 
 
-def _rows(slices: Sequence[slice], device: torch.device) -> Rows:
+def _rows(slices: Sequence[slice], device: torch.device) -> RowIndex:
     if not slices:
         return slice(0, 0)
     if all(before.stop == after.start for before, after in pairwise(slices)):
