@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dhp_ray.storage import Folder, StorageError
-from dhp_ray.train.folders import files_of
+from dhp_ray.train.state.folders import files_of
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,15 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model, build_on_meta_device, num_parameters
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder, storage_errors
-from dhp_ray.train.checkpoint import Checkpointer
-from dhp_ray.train.engine import FlatEngine, OptimizerSettings, resident_bytes
-from dhp_ray.train.micro_batch import MicroBatchStep
-from dhp_ray.train.mirror import Mirror
-from dhp_ray.train.reshard import LocalShard, reshard
-from dhp_ray.train.schedule import learning_rate_factor
-from dhp_ray.train.sharded import ShardedEngine, sharded_bytes
-from dhp_ray.train.step import RankStep
-from dhp_ray.train.versions import Engine
+from dhp_ray.train.engine import Engine
+from dhp_ray.train.flat_engine import FlatEngine, OptimizerSettings, resident_bytes
+from dhp_ray.train.learning_rate import learning_rate_factor
+from dhp_ray.train.micro_batch_step import MicroBatchStep
+from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.sharded_engine import ShardedEngine, sharded_bytes
+from dhp_ray.train.state.checkpoint import Checkpointer
+from dhp_ray.train.state.mirror import Mirror
+from dhp_ray.train.state.reshard import LocalShard, reshard
 
 
 def token_ids(config: Config) -> dict[str, int] | None:

@@ -37,8 +37,8 @@ from dhp_ray.runtime.prefetch import load_payloads, processor_spec
 from dhp_ray.runtime.rank import Rank, build_adapter, export_folder, save_folder, state_size
 from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.collate import Payload
-from dhp_ray.train.engine import FlatEngine
-from dhp_ray.train.reshard import LocalShard
+from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.state.reshard import LocalShard
 
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
 """Threads beside the one that trains."""

@@ -1,198 +1,154 @@
-"""The flat engine of `sync=step`: whole parameters and gradients on every rank, optimizer state sharded (ZeRO-1).
-
-    packs (no collective of ours)      parameters -> forward, backward -> gradients, summed over this rank's packs
-    update                             gradients -- reduce-scatter --> my slices -- AdamW --> my slices' version v+1
-                                       my slices -- all-gather --> parameters
-
-Every rank reduces and gathers every bucket in every step, whatever its packs used: nothing depends on the plan.
-ZeRO: arXiv 1910.02054, section 5 (stage 1).
-"""
+"""What every engine does alike: two versions of a rank's shard, and the update that turns one into the next."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from dhp_ray.train.buckets import Bucket, FlatLayout
-from dhp_ray.train.optimizer import UNFINISHED, OptimizerSettings, ShardState
-from dhp_ray.train.versions import Engine, Update
-
-COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-IN_FLIGHT = 2
-"""Collectives under way at a time: one moves while the bucket before it is worked on."""
-
-__all__ = ["FlatEngine", "OptimizerSettings", "Update", "resident_bytes"]
+from dhp_ray.train.state.buckets import Bucket, Piece
+from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
+from dhp_ray.train.state.reshard import LocalShard
 
 
-class FlatEngine(Engine):
-    """Owns a module's parameters: they become views of one buffer, their gradients sum up in an fp32 one.
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update did; equal on all ranks.
 
-    Shards are fp32 whatever the precision. With "bf16" the resident parameters are bf16 and each backward's gradients
-    are added to the fp32 buffer; a parameter's own `.grad` is then None. Parameters that do not require a gradient
-    are left out of all buffers (and are cast to the computing type). A tied parameter counts once, under its first name.
-    `originals` are the frozen ones that this cast has changed, as they came, on the CPU.
+    `gradient_norm` is that of the mean gradient over valid tokens, before clipping. `learning_rate` is the highest of
+    all parameters' at this step. Where the norm is not finite, `applied` is False and the state keeps its version.
     """
 
-    def __init__(self, module: nn.Module, settings: OptimizerSettings, world_group: dist.ProcessGroup | None, world_size: int, rank: int,
-                 precision: str = "fp32", bucket_bytes: int = 64 * 2**20, initialize: bool = True, originals: Mapping[str, Tensor] | None = None) -> None:
-        """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` are those of fp32 gradients.
+    gradient_norm: float
+    learning_rate: float
+    applied: bool
 
-        With `initialize` False the values of trained parameters are not looked at, and there is no collective: `load_state` must
-        follow. Over a module whose last engine was released, pass that engine's `originals`.
 
-        Raises:
-            ValueError: unknown precision, no parameter to train, or several ranks without a group.
-        """
-        if precision not in COMPUTE_TYPES:
-            raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
-        if world_size > 1 and world_group is None:
-            raise ValueError(f"world_group: got None for {world_size} ranks; allowed only for one")
-        self.module, self.world_size, self.rank = module, world_size, rank
-        self.compute_type = COMPUTE_TYPES[precision]
-        self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self.frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        if not self.parameters:
-            raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
-        self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size, bucket_bytes // 4)
-        super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes, self.layout.pieces(rank), self.layout.buckets,
-                         self.layout.shard_size, next(iter(self.parameters.values())).device)
-        self.originals = dict(originals or {})
-        if initialize:
-            for piece in self._pieces:
-                flat = self.parameters[piece.name].detach().reshape(-1)
-                self.current.value[piece.shard].copy_(flat[piece.start : piece.stop])
-        else:
-            self.current.version = UNFINISHED
-        self._take_over()
-        if initialize:
-            self.all_gather_parameters()
+class Engine(ABC):
+    """Owns a module's parameters; each rank keeps a shard of the trained ones: fp32 values and both moments of AdamW.
 
-    def gradients(self) -> dict[str, Tensor]:
-        """This rank's summed fp32 gradients by name, as views; zero for what its packs did not use."""
-        return {name: self._view(self._gradient, name) for name in self.parameters}
+    An engine is of one membership. For the next: `local_shards`, `release`, then a new engine and `load_state` of what `reshard` gives.
+    """
 
+    def __init__(self, settings: OptimizerSettings, group: dist.ProcessGroup | None, shapes: dict[str, tuple[int, ...]], pieces: tuple[Piece, ...],
+                 buckets: tuple[Bucket, ...], shard_size: int, device: torch.device) -> None:
+        """`pieces` are this rank's, in the order of its shard; `group` None is for a single rank."""
+        self.settings, self.group, self.shapes, self.device = settings, group, shapes, device
+        self._pieces = pieces
+        self.optimizer = ShardedAdamW(settings, pieces, buckets, shapes)
+        self.current = ShardState.zeros(shard_size, device)
+        self.spare = ShardState.zeros(shard_size, device)
+        self.spare.version = UNFINISHED
+
+    @property
+    def state_version(self) -> int:
+        """Updates applied since training began: Adam's step counter. UNFINISHED before a state is loaded."""
+        return self.current.version
+
+    @property
+    def shard_size(self) -> int:
+        """Elements of this rank's shard, padding included."""
+        return self.current.value.numel()
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank's shard holds, as intervals of flattened parameters."""
+        return self._pieces
+
+    @abstractmethod
     def zero_gradients(self) -> None:
-        self._gradient.zero_()
-        if self.compute_type == torch.float32:  # something else may have set .grad to None
-            for name, parameter in self.parameters.items():
-                parameter.grad = self._view(self._gradient, name)
+        """Forget the gradients; before the first pack of a step."""
 
+    @abstractmethod
     def full_parameters(self) -> dict[str, Tensor]:
-        found = torch.empty(self.layout.size if self.rank == 0 else 0, dtype=torch.float32)
-        for bucket in self.layout.buckets:
-            whole = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self.device)
-            _wait(self._gather_into(whole, self.current.value[bucket.shard]))
-            if self.rank == 0:
-                found[bucket.flat].copy_(whole)
-        if self.rank != 0:
-            return {}
-        trained = {name: self._view(found, name) for name in self.parameters}
-        frozen = {name: self.originals.get(name, parameter.detach()) for name, parameter in self.frozen.items()}
-        return trained | {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in frozen.items()}
+        """All parameters as fp32 CPU tensors by name, on rank 0; empty on the others. Every rank calls this.
 
-    def _take_over(self) -> None:
-        """Give the parameters their places in the flat buffers; their values come by `all_gather_parameters`."""
-        self._resident = torch.zeros(self.layout.size, dtype=self.compute_type, device=self.device)
-        self._gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.device)
-        self._shard_gradient = self._gradient if self.world_size == 1 else torch.zeros_like(self.current.value)
-        self._hooks = []
-        for name, parameter in self.parameters.items():
-            parameter.grad = None
-            parameter.data = self._view(self._resident, name)
-            if self.compute_type == torch.float32:
-                parameter.grad = self._view(self._gradient, name)  # autograd adds to it in place
-            else:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(_adder(self._view(self._gradient, name))))
-        for name, parameter in self.frozen.items():
-            original = parameter.data
-            parameter.data = original.to(self.compute_type)
-            if not torch.equal(parameter.data.to(original.dtype), original):
-                self.originals[name] = original.cpu()  # on every rank: any one of them may have to export
-
-    def _detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        for parameter in self.parameters.values():
-            parameter.grad = None
-            parameter.data = torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape)  # its shape, one element of memory
-        self._resident = self._gradient = self._shard_gradient = torch.zeros(0, device=self.device)
-
-    def _view(self, buffer: Tensor, name: str) -> Tensor:
-        return buffer[self.layout.interval(name)].view(self.layout.shapes[name])
-
-    def _reduce(self) -> float:
-        """Sum the gradients over all ranks into `_shard_gradient`; the norm of the sum."""
-        return self._norm(self._shard_gradient[bucket.shard] for bucket in self._reduced())
-
-    def _reduced_gradient(self, bucket: Bucket) -> Tensor:
-        return self._shard_gradient[bucket.shard]
-
-    def _reduce_scatter(self, bucket: Bucket) -> dist.Work | None:
-        if self.world_size == 1:
-            return None
-        return dist.reduce_scatter_single(self._shard_gradient[bucket.shard], self._gradient[bucket.flat], group=self.group, async_op=True)
-
-    def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
-        """Bring the resident parameters up to `state`.
-
-        Yields each bucket for the caller to write it, then starts to gather it: bucket k moves while k+1 is written.
+        Trained ones are the fp32 masters, frozen ones as they were given. Names of tied parameters appear once.
         """
-        started: deque[tuple[dist.Work | None, Tensor]] = deque()
-        for bucket in self.layout.buckets:
-            yield bucket
-            mine = state.value[bucket.shard].to(self.compute_type)
-            started.append((self._gather_into(self._resident[bucket.flat], mine), mine))  # `mine` lives until it is sent
-            if len(started) > IN_FLIGHT:
-                _wait(started.popleft()[0])
-        for work, _ in started:
-            _wait(work)
 
-    def _gather_into(self, whole: Tensor, mine: Tensor) -> dist.Work | None:
-        if self.world_size == 1:
-            whole.copy_(mine)
-            return None
-        return dist.all_gather_single(whole, mine, group=self.group, async_op=True)
+    def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
+        """One AdamW step on the gradients summed over all ranks and divided by the global batch's valid tokens.
 
-    def _reduced(self) -> Iterator[Bucket]:
-        """Yields each bucket when the sum of its gradients is there, while the next one's is under way."""
-        following = iter(self.layout.buckets)
-        started = deque((bucket, self._reduce_scatter(bucket)) for bucket in islice(following, IN_FLIGHT))
-        while started:
-            bucket, work = started.popleft()
-            _wait(work)
-            started.extend((later, self._reduce_scatter(later)) for later in islice(following, 1))
-            yield bucket
+        Every rank calls this, with the same arguments: `num_valid_tokens` of the whole global batch (0 counts as 1,
+        its gradients are zeros), `learning_rate_factor` of the schedule. Version v+1 is written beside version v and
+        takes its place at the end: when this raises, version v and the gradients are whole, and `all_gather_parameters`
+        on a working group brings the parameters back to it.
+        """
+        assert self.current.version != UNFINISHED, "a state must be loaded first"
+        norm = self._reduce() / max(1, num_valid_tokens)
+        learning_rate = self.optimizer.peak_learning_rate * learning_rate_factor
+        if not math.isfinite(norm):
+            return Update(norm, learning_rate, applied=False)
+        clip_norm = self.settings.clip_norm
+        coefficient = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0  # as torch.nn.utils.clip_grad_norm_
+        scale = coefficient / max(1, num_valid_tokens)
+        self.spare.version = UNFINISHED
+        for bucket in self._all_gather(self.spare):
+            self.optimizer.write(bucket, self.current, self.spare, self._reduced_gradient(bucket) * scale, learning_rate_factor)
+        self.spare.version = self.current.version + 1
+        self.current, self.spare = self.spare, self.current
+        return Update(norm, learning_rate, applied=True)
 
+    def all_gather_parameters(self) -> None:
+        """Gather the module's parameters from the current shards of all ranks. Every rank calls this."""
+        for _ in self._all_gather(self.current):
+            pass
 
-def resident_bytes(num_parameters: int, world_size: int, precision: str, num_frozen: int = 0) -> int:
-    """Bytes of device memory that a rank holds between steps: parameters, fp32 gradients, two versions of its shard.
+    def load_state(self, state: ShardState) -> None:
+        """Go on from another state of this rank's shard (on any device). Every rank calls this, with the same version.
 
-    `num_parameters` counts all parameters, `num_frozen` those of them that are not trained. Padding is left out
-    (64 elements a parameter at most).
-    """
-    compute = torch.empty((), dtype=COMPUTE_TYPES[precision]).element_size()
-    trained = num_parameters - num_frozen
-    versions = 2 * 3 * 4  # value and both moments, fp32
-    reduced = 4 if world_size > 1 else 0
-    return num_parameters * compute + trained * 4 + math.ceil(trained / world_size) * (versions + reduced)
+        `local_shards` no longer gives what was before: it may be of a history that this state is not of.
+        """
+        self.spare.copy_(state)
+        self.current, self.spare = self.spare, self.current
+        self.spare.version = UNFINISHED
+        self.all_gather_parameters()
 
+    def local_shards(self, rank: int) -> list[LocalShard]:
+        """The complete versions of this rank's shard, newest first: the current one and, after an update, the one before it.
 
-def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        total.add_(parameter.grad)  # widened to fp32 as it is added
-        parameter.grad = None
+        `rank` is this rank's. The states are the engine's own: they are good until the next `update` or `load_state`.
+        """
+        return [LocalShard(rank, state.version, self._pieces, state) for state in (self.current, self.spare) if state.version != UNFINISHED]
 
-    return add
+    def release(self) -> None:
+        """Let go of all memory and of the group, also in the midst of a step that failed; nothing else is to be called then.
 
+        Local shards that were given out stay good. Not a collective.
+        """
+        self._detach()
+        self.current, self.spare = ShardState.zeros(0, self.device), ShardState.zeros(0, self.device)
+        self.current.version = self.spare.version = UNFINISHED
+        self.group = self.settings = self.optimizer = cast(Any, None)  # the settings know the model, and FSDP's modules the group
 
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
+    @abstractmethod
+    def _detach(self) -> None:
+        """Let go of gradients and parameters."""
+
+    @abstractmethod
+    def _reduce(self) -> float:
+        """Sum the gradients over all ranks where that has not been done yet; the norm of the sum."""
+
+    @abstractmethod
+    def _reduced_gradient(self, bucket: Bucket) -> Tensor:
+        """This rank's slice of a bucket's summed gradient, fp32; after `_reduce`."""
+
+    @abstractmethod
+    def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
+        """Bring the module's parameters up to `state`; yields each bucket first, for the caller to write it."""
+
+    def _norm(self, slices: Iterable[Tensor]) -> float:
+        """The norm over all ranks of what this rank's `slices` are a part of."""
+        # float32 sums of many squares lose digits on the CPU; NPUs have no float64
+        wide = torch.float32 if self.device.type == "npu" else torch.float64
+        squares = torch.zeros((), dtype=wide, device=self.device)
+        for tensor in slices:
+            squares += torch.linalg.vector_norm(tensor, dtype=wide).square()
+        if self.group is not None:
+            dist.all_reduce(squares, group=self.group)
+        return math.sqrt(float(squares))

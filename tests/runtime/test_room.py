@@ -14,8 +14,8 @@ from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.rank import Rank, export_folder, state_size
 from dhp_ray.runtime.room import check_memory, check_room, saves_ahead
 from dhp_ray.storage import Folder
-from dhp_ray.train.engine import FlatEngine
-from dhp_ray.train.sharded import ShardedEngine
+from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.sharded_engine import ShardedEngine
 from tests.ranks import run_processes
 
 GIB = 2**30

@@ -21,19 +21,19 @@ from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import Plan
 from dhp_ray.storage import Folder
-from dhp_ray.train.checkpoint import Checkpointer
 from dhp_ray.train.collate import Payload
-from dhp_ray.train.engine import FlatEngine
-from dhp_ray.train.micro_batch import MicroBatchStep
-from dhp_ray.train.mirror import Mirror
-from dhp_ray.train.reshard import LocalShard, reshard
-from dhp_ray.train.sharded import ShardedEngine
-from dhp_ray.train.step import RankStep
-from dhp_ray.train.versions import Engine
+from dhp_ray.train.engine import Engine
+from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.micro_batch_step import MicroBatchStep
+from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.sharded_engine import ShardedEngine
+from dhp_ray.train.state.checkpoint import Checkpointer
+from dhp_ray.train.state.mirror import Mirror
+from dhp_ray.train.state.reshard import LocalShard, reshard
 from tests.packs import rough_model
 from tests.ranks import run_processes
 from tests.train.networks import whole
-from tests.train.test_sharded import make_plan, payloads_of, settings
+from tests.train.test_sharded_engine import make_plan, payloads_of, settings
 
 CPU = torch.device("cpu")
 KINDS = ("value", "exp_avg", "exp_avg_sq")

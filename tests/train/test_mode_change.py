@@ -14,13 +14,13 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.planner.plan import Plan
 from dhp_ray.storage import Folder
-from dhp_ray.train.checkpoint import Checkpointer
 from dhp_ray.train.collate import Payload
-from dhp_ray.train.engine import FlatEngine
-from dhp_ray.train.step import RankStep
+from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.state.checkpoint import Checkpointer
 from tests.packs import rough_model
 from tests.train.networks import run_tensors, whole
-from tests.train.test_sharded import CPU, make_plan, make_step, payloads_of, settings
+from tests.train.test_sharded_engine import CPU, make_plan, make_step, payloads_of, settings
 
 
 def save_and_load(rank: int, num_ranks: int, sync: str, run_dir: str, first: bool, plan: Plan, payloads: dict[str, Payload]) -> dict[str, Any]:

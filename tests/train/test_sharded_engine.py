@@ -16,9 +16,9 @@ from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPack, Sample
 from dhp_ray.train.collate import Payload
-from dhp_ray.train.micro_batch import MicroBatchStep
-from dhp_ray.train.optimizer import OptimizerSettings
-from dhp_ray.train.sharded import ShardedEngine, sharded_bytes
+from dhp_ray.train.micro_batch_step import MicroBatchStep
+from dhp_ray.train.sharded_engine import ShardedEngine, sharded_bytes
+from dhp_ray.train.state.optimizer import OptimizerSettings
 from tests.packs import make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
 from tests.ranks import run_ranks
 

@@ -21,10 +21,10 @@ from dhp_ray.planner.plan import RankPack, RankPlan, Sample
 from dhp_ray.planner.results import PackTime
 from dhp_ray.train.collate import PackInputs, Payload, placeholder
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.step import RankStep
+from dhp_ray.train.rank_step import RankStep
 
 if TYPE_CHECKING:
-    from dhp_ray.train.sharded import ShardedEngine
+    from dhp_ray.train.sharded_engine import ShardedEngine
 
 IDLE = Sample("", 1)
 """What a rank without a pack runs: one token, masked."""

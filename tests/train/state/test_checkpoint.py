@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dhp_ray.storage import Folder
-from dhp_ray.train.checkpoint import Checkpointer, compare_shapes, needed_files
-from dhp_ray.train.optimizer import ShardState
+from dhp_ray.train.state.checkpoint import Checkpointer, compare_shapes, needed_files
+from dhp_ray.train.state.optimizer import ShardState
 from tests.train.networks import Network, make_engine, run_tensors, train_step, whole
 
 KINDS = ("value", "exp_avg", "exp_avg_sq")

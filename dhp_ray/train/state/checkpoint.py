@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dhp_ray.storage import Folder, sync_folder
-from dhp_ray.train.folders import files_of
-from dhp_ray.train.intervals import Intervals, LoadPlanner, SavePlanner, Writer
-from dhp_ray.train.optimizer import ShardState
-from dhp_ray.train.versions import Engine
+from dhp_ray.train.engine import Engine
+from dhp_ray.train.state.folders import files_of
+from dhp_ray.train.state.intervals import Intervals, LoadPlanner, SavePlanner, Writer
+from dhp_ray.train.state.optimizer import ShardState
 
 DESCRIPTION = "parameters.json"
 CPU = torch.device("cpu")

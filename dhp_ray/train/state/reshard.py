@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.train.buckets import Piece
-from dhp_ray.train.optimizer import ShardState
+from dhp_ray.train.state.buckets import Piece
+from dhp_ray.train.state.optimizer import ShardState
 
 CPU = torch.device("cpu")
 PieceFields = tuple[str, int, int, int]

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dhp_ray.train.mirror import Mirror
-from dhp_ray.train.optimizer import ShardState
+from dhp_ray.train.state.mirror import Mirror
+from dhp_ray.train.state.optimizer import ShardState
 from tests.ranks import run_processes, run_ranks
 from tests.train.networks import Network, make_engine, train_step
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.storage import Folder
-from dhp_ray.train.folders import files_of
+from dhp_ray.train.state.folders import files_of
 from tests.ranks import run_processes
 from tests.train.networks import Network, make_engine, run_tensors, train_step
-from tests.train.test_checkpoint import KINDS, NAME, FarFolder, LateCheckpointer, make_checkpointer, state_of
+from tests.train.state.test_checkpoint import KINDS, NAME, FarFolder, LateCheckpointer, make_checkpointer, state_of
 
 
 def fail_then_save(rank, world_size, run_dir, blocked, folder_kind=Folder):

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dhp_ray.train.buckets import FlatLayout, Piece
-from dhp_ray.train.optimizer import ShardState
-from dhp_ray.train.reshard import LocalShard, reshard
+from dhp_ray.train.state.buckets import FlatLayout, Piece
+from dhp_ray.train.state.optimizer import ShardState
+from dhp_ray.train.state.reshard import LocalShard, reshard
 from tests.ranks import run_ranks
 
 SHAPES = {"embed": (31, 6), "scale": (), "hidden": (13, 7), "bias": (3,), "empty": (0, 4), "head": (5, 64)}

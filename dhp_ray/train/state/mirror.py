@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.train.buckets import Piece
-from dhp_ray.train.optimizer import UNFINISHED, ShardState
-from dhp_ray.train.reshard import LocalShard
-from dhp_ray.train.versions import Engine
+from dhp_ray.train.engine import Engine
+from dhp_ray.train.state.buckets import Piece
+from dhp_ray.train.state.optimizer import UNFINISHED, ShardState
+from dhp_ray.train.state.reshard import LocalShard
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dhp_ray.train.buckets import Bucket, Piece
+from dhp_ray.train.state.buckets import Bucket, Piece
 
 UNFINISHED = -1
 """Version of a state that is being written."""

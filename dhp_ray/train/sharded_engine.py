@@ -6,7 +6,7 @@
     update      my rows -- AdamW --> my rows' version v+1
 
 A unit's forward and backward are collectives of all ranks: every rank runs every unit equally often and in the same
-order (`micro_batch.py`). A parameter's rows on a rank are an interval of the flattened parameter, so that checkpoints are
+order (`micro_batch_step.py`). A parameter's rows on a rank are an interval of the flattened parameter, so that checkpoints are
 those of the flat engine.
 """
 
@@ -25,14 +25,14 @@ from torch.distributed.tensor import DTensor
 
 from dhp_ray.comm.link import Link
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.train.buckets import Bucket, Piece
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.collectives import TimedCollective
-from dhp_ray.train.engine import COMPUTE_TYPES
+from dhp_ray.train.engine import Engine
+from dhp_ray.train.flat_engine import COMPUTE_TYPES
 from dhp_ray.train.loading import first_row, read_shards
-from dhp_ray.train.micro_batch import MicroBatchModel
-from dhp_ray.train.optimizer import OptimizerSettings, ShardState
-from dhp_ray.train.versions import Engine
+from dhp_ray.train.micro_batch_step import MicroBatchModel
+from dhp_ray.train.state.buckets import Bucket, Piece
+from dhp_ray.train.state.optimizer import OptimizerSettings, ShardState
 
 
 class ShardedEngine(Engine):
