@@ -92,7 +92,8 @@ def message_seconds(rank: int) -> list[float]:
 
 def update_seconds() -> float:
     """Median seconds of the optimizer's update of one rank."""
-    from dhp_ray.train.flat_engine import FlatEngine, OptimizerSettings
+    from dhp_ray.train.flat_engine import FlatEngine
+    from dhp_ray.train.state.optimizer import OptimizerSettings
 
     settings = OptimizerSettings(lambda name: 1e-3, adapter().decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
     engine = FlatEngine(adapter().module, settings, None, 1, 0)

@@ -27,13 +27,14 @@ from dhp_ray.model.build import build_model, build_on_meta_device, num_parameter
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder, storage_errors
 from dhp_ray.train.engine import Engine
-from dhp_ray.train.flat_engine import FlatEngine, OptimizerSettings, resident_bytes
+from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
 from dhp_ray.train.learning_rate import learning_rate_factor
 from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine, sharded_bytes
 from dhp_ray.train.state.checkpoint import Checkpointer
 from dhp_ray.train.state.mirror import Mirror
+from dhp_ray.train.state.optimizer import OptimizerSettings
 from dhp_ray.train.state.reshard import LocalShard, reshard
 
 

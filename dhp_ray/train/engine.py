@@ -16,6 +16,8 @@ from dhp_ray.train.state.buckets import Bucket, Piece
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
 from dhp_ray.train.state.reshard import LocalShard
 
+COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 @dataclass(frozen=True, slots=True)
 class Update:

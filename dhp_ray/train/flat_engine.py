@@ -19,15 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dhp_ray.train.engine import Engine, Update
+from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.state.buckets import Bucket, FlatLayout
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardState
 
-COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IN_FLIGHT = 2
 """Collectives under way at a time: one moves while the bucket before it is worked on."""
-
-__all__ = ["FlatEngine", "OptimizerSettings", "Update", "resident_bytes"]
 
 
 class FlatEngine(Engine):

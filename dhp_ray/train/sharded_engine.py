@@ -27,10 +27,9 @@ from dhp_ray.comm.link import Link
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.collectives import TimedCollective
-from dhp_ray.train.engine import Engine
-from dhp_ray.train.flat_engine import COMPUTE_TYPES
+from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.loading import first_row, read_shards
-from dhp_ray.train.micro_batch_step import MicroBatchModel
+from dhp_ray.train.micro_batch_model import MicroBatchModel
 from dhp_ray.train.state.buckets import Bucket, Piece
 from dhp_ray.train.state.optimizer import OptimizerSettings, ShardState
 

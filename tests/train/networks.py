@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dhp_ray.train.flat_engine import FlatEngine, Update
+from dhp_ray.train.engine import Update
+from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from tests.ranks import run_ranks
 

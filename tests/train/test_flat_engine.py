@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from dhp_ray.train.flat_engine import FlatEngine, OptimizerSettings, Update, resident_bytes
+from dhp_ray.train.engine import Update
+from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
+from dhp_ray.train.state.optimizer import OptimizerSettings
 from tests.train.networks import Network, error, loss_sum, make_engine, plain_training, run_tensors, settings, train_step, whole
 
 TOLERANCE = 1e-6

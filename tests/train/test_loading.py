@@ -21,7 +21,7 @@ from dhp_ray.model.files import ModelError
 from dhp_ray.planner.plan import Plan
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.loading import read_shards
-from dhp_ray.train.micro_batch_step import MicroBatchModel
+from dhp_ray.train.micro_batch_model import MicroBatchModel
 from tests.packs import plain_copy, relative_errors, rough_model
 from tests.ranks import run_ranks
 from tests.train.test_sharded_engine import MIXED, make_plan, make_step, payloads_of
