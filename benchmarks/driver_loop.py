@@ -36,7 +36,6 @@ from dhp_ray.config import CONF, load  # noqa: E402
 from dhp_ray.data.stream import Batch  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan, Sample  # noqa: E402
-from dhp_ray.planner.results import PackTime, StepResult  # noqa: E402
 from dhp_ray.runtime.arrivals import Arrivals  # noqa: E402
 from dhp_ray.runtime.checkpoints import Checkpoints  # noqa: E402
 from dhp_ray.runtime.commit import Commits  # noqa: E402
@@ -50,6 +49,7 @@ from dhp_ray.runtime.start import Session  # noqa: E402
 from dhp_ray.runtime.tensorboard import ScalarLog  # noqa: E402
 from dhp_ray.runtime.watch import Watch  # noqa: E402
 from dhp_ray.storage import Folder  # noqa: E402
+from dhp_ray.train.results import PackTime, StepResult  # noqa: E402
 
 TOKENS_PER_RANK = 4096
 WARM_UP = 3

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.results import StepResult
 from dhp_ray.report.plan_picture import colours_of, draw_planned, line_width, longest_of
+from dhp_ray.train.results import StepResult
 
 
 def draw_step(plan: Plan, results: Sequence[StepResult], target: str | Path | IO[bytes], dpi: int = 100) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.results import PackTime, StepResult
+from dhp_ray.train.results import PackTime, StepResult
 
 GAP_S = 2e-6
 """Shorter gaps between packs are not shown."""

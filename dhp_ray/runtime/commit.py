@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import ray
 
 from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.results import StepResult
 from dhp_ray.runtime.checkpoints import Manifest
 from dhp_ray.runtime.measures import step_extra, step_metrics
 from dhp_ray.runtime.messages import Message, Notice, RunError, StepDone
 from dhp_ray.runtime.recovery import Finished
 from dhp_ray.runtime.speeds import busy_s, nominal_compute_s
 from dhp_ray.runtime.start import Session
+from dhp_ray.train.results import StepResult
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from ray.actor import ActorHandle
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.data.errors import DataError, first_line
 from dhp_ray.planner.plan import PlanError
-from dhp_ray.planner.results import StepResult
 from dhp_ray.runtime.arrivals import Arrivals
 from dhp_ray.runtime.commit import Commits, Done
 from dhp_ray.runtime.dispatch import Dispatched
@@ -35,6 +34,7 @@ from dhp_ray.runtime.recovery import form_anew, reopened
 from dhp_ray.runtime.start import Session, open_session
 from dhp_ray.runtime.waits import LONG_S, Waited, Waits
 from dhp_ray.storage import Folder, StorageError
+from dhp_ray.train.results import StepResult
 
 CONCURRENCY_GROUPS = {"control": 2}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.results import StepResult
+from dhp_ray.train.results import StepResult
 
 
 def makespan_s(results: Sequence[StepResult]) -> float:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import ray
 
-    from dhp_ray.planner.results import StepResult
     from dhp_ray.runtime.elastic import HeldShards
+    from dhp_ray.train.results import StepResult
 
 
 class RunError(RuntimeError):

@@ -15,7 +15,7 @@ import numpy as np
 
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.results import StepResult
+from dhp_ray.train.results import StepResult
 
 DECAY = 0.5
 """What the last step's sums count for in the next: three steps make seven eighths of a change visible."""

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from io import BytesIO
 
 from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.results import StepResult
 from dhp_ray.report.trace import trace_of
 from dhp_ray.runtime.tensorboard import ScalarLog
 from dhp_ray.spooled_log import json_text
 from dhp_ray.storage import Folder
+from dhp_ray.train.results import StepResult
 
 PICTURE = "plan/planned_and_measured"
 

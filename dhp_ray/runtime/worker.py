@@ -30,7 +30,6 @@ from dhp_ray.comm.world import close_store_connections, destroy_world, is_peer_l
 from dhp_ray.config import Config
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
-from dhp_ray.planner.results import StepResult
 from dhp_ray.runtime.elastic import HeldShards
 from dhp_ray.runtime.messages import BlockRows, FromCheckpoint, FromMemory, Membership, Ran, RunError, Status
 from dhp_ray.runtime.prefetch import load_payloads, processor_spec
@@ -38,6 +37,7 @@ from dhp_ray.runtime.rank import Rank, build_adapter, export_folder, save_folder
 from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.results import StepResult
 from dhp_ray.train.state.reshard import LocalShard
 
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}

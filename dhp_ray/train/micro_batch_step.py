@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dhp_ray.comm.link import Link
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample
-from dhp_ray.planner.results import PackTime
 from dhp_ray.train.collate import PackInputs, Payload, placeholder
 from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.results import PackTime
 from dhp_ray.train.sharded_engine import ShardedEngine
 
 IDLE = Sample("", 1)

@@ -13,10 +13,10 @@ from dhp_ray.comm.link import Link
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
-from dhp_ray.planner.results import PackTime, StepResult
 from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.pack import pack_loss
+from dhp_ray.train.results import PackTime, StepResult
 
 
 @dataclass

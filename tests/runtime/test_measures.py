@@ -1,8 +1,8 @@
 import pytest
 
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample
-from dhp_ray.planner.results import PackTime, StepResult
 from dhp_ray.runtime.measures import TimeScale, makespan_s, measured_idle_fraction, step_metrics
+from dhp_ray.train.results import PackTime, StepResult
 
 
 def result(rank: int, *times: PackTime, loss_sum: float = 12.0, num_valid_tokens: int = 4) -> StepResult:

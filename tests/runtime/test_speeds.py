@@ -9,8 +9,8 @@ import pytest
 
 from dhp_ray.planner import CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Sample
-from dhp_ray.planner.results import PackTime, StepResult
 from dhp_ray.runtime.speeds import FORGET_AFTER, SpeedMeter, busy_s, nominal_compute_s
+from dhp_ray.train.results import PackTime, StepResult
 
 
 def metered(num_ranks: int, steps: Sequence[tuple[Sequence[float], Sequence[float]]], **limits: float) -> SpeedMeter:
