@@ -32,12 +32,12 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from dhp_ray.comm.link import Link  # noqa: E402
+from dhp_ray.data.blocks import BlockRows  # noqa: E402
 from dhp_ray.data.processor import ProcessorSpec  # noqa: E402
 from dhp_ray.data.stream import Batch, Stream  # noqa: E402
 from dhp_ray.data.synthetic import write  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample  # noqa: E402
-from dhp_ray.runtime.messages import BlockRows  # noqa: E402
 from dhp_ray.runtime.prefetch import load_payloads  # noqa: E402
 from dhp_ray.schema import Data, Model, Synthetic  # noqa: E402
 from dhp_ray.train.collate import collate  # noqa: E402

@@ -162,9 +162,32 @@ def main(argv: list[str]) -> int:
             watch.time(owner, name, part)
         for name in ("wait", "get"):
             watch.time(ray, name, RAY)
+        between = times_between_steps()
         times = run(driver, driver.session, watch)
         driver.session.dispatcher.stop()
-    return report(watch, times, plan, arguments)
+    return report(watch, times, between[WARM_UP:], plan, arguments)
+
+
+def times_between_steps() -> list[tuple[float, float]]:
+    """From here on, CPU and wall milliseconds of the main thread in which no rank has work: from the last answer of a step to the next step's calls,
+    without the wait for its plan."""
+    between: list[tuple[float, float]] = []
+    collect, launch, ended = WorkerGroup.collect, Driver._launch, []
+
+    def collected(*arguments: Any, **options: Any) -> Any:
+        results = collect(*arguments, **options)
+        if results and isinstance(results[0], StepResult):
+            ended[:] = [time.thread_time(), time.perf_counter()]
+        return results
+
+    def launched(*arguments: Any, **options: Any) -> Any:
+        running = launch(*arguments, **options)
+        if ended:
+            between.append((1e3 * (time.thread_time() - ended[0]), 1e3 * (time.perf_counter() - ended[1])))
+        return running
+
+    WorkerGroup.collect, Driver._launch = collected, launched  # type: ignore[method-assign]
+    return between
 
 
 def ready_driver(folder: Path, num_ranks: int, num_samples: int, num_steps: int, handles_of: Callable[[Plan, int], list[Any]]) -> tuple[Driver, Plan]:
@@ -252,7 +275,7 @@ def results_of(plan: Plan) -> list[StepResult]:
     return [StepResult(1, rank, 2.0, 100, 1.0, 1e-4, True, 1, max(free_s), 0.01, tuple(times[rank]), pool) for rank in range(len(free_s))]
 
 
-def report(watch: Stopwatch, times: list[tuple[float, float]], plan: Plan, arguments: argparse.Namespace) -> int:
+def report(watch: Stopwatch, times: list[tuple[float, float]], between: list[tuple[float, float]], plan: Plan, arguments: argparse.Namespace) -> int:
     steps = len(times)
     answers = f"{arguments.actors} actors answer for all" if arguments.actors else "answers are there at once"
     print(f"{arguments.ranks} ranks, {arguments.samples} samples, {len(plan.groups)} packs, {len(plan.process_groups())} process groups; {answers}; "
@@ -265,6 +288,8 @@ def report(watch: Stopwatch, times: list[tuple[float, float]], plan: Plan, argum
     cpu = statistics.mean(cpu for _, cpu in times)
     wall = statistics.mean(wall for wall, _ in times) - watch.wall_ms["main", WAITING] / steps
     print(f"a step of the main thread: {cpu:.1f} ms of CPU, {wall:.1f} ms without that wait")
+    print("while no rank has work, from a step's last answer to the next step's calls: "
+          f"{statistics.mean(cpu for cpu, _ in between):.1f} ms of CPU, {statistics.mean(wall for _, wall in between):.1f} ms")
     if arguments.actors:
         return 0
     own = cpu - watch.cpu_ms["main", RAY] / steps

@@ -29,9 +29,8 @@ import ray  # noqa: E402
 from PIL import Image  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
+from dhp_ray.data.blocks import BlockRows, fetch_rows  # noqa: E402
 from dhp_ray.data.stream import Batch, Stream  # noqa: E402
-from dhp_ray.runtime.blocks import fetch_rows  # noqa: E402
-from dhp_ray.runtime.messages import BlockRows  # noqa: E402
 from dhp_ray.schema import Data, Model  # noqa: E402
 
 SECTIONS = ("mixing", "bytes")

@@ -3,7 +3,7 @@
     fragments, shuffled by (seed, epoch)        numbers in the driver
       -> Ray Data: from_items, map_batches      reading tasks; one block of payload a fragment, order kept
       -> references of the blocks               never their content
-      -> a small task a block                   its columns of lengths, without ids, labels and images
+      -> columns of each block (blocks.py)      those of lengths, without ids, labels and images
       -> interleaved (order.py)                 a window of blocks stays open; a block goes with its last row
 
 Reading runs ahead by at most two parts of an epoch, which hold half of the window's bytes each: on a small machine
@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow as pa
 import ray
 import ray.data
 
+from dhp_ray.data.blocks import columns_of
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.order import EpochOrder, ShuffleWindow
@@ -122,7 +122,7 @@ class SourceStream:
         while (found := next(self._parts[0], None)) is None:
             self._parts.popleft()
         reference, node = found
-        lengths = ray.get(_lengths.remote(reference)).to_pylist()
+        lengths = columns_of(reference, node, LENGTH_COLUMNS).to_pylist()
         if lengths[0]["row"] == UNREADABLE:
             raise DataError(f"data.path: {lengths[0]['id']} cannot be read: {lengths[0]['error']}")
         assert all(entry["position"] == self._fetched for entry in lengths), "Ray Data returned blocks out of order"
@@ -156,8 +156,3 @@ class SourceStream:
         blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0, compute=ray.data.TaskPoolStrategy(size=tasks))
         entries = (entry for bundle in blocks.iter_internal_ref_bundles() for entry in bundle.blocks)
         return ((entry.ref, entry.metadata.exec_stats.node_id if entry.metadata.exec_stats else "") for entry in entries)
-
-
-@ray.remote(num_cpus=0)
-def _lengths(block: pa.Table) -> pa.Table:
-    return block.select(LENGTH_COLUMNS)

@@ -22,24 +22,28 @@ import ray
 
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
+from dhp_ray.data.blocks import BlockRows
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan
 from dhp_ray.runtime.group import STOP_POLL_S, WorkerGroup
-from dhp_ray.runtime.messages import BlockRows
 from dhp_ray.runtime.planning import Patience, Planning, patience_s
 
 RECENT = 50
 """Plans whose distance from the lower bound says what the next one will be."""
+
+ANSWERS_S = 0.1
+"""How long the driver waits for the thread that takes the prefetches' answers; then it asks itself, and finds out who does not answer."""
 
 WritePlan = Callable[[int, dict[str, Any]], None]
 
 
 @dataclass
 class Dispatched:
-    """A planned batch under way to the workers. `prefetches` return what their prefetch threads could not decode.
+    """A planned batch under way to the workers. `prefetches` return what their prefetch threads could not decode; `answers` are those of all of them,
+    taken from Ray by a thread beside the step before.
 
     `late`: the plan is the last resort's, because the planner's own was not there in time.
     """
@@ -50,6 +54,7 @@ class Dispatched:
     plan_id: str
     late: bool
     prefetches: list[ray.ObjectRef]
+    answers: Future[list[dict[str, str]]]
 
 
 class Dispatcher:
@@ -74,6 +79,7 @@ class Dispatcher:
         self.at_end = False
         self._reader: ThreadPoolExecutor | None = reader or ThreadPoolExecutor(1, "reading")
         self._planner = ThreadPoolExecutor(1, "planning")
+        self._answers = ThreadPoolExecutor(1, "prefetches")
         self._planning: Planning | None = None
         self._failure: Exception | None = None  # of a planner whose plan nobody waits for any more
         self._num_sent = 0
@@ -169,8 +175,12 @@ class Dispatcher:
             StoppingError: the run is to end.
         """
         merged: dict[str, str] = {}
-        with self.group.waits.on(self._named("the images", dispatched.step)):
-            found = self.group.collect(dispatched.prefetches, stuck_s=self.config.comm.timeout_s, end_stuck=True, stopping=self.stopping)
+        wait([dispatched.answers], timeout=ANSWERS_S)
+        if dispatched.answers.done() and not dispatched.answers.cancelled() and not dispatched.answers.exception():
+            found = dispatched.answers.result()
+        else:
+            with self.group.waits.on(self._named("the images", dispatched.step)):
+                found = self.group.collect(dispatched.prefetches, stuck_s=self.config.comm.timeout_s, end_stuck=True, stopping=self.stopping)
         for failed in found:
             merged |= failed
         return dict(sorted(merged.items()))
@@ -183,6 +193,7 @@ class Dispatcher:
             with self.group.waits.on(self._named("the plan file", self._planning.step)):
                 while not self._planning.ahead.done() and not self.stopping():
                     wait([self._planning.ahead], timeout=STOP_POLL_S)
+        self._answers.shutdown(wait=False)
 
     def _ends(self) -> bool:
         """Whether the run is to end; no further plan is sent then."""
@@ -224,7 +235,7 @@ class Dispatcher:
                 "epoch": batch.epoch, "cursor": batch.cursor, "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}})
         prefetches: list[ray.ObjectRef] = [member.actor.prefetch.remote(rank_plan, blocks_of(rank_plan, batch))
                                            for member, rank_plan in zip(self.group.members, plan.rank_plans(step, plan_id), strict=True)]
-        return Dispatched(step, batch, plan, plan_id, late, prefetches)
+        return Dispatched(step, batch, plan, plan_id, late, prefetches, self._answers.submit(ray.get, prefetches))
 
     def _reading(self, step: int) -> Future[Batch | None]:
         """The batch of a step, at once where it has been taken: the thread may be reading a later one, since before a change of membership."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import ray
 
     from dhp_ray.runtime.elastic import HeldShards
     from dhp_ray.train.results import StepResult
@@ -78,18 +77,6 @@ class Status:
     held: tuple[HeldShards, ...] = ()
     ran: dict[int, Ran] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class BlockRows:
-    """Rows of one block in the object store. The reference is nested in a list, so that Ray hands it on unresolved.
-
-    `node` is where the block was made (empty: unknown).
-    """
-
-    reference: list[ray.ObjectRef] = field(repr=False)
-    rows: list[int]
-    node: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from dhp_ray.config import Config
+from dhp_ray.data.blocks import BlockRows, fetch_rows
 from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
-from dhp_ray.runtime.blocks import fetch_rows
-from dhp_ray.runtime.messages import BlockRows
 from dhp_ray.train.collate import Payload, check_payload, placeholder
 
 

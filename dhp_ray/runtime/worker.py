@@ -28,10 +28,11 @@ from torch import Tensor
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.world import close_store_connections, destroy_world, is_peer_loss
 from dhp_ray.config import Config
+from dhp_ray.data.blocks import BlockRows
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.elastic import HeldShards
-from dhp_ray.runtime.messages import BlockRows, FromCheckpoint, FromMemory, Membership, Ran, RunError, Status
+from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, Membership, Ran, RunError, Status
 from dhp_ray.runtime.prefetch import load_payloads, processor_spec
 from dhp_ray.runtime.rank import Rank, build_adapter, export_folder, save_folder, state_size
 from dhp_ray.storage import Folder, StorageError

@@ -144,6 +144,7 @@ def assert_a_later_save_worked(run_dir: Path, ended: Ended, reason: str) -> None
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000060"]  # nothing is left of those that failed
 
 
+@pytest.mark.slow
 def test_a_save_that_finds_no_room_is_told_and_the_next_one_is_tried(ray_cluster: None, data: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ended = failing_saves(run_dir, data, lambda: limit_files(run_dir, 2**20), lambda: limit_files(run_dir, resource.RLIM_INFINITY))

@@ -1,0 +1,114 @@
+"""Blocks in the object store, read in part: rows and columns are taken out on the node where a block lies.
+
+A block has the rows of many ranks and steps; brought here whole, it would be many times what is needed of it. Every node
+with blocks has a server for that, an actor that stays: a task would wait seconds for Ray to start a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dhp_ray.data.reader import read_payloads
+
+
+@dataclass
+class BlockRows:
+    """Rows of one block in the object store. The reference is nested in a list, so that Ray hands it on unresolved.
+
+    `node` is where the block was made (empty: unknown).
+    """
+
+    reference: list[ray.ObjectRef] = field(repr=False)
+    rows: list[int]
+    node: str = ""
+
+
+class BlockServer:
+    """Takes rows and columns out of blocks, on the node where they lie."""
+
+    def rows(self, blocks: list[BlockRows]) -> pa.Table:
+        return pa.concat_tables([ray.get(block.reference[0]).take(block.rows) for block in blocks]).combine_chunks()
+
+    def columns(self, reference: list[ray.ObjectRef], names: list[str]) -> pa.Table:
+        return ray.get(reference[0]).select(names)
+
+
+_servers: dict[str, ActorHandle] = {}
+"""By node: those that this process has started or asked. A server lives as long as the process that started it."""
+
+
+def start_server(node: str) -> ActorHandle:
+    """The server of a node, started if it has none yet."""
+    if node not in _servers:
+        _servers[node] = ray.remote(BlockServer).options(
+            name=_name(node), get_if_exists=True, num_cpus=0, max_concurrency=4,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+    return _servers[node]
+
+
+def columns_of(reference: ray.ObjectRef, node: str, names: list[str]) -> pa.Table:
+    """These columns of a block, and nothing else of it, by the server of its node or, where that is gone, by the one here.
+
+    Starts a server that is not there. Where none answers, the block comes whole.
+    """
+    for place in (node or _here(), _here()):
+        try:
+            return ray.get(start_server(place).columns.remote([reference], names))
+        except RayError:  # the node is gone, most likely: Ray makes the block again somewhere
+            _servers.pop(place, None)
+    return ray.get(reference).select(names)
+
+
+def fetch_rows(blocks: Sequence[BlockRows]) -> Iterator[dict[str, Any]]:
+    """The rows, as `read_payloads` gives them. A block elsewhere comes whole where its node has no server any more."""
+    here = _here()
+    elsewhere: dict[str, list[BlockRows]] = {}
+    for block in blocks:
+        if block.node not in ("", here):
+            elsewhere.setdefault(block.node, []).append(block)
+    asked = {node: _ask(node, found) for node, found in elsewhere.items()}
+    for block in blocks:
+        if block.node not in elsewhere:
+            yield from read_payloads(ray.get(block.reference[0]), block.rows)
+    for node, answer in asked.items():
+        table = _answered(node, answer)
+        if table is not None:
+            yield from read_payloads(table, list(range(table.num_rows)))
+            continue
+        for block in elsewhere[node]:
+            yield from read_payloads(ray.get(block.reference[0]), block.rows)
+
+
+def _ask(node: str, blocks: list[BlockRows]) -> ray.ObjectRef | None:
+    """The rows that a node's server is asked for; None where there is no server."""
+    try:
+        if node not in _servers:
+            _servers[node] = ray.get_actor(_name(node))
+        return _servers[node].rows.remote(blocks)
+    except (ValueError, RayError):
+        return None
+
+
+def _answered(node: str, answer: ray.ObjectRef | None) -> pa.Table | None:
+    """A server's answer; None where it is gone."""
+    try:
+        return None if answer is None else ray.get(answer)
+    except RayError:
+        _servers.pop(node, None)
+        return None
+
+
+def _here() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _name(node: str) -> str:
+    return f"dhp_ray blocks of {node}"
