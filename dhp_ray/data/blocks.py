@@ -48,7 +48,8 @@ _servers: dict[str, ActorHandle] = {}
 def start_server(node: str) -> ActorHandle:
     """The server of a node, started if it has none yet."""
     if node not in _servers:
-        _servers[node] = ray.remote(BlockServer).options(
+        server: Any = ray.remote(BlockServer)
+        _servers[node] = server.options(
             name=_name(node), get_if_exists=True, num_cpus=0, max_concurrency=4,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
     return _servers[node]
