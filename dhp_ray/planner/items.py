@@ -20,7 +20,7 @@ Items: TypeAlias = Any
 
 
 class Machine(NamedTuple):
-    """The cluster and its costs (`CostModel.rates`). `uniform`: all ranks have speed 1.
+    """The cluster and its costs (`CostModel.rates`). `uniform`: all ranks have speed 1. `slowest`, `fastest`: speeds of these ranks.
 
     Rank r is on node `node[r]`; node n has the ranks from `first[n]` to `first[n + 1]` (`neighbours`), at most `ranks_per_node`.
     """
@@ -31,6 +31,7 @@ class Machine(NamedTuple):
     ranks_per_node: int
     tokens_per_rank: int
     uniform: bool
+    slowest: float
     fastest: float
     rates: Rates
 

@@ -41,12 +41,12 @@ class Problem:
     def machine(self) -> Machine:
         speeds, nodes = self.speeds, self.cluster.nodes
         return Machine(speeds, np.array(nodes), firsts_of(sizes_of(nodes)), self.cluster.ranks_per_node, self.cluster.tokens_per_rank,
-                       bool((speeds == 1.0).all()), float(speeds.max()), self.cost.rates(len(speeds)))
+                       bool((speeds == 1.0).all()), float(speeds.min()), float(speeds.max()), self.cost.rates(len(speeds)))
 
     @property
     def nominal_machine(self) -> Machine:
         """The cluster as planners see it that know nothing of speeds."""
-        return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True, fastest=1.0)
+        return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True, slowest=1.0, fastest=1.0)
 
 
 def problem_of(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, sync: str, pool: Sequence[Ranks] = ()) -> Problem:

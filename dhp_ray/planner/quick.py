@@ -1,12 +1,7 @@
-"""`dhp` in little time: the last resort where a plan is not there when the ranks are. Near `dhp`'s plans.
-Milliseconds where ranks are alike; with unequal speeds tens of milliseconds at 512 ranks and seconds at 4,096.
+"""`dhp` in little time: the last resort where a plan is not there when the ranks are. Near `dhp`'s plans, in a fraction of its time.
 
 The same search on the makespan with its cheapest settings: hardly any thorough trials, no local search, no regard for the pool. With `sync=micro_batch` a
 beam of one partial plan and a few makespans for each micro-batch.
-
-Where ranks are unequally fast, windows among speeds would take too long. Groups of several ranks are then placed as if all ranks that they may use were as slow
-as the slowest of those, and ranks slower than that take sequences of one rank only, as the gaps of all do at their true speeds. How many ranks are left out is
-tried.
 """
 
 from __future__ import annotations
@@ -22,21 +17,19 @@ from dhp_ray.planner.packing import Packs, best_fit_decreasing, unpacked
 from dhp_ray.planner.pow2 import packed_to_memory
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.rank_lists import RankLists, rank_lists
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.step import WIDEN, Search, schedule_of
-from dhp_ray.planner.trial import Found, Placing
-
-LEFT_OUT = (0.0, 0.1, 0.3, 0.5, 0.7)
-"""Shares of the ranks, the slowest, that run no group of several ranks."""
+from dhp_ray.planner.trial import Found
 
 TOLERANCE = 0.02
 """How close to a makespan that cannot be had the search ends, as a share."""
 
 NEAR, FAR = 0.02, 0.05
-"""A plan that is at most so far above the bound, as a share, is good enough; and before windows among unequal speeds are searched."""
+"""A plan that is at most NEAR above the bound, as a share, is good enough; baselines are asked beside one that is more than FAR above it."""
 
 TINY, FEW = 600, 100_000
-"""Sequences x ranks: up to TINY with all choices of a trial; up to FEW, windows among unequal speeds are searched as `dhp` does."""
+"""Sequences x ranks: up to TINY with all choices of a trial, up to FEW beside baselines."""
 
 WORK, MAKESPANS = 6_000, 16
 """Of `lockstep`: sequences in all fills of one micro-batch, and makespans that are tried for it, at most."""
@@ -56,21 +49,20 @@ def quick_lockstep(problem: Problem) -> Schedule:
 
 
 def quick_step(problem: Problem, bound_s: float) -> Schedule:
-    """Of a few placings, the schedule that takes least; `bound_s` excludes fixed costs."""
+    """Of single sequences and of packs, the schedule that takes least; `bound_s` excludes fixed costs."""
     best, best_s, fixed_s, machine = None, np.inf, problem.cost.fixed_s, problem.machine
+    lists = rank_lists(machine)
     for items, packs in item_sets(problem):
-        for placing in placings(items, machine):
-            searched = not placing.machine.uniform
-            if best_s - fixed_s <= bound_s * (1 + (FAR if searched else NEAR)):
-                break
-            found = shortest(items, machine, placing, bound_s, best_s - fixed_s)
-            if found is None:
-                continue
-            schedule = unpacked(schedule_of(found, items, machine), packs)
-            seconds = time_of(problem, schedule)
-            if seconds < best_s:
-                best, best_s = schedule, seconds
-    assert best is not None  # with no rank left out some makespan is long enough
+        if best_s - fixed_s <= bound_s * (1 + NEAR):
+            break
+        found = shortest(items, machine, lists, bound_s, best_s - fixed_s)
+        if found is None:
+            continue
+        schedule = unpacked(schedule_of(found, items, machine), packs)
+        seconds = time_of(problem, schedule)
+        if seconds < best_s:
+            best, best_s = schedule, seconds
+    assert best is not None  # some makespan is long enough
     if best_s - fixed_s > bound_s * (1 + FAR) and len(problem.items) * problem.cluster.num_ranks <= FEW:
         return min(best, *packed_to_memory(problem), key=lambda schedule: time_of(problem, schedule))
     return best
@@ -86,30 +78,10 @@ def item_sets(problem: Problem) -> list[tuple[Items, Packs]]:
     return found
 
 
-def placings(items: Items, machine: Machine) -> list[Placing]:
-    """Where speeds are unequal, one for each share of ranks that are left out; and, unless there are many, by the items and ranks as they are."""
-    num_ranks = len(machine.speeds)
-    if machine.uniform:
-        return [Placing(items, machine, np.zeros(num_ranks, dtype=np.bool_))]
-    searched = [Placing(items, machine, np.zeros(num_ranks, dtype=np.bool_))] if len(items) * num_ranks <= FEW else []
-    rising = np.sort(machine.speeds)
-    slowest = dict.fromkeys(float(rising[int(share * num_ranks)]) for share in LEFT_OUT)
-    alike = machine._replace(speeds=np.ones(num_ranks), uniform=True, fastest=1.0)
-    return [*(Placing(slowed(items, speed), alike, machine.speeds < speed) for speed in slowest), *searched]
-
-
-def slowed(items: Items, speed: float) -> Items:
-    """The items as a rank of that speed runs them."""
-    found = items.copy()
-    for name in ("language_s", "attention_s", "vision_s", "image_s"):
-        found[name] /= speed
-    return found
-
-
-def shortest(items: Items, machine: Machine, placing: Placing, bound_s: float, limit_s: float) -> Found | None:
+def shortest(items: Items, machine: Machine, lists: RankLists, bound_s: float, limit_s: float) -> Found | None:
     """The shortest makespan that quick trials find, below `limit_s`; None if they find none."""
     none = Sets(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    search, failed_s = Search(items, machine, none, placing), bound_s
+    search, failed_s = Search(items, machine, lists, none), bound_s
     effort = search.thorough if search.size <= TINY else search.quick
     for makespan_s in (bound_s * (1 + share) for share in WIDEN):
         if makespan_s >= limit_s:

@@ -19,8 +19,9 @@ import numpy as np
 from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.items import Items, Machine, least_degree, time_s
 from dhp_ray.planner.known_sets import Sets, best_set
+from dhp_ray.planner.rank_lists import RankLists
 from dhp_ray.planner.sorting import ascending
-from dhp_ray.planner.windows import Window, best_window, keep_sorted, ranks_of
+from dhp_ray.planner.windows import Window, best_window, occupy, ranks_of
 
 MAX_GROUPS_PER_RANK = 16
 """New groups of several ranks that one rank meets in a step, at most (a group of all ranks does not count); beyond, sets that exist are used."""
@@ -47,8 +48,8 @@ class Skeleton(NamedTuple):
 
 
 @inner
-def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan: float, machine: Machine, busy: np.ndarray, pool: Sets, gap_weight: float,
-                   reuse_s: float) -> Skeleton:
+def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan: float, machine: Machine, lists: RankLists, busy: np.ndarray, pool: Sets,
+                   gap_weight: float, reuse_s: float) -> Skeleton:
     """Place the items of `order` that take longer than `smallest_s` on one rank, on ranks that are busy until `busy`.
 
     A set of `pool`, or one used already, may waste `reuse_s` more than the best window. `placed` is False if an item finds no room under `makespan`.
@@ -58,15 +59,20 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
     if len(lowest) < len(order):
         return Skeleton(False, none, none, none, nothing, none, nothing, nothing, nothing)
     total, count = 0, 0
-    for degree in lowest[lowest > 0]:
-        total += max(_highest_degree(degree, machine), _common_degree(degree, machine))
-        count += 1
+    least_s = np.full(len(busy) + 1, np.inf)
+    for place in range(len(order)):
+        if lowest[place] > 0:
+            highest = _highest_degree(lowest[place], machine)
+            total += max(highest, _common_degree(lowest[place], machine))
+            count += 1
+            for degree in range(lowest[place], 0 if machine.uniform else highest + 1):
+                least_s[degree] = min(least_s[degree], time_s(items[order[place]], degree, False, machine.fastest, machine.rates[degree]))
     group_item, group_start = np.zeros(count, dtype=np.int64), np.zeros(count)
     first, group_ranks = np.zeros(count + 1, dtype=np.int64), np.zeros(total, dtype=np.int64)
     hole_rank, hole_start, hole_length = np.zeros(total, dtype=np.int64), np.zeros(total), np.zeros(total)
     known = _with_all_ranks(pool, len(busy), count, total)
     num_sets, num_holes, group = len(pool.first), 0, 0
-    ranks = ranks_of(busy, machine)
+    ranks = ranks_of(busy, least_s, machine, lists)
     met = np.zeros(len(busy), dtype=np.int64)
     chosen, from_set = np.zeros(len(busy), dtype=np.int64), np.zeros(len(busy), dtype=np.int64)
     for place in range(len(order)):
@@ -76,9 +82,9 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
         window = Window(np.inf, 0, 0.0)
         if reuse_s > 0.0:  # a new group of a common degree is likelier to be used again
             degree = _common_degree(lowest[place], machine)
-            window = best_window(item, degree, degree, makespan, machine, ranks, gap_weight, chosen)
+            window = best_window(item, degree, degree, makespan, machine, lists, ranks, gap_weight, chosen)
         if window.degree == 0:
-            window = best_window(item, lowest[place], highest, makespan, machine, ranks, gap_weight, chosen)
+            window = best_window(item, lowest[place], highest, makespan, machine, lists, ranks, gap_weight, chosen)
         again = best_set(item, lowest[place], highest, makespan, machine, ranks.free, known, num_sets, gap_weight, window.cost + reuse_s, from_set)
         if again.degree:
             window = again
@@ -111,8 +117,7 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
             if ranks.free[rank] < window.start:
                 hole_rank[num_holes], hole_start[num_holes], hole_length[num_holes] = rank, ranks.free[rank], window.start - ranks.free[rank]
                 num_holes += 1
-            ranks.free[rank] = finish
-        keep_sorted(ranks, low_node, high_node, machine.first)
+        occupy(ranks, members, finish, machine, lists)
         group_item[group], group_start[group] = order[place], window.start
         first[group + 1] = first[group] + window.degree
         group_ranks[first[group]:first[group + 1]] = members

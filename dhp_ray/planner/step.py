@@ -16,13 +16,14 @@ from __future__ import annotations
 import numpy as np
 
 from dhp_ray.planner.fill import packs_of_bins
-from dhp_ray.planner.items import Items, Machine, packed
+from dhp_ray.planner.items import Items, Machine, packed, times_at
 from dhp_ray.planner.known_sets import Sets, sets_of
 from dhp_ray.planner.local_search import alike, best_order, placed_in_order
 from dhp_ray.planner.packing import Packs, best_fit_decreasing, unpacked
 from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.rank_lists import RankLists, rank_lists
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, in_order
-from dhp_ray.planner.trial import Choices, Effort, Found, Placing, try_makespan
+from dhp_ray.planner.trial import Choices, Effort, Found, try_makespan
 
 VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))
 """(large, gap_weight) of `trial.Choices`."""
@@ -45,12 +46,10 @@ ORDERS = 16
 class Search:
     """Trials of one set of items; goes on from the choice that worked last."""
 
-    def __init__(self, items: Items, machine: Machine, pool: Sets, placing: Placing | None = None) -> None:
-        self.items, self.machine, self.pool = items, machine, pool
-        self.placing = placing or Placing(items, machine, np.zeros(len(machine.speeds), dtype=np.bool_))
-        placed, work = self.placing.items, items.language_s + items.vision_s
-        single_s = placed.language_s + np.maximum(placed.vision_s, placed.image_s) + machine.rates[1].once_s
-        self.single_s = np.where(placed.minimum_degree == 1, single_s, np.inf)
+    def __init__(self, items: Items, machine: Machine, lists: RankLists, pool: Sets) -> None:
+        self.items, self.machine, self.lists, self.pool = items, machine, lists, pool
+        work = items.language_s + items.vision_s
+        self.single_s = np.where(items.minimum_degree == 1, times_at(items, 1, machine), np.inf)
         self.size = len(work) * len(machine.speeds)
         orders = [np.argsort(-work, kind="stable")]
         rows = [(*variant, 0) for variant in VARIANTS[:4 if self.size <= SMALL else 2]]
@@ -106,7 +105,7 @@ class Search:
 
     def trial(self, makespan_s: float, effort: Effort, reuse_s: float = 0.0) -> Found | None:
         """All items under a makespan, or None."""
-        found = try_makespan(self.items, self.single_s, makespan_s, self.machine, self.placing, self.pool, reuse_s, self.choices, self.begin, effort)
+        found = try_makespan(self.items, self.single_s, makespan_s, self.machine, self.lists, self.pool, reuse_s, self.choices, self.begin, effort)
         if found.choice < 0:
             return None
         self.begin = found.choice
@@ -122,9 +121,9 @@ def dhp_step(problem: Problem, bound_s: float) -> list[Schedule]:
         for share in (1.0, 0.5):
             packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, int(tokens_per_rank * share)))
             candidates.append((packed(items, packs, tokens_per_rank), packs))
-    schedules = []
+    schedules, lists = [], rank_lists(machine)
     for items, packs in candidates:
-        found = Search(items, machine, pool).run(bound_s)
+        found = Search(items, machine, lists, pool).run(bound_s)
         schedule = schedule_of(found, items, machine)
         schedules.append(unpacked(schedule, packs))
         if len(items) * len(machine.speeds) <= TINY and alike(machine) and found.makespan_s > bound_s * (1 + 2e-4):

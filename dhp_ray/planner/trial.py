@@ -17,6 +17,7 @@ from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.fill import busy_of, fill
 from dhp_ray.planner.items import Items, Machine
 from dhp_ray.planner.known_sets import Sets
+from dhp_ray.planner.rank_lists import RankLists
 from dhp_ray.planner.skeleton import Skeleton, place_skeleton
 
 
@@ -28,15 +29,6 @@ class Choices(NamedTuple):
     gap_weight: np.ndarray
     order: np.ndarray
     orders: np.ndarray
-
-
-class Placing(NamedTuple):
-    """What the skeleton is placed by, where that is not `items` on `machine` themselves: items as they take on the slowest rank that it may use, on ranks that
-    count as equally fast. `left_out[r]`: rank r runs no part of it, only items of one rank."""
-
-    items: Items
-    machine: Machine
-    left_out: np.ndarray
 
 
 class Effort(NamedTuple):
@@ -59,40 +51,30 @@ class Found(NamedTuple):
 
 
 @compiled
-def try_makespan(items: Items, single_s: np.ndarray, makespan: float, machine: Machine, placing: Placing, pool: Sets, reuse_s: float, choices: Choices,
+def try_makespan(items: Items, single_s: np.ndarray, makespan: float, machine: Machine, lists: RankLists, pool: Sets, reuse_s: float, choices: Choices,
                  begin: int, effort: Effort) -> Found:
     """The first of `effort.choices` choices, from `begin` on, that finds room for every item.
 
-    `single_s`: each of the placing's items' time on one rank, infinite where it does not fit.
+    `single_s`: each item's time on one rank, infinite where it does not fit.
     """
-    idle = np.zeros(len(machine.speeds))
-    for rank in range(len(idle)):
-        if placing.left_out[rank]:
-            idle[rank] = makespan
-    none = np.zeros(0, dtype=np.int64)
+    idle, none = np.zeros(len(machine.speeds)), np.zeros(0, dtype=np.int64)
     no_pool = Sets(none, np.zeros(1, dtype=np.int64))
-    skeleton = place_skeleton(placing.items, none, 0.0, makespan, placing.machine, idle, no_pool, 1.0, 0.0)
+    skeleton = place_skeleton(items, none, 0.0, makespan, machine, lists, idle, no_pool, 1.0, 0.0)
     last = skeleton
     for step in range(effort.choices):
         choice = (begin + step) % len(choices.large)
         order = choices.orders[choices.order[choice]]
         smallest = choices.large[choice] * makespan
         for _ in range(effort.rounds):
-            skeleton = place_skeleton(placing.items, order, smallest, makespan, placing.machine, idle, pool, choices.gap_weight[choice], reuse_s)
+            skeleton = place_skeleton(items, order, smallest, makespan, machine, lists, idle, pool, choices.gap_weight[choice], reuse_s)
             if not skeleton.placed:
                 break
-            for rank in range(len(idle)):
-                if placing.left_out[rank]:
-                    skeleton.free[rank] = 0.0
             rest = _kept(order, single_s[order], -np.inf, smallest)
             bins = fill(items, rest, skeleton, makespan, machine)
             left = _kept(rest, bins, -1.0, -1.0)
             if len(left) <= effort.leftover:
                 busy = busy_of(items, rest, bins, skeleton, machine)
-                for rank in range(len(idle)):
-                    if placing.left_out[rank]:
-                        busy[rank] = makespan
-                last = place_skeleton(placing.items, left, 0.0, makespan, placing.machine, busy, no_pool, 1.0, 0.0)
+                last = place_skeleton(items, left, 0.0, makespan, machine, lists, busy, no_pool, 1.0, 0.0)
                 if last.placed:
                     return Found(choice, makespan, skeleton, _kept(rest, bins, 0.0, np.inf), _kept(bins, bins, 0.0, np.inf), last)
             largest = left[0]

@@ -14,24 +14,30 @@ import numpy as np
 
 from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.items import Item, Machine, time_s
+from dhp_ray.planner.rank_lists import RankLists
 from dhp_ray.planner.sorting import ascending
-
-SPEEDS = 16
-"""In a cluster of unequal speeds, windows across nodes are searched among the ranks not slower than each of so many speeds."""
 
 EVEN = 1e-12
 """Seconds by which a window must be better to count as better."""
 
 
 class Ranks(NamedTuple):
-    """When each rank is free; `by_free` holds each node's ranks in the order in which they get free, node after node; so does `nodes` the nodes, by
-    their last rank's time (`node_free`). `by_speed`: all ranks, fastest first."""
+    """When each rank is free, and ranks in the order in which they get free.
+
+    Equal speeds: `by_free` holds each node's ranks, node after node; so does `nodes` the nodes, by their last rank's time (`node_free`).
+
+    Unequal speeds: `listed` holds the ranks of `lists`, list after list; a list that is not `sorted` is brought into order when it is looked at. `following`
+    is a copy of `lists.following` without the lists that get free too late; `least_s[d]`: the shortest time of all items that may run on d ranks.
+    """
 
     free: np.ndarray
-    by_speed: np.ndarray
     by_free: np.ndarray
     nodes: np.ndarray
     node_free: np.ndarray
+    listed: np.ndarray
+    sorted: np.ndarray
+    following: np.ndarray
+    least_s: np.ndarray
 
 
 class Window(NamedTuple):
@@ -43,81 +49,66 @@ class Window(NamedTuple):
 
 
 @inner
-def ranks_of(busy: np.ndarray, machine: Machine) -> Ranks:
-    """Ranks that are busy until `busy`; equally free ones fastest first."""
+def ranks_of(busy: np.ndarray, least_s: np.ndarray, machine: Machine, lists: RankLists) -> Ranks:
+    """Ranks that are busy until `busy`."""
     num_nodes = len(machine.first) - 1
-    by_speed = ascending(-machine.speeds)
-    ranks = Ranks(busy.copy(), by_speed, by_speed[ascending(machine.node[by_speed].astype(np.float64))], np.arange(num_nodes), np.zeros(num_nodes))
-    keep_sorted(ranks, 0, num_nodes - 1, machine.first)
+    ranks = Ranks(busy.copy(), np.arange(len(busy)), np.arange(num_nodes), np.zeros(num_nodes), lists.ranks.copy(),
+                  np.zeros(len(lists.slowest), dtype=np.bool_), lists.following.copy(), least_s)
+    if machine.uniform:
+        _sort_nodes(ranks, 0, num_nodes - 1, machine.first)
     return ranks
 
 
 @inner
-def keep_sorted(ranks: Ranks, low_node: int, high_node: int, first: np.ndarray) -> None:
-    """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they get free (insertion sort)."""
-    free, by_free, nodes, node_free = ranks.free, ranks.by_free, ranks.nodes, ranks.node_free
-    for node in range(low_node, high_node + 1):
-        begin, end = first[node], first[node + 1]
-        for index in range(begin + 1, end):
-            rank, move = by_free[index], index
-            while move > begin and free[by_free[move - 1]] > free[rank]:
-                by_free[move] = by_free[move - 1]
-                move -= 1
-            by_free[move] = rank
-        node_free[node] = free[by_free[end - 1]]
-    for index in range(1, len(nodes)):
-        node, move = nodes[index], index
-        while move > 0 and node_free[nodes[move - 1]] > node_free[node]:
-            nodes[move] = nodes[move - 1]
-            move -= 1
-        nodes[move] = node
+def occupy(ranks: Ranks, members: np.ndarray, finish: float, machine: Machine, lists: RankLists) -> None:
+    """`members` (ascending) are busy until `finish`."""
+    for rank in members:
+        ranks.free[rank] = finish
+        for place in range(lists.first_of[rank], lists.first_of[rank + 1]):
+            ranks.sorted[lists.lists_of[place]] = False
+    if machine.uniform:
+        _sort_nodes(ranks, machine.node[members[0]], machine.node[members[-1]], machine.first)
 
 
 @inner
-def best_window(item: Item, lowest: int, highest: int, makespan: float, machine: Machine, ranks: Ranks, gap_weight: float,
+def _sort_nodes(ranks: Ranks, low_node: int, high_node: int, first: np.ndarray) -> None:
+    """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they get free."""
+    for node in range(low_node, high_node + 1):
+        _sort(ranks.by_free, first[node], first[node + 1], ranks.free)
+        ranks.node_free[node] = ranks.free[ranks.by_free[first[node + 1] - 1]]
+    _sort(ranks.nodes, 0, len(ranks.nodes), ranks.node_free)
+
+
+@inner
+def best_window(item: Item, lowest: int, highest: int, makespan: float, machine: Machine, lists: RankLists, ranks: Ranks, gap_weight: float,
                 chosen: np.ndarray) -> Window:
     """The window with the least waste on `lowest` to `highest` ranks; its ranks are written to `chosen`.
 
     Equal speeds: inside nodes, and whole nodes; anywhere only if there is no such window. Unequal speeds: inside nodes, and anywhere if a node is too small
-    or has none, among ranks that are fast enough.
+    or has none, on neighbours in a list of ranks of like speed (`rank_lists`).
     """
     best = Window(np.inf, 0, 0.0)
-    if machine.uniform:
-        for degree in range(lowest, highest + 1):
-            crosses = degree > machine.ranks_per_node
-            time = time_s(item, degree, crosses, 1.0, machine.rates[degree])
-            extra = time * degree - item.language_s - item.vision_s
-            if extra >= best.cost - EVEN or time > makespan:
-                continue
-            if crosses:
-                best = _whole_nodes(degree, time, extra, makespan, machine, ranks, gap_weight, best, chosen)
-            else:
-                best = _in_nodes(degree, time, extra, makespan, machine, ranks, gap_weight, best, chosen)
-        if best.degree:
-            return best
-    else:
-        for index in range(len(ranks.nodes)):
-            node = ranks.by_free[machine.first[index]:machine.first[index + 1]]
-            for place in range(len(node)):
-                slowest = machine.speeds[node[place]]
-                if (machine.speeds[node[:place]] == slowest).any():
-                    continue
-                fast = node[machine.speeds[node] >= slowest]
-                for degree in range(lowest, min(highest, len(fast)) + 1):
-                    best = _among(item, degree, False, makespan, machine, ranks.free, fast, slowest, gap_weight, best, chosen)
-        if best.degree and highest <= machine.ranks_per_node:
-            return best
-    everywhere = ranks.by_speed[ascending(ranks.free[ranks.by_speed])]
-    count = 1 if machine.uniform else min(len(everywhere), SPEEDS)
-    before = -1.0
-    for index in range(count):
-        slowest = machine.speeds[ranks.by_speed[len(everywhere) - 1 - index * len(everywhere) // count]]
-        if slowest == before:
+    if not machine.uniform:
+        best = _in_lists(item, lowest, highest, False, makespan, machine, lists, ranks, gap_weight, best, chosen)
+        if best.degree == 0 or highest > machine.ranks_per_node:
+            best = _in_lists(item, lowest, highest, True, makespan, machine, lists, ranks, gap_weight, best, chosen)
+        return best
+    for degree in range(lowest, highest + 1):
+        crosses = degree > machine.ranks_per_node
+        time = time_s(item, degree, crosses, 1.0, machine.rates[degree])
+        extra = time * degree - item.language_s - item.vision_s
+        if extra >= best.cost - EVEN or time > makespan:
             continue
-        before = slowest
-        fast = everywhere[machine.speeds[everywhere] >= slowest]
-        for degree in range(lowest, min(highest, len(fast)) + 1):
-            best = _among(item, degree, True, makespan, machine, ranks.free, fast, slowest, gap_weight, best, chosen)
+        if crosses:
+            best = _whole_nodes(degree, time, extra, makespan, machine, ranks, gap_weight, best, chosen)
+        else:
+            best = _in_nodes(degree, time, extra, makespan, machine, ranks, gap_weight, best, chosen)
+    if best.degree == 0:
+        everywhere = ascending(ranks.free)
+        for degree in range(lowest, highest + 1):
+            time = time_s(item, degree, True, 1.0, machine.rates[degree])
+            best = _neighbours(degree, time, item.language_s + item.vision_s, makespan, machine.speeds, ranks.free, everywhere, 0, len(everywhere), gap_weight,
+                               best, chosen)
     return best
 
 
@@ -181,26 +172,68 @@ def _whole_nodes(degree: int, time: float, extra: float, makespan: float, machin
 
 
 @inner
-def _among(item: Item, degree: int, crosses: bool, makespan: float, machine: Machine, free: np.ndarray, order: np.ndarray, slowest: float,
-           gap_weight: float, best: Window, chosen: np.ndarray) -> Window:
-    """Windows of `order`, ranks as they get free, none slower than `slowest`. O(ranks)."""
-    speeds = machine.speeds
-    time = time_s(item, degree, crosses, slowest, machine.rates[degree])
-    compute = item.language_s + item.vision_s
+def _in_lists(item: Item, lowest: int, highest: int, crosses: bool, makespan: float, machine: Machine, lists: RankLists, ranks: Ranks, gap_weight: float,
+              best: Window, chosen: np.ndarray) -> Window:
+    """Windows in the lists inside nodes (or across), for each degree the most even list first; ends at the first that cannot waste less than the best."""
+    compute, speeds, rates = item.language_s + item.vision_s, machine.speeds, machine.rates
+    first, list_slowest, speed_sum, by_degree, stretch = lists.first, lists.slowest, lists.speed_sum, lists.by_degree, lists.stretch
+    free, listed, is_sorted, following, least_s = ranks.free, ranks.listed, ranks.sorted, ranks.following, ranks.least_s  # in the loop they would be counted
+    for degree in range(lowest, highest + 1):
+        if time_s(item, degree, crosses, machine.fastest, rates[degree]) > makespan:
+            continue
+        scaled = item.language_s + max(item.vision_s, degree * item.image_s)  # the part of the area that grows with the stretch
+        least = time_s(item, degree, crosses, machine.slowest, rates[degree]) * machine.slowest * degree - compute
+        kind = 2 * degree + int(crosses)
+        before, end = len(by_degree) + kind, lists.begin[kind + 1]
+        place = following[before]
+        while place < end and least + scaled * (stretch[place] - 1.0) < best.cost - EVEN:
+            index, after = by_degree[place], following[place]
+            slowest, begin, stop = list_slowest[index], first[index], first[index + 1]
+            time = time_s(item, degree, crosses, slowest, rates[degree])
+            if time * speed_sum[begin + degree - 1] - compute < best.cost - EVEN:
+                if not is_sorted[index]:
+                    _sort(listed, begin, stop, free)
+                    is_sorted[index] = True
+                start = free[listed[begin + degree - 1]]
+                if start + least_s[degree] > makespan:
+                    following[before] = place = after
+                    continue
+                if start + time <= makespan:
+                    best = _neighbours(degree, time, compute, makespan, speeds, free, listed, begin, stop, gap_weight, best, chosen)
+            before, place = place, after
+    return best
+
+
+@inner
+def _sort(order: np.ndarray, begin: int, end: int, free: np.ndarray) -> None:
+    """order[begin:end] into the order in which these ranks get free (insertion sort: few have changed)."""
+    for index in range(begin + 1, end):
+        rank, move = order[index], index
+        while move > begin and free[order[move - 1]] > free[rank]:
+            order[move] = order[move - 1]
+            move -= 1
+        order[move] = rank
+
+
+@inner
+def _neighbours(degree: int, time: float, compute: float, makespan: float, speeds: np.ndarray, free: np.ndarray, order: np.ndarray, begin: int, end: int,
+                gap_weight: float, best: Window, chosen: np.ndarray) -> Window:
+    """Windows of order[begin:end], ranks as they get free, for an item that takes `time` on any of them. O(ranks)."""
     idle, speed_sum = 0.0, 0.0  # of the window: sums of free * speed and of speed
-    for last in range(len(order)):
+    for last in range(begin, end):
         rank = order[last]
         start = free[rank]
         if start + time > makespan:
             break
         idle += start * speeds[rank]
         speed_sum += speeds[rank]
-        if last >= degree:
+        if last >= begin + degree:
             idle -= free[order[last - degree]] * speeds[order[last - degree]]
             speed_sum -= speeds[order[last - degree]]
-        if last >= degree - 1:
+        if last >= begin + degree - 1:
             cost = gap_weight * (start * speed_sum - idle) + time * speed_sum - compute
             if cost < best.cost - EVEN:
                 best = Window(cost, degree, start)
-                chosen[:degree] = order[last - degree + 1:last + 1]
+                for index in range(degree):
+                    chosen[index] = order[last - degree + 1 + index]
     return best
