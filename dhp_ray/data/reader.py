@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.credentials import masked
-from dhp_ray.data import formats
 from dhp_ray.data.conversation import MEDIA
 from dhp_ray.data.errors import RowError, description, first_line
+from dhp_ray.data.formats import read_rows
+from dhp_ray.data.formats.rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
@@ -61,7 +62,7 @@ class ReadFragments:
         for item in items.to_pylist():
             fragment: Fragment = pickle.loads(item["fragment"])
             try:
-                rows = formats.read_rows(fragment)
+                rows = read_rows(fragment)
             except Exception as error:  # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
                 # Told as data: an error raised here would reach the driver as text, in several layers.
                 records = [_unusable(fragment.path, description(error)) | {"position": item["position"], "row": UNREADABLE}]
@@ -73,11 +74,11 @@ class ReadFragments:
             blocks.append(_block(records))
         return pa.concat_tables(blocks).combine_chunks()
 
-    def _named(self, row: formats.Row, epoch: int) -> formats.Row:
+    def _named(self, row: Row, epoch: int) -> Row:
         """A row of a mixture, whose id is told apart from those of other sources and of earlier passes."""
         return replace(row, id=f"{self.prefix}{row.id}{f'~{epoch + 1}' if epoch else ''}") if self.prefix else row
 
-    def _record(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
+    def _record(self, row: Row, processor: Processor) -> dict[str, Any]:
         try:
             return {"id": row.id, "error": ""} | self._payload(row, processor)
         except RowError as error:
@@ -87,10 +88,10 @@ class ReadFragments:
         # On one line, and as text that a log can hold: names of files and roles are quoted as they came.
         return _unusable(row.id, " ".join(masked(reason).encode("utf-8", "backslashreplace").decode().split()))
 
-    def _payload(self, row: formats.Row, processor: Processor) -> dict[str, Any]:
+    def _payload(self, row: Row, processor: Processor) -> dict[str, Any]:
         if row.error:
             raise RowError(row.error)
-        turns = processor.turns(formats.conversation_of(row.fields), row.fields.get("tools"))
+        turns = processor.turns(conversation_of(row.fields), row.fields.get("tools"))
         images = media_of(row.fields, turns, self.image_root, processor.limits.max_file_bytes, row.members)
         sizes: list[Size] = []
         numbers = dict.fromkeys(MEDIA, 0)

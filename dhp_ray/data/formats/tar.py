@@ -17,14 +17,41 @@ from typing import Any
 
 from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK
 from dhp_ray.data.errors import DataError, RowError, first_line
+from dhp_ray.data.formats.rows import Row, fragments_of
+from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.names import Names
 
+SUFFIXES = (".tar",)
 IMAGES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
 VIDEOS = ("mp4", "m4v", "mov", "webm", "mkv", "avi")
 PICKLES = ("pkl", "pickle", "pyd", "pt", "pth", "ckpt", "joblib")
 MAX_SAMPLE_BYTES = 2**31
 
 
-def scan_tar(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
+def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+    rows = ((key, (start, stop)) for key, start, stop in samples_of(path, progress))
+    yield from fragments_of(path, "tar", rows, names)
+
+
+def read(fragment: Fragment) -> Iterator[Row]:
+    with open(fragment.path, "rb") as file:
+        for start, stop in fragment.spans:
+            key = ""
+            try:
+                if stop - start > MAX_SAMPLE_BYTES:
+                    raise RowError(f"a sample of {(stop - start) / 2**30:.1f} GB; allowed: at most {MAX_SAMPLE_BYTES / 2**30:g}")
+                file.seek(start)
+                data = file.read(stop - start)
+                key = first_key(data)
+                fields, members = read_sample(data)
+                yield Row(key, fields, members=members)
+            except RowError as error:
+                yield Row(key, {}, str(error), {})
+            except (tarfile.TarError, EOFError, ValueError) as error:
+                yield Row(key, {}, f"the sample's part of the tar file cannot be read: {first_line(error)}", {})
+
+
+def samples_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
     """(key, start, stop) of every sample, by the members' headers alone.
 
     Raises:

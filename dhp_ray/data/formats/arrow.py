@@ -13,6 +13,11 @@ from typing import Any
 import pyarrow as pa
 
 from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.formats.rows import ROW_COLUMNS, ROWS_PER_FRAGMENT, Row, check_columns, new_names
+from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.names import Names
+
+SUFFIXES = (".arrow",)
 
 
 def saved_files(path: str) -> list[str]:
@@ -43,7 +48,29 @@ def saved_files(path: str) -> list[str]:
     return found
 
 
-def scan_arrow(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+    check_columns(arrow_schema(path), path)
+    first = 0
+    for start, stop, batch in batches_of(path, progress):
+        # The file is mapped: offsets that lead out of it would be followed.
+        batch.select([name for name in batch.schema.names if name == "id"]).validate(full=True)
+        for offset in range(0, batch.num_rows, ROWS_PER_FRAGMENT):
+            part = batch.slice(offset, ROWS_PER_FRAGMENT)
+            ids = part["id"].to_pylist() if "id" in part.schema.names else [None] * part.num_rows
+            yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // batch.num_rows, 0, offset, ((start, stop),),
+                           new_names(ids, names, path, first))
+            first += part.num_rows
+
+
+def read(fragment: Fragment) -> Iterator[Row]:
+    batch = read_batch(fragment.path, *fragment.spans[0]).slice(fragment.offset, fragment.num_rows)
+    batch = batch.select([name for name in ROW_COLUMNS if name in batch.schema.names])
+    batch.validate(full=True)  # the file is mapped: offsets that lead out of it would be followed
+    for fields in batch.to_pylist():
+        yield Row(fields.get("id", ""), fields)
+
+
+def batches_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
     """(start, stop, batch) of every record batch of an Arrow stream; `batch` is mapped.
 
     Raises:

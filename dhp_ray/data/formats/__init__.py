@@ -1,0 +1,59 @@
+"""The formats of data files, one module each with its SUFFIXES, `scan` (the fragments of a file) and `read` (the rows of a fragment).
+
+    data.format    llava       parquet, synthetic    webdataset    huggingface
+    files          json_text   parquet               tar           arrow, parquet
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from dhp_ray.data.errors import DataError, description
+from dhp_ray.data.formats import arrow, json_text, parquet, tar
+from dhp_ray.data.formats.rows import Row
+from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.names import Names
+
+FILE_FORMATS = {"json": json_text, "parquet": parquet, "tar": tar, "arrow": arrow}
+"""By the `kind` of a fragment."""
+
+DATA_FORMATS = {"llava": ("json",), "parquet": ("parquet",), "synthetic": ("parquet",), "webdataset": ("tar",), "huggingface": ("arrow", "parquet")}
+"""The kinds of files of each `data.format`."""
+
+
+def suffixes_of(data_format: str) -> tuple[str, ...]:
+    """The endings of the files of a `data.format`."""
+    return tuple(suffix for kind in DATA_FORMATS[data_format] for suffix in FILE_FORMATS[kind].SUFFIXES)
+
+
+def kind_of_file(path: str) -> str:
+    """The kind of a file, by its name."""
+    suffix = os.path.splitext(path)[1]
+    return next(kind for kind, file_format in FILE_FORMATS.items() if suffix in file_format.SUFFIXES)
+
+
+def scan_file(path: str, kind: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+    """The fragments of one file, in the order of its rows.
+
+    Raises:
+        DataError: the file is of another form, damaged, or without the columns that are needed.
+    """
+    try:
+        yield from FILE_FORMATS[kind].scan(path, names, progress)
+    except DataError:
+        raise
+    except Exception as error:  # foreign bytes make readers raise errors of many kinds
+        raise DataError(f"data.path: {path} cannot be read: {description(error)}") from None
+
+
+def read_rows(fragment: Fragment) -> list[Row]:
+    """The rows of a fragment, in the order of the file. Reads no byte of other rows.
+
+    Raises:
+        OSError, pyarrow.ArrowException: the file is gone or damaged.
+    """
+    names = dict(fragment.names)
+    stored = FILE_FORMATS[fragment.kind].read(fragment)
+    return [replace(row, id=names.get(offset) or str(row.id)) for offset, row in enumerate(stored)]

@@ -1,0 +1,104 @@
+"""JSON as LLaVA writes it: one array of objects, or one object a line."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.formats.rows import CONVERSATION_COLUMNS, Row, fragments_of
+from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.names import Names
+
+SUFFIXES = (".json", ".jsonl")
+_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+
+
+def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+    if not os.path.getsize(path):
+        raise DataError(f"data.path: {path} is empty; allowed: JSON or JSONL with at least one row")
+    has_conversations, num_rows = False, 0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+
+        def rows() -> Iterator[tuple[Any, tuple[int, int]]]:
+            nonlocal has_conversations, num_rows
+            for row, (start, stop) in enumerate(_row_spans(text, path)):
+                fields = _parse(text[start:stop], path, row)
+                has_conversations = has_conversations or any(column in fields for column in CONVERSATION_COLUMNS)
+                num_rows = row + 1
+                yield fields.get("id"), (start, stop)
+                progress(stop)
+
+        yield from fragments_of(path, "json", rows(), names)
+    if num_rows and not has_conversations:
+        raise DataError(f"data.path: {path}: no row has conversations; allowed: rows with id, image and conversations (or messages)")
+
+
+def read(fragment: Fragment) -> Iterator[Row]:
+    with open(fragment.path, "rb") as file:
+        for start, stop in fragment.spans:
+            file.seek(start)
+            text = file.read(stop - start)
+            try:
+                fields = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                yield Row("", {}, f"the row is not JSON: {first_line(error)}")
+                continue
+            if isinstance(fields, dict):
+                yield Row(fields.get("id", ""), fields)
+            else:
+                yield Row("", {}, f"the row holds {type(fields).__name__}; allowed: an object")
+
+
+def _parse(text: bytes, path: str, row: int) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if row == 0:  # a first row like this means another kind of file; a later one is a bad row, reported when it is read
+            raise DataError(f"data.path: {path} is not JSON: {first_line(error)}") from None
+        return {}
+    if not isinstance(fields, dict):
+        if row == 0:
+            raise DataError(f"data.path: {path} holds {type(fields).__name__} as its first row; allowed: objects")
+        return {}
+    return fields
+
+
+def _row_spans(text: mmap.mmap, path: str) -> Iterator[tuple[int, int]]:
+    """Byte ranges [start, stop) of the rows: elements of one JSON array, or lines."""
+    begin = 3 if text[:3] == b"\xef\xbb\xbf" else 0
+    first = re.compile(rb"\s*(\S)").match(text, begin)
+    if first is None:
+        raise DataError(f"data.path: {path} is empty; allowed: JSON or JSONL with at least one row")
+    if first.group(1) != b"[":
+        for line in re.compile(rb"[^\r\n]*\S[^\r\n]*").finditer(text, begin):
+            yield line.span()
+        return
+    depth, start, end = 0, 0, first.end()
+    for match in _STRUCTURE.finditer(text, first.start(1)):
+        mark = text[match.start()]
+        if mark in b"[{":
+            if depth == 1:
+                start = match.start()
+                _check_gap(text[end:start], path, end, first_row=end == first.end())
+            depth += 1
+        elif mark in b"]}":
+            depth -= 1
+            if depth == 1:
+                end = match.end()
+                yield start, end
+            elif depth == 0:
+                _check_gap(text[end : match.start()], path, end, first_row=True)
+                if text[match.end() :].strip():
+                    raise DataError(f"data.path: {path} is not JSON: text after the array, at byte {match.end()}")
+                return
+    raise DataError(f"data.path: {path} is not JSON: the array that starts at byte {first.start(1)} does not end")
+
+
+def _check_gap(gap: bytes, path: str, position: int, *, first_row: bool) -> None:
+    if gap.strip() != (b"" if first_row else b","):
+        raise DataError(f"data.path: {path} is not JSON: expected an object at byte {position}, found {gap.strip()[:40]!r}")

@@ -1,0 +1,101 @@
+"""What a row holds in every format, and the fragments that rows are read in.
+
+    id             name of the sample (optional; see data/names.py)
+    conversations  LLaVA's turns (data/conversation.py); in parquet also as a JSON string
+    messages       OpenAI's messages, likewise; used where there are no conversations
+    tools          what the assistant may call (data/tools.py), a list or JSON text
+    image, images  a file name below the image root, encoded bytes, {"bytes": ..., "path": ...}, or a list of these
+    video, videos  likewise
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from dhp_ray.data.errors import DataError, RowError, first_line
+from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.names import Names
+
+ROWS_PER_FRAGMENT = 32
+CONVERSATION_COLUMNS = ("conversations", "messages")
+MEDIA_COLUMNS = ("image", "images", "video", "videos")
+ROW_COLUMNS = ("id", *CONVERSATION_COLUMNS, "tools", *MEDIA_COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as stored; `error` says why `fields` cannot be used."""
+
+    id: str
+    fields: Mapping[str, Any]
+    error: str = ""
+    members: Mapping[str, bytes] | None = None
+    """Images and videos by name, where they come with the row: then none is looked for among the files of the image root."""
+
+
+def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The turns of a row, as stored.
+
+    Raises:
+        RowError: there are none.
+    """
+    name = next((name for name in CONVERSATION_COLUMNS if fields.get(name) is not None), None)
+    turns = fields.get(name) if name else None
+    if isinstance(turns, str):
+        try:
+            turns = json.loads(turns)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"{name} is not JSON: {first_line(error)}") from None
+    if not isinstance(turns, list):
+        raise RowError("no conversations; allowed: conversations, a list of turns with from and value, or messages, with role and content")
+    return turns
+
+
+def fragments_of(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]], names: Names) -> Iterator[Fragment]:
+    """Fragments of rows that are given by (id, byte range)."""
+    first = 0
+    while part := list(islice(rows, ROWS_PER_FRAGMENT)):
+        renamed = new_names((given for given, _ in part), names, path, first)
+        spans = tuple(span for _, span in part)
+        yield Fragment(path, kind, first, len(part), sum(stop - start for start, stop in spans), spans=spans, names=renamed)
+        first += len(part)
+
+
+def new_names(given: Iterable[Any], names: Names, path: str, first: int) -> tuple[tuple[int, str], ...]:
+    """(offset, name) of the rows whose given id is missing or taken; `first` is the number of the first row in the file."""
+    claimed = ((offset, names.claim(name, path, first + offset)) for offset, name in enumerate(given))
+    return tuple((offset, name) for offset, name in claimed if name)
+
+
+def check_columns(schema: pa.Schema, path: str) -> None:
+    """Refuse a file whose columns hold no conversations, or media of a wrong type.
+
+    Raises:
+        DataError: one line that names the column.
+    """
+    present = [name for name in CONVERSATION_COLUMNS if name in schema.names]
+    if not present:
+        raise DataError(f"data.path: {path} has no column conversations or messages (it has {', '.join(schema.names)}); "
+                        "allowed: id, image or images, video or videos, conversations or messages")
+    for name in present:
+        kind = schema.field(name).type
+        turns = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        if not (turns and pa.types.is_struct(kind.value_type)) and not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
+            raise DataError(f"data.path: {path}: column {name} holds {kind}; allowed: a list of structs (from and value, or role and content), or JSON text")
+    for name in MEDIA_COLUMNS:
+        if name in schema.names and not _holds_images(schema.field(name).type):
+            raise DataError(f"data.path: {path}: column {name} holds {schema.field(name).type}; allowed: bytes, string, struct with bytes, or a list of these")
+
+
+def _holds_images(kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    if pa.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0
+    return any(test(kind) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string, pa.types.is_large_string, pa.types.is_null))
