@@ -10,53 +10,19 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import av
 import numpy as np
 
+from dhp_ray.data.clip import Clip
 from dhp_ray.data.errors import RowError, first_line
 from dhp_ray.data.media import MediaLimits
+from dhp_ray.data.processor import Processor
 
-if TYPE_CHECKING:
-    from dhp_ray.data.processor import Processor
-
-MIN_FRAMES = 4
 MAX_FRAMES_PER_SECOND = 240  # a file that claims more is made to be long while it looks short
 CONTAINERS = "MP4 or MOV, WebM or Matroska, AVI"
 av.logging.set_level(None)
-
-
-@dataclass(frozen=True, slots=True)
-class Clip:
-    """A video as its container describes it: pixels, frames in all, frames a second."""
-
-    width: int
-    height: int
-    num_frames: int
-    frames_per_second: float
-
-    def num_sampled(self, limits: MediaLimits, temporal_patch_size: int) -> int:
-        """How many frames are taken."""
-        return math.ceil(self.num_frames / self._interval(limits, temporal_patch_size))
-
-    def sampled(self, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
-        """Numbers of the frames that are taken, ascending, evenly over the video (imports torch, whose rounding decides)."""
-        import torch
-
-        numbers = torch.arange(0, self.num_frames, self._interval(limits, temporal_patch_size), dtype=torch.float32).int()
-        return numbers.clamp_(max=self.num_frames - 1).tolist()  # rounding can step on one frame too many
-
-    def _interval(self, limits: MediaLimits, temporal_patch_size: int) -> float:
-        """Frames from one that is taken to the next."""
-        most = min(limits.max_frames, self.num_frames) // temporal_patch_size * temporal_patch_size
-        wanted = min(max(self.num_frames / self.frames_per_second * limits.video_fps, MIN_FRAMES), most, self.num_frames)
-        return self.num_frames / max(1, math.floor(wanted / temporal_patch_size) * temporal_patch_size)
-
-    def seconds_per_step(self, limits: MediaLimits, temporal_patch_size: int) -> float:
-        """Seconds between two steps in time of the grid."""
-        return temporal_patch_size * self.num_frames / (self.num_sampled(limits, temporal_patch_size) * self.frames_per_second)
 
 
 def clip_of(data: bytes, limits: MediaLimits) -> Clip:
