@@ -38,7 +38,7 @@ from dhp_ray.data.stream import Batch, Stream  # noqa: E402
 from dhp_ray.data.synthetic import write  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample  # noqa: E402
-from dhp_ray.runtime.prefetch import load_payloads  # noqa: E402
+from dhp_ray.runtime.worker.prefetch import load_payloads  # noqa: E402
 from dhp_ray.schema import Data, Model, Synthetic  # noqa: E402
 from dhp_ray.train.collate import collate  # noqa: E402
 from dhp_ray.train.pack import pack_loss  # noqa: E402

@@ -36,18 +36,18 @@ from dhp_ray.config import CONF, load  # noqa: E402
 from dhp_ray.data.stream import Batch  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan, Sample  # noqa: E402
-from dhp_ray.runtime.arrivals import Arrivals  # noqa: E402
-from dhp_ray.runtime.checkpoints import Checkpoints  # noqa: E402
-from dhp_ray.runtime.commit import Commits  # noqa: E402
-from dhp_ray.runtime.dispatch import Dispatcher  # noqa: E402
-from dhp_ray.runtime.driver import Driver  # noqa: E402
-from dhp_ray.runtime.group import WorkerGroup  # noqa: E402
+from dhp_ray.runtime.driver.arrivals import Arrivals  # noqa: E402
+from dhp_ray.runtime.driver.commit import Commits  # noqa: E402
+from dhp_ray.runtime.driver.dispatch import Dispatcher  # noqa: E402
+from dhp_ray.runtime.driver.driver import Driver  # noqa: E402
+from dhp_ray.runtime.driver.group import WorkerGroup  # noqa: E402
+from dhp_ray.runtime.driver.speeds import nominal_compute_s  # noqa: E402
+from dhp_ray.runtime.driver.start import Session  # noqa: E402
 from dhp_ray.runtime.messages import StepDone  # noqa: E402
-from dhp_ray.runtime.records import RunRecords  # noqa: E402
-from dhp_ray.runtime.speeds import nominal_compute_s  # noqa: E402
-from dhp_ray.runtime.start import Session  # noqa: E402
-from dhp_ray.runtime.tensorboard import ScalarLog  # noqa: E402
-from dhp_ray.runtime.watch import Watch  # noqa: E402
+from dhp_ray.runtime.records.checkpoints import Checkpoints  # noqa: E402
+from dhp_ray.runtime.records.run_records import RunRecords  # noqa: E402
+from dhp_ray.runtime.records.tensorboard import ScalarLog  # noqa: E402
+from dhp_ray.runtime.records.watch import Watch  # noqa: E402
 from dhp_ray.storage import Folder  # noqa: E402
 from dhp_ray.train.results import PackTime, StepResult  # noqa: E402
 

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.planner import bimodal  # noqa: E402
 from dhp_ray.planner import LAST_RESORT, PLANNERS, ClusterSpec, CostModel, Sample, plan_batch  # noqa: E402
-from dhp_ray.runtime.driver import Driver  # noqa: E402
-from dhp_ray.runtime.planning import patience_s  # noqa: E402
+from dhp_ray.runtime.driver.driver import Driver  # noqa: E402
+from dhp_ray.runtime.driver.planning import patience_s  # noqa: E402
 
 MODELLED = ((64, 512), (512, 2048))
 """Ranks and sequences."""
@@ -45,7 +45,7 @@ class SlowDriver(Driver):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        from dhp_ray.runtime.commit import Commits, Done
+        from dhp_ray.runtime.driver.commit import Commits, Done
 
         planned, commit, draw = PLANNERS["dhp"], Commits.commit, random.Random(0)
         reported = Path(self.config.run.dir) / "reported.jsonl"
@@ -80,12 +80,12 @@ def main(argv: list[str]) -> int:
 def live(folder: Path, steps: int) -> None:
     import ray
 
-    import dhp_ray.runtime.driver as driver_module
+    import dhp_ray.runtime.driver.driver as driver_module
     from benchmarks.worlds import data_overrides
     from dhp_ray.config import load
     from dhp_ray.planner.plan import Plan
-    from dhp_ray.runtime.ending import Ending
-    from dhp_ray.runtime.job import train
+    from dhp_ray.runtime.job.ending import Ending
+    from dhp_ray.runtime.job.job import train
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     driver_module.Driver = SlowDriver  # type: ignore[misc]

@@ -124,8 +124,8 @@ def _run(rank: int, port: int, config: Config, plans: list[Plan], rows: dict[str
     """The clock and this process's CPU seconds at the end of each step."""
     from dhp_ray.comm.device import CPU
     from dhp_ray.runtime.messages import Membership
-    from dhp_ray.runtime.prefetch import encoded_images, payload_of, processor_spec
-    from dhp_ray.runtime.rank import Rank
+    from dhp_ray.runtime.worker.prefetch import encoded_images, payload_of, processor_spec
+    from dhp_ray.runtime.worker.rank import Rank
 
     processor = processor_spec(config).load()
 

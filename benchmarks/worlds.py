@@ -29,8 +29,8 @@ from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, plan_batch
 from dhp_ray.planner.plan import RankPlan, Sample
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.runtime.prefetch import encoded_images, payload_of, processor_spec
-from dhp_ray.runtime.rank import Rank
+from dhp_ray.runtime.worker.prefetch import encoded_images, payload_of, processor_spec
+from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.results import StepResult
 from tests.ranks import run_processes

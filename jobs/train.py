@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.runtime.ending import Ending
+from dhp_ray.runtime.job.ending import Ending
 
 
 def main(argv: list[str]) -> int:
@@ -26,13 +26,13 @@ def _main(argv: list[str], ending: Ending) -> int:
         return 0
     try:
         config = load(argv)
-        from dhp_ray.runtime.preflight import check_here  # after --help, which needs nothing of it
+        from dhp_ray.runtime.job.preflight import check_here  # after --help, which needs nothing of it
 
         check_here(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from dhp_ray.runtime.job import train  # Ray takes seconds to import
+    from dhp_ray.runtime.job.job import train  # Ray takes seconds to import
 
     return train(config, ending)
 

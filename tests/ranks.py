@@ -9,7 +9,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "dhp_ray.model.build", "dhp_ray.runtime.rank"]
+PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "dhp_ray.model.build", "dhp_ray.runtime.worker.rank"]
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
 
-    from dhp_ray.runtime.elastic import HeldShards
+    from dhp_ray.runtime.driver.elastic import HeldShards
     from dhp_ray.train.results import StepResult
 
 

@@ -1,6 +1,6 @@
 """What users get wrong in a command, through the entry point: the exit status and one clear line.
 
-What is refused before Ray starts is in tests/runtime/test_preflight.py, bad samples in test_bad_data.py, bad checkpoints in test_bad_checkpoints.py.
+What is refused before Ray starts is in tests/runtime/job/test_preflight.py, bad samples in test_bad_data.py, bad checkpoints in test_bad_checkpoints.py.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.runtime.rank import Rank
+from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload, placeholder
 from tests.packs import Film, make_sample, own_payloads, relative_errors
 from tests.ranks import run_processes

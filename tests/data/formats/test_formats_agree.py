@@ -25,7 +25,7 @@ from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.planner.plan import RankPack, Sample
-from dhp_ray.runtime.prefetch import payload_of
+from dhp_ray.runtime.worker.prefetch import payload_of
 from dhp_ray.schema import Data, Model
 from dhp_ray.train.collate import Payload, collate
 from dhp_ray.train.pack import pack_loss

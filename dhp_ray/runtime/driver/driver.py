@@ -1,0 +1,244 @@
+"""The driver actor: plans every batch, keeps the workers busy, and commits what they finished.
+
+    a thread    |--plan, send n+1--|        |--plan, send n+2--|
+    workers     |------ step n ------|------ step n+1 ------|
+    commit                            |- n -|
+
+When the group breaks, or ought to change, a new generation takes its place (`recovery`) and goes on with the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from time import perf_counter
+
+import ray
+from ray.actor import ActorHandle
+
+from dhp_ray.config import Config, ConfigError
+from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.planner.plan import PlanError
+from dhp_ray.runtime.driver.arrivals import Arrivals
+from dhp_ray.runtime.driver.commit import Commits, Done
+from dhp_ray.runtime.driver.dispatch import Dispatched
+from dhp_ray.runtime.driver.elastic import Condition
+from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.driver.recovery import form_anew, reopened
+from dhp_ray.runtime.driver.start import Session, open_session
+from dhp_ray.runtime.messages import Finished, GroupError, Message, RunError, StoppingError
+from dhp_ray.runtime.waits import LONG_S, Waited, Waits
+from dhp_ray.storage import Folder, StorageError
+from dhp_ray.train.results import StepResult
+
+CONCURRENCY_GROUPS = {"control": 2}
+
+LONG_STEP = 3.0
+"""A step is said to be waited for when it takes so many times as long as any of the last ones."""
+
+PICTURE_S = 0.5
+"""How long a run that is to end waits for the picture of a step."""
+
+
+@dataclass
+class Running:
+    """A step that the workers run: their pending results, and when it began."""
+
+    current: Dispatched
+    placeholders: dict[str, str]
+    results: list[ray.ObjectRef]
+    begun_s: float
+    data_wait_s: float
+
+    def done(self, results: list[StepResult], step_time_s: float, eval_loss: float | None) -> Done:
+        batch = self.current.batch
+        return Done(self.current.step, self.current.plan, self.current.plan_id, self.current.late, batch.epoch,
+                    [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders, results, step_time_s, self.data_wait_s, eval_loss)
+
+
+class Driver:
+    """Owns the schedule, the data stream and the ledger of one run."""
+
+    def __init__(self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], going_on: bool) -> None:
+        """`workers` by slot; `going_on`: they are in the midst of a run whose driver was lost."""
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # of several ranks that fail together one is asked; Ray would show the others' tracebacks
+        self.config, self.store, self.going_on = config, store, going_on
+        self.messages: SimpleQueue[Message] = SimpleQueue()  # for the job's process
+        self.waits = Waits(self.messages.put)
+        self.group = WorkerGroup([Member(slot, actor) for slot, actor in workers.items()], waits=self.waits)
+        self.arrivals = Arrivals(config.cluster.device)
+        self.session: Session | None = None
+        self.stop_reason = self.refused = ""
+        self.leaving: dict[int, Condition] = {}  # ranks that ought to, as of the last step
+
+    @ray.method(concurrency_group="control")
+    def offer(self, slot: int, actor: ActorHandle) -> None:
+        """A worker that may join."""
+        self.arrivals.offer(slot, actor)
+
+    @ray.method(concurrency_group="control")
+    def stop(self, reason: str) -> None:
+        """End the run after the step that is under way, with a checkpoint."""
+        self.stop_reason = reason
+
+    @ray.method(concurrency_group="control")
+    def waited(self, waits: list[Waited]) -> None:
+        """Long waits of the job's process, to be recorded with those of the run."""
+        self.waits.add(waits)
+
+    def run(self) -> Iterator[Message]:
+        """Train to the end; the last message says how it ended."""
+        Thread(target=self._put_messages, name="run", daemon=True).start()  # what that thread waits for can be said meanwhile
+        message: Message | None = None
+        while not isinstance(message, Finished):
+            message = self.messages.get()
+            yield message
+
+    def _put_messages(self) -> None:
+        try:
+            for message in self._run():
+                self.messages.put(message)
+        except BaseException as error:  # `run` would wait for the last message for ever
+            traceback.print_exc()
+            self.messages.put(Finished("", f"driver: {type(error).__name__}: {error}", status=1))
+
+    def _run(self) -> Iterator[Message]:
+        try:
+            self.session = session = yield from open_session(self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
+            self.commits = Commits(session)
+            yield from self._train(session, "the driver was lost" if self.going_on else "")
+        except ConfigError as error:
+            yield Finished("", str(error), status=2)
+        except (RunError, PlanError, DataError, StorageError) as error:
+            yield self._failed(str(error))
+        except Exception as error:  # a defect of ours: one line for the user, the traceback for the report of it
+            traceback.print_exc()
+            yield self._failed(f"driver: {type(error).__name__}: {error}")
+
+    def _train(self, session: Session, broken: str) -> Iterator[Message]:
+        """Generation after generation, until the last step; `broken`: why the one that there is cannot go on."""
+        change = broken
+        while True:
+            try:
+                if change:
+                    finished = yield from form_anew(session, change, bool(broken), {} if broken else self.leaving)
+                    yield from self.commits.recovered(finished)
+                    session.stream_lost = False
+                broken = ""
+                change = yield from self._steps(session)
+                yield from self.commits.finish_saves()
+                if not change:
+                    yield self._finish(session, (yield from self._save_last(session)))
+                    return
+            except StoppingError:
+                yield self._finish(session, session.stopping)
+                return
+            except GroupError as error:
+                change = broken = str(error)
+                self.commits.forget_saves()
+
+    def _steps(self, session: Session) -> Generator[Message, None, str]:
+        """Step after step, to the last one (returns "") or until the membership ought to change (returns why)."""
+        change, self.leaving = "", {}
+        first = session.dispatcher.dispatch(session.records.last_step + 1)
+        yield from session.compiling_told()
+        running = self._launch(session, first)
+        while running:
+            step = running.current.step
+            session.dispatcher.begin(step + 1)
+            with self.waits.on(f"step {step}", max(LONG_S, LONG_STEP * max(session.step_times_s, default=0.0))):
+                results = session.group.collect(running.results, *self.commits.patience_s(running.current.plan))
+            step_time_s = perf_counter() - running.begun_s
+            following = session.dispatcher.take(step + 1)
+            waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
+            self.leaving = session.leaving()
+            # Ranks that leave take nothing along where every step is mirrored; of a drained node, the rest may follow soon.
+            endangered = Condition.DRAINED in self.leaving.values() or (bool(self.leaving) and self.config.elastic.mirror_every_steps != 1)
+            self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
+            eval_loss = yield from session.evaluation.loss_when_due(step)
+            change = yield from self._change(session)
+            launched = self._launch(session, None if change or session.stopping else following, waited_s)
+            if session.mirrors(step):
+                with self.waits.on(f"the copies of the state after step {step}"):
+                    session.group.call("mirrored")
+            yield from self.commits.commit(running.done(results, step_time_s, eval_loss))
+            running = launched
+        if self.refused:  # also where it is the first step
+            raise RunError(self.refused)
+        short = session.dispatcher.needed_ranks > session.group.size and not session.stopping
+        return change or (f"a sequence of the next batch needs {session.dispatcher.needed_ranks} ranks" if short else "")
+
+    def _launch(self, session: Session, dispatched: Dispatched | None, waited_s: float = 0.0) -> Running | None:
+        """Start a dispatched step on all ranks, once each has said which samples it cannot decode. `waited_s`: how long its batch and plan were waited for.
+
+        None where there is none to start, or the run is to end.
+        """
+        if dispatched is None:
+            return None
+        wait = perf_counter()
+        try:
+            failures = session.dispatcher.failures(dispatched)
+        except StoppingError:
+            return None
+        if self.config.data.on_error == "fail":
+            for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped), *failures.items()]:
+                self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"  # told once the step before is committed
+                return None
+        begun = perf_counter()
+        results = session.group.start("run", dispatched.step, dispatched.plan_id, failures, session.total_steps)
+        session.dispatcher.started(dispatched)
+        return Running(dispatched, failures, results, begun, waited_s + begun - wait)
+
+    def _change(self, session: Session) -> Generator[Message, None, str]:
+        """Why the membership ought to change now, between two steps; empty: it need not."""
+        if session.stopping:
+            return ""
+        newcomers = min(len(session.arrivals.ready()), session.max_workers - session.group.size)
+        yield from reopened(session)
+        if newcomers > 0:
+            return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
+        return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
+
+    def _save_last(self, session: Session) -> Generator[Message, None, str]:
+        """Save what the last step has left, and export the model of a run that is complete; returns why the run ends early."""
+        last_step, stopping = session.records.last_step, session.stopping
+        if last_step and session.checkpoints.newest_step() < last_step:  # the group broke, or the run was asked to end, after that save was due
+            self.commits.save(last_step)
+            yield from self.commits.finish_saves()
+        if not stopping:
+            with self.waits.on("the model to be written"):
+                session.group.call("export", "model")
+            session.group.call("leave")
+        return stopping
+
+    def _finish(self, session: Session, stopping: str) -> Finished:
+        """Close what the run writes; `stopping`: why it ends early."""
+        session.dispatcher.stop()
+        if not stopping:
+            session.stream.close()
+        session.watch.close(PICTURE_S if stopping else None)
+        session.scalars.close()
+        session.records.close()
+        if stopping:
+            return Finished("", f"stopped after step {session.records.last_step}: {stopping}{self._way_back()}", status=1)
+        return Finished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
+
+    def _failed(self, error: str) -> Finished:
+        """The end of a run by an error; the logs are brought up to date for whoever looks for its cause, where they still can be."""
+        try:
+            if self.session:
+                self.session.records.flush()
+            return Finished("", f"{error}{self._way_back()}", status=1)
+        except Exception as failure:  # the storage, most likely, and the cause of the error
+            return Finished("", f"{error}; besides: {first_line(failure)}", status=1)
+
+    def _way_back(self) -> str:
+        """How a run that ended early goes on."""
+        newest = self.session.checkpoints.newest_step() if self.session else 0
+        return f"; the newest checkpoint is step {newest}: start the same command again to go on from it" if newest else ""

@@ -1,0 +1,237 @@
+"""The workers of one generation: calls to all of them, one clear error when one fails, and a survey of how each is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from dhp_ray.runtime.driver.elastic import Condition, Sight, condition_of
+from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status, StoppingError
+from dhp_ray.runtime.waits import Waits
+
+GRACE_S = 5.0
+"""A killed rank makes its peers raise first; its own death is known to Ray a little later."""
+
+SURVEY_S = 4.0
+"""How long a worker's control thread may take to answer."""
+
+IDLE_LOOK_S = 1.0
+"""How often workers are looked at that wait for data, and have no call that would fail."""
+
+GATHER_S = 0.002
+"""Answers that come so soon after the first are taken together with it: one at a time, each wait would look through all that are pending."""
+
+STOP_POLL_S = 0.2
+"""How often a wait that ends with the run asks whether it is to end."""
+
+WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck", Condition.RAISED: "raised", Condition.SLOW: "is too slow",
+         Condition.DRAINED: "is on a node that is being drained"}
+
+
+@dataclass
+class Member:
+    """A worker: the slot of the job's process that it fills, its actor, and what it said of itself."""
+
+    slot: int
+    actor: ActorHandle
+    described: dict[str, Any] = field(default_factory=lambda: {"pid": 0, "node_id": "?"})
+
+    @property
+    def place(self) -> str:
+        return f"pid {self.described['pid']} on node {str(self.described['node_id'])[:8]}"
+
+
+def by_node(members: Sequence[Member]) -> list[Member]:
+    """In rank order: the ranks of a node are neighbours, nodes and members stay in the order in which they come."""
+    nodes = list(dict.fromkeys(member.described["node_id"] for member in members))
+    return sorted(members, key=lambda member: nodes.index(member.described["node_id"]))
+
+
+class WorkerGroup:
+    """Worker actors, in rank order once they have been described.
+
+    Before a run trains, an error waits a little for the death that explains it. Once it does (`look_s`), errors come at once, for
+    a survey explains them, and after every `look_s` seconds without a result the workers are looked at.
+    """
+
+    def __init__(self, members: Sequence[Member], look_s: float | None = None, waits: Waits | None = None) -> None:
+        """`waits`: where those who wait for the group say so."""
+        self.members, self.look_s = list(members), look_s
+        self.waits = waits or Waits()
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def describe(self, device: str, probe: str) -> None:
+        """Learn where the workers are, and number them so that the ranks of a node are neighbours."""
+        for member, described in zip(self.members, self.call("describe", device, probe)):
+            member.described = described
+        self.members = by_node(self.members)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The node of each rank."""
+        return [member.described["node_id"] for member in self.members]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory that every rank has at least. The ranks of a node share its memory on the CPU."""
+        found, sharing = [member.described for member in self.members], Counter(self.nodes)
+        return min(member["memory_bytes"] // (sharing[member["node_id"]] if member["device"] == "cpu" else 1) for member in found)
+
+    def membership(self) -> list[dict[str, Any]]:
+        """The ranks of this generation, as cluster.json lists them."""
+        return [{"rank": rank, **{name: member.described[name] for name in ("pid", "node_id", "device")}} for rank, member in enumerate(self.members)]
+
+    def join(self, generation: int, store: tuple[str, int], replica_ranks: Sequence[int], origins: Sequence[Any], step: int) -> list[ray.ObjectRef]:
+        """All workers enter a generation, each with its origin (FromCheckpoint or FromMemory), after `step`; calls that return the state version of each."""
+        return [member.actor.join.remote(Membership(rank, self.size, generation, *store, tuple(replica_ranks)), origin, step)
+                for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self.collect(self.start(method, *arguments))
+
+    def start(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
+        return [getattr(member.actor, method).remote(*arguments) for member in self.members]
+
+    def collect(self, calls: Sequence[ray.ObjectRef], look_s: float | None = None, stuck_s: float = math.inf, end_stuck: bool = False,
+                stopping: Callable[[], str] | None = None) -> list[Any]:
+        """Results by rank. While all workers get on, they may take as long as they need.
+
+        With `end_stuck` a stuck one is ended at once: it may be a thread other than the one that trains, which no survey sees.
+
+        Raises:
+            GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others; the message
+                names it, with its own words where it has any.
+            StoppingError: `stopping` gives a reason to end the run before all have come.
+        """
+        pending = {call: rank for rank, call in enumerate(calls)}
+        look_s = look_s or self.look_s
+        looks = _Looks(self, stuck_s, end_stuck)
+        looked_s = monotonic()
+        results: dict[int, Any] = {}
+        while pending:
+            if stopping and stopping():
+                raise StoppingError
+            ready = _answered(list(pending), STOP_POLL_S if stopping else look_s)
+            if ready:
+                looked_s = monotonic()
+            elif look_s is not None and monotonic() - looked_s >= look_s:
+                looks.look(set(pending.values()))
+                looked_s = monotonic()
+            for call, result in zip(ready, _results(ready)):
+                rank = pending.pop(call)
+                if isinstance(result, RayTaskError):
+                    raise GroupError(self._root_cause(rank, result, pending)) from None
+                if isinstance(result, RayError):  # its actor died, was killed for memory, or its answer went with its node
+                    raise GroupError(self.words(rank, Condition.DEAD)) from None
+                results[rank] = result
+        return [results[rank] for rank in range(len(calls))]
+
+    def wait(self, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> None:
+        """Wait for `pending`, which does not call the workers, or until it is `enough`; once the run trains, they are looked at every IDLE_LOOK_S seconds.
+
+        Raises:
+            GroupError: a rank died.
+        """
+        last = monotonic()
+        while not pending.done() and not enough():
+            wait([pending], timeout=0.005)
+            if self.look_s is not None and monotonic() - last >= IDLE_LOOK_S:
+                for rank, (sight, _) in enumerate(self.survey()):
+                    if sight.dead:
+                        raise GroupError(self.words(rank, Condition.DEAD))
+                last = monotonic()
+
+    def survey(self, timeout_s: float = SURVEY_S) -> list[tuple[Sight, Status]]:
+        """How every worker is, by rank; answers that do not come within `timeout_s` are given up."""
+        calls = self.start("status")
+        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        return [_seen(call) for call in calls]
+
+    def words(self, rank: int, condition: Condition) -> str:
+        return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
+
+    def _root_cause(self, rank: int, error: RayTaskError, pending: dict[ray.ObjectRef, int]) -> str:
+        """Before training, a peer's death when there is one; else what the first rank to raise said."""
+        deadline = monotonic() + (GRACE_S if self.look_s is None else 0.0)
+        while pending and monotonic() < deadline:
+            for call in ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - monotonic()))[0]:
+                other = pending.pop(call)
+                try:
+                    ray.get(call)
+                except RayTaskError:
+                    continue  # a consequence of the first
+                except RayError:
+                    return self.words(other, Condition.DEAD)
+        return f"rank {rank} ({self.members[rank].place}): {_words(error)}"
+
+
+class _Looks:
+    """Surveys of a group that is at some calls."""
+
+    def __init__(self, group: WorkerGroup, stuck_s: float, end_stuck: bool) -> None:
+        self.group, self.stuck_s, self.end_stuck = group, stuck_s, end_stuck
+        self.before: list[Sight] = []
+        self.stands_since = [monotonic()] * group.size
+
+    def look(self, pending: set[int]) -> None:
+        """Raise GroupError for a worker that is gone, or does not get on with its call (ranks in `pending`)."""
+        sights = [sight for sight, _ in self.group.survey()]
+        for rank, sight in enumerate(sights):
+            before = self.before[rank] if self.before else None
+            if before is None or sight.progress != before.progress or rank not in pending:
+                self.stands_since[rank] = monotonic()
+            condition = condition_of(sight, before, overdue=monotonic() - self.stands_since[rank] >= self.stuck_s)
+            if condition is Condition.STUCK and self.end_stuck:
+                ray.kill(self.group.members[rank].actor)
+            if condition is not Condition.WELL:
+                raise GroupError(self.group.words(rank, condition))
+        self.before = sights
+
+
+def _answered(calls: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
+    """Calls that have ended: at least one, unless none does within `timeout_s`."""
+    first, others = ray.wait(calls, num_returns=1, timeout=timeout_s)
+    return first + ray.wait(others, num_returns=len(others), timeout=GATHER_S)[0] if first and others else first
+
+
+def _results(calls: Sequence[ray.ObjectRef]) -> list[Any]:
+    """What calls that have ended came to, in order: a result, or the error that Ray raises for it."""
+    try:
+        return list(ray.get(list(calls)))
+    except RayError:
+        return [_result(call) for call in calls]
+
+
+def _result(call: ray.ObjectRef) -> Any:
+    try:
+        return ray.get(call)
+    except RayError as error:
+        return error
+
+
+def _seen(call: ray.ObjectRef) -> tuple[Sight, Status]:
+    try:
+        status: Status = ray.get(call, timeout=0)
+        return Sight(waits=status.waits, progress=status.progress, error=status.error), status
+    except (GetTimeoutError, RayTaskError):  # no answer, or it cannot even say how it is
+        return Sight(answered=False), Status()
+    except RayError:
+        return Sight(dead=True), Status()
+
+
+def _words(error: RayTaskError) -> str:
+    cause = getattr(error, "cause", None) or error
+    text = (str(cause).strip().splitlines() or [""])[0]
+    return text if isinstance(cause, (ValueError, OSError, RunError)) and text else f"{type(cause).__name__}: {text}"

@@ -1,0 +1,242 @@
+"""From one generation of the group to the next: who stays, which state they go on from, and from which step.
+
+    survey   who is dead, silent, stuck or has raised: their actors are ended, the job's process is asked for others
+    settle   everyone else leaves the broken generation, which closed sockets make them do
+    wait     until there are enough ranks
+    load     the highest state version of which every shard survives; without one, the newest checkpoint
+    join     survivors and newcomers meet; the state moves between their memories
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import ray
+
+from dhp_ray.planner.plan import Plan
+from dhp_ray.runtime.driver.elastic import Condition, Form, GoOn, Stop, SurvivingState, Wait, condition_of, decide, surviving_state
+from dhp_ray.runtime.driver.group import Member, by_node
+from dhp_ray.runtime.driver.start import Session
+from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, GroupError, Message, Notice, Ran, Replace, RunError, Status, StoppingError
+
+POLL_S = 0.05
+CAPACITY_POLL_S = 0.5
+ENDING_S = 6.0
+"""A process that is stopped is ended by Ray only after some 5 s; its sockets stay open so long."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A step that the workers had finished and the driver not committed: its plan file, and what the survivors say of it."""
+
+    step: int
+    plan_file: dict[str, Any]
+    ran: list[Ran]
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.from_json(self.plan_file)
+
+
+@dataclass
+class Sighted:
+    member: Member
+    condition: Condition
+    status: Status
+
+
+def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[Finished]]:
+    """Put the next generation in the place of `session`'s; returns the steps that are finished and not committed.
+
+    `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced though they work.
+
+    Raises:
+        GroupError: it broke too; call again.
+        RunError: the run cannot go on; one line.
+        StoppingError: it is to end, and the newest checkpoint holds all that could be saved.
+    """
+    moments = {"begun": time.perf_counter()}
+    if broken:
+        session.records.event("broken", generation=session.generation, step=session.records.last_step + 1, cause=cause)
+    session.dispatcher.drop()
+    _end_where_saved(session, session.records.last_step)
+    with session.group.waits.on(f"the workers to leave generation {session.generation}"):
+        sighted = yield from _settled(session, leaving)
+    cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
+    _check_repetition(session, sighted, cause if broken else "")
+    moments["settle_s"] = time.perf_counter()
+    with session.group.waits.on("new workers"):
+        sighted = yield from _enough(session, sighted, broken)
+    moments["capacity_s"] = time.perf_counter()
+    survivors = [seen for seen in sighted if seen.condition is Condition.WELL]
+    newcomers = session.arrivals.take(0 if session.stopping else session.max_workers - len(survivors))
+    committed = session.records.last_step
+
+    surviving = surviving_state([seen.status.held for seen in survivors])
+    step = _step_of(surviving, survivors, committed) if surviving else 0
+    finished = [_finished(session, number, survivors) for number in range(committed + 1, step + 1)]
+    known = all(found.ran for found in finished)  # not where a lost driver's ledger on an object store was many steps behind
+    if surviving is None or step < committed or not known:
+        saved = session.checkpoints.newest_step()
+        if surviving is None or step < saved or not known:
+            surviving, step, finished = None, saved, []
+    _end_where_saved(session, step)
+    if step < committed or session.stream_lost:
+        session.dispatcher.stop().clear()
+        yield from _go_back(session, step, committed)
+    origins: dict[int, FromCheckpoint | FromMemory] = {}
+    load = FromCheckpoint(session.checkpoints.manifest(step).files if step and not surviving else "")
+    for place, seen in enumerate(survivors):
+        origins[seen.member.slot] = FromMemory(surviving.generation, surviving.version, surviving.owners[place]) if surviving else load
+    for member in newcomers:
+        origins[member.slot] = FromMemory(surviving.generation, surviving.version) if surviving else load
+
+    generation = max([session.generation, *(seen.status.generation for seen in survivors)]) + 1
+    session.group.members = by_node([*(seen.member for seen in survivors), *newcomers])
+    session.generation = generation
+    calls = session.group.join(generation, session.store, session.replica_ranks, [origins[member.slot] for member in session.group.members], step)
+    try:
+        with session.group.waits.on(f"the workers to meet in generation {generation}"):
+            session.group.collect(calls, stopping=None if surviving else session.stop_reason)
+    except GroupError:
+        session.group.start("call_off", generation)  # those that still wait for the others
+        raise
+    moments["join_s"] = time.perf_counter()
+    session.evaluation.stop()
+    batches, reader = session.dispatcher.hand_over()  # a batch may be on its way: nobody waits for it here
+    for number in [number for number in list(batches) if number <= committed]:  # the reader may add one meanwhile
+        del batches[number]  # commits drop those of finished steps
+    session.enter(generation, batches, reader)
+    moments["hand_over_s"] = time.perf_counter()
+    seconds = moments["hand_over_s"] - moments["begun"]
+    spent = {name: round(end - begin, 3) for (_, begin), (name, end) in pairwise(moments.items())}
+    session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size, seconds=round(seconds, 3), **spent,
+                          version=surviving.version if surviving else None, survivors=len(survivors), newcomers=len(newcomers))
+    words = f"generation {generation}: {cause}; {session.group.size} ranks go on with step {step + 1} after {seconds:.1f} s"
+    session.scalars.scalars(step + 1, {"elastic/recovery_s": seconds})
+    session.scalars.text("events", words, step + 1)
+    yield Notice(words)
+    return finished
+
+
+def _end_where_saved(session: Session, step: int) -> None:
+    """Raise StoppingError where the run is to end, and the state after `step` is all that it could save."""
+    if session.stopping and step <= session.checkpoints.newest_step():
+        raise StoppingError
+
+
+def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[Sighted]]:
+    """How every worker is, once all that are well have left what they were at. The others are ended and replaced."""
+    group = session.group
+    before, look_again = None, time.monotonic() + session.patience_s
+    ended: dict[int, Sighted] = {}  # as they were when they were ended
+    while True:
+        _end_where_saved(session, session.records.last_step)
+        seen = group.survey()
+        overdue = time.monotonic() > look_again
+        for member, (_, status) in zip(group.members, seen):
+            if status.call:
+                member.actor.call_off.remote(status.generation)  # those that it waits for, to meet or to make a group, may never come
+        sighted = []
+        for place, (sight, status) in enumerate(seen):
+            condition = condition_of(sight, before[place] if before else None, overdue)
+            if overdue and before and status.call and condition is Condition.WELL and sight.progress == before[place].progress:
+                condition = Condition.STUCK  # nobody is left that it could wait for
+            if condition is Condition.WELL and place in leaving:
+                condition = leaving[place]
+            sighted.append(Sighted(group.members[place], condition, status))
+        for place, found in enumerate(sighted):
+            if found.condition is not Condition.WELL and place not in ended:
+                ended[place] = found
+                if found.condition is Condition.SLOW:
+                    session.evicted_slots.add(found.member.slot)
+                session.records.event("worker_lost", rank=place, pid=found.member.described["pid"], node_id=found.member.described["node_id"],
+                                      condition=str(found.condition), error=found.status.error, stands=found.status.stands)
+                ray.kill(found.member.actor)
+                yield Replace(found.member.slot)
+                before, look_again = None, time.monotonic() + ENDING_S + session.patience_s  # till then others may wait for it
+        if not any(found.status.call and found.condition is Condition.WELL for found in sighted):
+            return [ended.get(place, found) for place, found in enumerate(sighted)]
+        if overdue or before is None:
+            before = [sight for sight, _ in seen]
+        if overdue:
+            look_again = time.monotonic() + session.patience_s
+        time.sleep(POLL_S)
+
+
+def _check_repetition(session: Session, sighted: list[Sighted], cause: str) -> None:
+    """Stop a run that breaks in one step again and again. `cause`: of the last time; empty: it has not broken."""
+    if not cause:
+        return
+    step = session.records.last_step + 1
+    raised = [f"rank {rank} ({found.member.place}) raised: {found.status.error}" for rank, found in enumerate(sighted) if found.condition is Condition.RAISED]
+    session.failures = session.failures.with_one(step, bool(raised))
+    if session.failures.hopeless(step):
+        why = raised[0] if raised else f"its workers die or hang, at last: {cause} (see events.jsonl)"
+        raise RunError(f"step {step} has failed {session.failures.steps.count(step)} times; {why}")
+
+
+def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator[Message, None, list[Sighted]]:
+    """Wait until survivors and newcomers are as many as the run needs."""
+    told = False
+    while True:
+        ready = session.arrivals.ready()
+        yield from reopened(session)
+        # A run that is to end forms anew of whoever is left, to save what they hold.
+        needed = 1 if session.stopping else max(session.config.cluster.min_workers, session.dispatcher.needed_ranks)
+        conditions = [found.condition for found in sighted]
+        match decide(conditions, len(ready), needed, session.max_workers, broken or bool(session.stopping)):
+            case Stop(reason):
+                raise RunError(reason)
+            case Form() | GoOn():
+                return sighted
+            case Wait(num_ranks, have):
+                if session.stopping:  # nobody holds anything
+                    raise StoppingError
+                if not told:
+                    told = True
+                    session.records.event("waiting", num_ranks=num_ranks, have=have)
+                    yield Notice(f"{have} workers are left, the run needs {num_ranks}: waiting for capacity")
+        time.sleep(CAPACITY_POLL_S)
+        session.group.members = [found.member for found in sighted if found.condition is Condition.WELL]  # the others are being replaced
+        sighted = yield from _settled(session, {})
+
+
+def reopened(session: Session) -> Iterator[Message]:
+    """Ask anew for newcomers that failed on the way."""
+    while session.arrivals.failed:
+        slot, reason = session.arrivals.failed.pop()
+        session.records.event("newcomer_lost", slot=slot, error=reason)
+        yield Notice(f"a new worker failed, another is asked for: {reason}")
+        yield Replace(slot)
+
+
+def _step_of(surviving: SurvivingState, survivors: list[Sighted], committed: int) -> int:
+    """The step after which the state is the surviving one."""
+    return max((seen.status.steps[surviving.version] for seen in survivors if surviving.version in seen.status.steps), default=committed)
+
+
+def _finished(session: Session, step: int, survivors: list[Sighted]) -> Finished:
+    return Finished(step, session.records.read_plan(step), [seen.status.ran[step] for seen in survivors if step in seen.status.ran])
+
+
+def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
+    """Take the records, when steps after `step` have been committed, and the stream back to where they were then.
+
+    It stays lost until the new generation has taken over: should that break, it may be wanted elsewhere.
+    """
+    session.stream_lost = True
+    if step < committed:
+        session.records.event("rollback", step=step, committed=committed)
+        yield Notice(f"the state after step {committed} is lost: going back to step {step}")
+        session.roll_back(step)
+    if session.stopping:
+        return  # the stream may still be read from, and nothing will come of it
+    if step:
+        session.stream.restore(session.records.read_plan(step)["batch"]["cursor"])
+    else:
+        session.stream.start_epoch(0)

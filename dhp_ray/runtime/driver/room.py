@@ -1,0 +1,65 @@
+"""What must fit before a run trains: the resident state in device memory, and the checkpoints where they are written."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from dhp_ray.config import Config
+from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.messages import RunError
+
+MEMORY_SHARE = 0.9
+"""Share of a device's memory that is planned with; the rest is the allocator's and the communicators'."""
+
+
+def check_memory(group: WorkerGroup, sync: str) -> None:
+    """Refuse a model whose resident state leaves no room on a rank."""
+    for rank, member in enumerate(group.members):
+        resident_bytes, num_parameters = member.described["resident_bytes"], member.described["num_parameters"]
+        if resident_bytes > MEMORY_SHARE * group.memory_bytes:
+            other = "planner.sync=micro_batch, " if sync == "step" else ""
+            raise RunError(
+                f"model of {num_parameters / 1e9:.2f} B parameters: planner.sync={sync} keeps {resident_bytes / 2**30:.1f} GiB "
+                f"on each rank, rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; use more or larger devices, {other}or a smaller model")
+
+
+def saves_ahead(done: int, total: int, every: int) -> int:
+    """Checkpoints that a run will write after `done` of its `total` steps: one every so many steps (0: none), and one at the end."""
+    if done >= total:
+        return 0
+    return (total // every - done // every + (total % every > 0)) if every else 1
+
+
+def check_room(members: Sequence[Member], config: Config, run_folder: Path | None, num_present: int, num_ahead: int) -> None:
+    """Refuse a run that could not save: as many checkpoints as it will hold at a time in `run_folder`, or each node's parts of one to be uploaded.
+
+    `num_present`: whole checkpoints that the folder has already, of those that are kept.
+
+    Raises:
+        RunError: what is needed, what is free, which key.
+    """
+    if not num_ahead:
+        return
+    whole_bytes, free = members[0].described["checkpoint_bytes"], [member.described["save_free_bytes"] for member in members]
+    if run_folder is not None:  # one file system for all; the one under way comes beside those that are kept
+        count = min(num_ahead, config.checkpoint.keep + 1 - min(num_present, config.checkpoint.keep))
+        if count * whole_bytes > min(free):
+            raise RunError(f"run.dir: {run_folder} has {_gib(min(free))} free, and the next {count} checkpoints of {_gib(whole_bytes)} each need "
+                           f"{_gib(count * whole_bytes)} (checkpoint.keep={config.checkpoint.keep} and the one being written); make room, lower "
+                           "checkpoint.keep, or choose another run.dir")
+        return
+    ranks_of = Counter(member.described["node_id"] for member in members)
+    for member, free_bytes in zip(members, free):
+        count = ranks_of[member.described["node_id"]]
+        need = count * math.ceil(whole_bytes / len(members))
+        if need > free_bytes:
+            raise RunError(f"checkpoint.scratch: {config.checkpoint.scratch or 'the folder for temporary files'} on node {member.described['node_id']} has "
+                           f"{_gib(free_bytes)} free, and the parts of its {count} ranks in a checkpoint need {_gib(need)} before they are uploaded; "
+                           "make room, or name another folder")
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"

@@ -1,0 +1,273 @@
+"""What happens before the first step: the run folder is opened, the workers join, the data stream takes up its place."""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import Any
+
+from dhp_ray.comm.book import PoolBook
+from dhp_ray.config import CONF, Config, dump
+from dhp_ray.data.index import sources_of
+from dhp_ray.data.mixture import Mixture, open_stream
+from dhp_ray.data.stream import Batch, Stream
+from dhp_ray.planner import CostModel, warm_up
+from dhp_ray.planner.plan import ClusterSpec
+from dhp_ray.runtime.driver.arrivals import Arrivals
+from dhp_ray.runtime.driver.dispatch import Dispatcher
+from dhp_ray.runtime.driver.elastic import Condition, Failures, replica_ranks_of
+from dhp_ray.runtime.driver.evaluation import Evaluation, held_out_stream
+from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.runtime.driver.measures import TimeScale
+from dhp_ray.runtime.driver.nodes import Draining
+from dhp_ray.runtime.driver.room import MEMORY_SHARE, check_memory, check_room, saves_ahead
+from dhp_ray.runtime.driver.speeds import SpeedMeter
+from dhp_ray.runtime.driver.takeover import take_over
+from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunError, Started
+from dhp_ray.runtime.records.checkpoints import Checkpoints
+from dhp_ray.runtime.records.run_records import RunRecords
+from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
+from dhp_ray.runtime.records.watch import Watch
+from dhp_ray.storage import Folder, StorageError
+
+COMPILING_TOLD_S = 5.0
+"""Reading the machine code from its cache takes less."""
+
+
+@dataclass
+class Session:
+    """A run that is ready for its next step. `enter` replaces what is of one generation."""
+
+    config: Config
+    group: WorkerGroup
+    store: tuple[str, int]
+    records: RunRecords
+    checkpoints: Checkpoints
+    scalars: ScalarLog
+    watch: Watch
+    cost: CostModel
+    stream: Stream | Mixture
+    held_out: Stream | None
+    arrivals: Arrivals
+    total_steps: int
+    compiled: Future[float]  # the planner's loops are, and how many seconds that took
+    generation: int = 0
+    stream_lost: bool = False  # where the stream stands says nothing of the next step
+    stop_reason: Callable[[], str] = lambda: ""
+    scale: TimeScale = field(default_factory=TimeScale)
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # of the last steps
+    evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
+    failures: Failures = field(default_factory=Failures)
+    draining: Draining = field(default_factory=Draining)
+    _compiling_told: bool = False
+    dispatcher: Dispatcher = field(init=False)
+    evaluation: Evaluation = field(init=False)
+    meter: SpeedMeter = field(init=False)
+
+    @property
+    def stopping(self) -> str:
+        """Why the run is to end early; empty: it is not."""
+        return self.stop_reason()
+
+    @property
+    def max_workers(self) -> int:
+        return self.config.cluster.max_workers or self.config.cluster.num_workers
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """Which rank holds the replica of each rank's shard."""
+        return replica_ranks_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
+
+    def mirrors(self, step: int) -> bool:
+        """Whether ranks copy their state to each other after `step`."""
+        every = self.config.elastic.mirror_every_steps
+        return every > 0 and step % every == 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long a worker may stand at one place amid a broken step before it counts as stuck: its pack may be a long one."""
+        return max(self.config.elastic.hang_s, self.config.elastic.hang_factor * max(self.step_times_s, default=0.0))
+
+    def leaving(self) -> dict[int, Condition]:
+        """Ranks that ought to leave the group though they work: they are too slow, or Ray takes their node away.
+
+        Where a successor is as slow, it is the place: it stays, with as much work as it can do.
+        """
+        drained = self.draining.nodes()
+        return {rank: Condition.SLOW for rank in self.meter.no_good() if self.group.members[rank].slot not in self.evicted_slots} | {
+            rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
+
+    def enter(self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
+        """The group has joined `generation`: plan for it from here on, first the `batches` that an earlier one has left, and those that `reader` takes."""
+        self.generation = generation
+        self.records.cluster(generation, self.group.membership())
+        self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
+        self.plan_for_group(batches, reader)
+
+    def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
+        self.group.look_s = self.config.elastic.hang_s / 2
+        cluster = ClusterSpec.of_nodes(self.group.nodes, int(self.config.planner.tokens_per_rank))
+        self.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
+        config = self.config
+        pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # one for all plans that the ranks are told to run
+        self.dispatcher = Dispatcher(self.stream, self.group, cluster, self.cost, config, pool, self.generation, self.meter.planned, self.records.plan,
+                                     batches, self.scale.known, self.compiled, self.stop_reason, reader)
+        self.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool, self.generation, self.stop_reason)
+
+    def compiling_told(self) -> Iterator[Message]:
+        """Once the planner's loops are compiled, or read from their cache: how long that took, told once. It is no part of planning times."""
+        if self.compiled.done() and not self._compiling_told:
+            self._compiling_told = True
+            seconds = self.compiled.result()
+            self.records.event("planner_compiled", seconds=round(seconds, 3))
+            if seconds > COMPILING_TOLD_S:
+                yield Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later runs")
+
+    def note_not_deleted(self, failures: Sequence[str]) -> None:
+        """Record what could not be deleted of old checkpoints."""
+        for failure in failures:
+            self.records.event("not_deleted", error=failure)
+
+    def roll_back(self, step: int) -> None:
+        """Forget every step after `step`."""
+        self.watch.close()
+        self.records.truncate(step)
+        self.note_not_deleted(self.checkpoints.discard_after(step))
+        self.scalars.close()
+        self.scalars = ScalarLog(Folder(self.config.run.dir).child("tensorboard"), step + 1)
+
+
+def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals, going_on: bool,
+                 stopping: Callable[[], str] = lambda: "") -> Generator[Message, None, Session]:
+    """Open or resume the run of `run.dir`; yields what the user should see, returns the session.
+
+    `going_on`: the workers hold the state of this very run, whose driver was lost; they are left as they are. `stopping`: why to end early.
+
+    Raises:
+        RunError, ConfigError, StorageError, DataError: one line each.
+    """
+    compiled = _compiled()  # by the time the workers are up
+    folder = Folder(config.run.dir)
+    try:
+        with group.waits.on("run.dir"):
+            folder.probe()
+    except StorageError as error:
+        raise StorageError(f"run.dir: {error}") from None
+    records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)
+    if not going_on:
+        records.compare_config(config)
+    newest = checkpoints.newest()
+    first_step = 1 + (records.last_step if going_on else newest.step if newest else 0)
+    cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{config.cluster.device}.yaml"))
+    with group.waits.on("the index of the data"):
+        stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
+        held_out = held_out_stream(config)
+    not_deleted = [] if going_on else checkpoints.discard_after(first_step - 1)  # before the workers tell how much room there is
+    if not going_on:
+        yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
+    if going_on:
+        yield from take_over(group, arrivals, config.elastic.hang_s / 2, lambda: describe(group, folder, config.cluster.device), stopping)
+    else:
+        describe(group, folder, config.cluster.device)
+    check_memory(group, config.planner.sync)
+    resolve_limits(config, records.stored_config(), cost, group)
+    stream.max_tokens = config.planner.max_sequence_tokens
+    stream.max_image_tokens = int(config.planner.tokens_per_rank)
+    scalars = ScalarLog(folder.child("tensorboard"), first_step)
+    steps = config.run.steps
+    total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
+    watch = Watch(folder, config.watch.every_steps)
+    session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals, total_steps, compiled,
+                      stop_reason=stopping)
+    if going_on:
+        session.stream_lost = True
+        if not records.stored_config():  # the driver was lost before the first step
+            records.write_config(config)
+        session.generation = records.generation
+        session.plan_for_group()
+        session.step_times_s.extend(records.last_step_times_s())
+        here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
+        for rank in records.ranks:
+            if (rank["node_id"], rank["pid"]) not in here:  # no survey will show those that went with the driver
+                records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"], condition=str(Condition.DEAD), error="", stands="")
+        group.waits.keep(records.waited)
+        return session
+    session.note_not_deleted(not_deleted)
+    check_room(group.members, config, folder.local_path(), len(checkpoints.complete()), saves_ahead(first_step - 1, total_steps, config.checkpoint.every_steps))
+    records.write_config(config)
+    group.waits.keep(records.waited)
+    records.truncate(first_step - 1)
+    if newest:
+        stream.restore(newest.cursor)
+    origin = FromCheckpoint(newest.files if newest else "")
+    generation = records.generation + 1  # one after those of earlier starts
+    with group.waits.on("the workers to load the model and to meet"):
+        group.collect(group.join(generation, store, session.replica_ranks, [origin] * group.size, first_step - 1))
+    session.enter(generation)
+    scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
+    scalars.hyperparameters(config)
+    records.event("started", generation=generation, step=first_step, num_ranks=group.size)
+    yield Started(_opening(config, group, stream, first_step - 1), first_step, total_steps)
+    return session
+
+
+def _compiled() -> Future[float]:
+    """Compile the planner's loops in a thread; the future has the seconds that it took."""
+    done: Future[float] = Future()
+
+    def compile_loops() -> None:
+        try:
+            done.set_result(warm_up())
+        except BaseException as error:  # for whoever waits for it
+            done.set_exception(error)
+
+    Thread(target=compile_loops, name="planner-warm-up", daemon=True).start()
+    return done
+
+
+def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
+    """Learn where the workers are, and that each of them reaches the run folder."""
+    probe = f".reach-{uuid.uuid4().hex}"
+    folder.write(probe, b"")
+    try:
+        with group.waits.on("the workers to start"):
+            group.describe(device, probe)
+    finally:
+        folder.delete(probe)
+
+
+def resolve_limits(config: Config, stored: Mapping[str, Any], cost: CostModel, group: WorkerGroup) -> None:
+    """Fix the run's limits at its first start; later starts read them back from the run folder (`stored`).
+
+    Raises:
+        RunError: auto finds no number.
+    """
+    planner = config.planner
+    if planner.tokens_per_rank == "auto":
+        planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or tokens_that_fit(cost, group))
+    if not planner.max_sequence_tokens:
+        planner.max_sequence_tokens = int(stored.get("planner.max_sequence_tokens") or int(planner.tokens_per_rank) * group.size)
+
+
+def tokens_that_fit(cost: CostModel, group: WorkerGroup) -> int:
+    """Tokens of a pack that a rank's memory holds beside the resident state."""
+    free_bytes = MEMORY_SHARE * group.memory_bytes - max(member.described["resident_bytes"] for member in group.members)
+    tokens = int(free_bytes / cost.memory_bytes_per_token) if cost.memory_bytes_per_token else 0
+    if tokens < 1:
+        raise RunError("planner.tokens_per_rank: got auto, and memory_bytes_per_token of the cost file gives no number; allowed: a number of tokens")
+    return tokens
+
+
+def _opening(config: Config, group: WorkerGroup, stream: Stream | Mixture, resumed_step: int) -> tuple[str, ...]:
+    nodes = len(set(group.nodes))
+    model = config.model.preset or config.model.path
+    return (
+        f"model {model}, {config.train.precision}; {stream.num_rows} samples in {', '.join(source.path for source in sources_of(config.data))}",
+        f"{group.size} ranks on {config.cluster.device}, {nodes} node{'s' if nodes > 1 else ''}; "
+        f"planner {config.planner.name}, sync {config.planner.sync}, at most {config.planner.tokens_per_rank} tokens a rank",
+        f"resuming after step {resumed_step}" if resumed_step else f"new run in {config.run.dir}",
+    )

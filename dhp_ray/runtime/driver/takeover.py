@@ -1,0 +1,61 @@
+"""A new driver finds the workers of one that was lost: some in the midst of a step, some dead or hung, some that had not been let in yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import ray
+
+from dhp_ray.runtime.driver.arrivals import Arrivals
+from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.runtime.messages import GroupError, Message, Notice, Replace, RunError
+
+POLL_S = 0.2
+
+
+def take_over(group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: Callable[[], None], stopping: Callable[[], str]) -> Iterator[Message]:
+    """Have in `group` those that can go on, described. They are looked at every `look_s` seconds while they describe themselves.
+
+    Raises:
+        RunError: nobody is left, and the run is to end (`stopping` says why).
+    """
+    group.look_s = look_s
+    while True:
+        yield from _part(group, arrivals)
+        with group.waits.on("new workers"):
+            yield from _somebody(group, arrivals, stopping)
+        try:
+            describe()
+            return
+        except GroupError as error:
+            yield Notice(f"one more is lost: {error}")
+
+
+def _part(group: WorkerGroup, arrivals: Arrivals) -> Iterator[Message]:
+    """Part with the workers that are dead or hung; those that no generation had let in yet arrive anew, where others are in one."""
+    seen = list(zip(group.members, group.survey()))
+    begun = any(status.generation for _, (_, status) in seen)
+    for member, (sight, status) in seen:
+        if sight.dead or not sight.answered:
+            ray.kill(member.actor)
+            group.members.remove(member)
+            yield Replace(member.slot)
+        elif begun and not status.generation:
+            group.members.remove(member)
+            arrivals.offer(member.slot, member.actor)
+
+
+def _somebody(group: WorkerGroup, arrivals: Arrivals, stopping: Callable[[], str]) -> Iterator[Message]:
+    """Where nobody is left, wait for the first newcomer: the run goes on from its newest checkpoint."""
+    if not group.members:
+        yield Notice("no worker is left: waiting for new ones")
+    while not group.members:
+        if reason := stopping():
+            raise RunError(f"stopped ({reason}) while waiting for workers")
+        time.sleep(POLL_S)
+        group.members = arrivals.take(1)
+        while arrivals.failed:
+            slot, why = arrivals.failed.pop()
+            yield Notice(f"a new worker failed, another is asked for: {why}")
+            yield Replace(slot)

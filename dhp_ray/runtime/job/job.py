@@ -1,0 +1,166 @@
+"""The process of the submitted job: it hosts the rendezvous store, owns the workers, restarts the driver, and shows the run.
+
+Workers belong to this process, so they outlive a driver actor.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from dhp_ray.comm.device import Accelerator
+from dhp_ray.config import Config, ConfigError
+from dhp_ray.constraints import check_device, run_folder_warning
+from dhp_ray.data.errors import first_line
+from dhp_ray.runtime.job.console import Console
+from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.runtime.job.head import connect
+from dhp_ray.runtime.job.indexing import index_ahead
+from dhp_ray.runtime.job.preflight import device_of
+from dhp_ray.runtime.job.roster import Roster
+from dhp_ray.runtime.messages import Finished, Notice, Replace, RunError, Started
+from dhp_ray.runtime.waits import Waits
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+MAX_DRIVERS = 20
+"""Driver actors in a row that may be lost without a step committed; one that dies at each start is no accident."""
+
+
+def train(config: Config, ending: Ending) -> int:
+    """Train as the configuration says, or until a signal to `ending`; the exit status. Every failure is one line on standard error."""
+    console = Console(sys.stdout)
+    waits = Waits(console.show)
+    ending.say = lambda text: console.show(Notice(text))
+    try:
+        if warning := run_folder_warning(config, Path.cwd()):
+            console.show(Notice(warning))
+        with waits.on("the Ray cluster"):
+            connect()
+        ending.take_signals()  # ray.init has its own handler of SIGTERM, which leaves whatever is going on
+        return _run(config, console, waits, ending)
+    except (KeyboardInterrupt, SystemExit):  # the latter comes from Ray's handler
+        console.close()
+        ending.tell()
+        return 1
+    except (ConfigError, RunError) as error:
+        console.close()
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        ending.over()
+        waits.close()
+        ray.shutdown()
+
+
+def _run(config: Config, console: Console, waits: Waits, ending: Ending) -> int:
+    with waits.on("the index of the data", shows_itself=True):
+        index_ahead(config.data)
+    roster = Roster(config, resolve_device(config), waits)
+    host = ray.util.get_node_ip_address()
+    stores: list[TCPStore] = []
+    try:
+        roster.start()
+        lost = 0
+        while lost < MAX_DRIVERS:
+            # A store for each driver: the numbers of generations that a lost one tried may come again. Groups that stand still use theirs.
+            stores.append(rendezvous_store(host))
+            steps = console.steps
+            last = _drive(config, roster, (host, stores[-1].port), console, waits, ending, going_on=len(stores) > 1)
+            if last:
+                break
+            lost = lost + 1 if console.steps == steps else 1
+        else:
+            raise RunError(f"the driver actor died {MAX_DRIVERS} times without a step in between; start the same command again to go on from the newest "
+                           "checkpoint")
+    finally:
+        console.close()
+        roster.close()
+        stores.clear()
+    if last.error:
+        print(f"error: {last.error}", file=sys.stderr)
+    return last.status
+
+
+def rendezvous_store(host: str) -> TCPStore:
+    """A new store on a free port of `host`, an address of this machine. It listens there alone: left to itself, TCPStore does so on every interface.
+
+    Raises:
+        RunError: `host` is no address of this machine.
+    """
+    from torch.distributed import TCPStore  # seconds to import: after the configuration has been checked
+
+    try:
+        server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=4096)
+    except OSError as error:
+        raise RunError(f"the rendezvous store cannot listen at {host}, the node's address in Ray: {first_line(error)}; "
+                       "allowed: an address of this machine (`ray start --node-ip-address`)") from None
+    port = server.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+
+
+def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, waits: Waits, ending: Ending,
+           going_on: bool) -> Finished | None:
+    """The run under one driver actor; None when that was lost."""
+    starting_driver = ExitStack()  # until its first message
+    starting_driver.enter_context(waits.on("the driver actor to start"))
+    starting = roster.starting() if going_on else set()
+    workers = {slot: worker for slot, worker in roster.workers.items() if slot not in starting}
+    newcomers = {slot: roster.workers[slot] for slot in starting} if going_on else roster.grow()
+    driver = start_driver(config, workers, store, going_on)
+    try:
+        if going_on:
+            ending.hand_over(driver.stop.remote)
+        for slot, worker in newcomers.items():
+            driver.offer.remote(slot, worker)
+        for reference in driver.run.remote():
+            message = ray.get(reference)
+            starting_driver.close()
+            if waited := waits.taken():
+                driver.waited.remote(waited)
+            if isinstance(message, Finished):
+                console.show(message)
+                return message
+            if isinstance(message, Started):
+                ending.hand_over(driver.stop.remote)
+            if isinstance(message, Replace):
+                if ending.reason:
+                    continue  # a run that is to end waits for no newcomer
+                driver.offer.remote(message.slot, roster.replace(message.slot))
+            else:
+                console.show(message)
+    except RayTaskError as error:
+        raise RunError(f"the driver failed: {first_line(getattr(error, 'cause', None) or error)}") from None
+    except RayError:
+        console.show(Notice("the driver actor died; another one takes over"))
+        return None
+    finally:
+        starting_driver.close()
+        ray.kill(driver)
+    raise RunError("the driver ended without a word")
+
+
+def resolve_device(config: Config) -> Accelerator:
+    """The device of the workers: as configured, or the best kind that the cluster has.
+
+    Raises:
+        ConfigError: it cannot do what the configuration asks for.
+    """
+    accelerator = device_of(config.cluster.device, ray.cluster_resources())
+    config.cluster.device = accelerator.name
+    check_device(config)
+    return accelerator
+
+
+def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int], going_on: bool) -> Any:
+    from dhp_ray.runtime.driver.driver import CONCURRENCY_GROUPS, Driver
+
+    actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Driver)  # type: ignore[call-overload]
+    return actor.options(num_cpus=0, resources={"node:__internal_head__": 0.001}).remote(config, workers, store, going_on)

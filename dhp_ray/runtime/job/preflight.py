@@ -1,0 +1,127 @@
+"""What a run is refused for before Ray starts: all that this machine alone can tell, within a second, without Ray, torch or transformers.
+
+Paths are looked up here: every node must reach them, and this is one. What lies behind a URI is for the driver to say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+
+from dhp_ray.comm.device import ACCELERATORS, CPU, Accelerator
+from dhp_ray.config import Config, ConfigError
+from dhp_ray.constraints import check_device
+from dhp_ray.data.errors import DataError
+from dhp_ray.data.index import check_form, held_out, sources_of
+from dhp_ray.data.model_folder import check_processor_files
+from dhp_ray.model.files import ModelError, check_model_folder
+from dhp_ray.runtime.job.head import named_head
+from dhp_ray.runtime.records.run_records import compare_config
+from dhp_ray.storage import Folder, StorageError
+
+OVERRIDE = "RAY_OVERRIDE_RESOURCES"
+"""Where Ray takes the resources of a cluster that it starts from, in place of what the machine has."""
+
+
+def check_here(config: Config) -> None:
+    """Refuse a run that cannot start.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is allowed.
+    """
+    address, _ = named_head()
+    if "://" in address:  # a cluster that this machine is not part of
+        return
+    if address in ("", "local"):
+        check_workers(config, resources_here())
+    if config.model.path:
+        with _refusing("model.path"):
+            check_model_folder(config.model.path)
+            check_processor_files(Path(config.model.path))
+    for source in sources_of(config.data):
+        with _refusing("data.path"):
+            check_form(source)
+    if config.eval.path:
+        with _refusing("eval.path"):
+            check_form(held_out(config.data, config.eval.path))
+    if config.planner.cost:
+        _check_cost(config.planner.cost)
+    if "://" not in config.run.dir:
+        _check_run_folder(config)
+
+
+@contextmanager
+def _refusing(key: str) -> Iterator[None]:
+    """Say what is wrong with a model or with data as what is wrong with a key."""
+    try:
+        yield
+    except (ModelError, DataError) as error:
+        raise ConfigError(re.sub(r"^data\.path", key, str(error))) from None
+    except OSError as error:  # a name that is too long, a folder that may not be listed
+        raise ConfigError(f"{key}: {error.filename}: {error.strerror}") from None
+
+
+def resources_here() -> dict[str, float]:
+    """What a cluster of this machine alone would have at most, by Ray's names."""
+    here: dict[str, float] = {accelerator.resource or "CPU": accelerator.num_devices() for accelerator in ACCELERATORS.values()}
+    try:
+        given = json.loads(os.environ.get(OVERRIDE, "{}"))
+    except ValueError:
+        given = {}  # Ray says what is wrong with it
+    return here | (given if isinstance(given, dict) else {})
+
+
+def check_workers(config: Config, here: dict[str, float]) -> None:
+    """Refuse workers that a cluster with these resources has no room for, or whose device cannot do what is asked for.
+
+    Raises:
+        ConfigError: a device of another kind, or too few.
+    """
+    cluster = config.cluster
+    kind = device_of(cluster.device, here)
+    resource = kind.resource
+    if resource and not here[resource]:
+        hidden = kind.visible in os.environ
+        lack = f"{kind.visible}={os.environ[kind.visible]!r} shows none" if hidden else f"this machine has no {kind.files}"
+        raise ConfigError(f"cluster.device: got {cluster.device!r}; {lack}; allowed: cpu, auto, or a Ray cluster with such devices "
+                          "(its head in RAY_ADDRESS)")
+    needs = {"CPU": cluster.cpus_per_worker * cluster.num_workers} | ({resource: 1.0 * cluster.num_workers} if resource else {})
+    for name, amount in needs.items():
+        if amount > here[name] + 1e-6:
+            fit = int(here[name] / (cluster.cpus_per_worker if name == "CPU" else 1) + 1e-6)
+            raise ConfigError(f"cluster.num_workers: got {cluster.num_workers}; they need {amount:g} {name}, this machine has {here[name]:g}; "
+                              f"allowed: {f'at most {fit}, or ' if fit else ''}a Ray cluster with more nodes (its head in RAY_ADDRESS)")
+    resolved = deepcopy(config)
+    resolved.cluster.device = kind.name
+    check_device(resolved)
+
+
+def device_of(name: str, resources: dict[str, float]) -> Accelerator:
+    """The device that workers get where a cluster has these resources; of `auto` the best kind."""
+    if name != "auto":
+        return ACCELERATORS[name]
+    return next((kind for kind in (ACCELERATORS["npu"], ACCELERATORS["cuda"]) if resources.get(str(kind.resource))), CPU)
+
+
+def _check_cost(path: str) -> None:
+    from dhp_ray.planner import CostModel  # half a second to import
+    from dhp_ray.planner.plan import PlanError
+
+    try:
+        CostModel.load(path)
+    except PlanError as error:
+        raise ConfigError(f"planner.cost: {error}") from None
+
+
+def _check_run_folder(config: Config) -> None:
+    try:
+        folder = Folder(config.run.dir)
+        compare_config(folder, config)
+        folder.probe()
+    except StorageError as error:
+        raise ConfigError(f"run.dir: {error}") from None

@@ -1,0 +1,86 @@
+"""The workers that the job's process owns, one a slot. Slots have room reserved for them; a worker that is lost gets a successor in its slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dhp_ray.comm.device import Accelerator
+from dhp_ray.config import Config
+from dhp_ray.runtime.messages import RunError
+from dhp_ray.runtime.waits import Waits
+
+
+class Roster:
+    """Slots 0 to cluster.num_workers are one reservation, had whole or not at all; those up to cluster.max_workers one each, had when the cluster grows.
+
+    Raises:
+        RunError: the cluster has no room for the first ones within `cluster.start_timeout_s`; an autoscaler has been asked for it.
+    """
+
+    def __init__(self, config: Config, accelerator: Accelerator, waits: Waits) -> None:
+        self.config, self.accelerator, self.waits = config, accelerator, waits
+        self.workers: dict[int, ActorHandle] = {}
+        self._starts: dict[int, ray.ObjectRef] = {}
+        self._bundle = {"CPU": config.cluster.cpus_per_worker} | ({accelerator.resource: 1.0} if accelerator.resource else {})
+        self._room = self._reserve(config.cluster.num_workers)
+        self._more_room: dict[int, PlacementGroup] = {}
+
+    def start(self) -> dict[int, ActorHandle]:
+        """The workers of the first slots."""
+        for slot in range(self.config.cluster.num_workers):
+            self.replace(slot)
+        return dict(self.workers)
+
+    def grow(self) -> dict[int, ActorHandle]:
+        """Workers for the slots beyond; each begins when the cluster has room for it."""
+        slots = range(self.config.cluster.num_workers, self.config.cluster.max_workers)
+        for slot in slots:
+            self._more_room[slot] = placement_group([self._bundle])
+            self.replace(slot)
+        return {slot: self.workers[slot] for slot in slots}
+
+    def replace(self, slot: int) -> ActorHandle:
+        """A new worker in a slot; the one before, if any, is ended."""
+        from dhp_ray.runtime.worker.worker import CONCURRENCY_GROUPS, Worker
+
+        if slot in self.workers:
+            ray.kill(self.workers[slot])
+        actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)  # type: ignore[call-overload]
+        resource = self.accelerator.resource
+        devices: dict[str, Any] = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}} if resource else {}
+        own = self._more_room.get(slot)
+        place = PlacementGroupSchedulingStrategy(own or self._room, placement_group_bundle_index=0 if own else slot)
+        self.workers[slot] = actor.options(scheduling_strategy=place, num_cpus=self.config.cluster.cpus_per_worker, **devices).remote(self.config)
+        self._starts[slot] = self.workers[slot].__ray_ready__.remote()
+        return self.workers[slot]
+
+    def starting(self) -> set[int]:
+        """Slots whose worker has no process yet, or one that is not up."""
+        starts = list(self._starts.values())
+        up, _ = ray.wait(starts, num_returns=len(starts), timeout=0, fetch_local=False)
+        return {slot for slot, start in self._starts.items() if start not in up}
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            ray.kill(worker)
+        for room in [self._room, *self._more_room.values()]:
+            remove_placement_group(room)
+
+    def _reserve(self, num_workers: int) -> PlacementGroup:
+        cluster = self.config.cluster
+        room = placement_group([self._bundle] * num_workers, strategy="PACK")
+        with self.waits.on(f"room for {num_workers} workers"):
+            there = room.wait(cluster.start_timeout_s)
+        if not there:
+            remove_placement_group(room)
+            have = ray.cluster_resources()
+            wanted = ", ".join(f"{amount * num_workers:g} {name}" for name, amount in self._bundle.items())
+            found = ", ".join(f"{have.get(name, 0.0):g} {name}" for name in self._bundle)
+            raise RunError(f"cluster.num_workers={num_workers}: needs {wanted}; the cluster has {found} in all (some may be in use), "
+                           f"and no more came within {cluster.start_timeout_s:g} s; lower cluster.num_workers or add nodes")
+        return room

@@ -1,0 +1,294 @@
+"""The Ray actor of one rank: it trains in one thread, prefetches the next step's payload in another, and answers in a third.
+
+A worker outlives generations. When a call of the training thread fails, it keeps what it holds of the state, leaves the
+generation at once, so that its sockets free the peers that wait for it, and waits to be told to join the next one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import shutil
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import ray
+import torch
+from torch import Tensor
+
+from dhp_ray.comm.device import choose
+from dhp_ray.comm.world import close_store_connections, destroy_world, is_peer_loss
+from dhp_ray.config import Config
+from dhp_ray.data.blocks import BlockRows
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.planner.plan import RankPlan
+from dhp_ray.runtime.driver.elastic import HeldShards
+from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, Membership, Ran, RunError, Status
+from dhp_ray.runtime.worker.prefetch import load_payloads, processor_spec
+from dhp_ray.runtime.worker.rank import Rank, build_adapter, export_folder, save_folder, state_size
+from dhp_ray.storage import Folder, StorageError
+from dhp_ray.train.collate import Payload
+from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.results import StepResult
+from dhp_ray.train.state.reshard import LocalShard
+
+CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
+"""Threads beside the one that trains."""
+
+RESULTS_KEPT = 3
+"""The driver may be so many steps behind when it is lost, and one more."""
+
+VERSIONS_KEPT = 256
+"""State versions whose last step is remembered: more than lie between two mirrored ones."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def training(method: Callable[Concatenate[Worker, Arguments], Result]) -> Callable[Concatenate[Worker, Arguments], Result]:
+    """A call of the training thread. When it fails, the worker leaves its generation and the caller gets one line."""
+
+    @wraps(method)
+    def call(self: Worker, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        self.call, self.thread = method.__name__, threading.get_ident()
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            failure = self._fall(error)
+        finally:
+            self.call = ""
+        raise failure  # out here: the error's frames would hold process groups
+
+    return call
+
+
+class Worker:
+    """A long-lived member of the worker group, one a rank."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.rank: Rank | None = None
+        self.adapter: ModelAdapter | None = None
+        self.unused = False  # the adapter has its first weights
+        self.originals: dict[str, Tensor] = {}
+        self.prefetched: dict[str, tuple[RankPlan, dict[str, Payload]]] = {}  # by plan id
+        self.kept: list[tuple[int, int, LocalShard]] = []  # generation, its world size, and what is left of it here
+        self.ran: dict[int, Ran] = {}
+        self.steps: dict[int, int] = {}  # of each state version the last step that left it
+        self.generation = self.called_off = 0
+        self.store: tuple[str, int] | None = None  # where the ranks of its generation meet
+        self.call = self.error = ""
+        self.thread = 0
+
+    @ray.method(concurrency_group="control")
+    def describe(self, device: str, probe: str) -> dict[str, Any]:
+        """Where this worker is and how much memory its device has; also shows that it reaches the run folder."""
+        self.accelerator = choose(device)
+        self.accelerator.activate()
+        folder = Folder(self.config.run.dir)
+        try:
+            folder.read(probe)
+        except StorageError as error:
+            raise StorageError(f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; allowed: a folder or URI that every node "
+                               "reaches") from None
+        context = ray.get_runtime_context()
+        return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name, "memory_bytes": self.accelerator.memory_bytes(),
+                "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free, **state_size(self.config)._asdict()}
+
+    @training
+    def prepare(self) -> None:
+        """Load what joining takes long for, while others still train."""
+        self.processor = processor_spec(self.config).load()
+        if self.adapter is None:
+            self.adapter, self.unused = build_adapter(self.config), True
+
+    @training
+    def join(self, membership: Membership, origin: FromCheckpoint | FromMemory, step: int) -> int:
+        """Enter a generation after `step`, with the state of `origin`; returns the state version."""
+        torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # counts for this thread, which also runs the steps
+        self.accelerator.activate()
+        self._leave()
+        self.generation, self.error = membership.generation, ""
+        self.store = (membership.store_host, membership.store_port)
+        self.prefetched.clear()
+        self.processor = processor_spec(self.config).load()
+        if not gc.get_freeze_count():
+            gc.freeze()  # what is loaded stays: to look through it for cycles, at each change of membership, would take most of its time
+        keeps_state = isinstance(origin, FromMemory)
+        reusable = self.adapter if self.unused or (keeps_state and self.config.planner.sync == "step") else None  # FSDP2 modules keep their mesh for life
+        if reusable is None:
+            self.originals, self.adapter = {}, None  # before the next one is built: both at once may be more than there is room for
+        self.unused = False
+        self.rank = Rank(self.config, membership, self.accelerator, reusable, keeps_state, self.originals,
+                         lambda: self.called_off >= membership.generation)
+        self.adapter = self.rank.adapter
+        if isinstance(origin, FromMemory):
+            self.rank.load_state([shard for generation, _, shard in self.kept
+                                  if (generation, shard.version) == (origin.generation, origin.version) and shard.owner in origin.owners])
+        elif origin.name:
+            self.rank.checkpointer.load(origin.name)
+        self.rank.begin_mirror(0)
+        give_back_memory()
+        self.ran = {number: ran for number, ran in self.ran.items() if number <= step}
+        self.steps = {version: number for version, number in self.steps.items() if number < step} | {self.rank.engine.state_version: step}
+        return self.rank.engine.state_version
+
+    @ray.method(concurrency_group="prefetch")
+    def prefetch(self, plan: RankPlan, blocks: list[BlockRows]) -> dict[str, str]:
+        """Fetch and decode what this rank needs of a step; returns the samples that failed, with their reasons."""
+        assert self.adapter is not None
+        payloads, failures = load_payloads(plan, blocks, self.processor, self.adapter)
+        self.prefetched[plan.plan_id] = (plan, payloads)
+        return failures
+
+    @training
+    def run(self, step: int, plan_id: str, placeholders: dict[str, str], total_steps: int) -> StepResult:
+        """Run a prefetched plan of a step; the samples in `placeholders` keep their place with every label masked."""
+        assert self.rank is not None
+        wait = perf_counter()
+        plan, payloads = self._take(step, plan_id, placeholders)
+        factor = self.rank.learning_rate_factor(step, total_steps)
+        result = self.rank.stepper.run(plan, payloads, factor, data_wait_s=perf_counter() - wait)
+        self.kept.clear()  # every rank has its copies of this generation: the one before is done with
+        self.ran[step] = Ran(result, placeholders)
+        self.ran.pop(step - RESULTS_KEPT, None)
+        self.steps[result.state_version] = step
+        if len(self.steps) > VERSIONS_KEPT:
+            del self.steps[min(self.steps)]
+        if result.applied:
+            self.rank.begin_mirror(step)
+        saved, error = self.rank.checkpointer.poll()
+        return result._replace(saved_steps=tuple(saved), save_error=error)
+
+    @ray.method(concurrency_group="control")
+    def mirrored(self) -> None:
+        """Returns once the copies of the last step's state have arrived."""
+        rank = self.rank
+        if rank is None:
+            raise RunError("has left its generation: the copies of its state may not have arrived")
+        rank.finish_mirror()
+
+    @training
+    def evaluate(self, number: int, plan_id: str, placeholders: dict[str, str]) -> tuple[float, int]:
+        """Loss sum and valid tokens, over all ranks, of a prefetched batch of held-out samples."""
+        assert self.rank is not None
+        return self.rank.stepper.evaluate(*self._take(number, plan_id, placeholders))
+
+    def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> tuple[RankPlan, dict[str, Payload]]:
+        """The plan that all ranks are told to run, whatever other one of this step was sent as well."""
+        if plan_id not in self.prefetched:
+            raise RunError(f"step {step}: told to run plan {plan_id}; prefetched here: {', '.join(self.prefetched) or 'none'}")
+        plan, payloads = self.prefetched.pop(plan_id)
+        for other in [other for other, (held, _) in list(self.prefetched.items()) if held.step == step]:
+            del self.prefetched[other]
+        for sample_id in placeholders.keys() & payloads.keys():
+            payloads[sample_id] = replace(payloads[sample_id], masked=True)
+        return plan, payloads
+
+    @training
+    def save(self, step: int) -> None:
+        """Stage the state and write it in the background; `run` and `finish_save` report when it is whole."""
+        assert self.rank is not None
+        self.rank.checkpointer.begin(step)
+
+    @training
+    def finish_save(self) -> tuple[list[int], str]:
+        assert self.rank is not None
+        self.rank.checkpointer.finish()
+        return self.rank.checkpointer.poll()
+
+    @training
+    def export(self, name: str) -> None:
+        """Write the trained model with its tokenizer and processor to the run folder (rank 0 does; all must call)."""
+        assert self.rank is not None
+        if self.rank.membership.rank:
+            self.rank.export(None)
+            return
+        with export_folder(self.config) as folder:
+            self.rank.export(folder)
+            self.processor.save(folder)
+            Folder(self.config.run.dir).upload(folder, name)
+
+    @training
+    def leave(self) -> None:
+        if self.rank is not None:
+            self.rank.close()
+            self.rank = None
+
+    @ray.method(concurrency_group="control")
+    def call_off(self, generation: int) -> None:
+        """Stop waiting for the ranks of a generation (or of one before it)."""
+        self.called_off = max(self.called_off, generation)
+        if self.store and self.generation <= generation:
+            close_store_connections(*self.store)
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> Status:
+        """What this worker is at; see Status."""
+        call = self.call
+        stands, waits = self._stands() if call else ("", False)
+        progress = f"{call} {getattr(self.rank and self.rank.stepper, 'progress', '')} {stands}"
+        return Status(self.generation, call, stands, waits, progress, self.error, () if call else self._held(), dict(self.ran), dict(self.steps))
+
+    def _stands(self) -> tuple[str, bool]:
+        """The line of our code that the training thread is at, and whether it waits for peers there."""
+        frame = sys._current_frames().get(self.thread)
+        frames = traceback.extract_stack(frame) if frame else []
+        waits = any("/torch/distributed/" in frame.filename or frame.filename.endswith(("comm/link.py", "comm/world.py")) for frame in frames)
+        ours = [frame for frame in frames if "/dhp_ray/" in frame.filename]
+        return (f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""), waits
+
+    def _held(self) -> tuple[HeldShards, ...]:
+        found: dict[tuple[int, int], dict[int, list[int]]] = {}
+        here = [(self.rank.membership.generation, self.rank.membership.world_size, shard) for shard in self.rank.local_shards()] if self.rank else []
+        for generation, world_size, shard in [*self.kept, *here]:
+            found.setdefault((generation, world_size), {}).setdefault(shard.owner, []).append(shard.version)
+        return tuple(HeldShards(generation, world_size, versions) for (generation, world_size), versions in found.items())
+
+    def _leave(self) -> None:
+        """Leave the generation with all that is held of it."""
+        rank, self.rank = self.rank, None
+        if rank is None:
+            destroy_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
+            return
+        self.kept += [(rank.membership.generation, rank.membership.world_size, shard) for shard in rank.local_shards()]
+        if isinstance(rank.engine, FlatEngine):
+            self.originals = rank.engine.originals
+        rank.close(broken=True)
+
+    def _fall(self, error: Exception) -> RunError:
+        """Leave the generation after an error; the error as one line."""
+        text = words_of(error)
+        if not is_peer_loss(error):
+            self.error = text
+        traceback.clear_frames(error.__traceback__)  # locals hold packs, links and through them process groups
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._leave()
+        gc.collect()
+        return RunError(text)
+
+
+def give_back_memory() -> None:
+    """Let the system have what has been freed: glibc keeps it for the thread that had it, and each generation has threads of its own."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def words_of(error: BaseException) -> str:
+    """One line: an error's own words where they are for the user, else its type, words and place."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, (ValueError, OSError, RunError)) and text:
+        return text
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dhp_ray/" in frame.filename]
+    place = f" (at {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
+    return f"{type(error).__name__}: {text}{place}"

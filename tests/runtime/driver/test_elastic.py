@@ -1,0 +1,196 @@
+"""Decisions about the group: plain functions, literal answers."""
+
+from __future__ import annotations
+
+from itertools import chain, permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dhp_ray.runtime.driver.elastic import (
+    MAX_FAILURES,
+    Condition,
+    Failures,
+    Form,
+    GoOn,
+    HeldShards,
+    Sight,
+    Stop,
+    SurvivingState,
+    Wait,
+    condition_of,
+    decide,
+    replica_ranks_of,
+    surviving_state,
+)
+
+WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name) for name in ("well", "dead", "silent", "raised", "stuck", "slow"))
+COMPUTES = Sight(progress="run step 3, pack 0 attention.py:40")
+WAITS = Sight(progress="run step 3, pack 1 link.py:88", waits=True)
+
+
+@pytest.mark.parametrize(("now", "before", "overdue", "condition"), [
+    (COMPUTES, None, False, WELL),
+    (COMPUTES, COMPUTES, False, WELL),  # stands still, but not for long
+    (COMPUTES, COMPUTES, True, STUCK),
+    (COMPUTES, None, True, WELL),  # one look shows no standstill
+    (Sight(progress="run step 3, pack 1"), COMPUTES, True, WELL),  # a long step, but it gets on
+    (WAITS, WAITS, True, WELL),  # the one that it waits for is to blame
+    (COMPUTES, WAITS, True, WELL),
+    (Sight(answered=False), COMPUTES, False, SILENT),
+    (Sight(dead=True), COMPUTES, False, DEAD),
+    (Sight(dead=True, answered=False, error="x"), None, True, DEAD),
+    (Sight(error="KeyError: 'x'"), None, False, RAISED),
+    (Sight(error="KeyError: 'x'", waits=True), WAITS, True, RAISED),
+])
+def test_the_condition_of_a_worker(now: Sight, before: Sight | None, overdue: bool, condition: Condition) -> None:
+    assert condition_of(now, before, overdue) is condition
+
+
+@pytest.mark.parametrize(("conditions", "newcomers", "min_ranks", "max_ranks", "broken", "decision"), [
+    ([WELL, WELL, WELL], 0, 1, 3, False, GoOn()),
+    ([WELL, WELL, WELL], 2, 1, 3, False, GoOn()),  # there is no place for newcomers
+    ([WELL, WELL, WELL], 0, 1, 3, True, Form((0, 1, 2), 0)),  # nobody is lost, yet collectives have failed
+    ([WELL, DEAD, WELL], 0, 1, 3, True, Form((0, 2), 0)),  # shrink
+    ([WELL, DEAD, WELL], 1, 1, 3, True, Form((0, 2), 1)),  # replace at once
+    ([WELL, DEAD, WELL], 5, 1, 4, True, Form((0, 2), 2)),
+    ([WELL, WELL, WELL], 2, 1, 4, False, Form((0, 1, 2), 1)),  # grow
+    ([WELL, SLOW, WELL], 0, 1, 3, False, Form((0, 2), 0)),  # evict
+    ([SILENT, STUCK, RAISED], 0, 1, 3, True, Wait(1, 0)),
+    ([SILENT, STUCK, RAISED], 1, 1, 3, True, Form((), 1)),
+    ([WELL, DEAD, WELL], 0, 3, 3, True, Wait(3, 2)),  # below the minimum
+    ([WELL, WELL], 0, 3, 4, False, Wait(3, 2)),  # nobody is lost, but a sequence needs more
+    ([WELL, DEAD, WELL], 1, 3, 3, True, Form((0, 2), 1)),
+    ([], 0, 2, 3, True, Wait(2, 0)),
+    ([], 2, 2, 3, True, Form((), 2)),
+    ([WELL] * 5, 0, 1, 3, True, Form((0, 1, 2, 3, 4), 0)),  # who is there stays
+])
+def test_what_becomes_of_the_group(conditions: list[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool, decision: object) -> None:
+    assert decide(conditions, newcomers, min_ranks, max_ranks, broken) == decision
+
+
+def test_a_sequence_that_the_run_can_never_hold_ends_it() -> None:
+    match decide([WELL, WELL], 0, 5, 4, False):
+        case Stop(reason):
+            assert reason == "the next batch has a sequence that needs 5 ranks, and the run has at most 4 (cluster.max_workers)"
+        case other:
+            raise AssertionError(other)
+
+
+def test_a_step_that_a_worker_raises_in_twice_or_that_breaks_too_often_is_hopeless() -> None:
+    failures = Failures()
+    assert not failures.hopeless(7)
+    assert not failures.with_one(7, raised=True).hopeless(7)
+    assert failures.with_one(7, raised=True).with_one(7, raised=True).hopeless(7)
+    assert not failures.with_one(7, raised=True).with_one(8, raised=True).hopeless(8)  # twice, but in two steps
+    assert not failures.with_one(7, raised=True).with_one(7, raised=False).hopeless(7)
+    for _ in range(MAX_FAILURES):
+        failures = failures.with_one(7, raised=False)
+        assert not failures.hopeless(7)
+    assert failures.with_one(7, raised=False).hopeless(7)
+    assert not failures.with_one(7, raised=False).hopeless(8)
+
+
+@given(st.lists(st.sampled_from(list(Condition)), max_size=6), st.integers(0, 4), st.integers(1, 6), st.integers(1, 6), st.booleans())
+def test_decisions_keep_the_bounds_and_lose_nobody_that_is_well(conditions: list[Condition], newcomers: int, low: int, high: int, broken: bool) -> None:
+    well = [place for place, condition in enumerate(conditions) if condition is WELL]
+    match decide(conditions, newcomers, low, high, broken):
+        case GoOn():
+            assert len(well) == len(conditions)
+            assert not broken
+        case Form(survivors, added):
+            assert list(survivors) == well
+            assert low <= len(well) + added <= max(high, len(well))
+            assert added <= newcomers
+        case Wait(num_ranks, have):
+            assert have < num_ranks == low <= high
+            assert have == len(well) + max(0, min(newcomers, high - len(well)))
+        case Stop():
+            assert low > high
+
+
+def held(generation: int, world_size: int, **versions: list[int]) -> HeldShards:
+    """held(2, 3, r0=[7, 8]): versions 7 and 8 of rank 0's shard."""
+    return HeldShards(generation, world_size, {int(name[1:]): found for name, found in versions.items()})
+
+
+def test_the_newest_whole_version_survives() -> None:
+    """Ranks 0 and 1 of three live; rank 2's replica rank is rank 0. Rank 2 died before its copy of version 8 had gone out."""
+    zero, one = [held(1, 3, r0=[8, 7], r2=[7])], [held(1, 3, r1=[8, 7], r0=[7, 8])]
+    assert surviving_state([zero, one]) == SurvivingState(1, 7, ((0, 2), (1,)))
+    zero = [held(1, 3, r0=[8, 7], r2=[7, 8])]
+    assert surviving_state([zero, one]) == SurvivingState(1, 8, ((0, 2), (1,)))
+
+
+def test_every_shard_is_supplied_once_by_whoever_supplies_least() -> None:
+    all_of_it = [held(1, 4, r0=[3], r1=[3], r2=[3], r3=[3])]
+    assert surviving_state([all_of_it, all_of_it]) == SurvivingState(1, 3, ((0, 2), (1, 3)))
+    assert surviving_state([[held(1, 2, r0=[3])], all_of_it[:0], [held(1, 2, r0=[3], r1=[3])]]) == SurvivingState(1, 3, ((0,), (), (1,)))
+
+
+def test_a_shard_that_nobody_has_means_an_earlier_version_or_none() -> None:
+    assert surviving_state([[held(1, 3, r0=[8, 7], r1=[8])]]) is None
+    assert surviving_state([[held(1, 3, r0=[8, 7], r1=[8], r2=[6])], [held(1, 3, r1=[6], r0=[6])]]) == SurvivingState(1, 6, ((2,), (0, 1)))
+    assert surviving_state([]) is None
+    assert surviving_state([[], []]) is None
+
+
+def test_versions_of_two_generations_are_not_mixed() -> None:
+    """Generation 2 broke before all of its mirrors stood: what is left of generation 1 is whole."""
+    before = [held(1, 2, r0=[5], r1=[5]), held(2, 3, r0=[5])]
+    assert surviving_state([before, [held(2, 3, r1=[5])]]) == SurvivingState(1, 5, ((0, 1), ()))
+    assert surviving_state([before, [held(2, 3, r1=[5], r2=[5])]]) == SurvivingState(2, 5, ((0,), (1, 2)))  # of equal versions the later generation's
+    assert surviving_state([[held(1, 2, r0=[5], r1=[5])], [held(2, 1, r0=[4])]]) == SurvivingState(1, 5, ((0, 1), ()))
+
+
+def test_a_newcomer_supplies_nothing() -> None:
+    assert surviving_state([[held(3, 1, r0=[2, 1])], []]) == SurvivingState(3, 2, ((0,), ()))
+
+
+@pytest.mark.parametrize(("nodes", "replica_ranks"), [
+    ("", ()),
+    ("a", ()),
+    ("aa", (1, 0)),
+    ("aaa", (1, 2, 0)),
+    ("ab", (1, 0)),
+    ("aabb", (2, 3, 0, 1)),
+    ("aaab", (3, 3, 3, 0)),  # node b alone is another one
+    ("abc", (1, 2, 0)),
+])
+def test_which_rank_holds_whose_replica(nodes: str, replica_ranks: tuple[int, ...]) -> None:
+    assert replica_ranks_of(list(nodes)) == replica_ranks
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_the_loss_of_a_rank_or_a_node_leaves_every_shard(ranks_of_nodes: list[int]) -> None:
+    nodes = [str(node) for node, number in enumerate(ranks_of_nodes) for _ in range(number)]
+    replica_ranks = replica_ranks_of(nodes)
+    if len(nodes) < 2:
+        assert replica_ranks == ()
+        return
+    lost_together = [{rank} for rank in range(len(nodes))]
+    if len(ranks_of_nodes) > 1:
+        lost_together += [{rank for rank, node in enumerate(nodes) if node == lost} for lost in set(nodes)]
+    for lost in lost_together:
+        assert all(owner not in lost or replica_rank not in lost for owner, replica_rank in enumerate(replica_ranks)), (nodes, replica_ranks, lost)
+    kept = [replica_ranks.count(rank) for rank in range(len(nodes))]
+    if len(set(ranks_of_nodes)) == 1:
+        assert set(kept) == {1}  # nobody keeps more than one where nodes are alike
+
+
+def test_the_loss_of_any_one_of_three_ranks_is_survived_whatever_they_had_finished() -> None:
+    """Each survivor is in version 4 or already in 5; what they kept for others is 4, and for some 5 as well."""
+    replica_ranks = replica_ranks_of(["a", "b", "c"])
+    for lost, ahead in permutations(range(3), 2):
+        found = []
+        for rank in range(3):
+            if rank == lost:
+                continue
+            own = [5, 4] if rank == ahead else [4, 3]
+            kept = {owner: [4] for owner in range(3) if replica_ranks[owner] == rank}
+            found.append([HeldShards(1, 3, {rank: own, **kept})])
+        surviving = surviving_state(found)
+        assert surviving is not None
+        assert surviving.version == 4
+        assert sorted(chain(*surviving.owners)) == [0, 1, 2]

@@ -1,0 +1,111 @@
+"""The worker group against real actors: order by node, and one line when a rank raises or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+import ray
+
+from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.messages import GroupError, RunError, Status, StoppingError
+
+
+class Actor:
+    """Does what it is told, as a worker that is somewhere and may fail."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+
+    def describe(self, device: str, probe: str) -> dict[str, Any]:
+        memory_bytes = {"a": 500, "b": 800}[self.node_id]
+        return {"pid": os.getpid(), "node_id": self.node_id, "device": device, "memory_bytes": memory_bytes, "num_parameters": 1, "resident_bytes": 1}
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> Status:
+        return Status(call="act", progress="act")
+
+    def act(self, what: dict[int, str]) -> int:
+        deed = what.get(os.getpid(), "answer")
+        if deed == "raise":
+            raise ValueError("step 7: this rank's own words\nand a second line")
+        if deed == "sleep":
+            time.sleep(60)
+        if deed == "defect":
+            raise KeyError("missing")
+        if deed == "die":
+            os._exit(1)
+        if deed == "peer lost":  # what gloo says on the other ranks, some time before Ray knows of the death
+            raise RuntimeError("Connection closed by peer")
+        time.sleep(0.2)
+        return os.getpid()
+
+
+@pytest.fixture
+def group(ray_cluster: None) -> Any:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
+    actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Actor)
+    group = WorkerGroup([Member(slot, actor.remote(node_id)) for slot, node_id in enumerate(("b", "a", "b"))])
+    group.describe("cpu", "")
+    yield group
+    for member in group.members:
+        ray.kill(member.actor)
+
+
+def pids(group: WorkerGroup) -> list[int]:
+    return [member.described["pid"] for member in group.members]
+
+
+def test_ranks_of_a_node_are_neighbours(group: WorkerGroup) -> None:
+    assert group.nodes == ["b", "b", "a"]
+    assert [member.slot for member in group.members] == [0, 2, 1]
+    assert group.memory_bytes == 400  # two ranks share a node's memory, and the third has a node to itself
+    assert [rank["rank"] for rank in group.membership()] == [0, 1, 2]
+    assert group.call("act", {}) == pids(group)
+
+
+def test_the_rank_that_raises_is_named_with_its_own_words(group: WorkerGroup) -> None:
+    with pytest.raises(RunError) as caught:
+        group.call("act", {pids(group)[1]: "raise"})
+    assert str(caught.value) == f"rank 1 (pid {pids(group)[1]} on node b): step 7: this rank's own words"
+
+
+def test_a_defect_is_named_with_its_type(group: WorkerGroup) -> None:
+    with pytest.raises(RunError, match=r"rank 2 \(pid \d+ on node a\): KeyError: 'missing'"):
+        group.call("act", {pids(group)[2]: "defect"})
+
+
+def test_the_death_of_a_rank_explains_what_its_peers_say(group: WorkerGroup) -> None:
+    first, second, third = pids(group)
+    with pytest.raises(RunError) as caught:
+        group.call("act", {first: "peer lost", second: "peer lost", third: "die"})
+    assert str(caught.value) == f"rank 2 (pid {third} on node a) died"
+
+
+def test_calls_may_take_longer_than_a_look_while_all_get_on(group: WorkerGroup) -> None:
+    assert group.collect(group.start("act", {}), look_s=0.05) == pids(group)
+
+
+def test_a_worker_that_answers_no_more_is_found_by_a_look(group: WorkerGroup) -> None:
+    stopped = pids(group)[2]
+    calls = group.start("act", {})
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(GroupError, match=rf"^rank 2 \(pid {stopped} on node a\) answers no more$"):
+        group.collect(calls, look_s=0.5)
+    os.kill(stopped, signal.SIGCONT)
+
+
+def test_a_wait_ends_with_the_run(group: WorkerGroup) -> None:
+    """Looks go on beside it: the poll for the end is the shorter one."""
+    begun = time.monotonic()
+    calls = group.start("act", {pids(group)[0]: "sleep"})
+    with pytest.raises(StoppingError):
+        group.collect(calls, look_s=0.5, stopping=lambda: "SIGTERM" if time.monotonic() > begun + 1.0 else "")
+    os.kill(pids(group)[2], signal.SIGSTOP)
+    with pytest.raises(GroupError, match="answers no more"):
+        group.collect(calls, look_s=0.5, stopping=lambda: "")
+    os.kill(pids(group)[2], signal.SIGCONT)

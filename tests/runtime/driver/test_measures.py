@@ -1,0 +1,50 @@
+import pytest
+
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample
+from dhp_ray.runtime.driver.measures import TimeScale, makespan_s, measured_idle_fraction, step_metrics
+from dhp_ray.train.results import PackTime, StepResult
+
+
+def result(rank: int, *times: PackTime, loss_sum: float = 12.0, num_valid_tokens: int = 4) -> StepResult:
+    return StepResult(step=3, rank=rank, loss_sum=loss_sum, num_valid_tokens=num_valid_tokens, gradient_norm=1.0, learning_rate=1e-3, applied=True,
+                      state_version=3, step_time_s=5.0, data_wait_s=0.0, pack_times=times, pool={"hits": 0})
+
+
+def test_idle_time_is_what_ranks_neither_compute_nor_have_packs_for() -> None:
+    results = [result(0, PackTime(0, 1.0, 3.0, 0.5), PackTime(1, 3.0, 5.0, 0.0)), result(1, PackTime(0, 1.0, 3.0, 1.0)), result(2)]
+    assert makespan_s(results) == 4.0
+    assert measured_idle_fraction(results) == pytest.approx(1 - (1.5 + 2.0 + 1.0) / (3 * 4.0))
+
+
+def test_a_step_without_packs_has_no_makespan() -> None:
+    assert makespan_s([result(0)]) == 0.0
+    assert measured_idle_fraction([result(0)]) == 0.0
+
+
+def test_the_scale_is_the_running_median_of_measured_over_predicted() -> None:
+    scale = TimeScale(window=3)
+    assert scale.value == 1.0
+    for measured in (2.0, 4.0, 100.0, 6.0):
+        scale.observe(measured, 2.0)
+    assert scale.value == 3.0  # the median of 2, 50 and 3
+    scale.observe(0.0, 1.0)
+    scale.observe(1.0, 0.0)
+    assert scale.value == 3.0
+    assert (TimeScale().known(), scale.known()) == (None, 3.0)
+
+
+def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
+    samples = (Sample("a", 10, 4, ((1, 4, 4),)), Sample("b", 6), Sample("c", 5))
+    plan = Plan("dhp", "step", ClusterSpec(3, 3, 8), samples,
+                (GroupPlan((0, 1), Pack((0,)), 1.0, encoders=(0,)), GroupPlan((2,), Pack((1,)), 0.5), GroupPlan((2,), Pack((2,)), 0.5)), 1.0, 0.9, 0.002)
+    metrics = step_metrics(plan, [result(0, PackTime(0, 0.0, 2.0, 0.0)), result(1), result(2)], 2.5, 2.0, 1, late=True)
+    assert metrics["loss"] == 3.0
+    assert metrics["degrees"] == {"1": 2, "2": 1}
+    assert (metrics["num_tokens"], metrics["num_samples"], metrics["num_ranks"]) == (25, 3, 3)
+    assert (metrics["predicted_makespan_s"], metrics["measured_makespan_s"]) == (2.0, 2.0)
+    assert (metrics["learning_rate"], metrics["gradient_norm"], metrics["planner"], metrics["late"]) == (1e-3, 1.0, "dhp", True)
+
+
+def test_a_batch_without_a_valid_token_has_loss_zero() -> None:
+    plan = Plan("dhp", "step", ClusterSpec(1, 1, 8), (Sample("a", 4),), (GroupPlan((0,), Pack((0,)), 1.0),), 1.0, 1.0)
+    assert step_metrics(plan, [result(0, loss_sum=0.0, num_valid_tokens=0)], 1.0, 1.0, 1)["loss"] == 0.0

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dhp_ray.config import Config, ConfigError, load
+from dhp_ray.runtime.records.run_records import METRICS, RunRecords
+from dhp_ray.schema import Source
+from dhp_ray.storage import Folder, StorageError
+
+
+def metrics(step: int, **changes: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 1.0 / step, "learning_rate": 1e-3, "gradient_norm": 1.5, "num_tokens": 100,
+            "num_samples": 2, "step_time_s": 0.5, "planning_time_s": 0.001,
+            "predicted_makespan_s": 0.4, "measured_makespan_s": 0.45, "idle_fraction": 0.1, "num_ranks": 4, "generation": 1,
+            "degrees": {"1": 2, "3": 1}, "planner": "dhp", "late": False} | changes
+
+
+def open_records(path: Path) -> RunRecords:
+    return RunRecords(Folder(str(path)))
+
+
+def lines(path: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / name).read_text().splitlines()]
+
+
+def commit(records: RunRecords, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        records.commit(step, [f"a{step}", f"b{step}"], metrics(step))
+
+
+def config(**changes: Any) -> Config:
+    result = Config()
+    result.model.preset = "tiny"
+    for name, value in changes.items():
+        section, _, key = name.rpartition("__")
+        setattr(getattr(result, section) if section else result, key, value)
+    return result
+
+
+def test_a_committed_step_is_one_line_in_both_logs(tmp_path: Path) -> None:
+    records = open_records(tmp_path)
+    assert records.last_step == 0
+    assert not records.holds_run
+    commit(records, 1, 3)
+    assert lines(tmp_path, "ledger.jsonl") == [{"step": step, "sample_ids": [f"a{step}", f"b{step}"]} for step in (1, 2, 3)]
+    assert [list(line) for line in lines(tmp_path, "metrics.jsonl")] == [list(METRICS)] * 3
+    assert lines(tmp_path, "metrics.jsonl")[2] == metrics(3)
+    assert records.last_step == 3
+    assert records.sample_ids() == [["a1", "b1"], ["a2", "b2"], ["a3", "b3"]]
+
+
+def test_metrics_are_those_of_the_contract() -> None:
+    contract = ("step loss learning_rate gradient_norm num_tokens num_samples step_time_s planning_time_s predicted_makespan_s measured_makespan_s "
+                "idle_fraction num_ranks generation degrees planner late")
+    assert contract.split() == list(METRICS)
+
+
+def test_the_evaluation_loss_is_optional(tmp_path: Path) -> None:
+    records = open_records(tmp_path)
+    records.commit(1, [], metrics(1, eval_loss=0.5))
+    records.commit(2, [], metrics(2))
+    assert [line.get("eval_loss") for line in lines(tmp_path, "metrics.jsonl")] == [0.5, None]
+
+
+def test_a_loss_that_is_no_number_becomes_null(tmp_path: Path) -> None:
+    records = open_records(tmp_path)
+    records.commit(1, [], metrics(1, loss=math.nan, measured_makespan_s=math.inf))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    assert line["loss"] is None
+    assert line["measured_makespan_s"] is None
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_steps_are_committed_in_order_and_once(tmp_path: Path, step: int) -> None:
+    records = open_records(tmp_path)
+    commit(records, 1, 2)
+    with pytest.raises(ValueError, match=f"step {step} cannot be committed after step 2"):
+        records.commit(step, [], metrics(step or 1))
+
+
+def test_wrong_metrics_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    records = open_records(tmp_path)
+    short = metrics(1)
+    del short["loss"]
+    for wrong in (short, metrics(1, extra=1), metrics(2)):
+        with pytest.raises(ValueError, match="metrics of step 1"):
+            records.commit(1, [], wrong)
+    assert lines(tmp_path, "metrics.jsonl") == lines(tmp_path, "ledger.jsonl") == []
+
+
+def test_a_crash_between_the_two_logs_is_repaired(tmp_path: Path) -> None:
+    commit(open_records(tmp_path), 1, 3)
+    with open(tmp_path / "metrics.jsonl", "a") as file:  # what a crash after the first of the two writes leaves
+        file.write(json.dumps(metrics(4)) + "\n")
+    records = open_records(tmp_path)
+    assert records.last_step == 3
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+    commit(records, 4, 4)
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_crash_at_any_byte_of_a_commit_is_repaired(tmp_path: Path) -> None:
+    """The two logs after a commit that was cut anywhere: opened again, they agree, and the next commits leave no gap and no repeat."""
+    reference = tmp_path / "reference"
+    commit(open_records(reference), 1, 2)
+    before = {name: (reference / name).stat().st_size for name in ("metrics.jsonl", "ledger.jsonl")}
+    commit(open_records(reference), 3, 3)
+    whole = {name: (reference / name).read_bytes() for name in before}
+    written = [("metrics.jsonl", size) for size in range(before["metrics.jsonl"], len(whole["metrics.jsonl"]), 37)]
+    written += [("ledger.jsonl", size) for size in range(before["ledger.jsonl"], len(whole["ledger.jsonl"]) + 1)]
+    for number, (name, size) in enumerate(written):
+        run = tmp_path / f"cut{number}"
+        run.mkdir()
+        sizes = {"metrics.jsonl": len(whole["metrics.jsonl"]) if name == "ledger.jsonl" else size,
+                 "ledger.jsonl": size if name == "ledger.jsonl" else before["ledger.jsonl"]}
+        for log, end in sizes.items():
+            (run / log).write_bytes(whole[log][:end])
+        records = open_records(run)
+        assert records.last_step == (3 if sizes["ledger.jsonl"] == len(whole["ledger.jsonl"]) else 2)
+        commit(records, records.last_step + 1, 4)
+        for log in before:
+            assert [line["step"] for line in lines(run, log)] == [1, 2, 3, 4]
+
+
+def test_logs_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    commit(open_records(tmp_path), 1, 3)
+    kept = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(kept[:2]))
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: lines are missing; ledger\.jsonl has committed 3 steps"):
+        open_records(tmp_path)
+    (tmp_path / "ledger.jsonl").write_text('{"step": 1, "sample_ids": []}\n{"step": 3, "sample_ids": []}\n')
+    with pytest.raises(StorageError, match=r"ledger\.jsonl: line 2 is of step 3; it must be of step 2"):
+        open_records(tmp_path)
+
+
+def test_truncating_cuts_every_log_back_to_the_step(tmp_path: Path) -> None:
+    records = open_records(tmp_path)
+    for step in range(1, 7):
+        records.plan(step, {"groups": []})
+        records.skip(f"bad{step}", "unreadable", step)
+        commit(records, step, step)
+    records.truncate(4)
+    for name in ("ledger.jsonl", "metrics.jsonl", "skipped.jsonl"):
+        assert [line["step"] for line in lines(tmp_path, name)] == [1, 2, 3, 4]
+    assert sorted(path.name for path in (tmp_path / "plans").iterdir()) == [f"step_{step:06d}.json" for step in (1, 2, 3, 4)]
+    assert records.last_step == 4
+    assert records.skip("bad5", "unreadable", 5)  # forgotten, so listed again
+    commit(records, 5, 5)
+    again = open_records(tmp_path)
+    assert again.last_step == 5
+    again.truncate(0)
+    assert again.last_step == 0
+    assert lines(tmp_path, "ledger.jsonl") == []
+    assert list((tmp_path / "plans").iterdir()) == []
+
+
+def test_a_checkpoint_past_the_ledger_is_refused(tmp_path: Path) -> None:
+    records = open_records(tmp_path)
+    commit(records, 1, 2)
+    with pytest.raises(StorageError, match=r"ends at step 2; the checkpoint is of step 3"):
+        records.truncate(3)
+
+
+def test_a_skipped_sample_is_listed_once_an_epoch(tmp_path: Path) -> None:
+    records = open_records(tmp_path)
+    assert records.skip("x", "image a.png: truncated", 3, epoch=0)
+    assert not records.skip("x", "image a.png: truncated", 4, epoch=0)
+    assert records.skip("y", "too long", 4, epoch=0)
+    again = open_records(tmp_path)
+    assert not again.skip("x", "image a.png: truncated", 5, epoch=0)
+    assert again.skip("x", "image a.png: truncated", 9, epoch=1)
+    assert lines(tmp_path, "skipped.jsonl") == [
+        {"id": "x", "reason": "image a.png: truncated", "step": 3, "epoch": 0},
+        {"id": "y", "reason": "too long", "step": 4, "epoch": 0},
+        {"id": "x", "reason": "image a.png: truncated", "step": 9, "epoch": 1},
+    ]
+
+
+def test_events_plans_and_membership(tmp_path: Path) -> None:
+    records = open_records(tmp_path)
+    records.event("started", generation=1)
+    records.event("checkpoint", step=20)
+    first, second = lines(tmp_path, "events.jsonl")
+    assert (first["kind"], first["generation"], second["kind"], second["step"]) == ("started", 1, "checkpoint", 20)
+    assert first["time"] <= second["time"]
+    records.plan(1, {"planner": "dhp", "groups": [{"ranks": [0, 1]}]})
+    assert json.loads((tmp_path / "plans/step_000001.json").read_text())["groups"][0]["ranks"] == [0, 1]
+    member = {"rank": 0, "pid": 4711, "node_id": "n", "device": "cpu"}
+    records.cluster(1, [member | {"memory_bytes": 5}])
+    records.cluster(2, [member | {"memory_bytes": 5}])
+    assert json.loads((tmp_path / "cluster.json").read_text()) == {"generation": 2, "ranks": [member]}
+
+
+def test_the_configuration_is_saved_and_loads_again(tmp_path: Path) -> None:
+    records = open_records(tmp_path)
+    assert records.stored_config() == {}
+    records.write_config(config(seed=7, train__freeze=["vision"], train__adam_eps=1e-6))
+    loaded = load(["--config", str(tmp_path / "config.yaml")])
+    assert (loaded.seed, loaded.train.freeze, loaded.train.adam_eps) == (7, ["vision"], 1e-6)
+    again = open_records(tmp_path)
+    assert again.holds_run
+    assert again.stored_config()["train.adam_eps"] == 1e-6
+    assert again.stored_config()["train.freeze"] == ["vision"]
+
+
+def test_other_keys_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
+    open_records(tmp_path).write_config(config())
+    changed = config(run__steps=100, cluster__num_workers=5, train__learning_rate=2e-4, planner__tokens_per_rank="960", comm__transport="parent")
+    open_records(tmp_path).write_config(changed)
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert stored["run"]["steps"] == 100
+    assert stored["planner"]["tokens_per_rank"] == "960"
+
+
+@pytest.mark.parametrize(("name", "key", "value"), [
+    ("seed", "seed", 1), ("model__path", "model.path", "/elsewhere"), ("data__max_pixels", "data.max_pixels", 50_000),
+    ("data__sources", "data.sources", []), ("batch__global_samples", "batch.global_samples", 17), ("train__precision", "train.precision", "bf16"),
+    ("train__freeze", "train.freeze", ["vision"])])
+def test_what_decides_the_steps_must_stay(tmp_path: Path, name: str, key: str, value: Any) -> None:
+    first = config(data__sources=[Source(path="a", weight=0.3), Source(path="b")])
+    open_records(tmp_path).write_config(first)
+    open_records(tmp_path).write_config(first)  # nothing differs after a round through the file
+    before = (tmp_path / "config.yaml").read_text()
+    changed = config(data__sources=[Source(path="a", weight=0.3), Source(path="b")])
+    section, _, field = name.rpartition("__")
+    old = getattr(getattr(first, section) if section else first, field)
+    setattr(getattr(changed, section) if section else changed, field, value)
+    with pytest.raises(ConfigError) as caught:
+        open_records(tmp_path).write_config(changed)
+    message = str(caught.value)
+    assert message.startswith(f"{key}: got {value!r}; the run in {tmp_path}")
+    assert "\n" not in message
+    assert isinstance(old, list) or repr(old) in message
+    assert (tmp_path / "config.yaml").read_text() == before
+
+
+def test_a_key_that_the_old_file_lacks_is_taken_as_it_is(tmp_path: Path) -> None:
+    open_records(tmp_path).write_config(config())
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del stored["data"]["min_pixels"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    open_records(tmp_path).write_config(config())
+
+
+def test_resume_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:
+    fresh = config(run__resume="never")
+    records = open_records(tmp_path)
+    records.write_config(fresh)
+    commit(records, 1, 2)
+    with pytest.raises(ConfigError, match=r"run\.resume: got 'never' with a run in "):
+        open_records(tmp_path).write_config(fresh)
+
+
+def test_a_damaged_configuration_is_one_line(tmp_path: Path) -> None:
+    for text in ("[1, 2]", "a: [", "\x00"):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(StorageError, match=r"config\.yaml: does not hold a configuration"):
+            open_records(tmp_path).stored_config()
+
+
+def test_a_configuration_with_sources_survives_the_file(tmp_path: Path) -> None:
+    wanted = config(data__sources=[Source(path="a", weight=3), Source(path="b")])
+    open_records(tmp_path).write_config(wanted)
+    assert load(["--config", str(tmp_path / "config.yaml")]) == wanted
+
+
+def test_a_run_on_an_object_store(object_store: str, tmp_path: Path) -> None:
+    """The same files; what was not uploaded before a crash is gone, from both logs alike."""
+    folder = Folder(f"s3://bucket/{tmp_path.name}/run{object_store}")
+    records = RunRecords(folder)
+    records.write_config(config())
+    records.skip("x", "unreadable", 1)
+    commit(records, 1, 5)
+    records.flush()
+    commit(records, 6, 7)  # never uploaded
+    again = RunRecords(folder)
+    assert again.last_step == 5
+    assert again.holds_run
+    again.truncate(4)
+    third = RunRecords(folder)
+    assert third.last_step == 4
+    assert not third.skip("x", "unreadable", 5)
+    commit(third, 5, 6)
+    third.close()
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        assert [json.loads(line)["step"] for line in folder.read(name).decode().splitlines()] == [1, 2, 3, 4, 5, 6]
+    assert folder.names() == ["config.yaml", "ledger.jsonl", "metrics.jsonl", "skipped.jsonl"]
