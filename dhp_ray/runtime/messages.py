@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
 
-    from dhp_ray.runtime.driver.elastic import HeldShards
     from dhp_ray.train.results import StepResult
 
 
@@ -49,6 +49,15 @@ class FromMemory:
     generation: int
     version: int
     owners: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeldShards:
+    """Complete shard versions that a worker has of one generation: {owner: versions}."""
+
+    generation: int
+    world_size: int
+    versions: Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True)

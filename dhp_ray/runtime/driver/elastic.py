@@ -1,16 +1,18 @@
 """What becomes of the group when something happens to it: pure functions from observations to decisions.
 
-    condition_of   what a survey shows of one worker          -> well, dead, silent, raised, stuck
-    decide         conditions, newcomers, bounds              -> go on, form a new generation, wait for capacity, or stop
-    surviving_state  which shard versions the survivors hold     -> the version to go on from, and who supplies each shard
-    replica_ranks_of   the nodes of the ranks               -> which rank holds the replica of which rank's shard
+    condition_of       what a survey shows of one worker          -> well, dead, silent, raised, stuck
+    decide             conditions, newcomers, bounds              -> go on, form a new generation, wait for capacity, or stop
+    surviving_state    which shard versions the survivors hold    -> the version to go on from, and who supplies each shard
+    replica_ranks_of   the nodes of the ranks                     -> which rank holds the replica of which rank's shard
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from dhp_ray.runtime.messages import HeldShards
 
 MAX_FAILURES = 8
 """Generations that may break in one and the same step before the run gives up."""
@@ -114,15 +116,6 @@ class Failures:
     def hopeless(self, step: int) -> bool:
         """Whether running a step once more would end as before: a worker raises in it for the second time, or it has broken too often."""
         return self.raised.count(step) > 1 or self.steps.count(step) > MAX_FAILURES
-
-
-@dataclass(frozen=True)
-class HeldShards:
-    """Complete shard versions that a worker has of one generation: {owner: versions}."""
-
-    generation: int
-    world_size: int
-    versions: Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True)

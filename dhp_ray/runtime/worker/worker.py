@@ -31,8 +31,7 @@ from dhp_ray.config import Config
 from dhp_ray.data.blocks import BlockRows
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
-from dhp_ray.runtime.driver.elastic import HeldShards
-from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, Membership, Ran, RunError, Status
+from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
 from dhp_ray.runtime.worker.prefetch import load_payloads, processor_spec
 from dhp_ray.runtime.worker.rank import Rank, build_adapter, export_folder, save_folder, state_size
 from dhp_ray.storage import Folder, StorageError

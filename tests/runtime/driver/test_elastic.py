@@ -14,7 +14,6 @@ from dhp_ray.runtime.driver.elastic import (
     Failures,
     Form,
     GoOn,
-    HeldShards,
     Sight,
     Stop,
     SurvivingState,
@@ -24,6 +23,7 @@ from dhp_ray.runtime.driver.elastic import (
     replica_ranks_of,
     surviving_state,
 )
+from dhp_ray.runtime.messages import HeldShards
 
 WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name) for name in ("well", "dead", "silent", "raised", "stuck", "slow"))
 COMPUTES = Sight(progress="run step 3, pack 0 attention.py:40")
