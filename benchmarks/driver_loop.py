@@ -43,7 +43,7 @@ from dhp_ray.runtime.driver.driver import Driver  # noqa: E402
 from dhp_ray.runtime.driver.group import WorkerGroup  # noqa: E402
 from dhp_ray.runtime.driver.speeds import nominal_compute_s  # noqa: E402
 from dhp_ray.runtime.driver.start import Session  # noqa: E402
-from dhp_ray.runtime.messages import StepDone  # noqa: E402
+from dhp_ray.runtime.messages import StepCommitted  # noqa: E402
 from dhp_ray.runtime.records.checkpoints import Checkpoints  # noqa: E402
 from dhp_ray.runtime.records.run_records import RunRecords  # noqa: E402
 from dhp_ray.runtime.records.tensorboard import ScalarLog  # noqa: E402
@@ -226,7 +226,7 @@ def run(driver: Driver, session: Session, watch: Stopwatch) -> list[tuple[float,
     times: list[tuple[float, float]] = []
     before = time.perf_counter(), time.thread_time()
     for message in driver._steps(session):
-        if isinstance(message, StepDone):
+        if isinstance(message, StepCommitted):
             now = time.perf_counter(), time.thread_time()
             times.append((1e3 * (now[0] - before[0]), 1e3 * (now[1] - before[1])))
             before = now

@@ -45,7 +45,8 @@ class SlowDriver(Driver):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        from dhp_ray.runtime.driver.commit import Commits, Done
+        from dhp_ray.runtime.driver.commit import Commits
+        from dhp_ray.runtime.driver.stages import FinishedStep
 
         planned, commit, draw = PLANNERS["dhp"], Commits.commit, random.Random(0)
         reported = Path(self.config.run.dir) / "reported.jsonl"
@@ -55,7 +56,7 @@ class SlowDriver(Driver):
             time.sleep(delay_s(draw, step_s))
             return planned(problem)
 
-        def noted(commits: Commits, done: Done) -> Iterator[Any]:
+        def noted(commits: Commits, done: FinishedStep) -> Iterator[Any]:
             with reported.open("a") as file:
                 file.write(json.dumps([done.step, [result.plan_id for result in done.results]]) + "\n")
             yield from commit(commits, done)

@@ -89,7 +89,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Started:
+class RunStarted:
     """The run is about to take its first step (or the first after a resume)."""
 
     lines: tuple[str, ...]
@@ -98,7 +98,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class StepDone:
+class StepCommitted:
     """A step is committed. `metrics` is its line in metrics.jsonl, `extra` what only the console and TensorBoard show."""
 
     metrics: dict[str, Any]
@@ -120,7 +120,7 @@ class Replace:
 
 
 @dataclass(frozen=True)
-class Finished:
+class RunFinished:
     """The run is over. `error` is empty when all went well; `status` is the exit status of the job."""
 
     text: str
@@ -128,4 +128,4 @@ class Finished:
     status: int = 0
 
 
-Message = Started | StepDone | Notice | Replace | Finished
+Message = RunStarted | StepCommitted | Notice | Replace | RunFinished

@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import ray
 
 from dhp_ray.planner.plan import Plan
 from dhp_ray.runtime.driver.measures import step_extra, step_metrics
-from dhp_ray.runtime.driver.recovery import Finished
 from dhp_ray.runtime.driver.speeds import busy_s, nominal_compute_s
+from dhp_ray.runtime.driver.stages import FinishedStep
 from dhp_ray.runtime.driver.start import Session
-from dhp_ray.runtime.messages import Message, Notice, RunError, StepDone
+from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
 from dhp_ray.runtime.records.checkpoints import Manifest
-from dhp_ray.train.results import StepResult
-
-
-@dataclass(frozen=True)
-class Done:
-    """A step that every rank has applied. `late`: on the last resort's plan. `results` may lack those of ranks that were lost since."""
-
-    step: int
-    plan: Plan
-    plan_id: str
-    late: bool
-    epoch: int
-    skipped: list[tuple[str, str]]
-    placeholders: dict[str, str]
-    results: list[StepResult]
-    step_time_s: float
-    data_wait_s: float = 0.0
-    eval_loss: float | None = None
-
-    @classmethod
-    def of(cls, finished: Finished, eval_loss: float | None) -> Done:
-        """From the plan file and what the survivors of a generation say."""
-        file, batch = finished.plan_file, finished.plan_file["batch"]
-        results, skipped = [ran.result for ran in finished.ran], [(sample_id, reason) for sample_id, reason in batch["skipped"]]
-        return cls(finished.step, finished.plan, file["id"], file["late"], batch["epoch"], skipped, finished.ran[0].placeholders, results,
-                   max(result.step_time_s for result in results), eval_loss=eval_loss)
 
 
 @dataclass
@@ -56,7 +30,7 @@ class Commits:
         limit_s = max(elastic.hang_s, elastic.hang_factor * plan.predicted_time_s * self.session.scale.value)
         return (limit_s / 2, limit_s) if self.session.scale.ratios else (elastic.hang_s / 2, self.session.config.comm.timeout_s)
 
-    def recovered(self, finished: list[Finished]) -> Iterator[Message]:
+    def recovered(self, finished: list[FinishedStep]) -> Iterator[Message]:
         """Commit what the last generation had finished, once the state after it has its copies: from then on it survives another loss."""
         if finished:
             with self.session.group.waits.on(f"the copies of the state after step {finished[-1].step}"):
@@ -64,38 +38,38 @@ class Commits:
         for step in finished:
             last = step is finished[-1]
             eval_loss = (yield from self.session.evaluation.loss_when_due(step.step)) if last else None
-            yield from self.commit(Done.of(step, eval_loss))
+            yield from self.commit(replace(step, eval_loss=eval_loss))
 
-    def commit(self, done: Done) -> Iterator[Message]:
+    def commit(self, finished: FinishedStep) -> Iterator[Message]:
         """Skipped samples, metrics, ledger; then the curves.
 
         Raises:
             RunError: a rank ran another plan than the one that is written down.
         """
-        session, records, plan = self.session, self.session.records, done.plan
-        for result in done.results:
-            if result.plan_id != done.plan_id:
-                raise RunError(f"step {done.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is of {done.plan_id}")
-        metrics = step_metrics(plan, done.results, done.step_time_s, session.scale.value, session.generation, done.late)
-        metrics |= {} if done.eval_loss is None else {"eval_loss": done.eval_loss}
-        extra = step_extra(plan, done.results, done.data_wait_s, done.epoch)
+        session, records, plan = self.session, self.session.records, finished.plan
+        for result in finished.results:
+            if result.plan_id != finished.plan_id:
+                raise RunError(f"step {finished.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is of {finished.plan_id}")
+        metrics = step_metrics(plan, finished.results, finished.step_time_s, session.scale.value, session.generation, finished.late)
+        metrics |= {} if finished.eval_loss is None else {"eval_loss": finished.eval_loss}
+        extra = step_extra(plan, finished.results, finished.data_wait_s, finished.epoch)
         session.scale.observe(metrics["measured_makespan_s"], plan.predicted_time_s)
-        session.step_times_s.append(done.step_time_s)
-        for sample_id, reason in [*done.skipped, *done.placeholders.items()]:
-            if records.skip(sample_id, reason, done.step, done.epoch):
+        session.step_times_s.append(finished.step_time_s)
+        for sample_id, reason in [*finished.skipped, *finished.placeholders.items()]:
+            if records.skip(sample_id, reason, finished.step, finished.epoch):
                 yield Notice(f"sample {sample_id} left out: {reason}")
         if not extra["applied"]:
-            records.event("update_skipped", step=done.step, gradient_norm=metrics["gradient_norm"], sample_ids=[sample.id for sample in plan.samples])
-            yield Notice(f"step {done.step}: the gradient is not finite; update skipped on all ranks")
-        records.commit(done.step, [sample.id for sample in plan.samples if sample.id not in done.placeholders], metrics)
-        session.dispatcher.batches.pop(done.step, None)
-        if plan.cluster.num_ranks == session.group.size and len(done.results) == session.group.size:
-            yield from self._observe_speeds(done)
+            records.event("update_skipped", step=finished.step, gradient_norm=metrics["gradient_norm"], sample_ids=[sample.id for sample in plan.samples])
+            yield Notice(f"step {finished.step}: the gradient is not finite; update skipped on all ranks")
+        records.commit(finished.step, [sample.id for sample in plan.samples if sample.id not in finished.placeholders], metrics)
+        session.dispatcher.batches.pop(finished.step, None)
+        if plan.cluster.num_ranks == session.group.size and len(finished.results) == session.group.size:
+            yield from self._observe_speeds(finished)
         extra |= {f"speed_{rank}": speed for rank, speed in enumerate(session.meter.planned())}
         session.scalars.step(metrics, extra)
-        session.watch.step(done.step, plan, done.results, session.scalars)
-        yield StepDone(metrics, extra)
-        for result in done.results:
+        session.watch.step(finished.step, plan, finished.results, session.scalars)
+        yield StepCommitted(metrics, extra)
+        for result in finished.results:
             yield from self._note_saves(result.rank, list(result.saved_steps), result.save_error)
 
     def save_when_due(self, step: int, last: bool) -> None:
@@ -146,11 +120,11 @@ class Commits:
                     yield Notice(f"files of an older checkpoint are left: {failure}")
                 del self._unsealed[step]
 
-    def _observe_speeds(self, done: Done) -> Iterator[Message]:
+    def _observe_speeds(self, finished: FinishedStep) -> Iterator[Message]:
         session = self.session
-        session.meter.observe(nominal_compute_s(done.plan, session.cost), busy_s(done.results, session.group.size))
+        session.meter.observe(nominal_compute_s(finished.plan, session.cost), busy_s(finished.results, session.group.size))
         for rank, slow in session.meter.news().items():
             speed, place = session.meter.measured()[rank], session.group.members[rank].place
-            session.records.event("slow" if slow else "no_longer_slow", rank=rank, step=done.step, speed=round(speed, 2))
+            session.records.event("slow" if slow else "no_longer_slow", rank=rank, step=finished.step, speed=round(speed, 2))
             yield Notice(f"rank {rank} ({place}) {'is slow' if slow else 'is no longer slow'}: {speed:.2f} of the others' speed; plans follow")
 

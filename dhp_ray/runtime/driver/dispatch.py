@@ -14,7 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -30,6 +30,7 @@ from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan
 from dhp_ray.runtime.driver.group import STOP_POLL_S, WorkerGroup
 from dhp_ray.runtime.driver.planning import Patience, Planning, patience_s
+from dhp_ray.runtime.driver.stages import DispatchedStep
 
 RECENT = 50
 """Plans whose distance from the lower bound says what the next one will be."""
@@ -38,23 +39,6 @@ ANSWERS_S = 0.1
 """How long the driver waits for the thread that takes the prefetches' answers; then it asks itself, and finds out who does not answer."""
 
 WritePlan = Callable[[int, dict[str, Any]], None]
-
-
-@dataclass
-class Dispatched:
-    """A planned batch under way to the workers. `prefetches` return what their prefetch threads could not decode; `answers` are those of all of them,
-    taken from Ray by a thread beside the step before.
-
-    `late`: the plan is the last resort's, because the planner's own was not there in time.
-    """
-
-    step: int
-    batch: Batch
-    plan: Plan
-    plan_id: str
-    late: bool
-    prefetches: list[ray.ObjectRef]
-    answers: Future[list[dict[str, str]]]
 
 
 class Dispatcher:
@@ -91,7 +75,7 @@ class Dispatcher:
         longest = max((batch.longest for batch in list(self.batches.values())), default=1)
         return -(-longest // self.cluster.tokens_per_rank)
 
-    def dispatch(self, step: int) -> Dispatched | None:
+    def dispatch(self, step: int) -> DispatchedStep | None:
         """Plan a step's batch and send it out; None past the last step, when the batch needs more ranks than there are, or when the run is to end."""
         self.begin(step)
         return self.take(step)
@@ -103,7 +87,7 @@ class Dispatcher:
         planning.reading = self._reading(step)
         planning.ahead = self._planner.submit(self._plan_ahead, planning)
 
-    def take(self, step: int) -> Dispatched | None:
+    def take(self, step: int) -> DispatchedStep | None:
         """What `begin(step)` came to. The batch is waited for; its plan as long as that costs less than the last resort would (`patience_s`).
         None where there is none, or the run is to end.
 
@@ -141,7 +125,7 @@ class Dispatcher:
             return planning.ahead.result()
         return self._send(step, batch, last_resort, late=True)
 
-    def started(self, dispatched: Dispatched) -> None:
+    def started(self, dispatched: DispatchedStep) -> None:
         """The ranks have been told to run it: their pools will hold its groups."""
         deque(self.pool.take(dispatched.plan.process_groups()), maxlen=0)
 
@@ -168,7 +152,7 @@ class Dispatcher:
         reader, self._reader = self._reader, None
         return self.batches, reader
 
-    def failures(self, dispatched: Dispatched) -> dict[str, str]:
+    def failures(self, dispatched: DispatchedStep) -> dict[str, str]:
         """Samples that no longer can be used, with reasons: known on all ranks before the step starts.
 
         Raises:
@@ -204,7 +188,7 @@ class Dispatcher:
     def _named(self, what: str, step: int) -> str:
         return f"{what} of step {step}" if step > 0 else f"{what} of the held-out samples"
 
-    def _plan_ahead(self, planning: Planning) -> Dispatched | None:
+    def _plan_ahead(self, planning: Planning) -> DispatchedStep | None:
         try:
             return self._plan_and_send(planning)
         except Exception as error:
@@ -212,7 +196,7 @@ class Dispatcher:
                 self._failure = error  # the driver has sent another plan; it hears of this with the next step
             raise
 
-    def _plan_and_send(self, planning: Planning) -> Dispatched | None:
+    def _plan_and_send(self, planning: Planning) -> DispatchedStep | None:
         batch = planning.reading.result()
         if self.compiled:
             self.compiled.result()
@@ -226,7 +210,7 @@ class Dispatcher:
         cluster = replace(self.cluster, speeds=planning.speeds)
         return plan_batch(batch.samples, cluster, self.cost, planner=planner, sync=self.config.planner.sync, pool=planning.pool)
 
-    def _send(self, step: int, batch: Batch, plan: Plan, late: bool) -> Dispatched:
+    def _send(self, step: int, batch: Batch, plan: Plan, late: bool) -> DispatchedStep:
         """Only for who has claimed the step's planning."""
         self._num_sent += 1
         plan_id = f"{self.generation}.{step}.{self._num_sent}"
@@ -235,7 +219,7 @@ class Dispatcher:
                 "epoch": batch.epoch, "cursor": batch.cursor, "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}})
         prefetches: list[ray.ObjectRef] = [member.actor.prefetch.remote(rank_plan, blocks_of(rank_plan, batch))
                                            for member, rank_plan in zip(self.group.members, plan.rank_plans(step, plan_id), strict=True)]
-        return Dispatched(step, batch, plan, plan_id, late, prefetches, self._answers.submit(ray.get, prefetches))
+        return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(ray.get, prefetches))
 
     def _reading(self, step: int) -> Future[Batch | None]:
         """The batch of a step, at once where it has been taken: the thread may be reading a later one, since before a change of membership."""

@@ -13,7 +13,6 @@ import logging
 import os
 import traceback
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -25,16 +24,15 @@ from dhp_ray.config import Config, ConfigError
 from dhp_ray.data.errors import DataError, first_line
 from dhp_ray.planner.plan import PlanError
 from dhp_ray.runtime.driver.arrivals import Arrivals
-from dhp_ray.runtime.driver.commit import Commits, Done
-from dhp_ray.runtime.driver.dispatch import Dispatched
+from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.recovery import form_anew, reopened
+from dhp_ray.runtime.driver.stages import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.start import Session, open_session
-from dhp_ray.runtime.messages import Finished, GroupError, Message, RunError, StoppingError
+from dhp_ray.runtime.messages import GroupError, Message, RunError, RunFinished, StoppingError
 from dhp_ray.runtime.waits import LONG_S, Waited, Waits
 from dhp_ray.storage import Folder, StorageError
-from dhp_ray.train.results import StepResult
 
 CONCURRENCY_GROUPS = {"control": 2}
 
@@ -43,22 +41,6 @@ LONG_STEP = 3.0
 
 PICTURE_S = 0.5
 """How long a run that is to end waits for the picture of a step."""
-
-
-@dataclass
-class Running:
-    """A step that the workers run: their pending results, and when it began."""
-
-    current: Dispatched
-    placeholders: dict[str, str]
-    results: list[ray.ObjectRef]
-    begun_s: float
-    data_wait_s: float
-
-    def done(self, results: list[StepResult], step_time_s: float, eval_loss: float | None) -> Done:
-        batch = self.current.batch
-        return Done(self.current.step, self.current.plan, self.current.plan_id, self.current.late, batch.epoch,
-                    [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders, results, step_time_s, self.data_wait_s, eval_loss)
 
 
 class Driver:
@@ -96,7 +78,7 @@ class Driver:
         """Train to the end; the last message says how it ended."""
         Thread(target=self._put_messages, name="run", daemon=True).start()  # what that thread waits for can be said meanwhile
         message: Message | None = None
-        while not isinstance(message, Finished):
+        while not isinstance(message, RunFinished):
             message = self.messages.get()
             yield message
 
@@ -106,7 +88,7 @@ class Driver:
                 self.messages.put(message)
         except BaseException as error:  # `run` would wait for the last message for ever
             traceback.print_exc()
-            self.messages.put(Finished("", f"driver: {type(error).__name__}: {error}", status=1))
+            self.messages.put(RunFinished("", f"driver: {type(error).__name__}: {error}", status=1))
 
     def _run(self) -> Iterator[Message]:
         try:
@@ -114,7 +96,7 @@ class Driver:
             self.commits = Commits(session)
             yield from self._train(session, "the driver was lost" if self.going_on else "")
         except ConfigError as error:
-            yield Finished("", str(error), status=2)
+            yield RunFinished("", str(error), status=2)
         except (RunError, PlanError, DataError, StorageError) as error:
             yield self._failed(str(error))
         except Exception as error:  # a defect of ours: one line for the user, the traceback for the report of it
@@ -150,10 +132,10 @@ class Driver:
         yield from session.compiling_told()
         running = self._launch(session, first)
         while running:
-            step = running.current.step
+            step = running.dispatched.step
             session.dispatcher.begin(step + 1)
             with self.waits.on(f"step {step}", max(LONG_S, LONG_STEP * max(session.step_times_s, default=0.0))):
-                results = session.group.collect(running.results, *self.commits.patience_s(running.current.plan))
+                results = session.group.collect(running.results, *self.commits.patience_s(running.dispatched.plan))
             step_time_s = perf_counter() - running.begun_s
             following = session.dispatcher.take(step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
@@ -167,14 +149,14 @@ class Driver:
             if session.mirrors(step):
                 with self.waits.on(f"the copies of the state after step {step}"):
                     session.group.call("mirrored")
-            yield from self.commits.commit(running.done(results, step_time_s, eval_loss))
+            yield from self.commits.commit(running.finished(results, step_time_s, eval_loss))
             running = launched
         if self.refused:  # also where it is the first step
             raise RunError(self.refused)
         short = session.dispatcher.needed_ranks > session.group.size and not session.stopping
         return change or (f"a sequence of the next batch needs {session.dispatcher.needed_ranks} ranks" if short else "")
 
-    def _launch(self, session: Session, dispatched: Dispatched | None, waited_s: float = 0.0) -> Running | None:
+    def _launch(self, session: Session, dispatched: DispatchedStep | None, waited_s: float = 0.0) -> RunningStep | None:
         """Start a dispatched step on all ranks, once each has said which samples it cannot decode. `waited_s`: how long its batch and plan were waited for.
 
         None where there is none to start, or the run is to end.
@@ -193,7 +175,7 @@ class Driver:
         begun = perf_counter()
         results = session.group.start("run", dispatched.step, dispatched.plan_id, failures, session.total_steps)
         session.dispatcher.started(dispatched)
-        return Running(dispatched, failures, results, begun, waited_s + begun - wait)
+        return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait)
 
     def _change(self, session: Session) -> Generator[Message, None, str]:
         """Why the membership ought to change now, between two steps; empty: it need not."""
@@ -217,7 +199,7 @@ class Driver:
             session.group.call("leave")
         return stopping
 
-    def _finish(self, session: Session, stopping: str) -> Finished:
+    def _finish(self, session: Session, stopping: str) -> RunFinished:
         """Close what the run writes; `stopping`: why it ends early."""
         session.dispatcher.stop()
         if not stopping:
@@ -226,17 +208,17 @@ class Driver:
         session.scalars.close()
         session.records.close()
         if stopping:
-            return Finished("", f"stopped after step {session.records.last_step}: {stopping}{self._way_back()}", status=1)
-        return Finished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
+            return RunFinished("", f"stopped after step {session.records.last_step}: {stopping}{self._way_back()}", status=1)
+        return RunFinished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
 
-    def _failed(self, error: str) -> Finished:
+    def _failed(self, error: str) -> RunFinished:
         """The end of a run by an error; the logs are brought up to date for whoever looks for its cause, where they still can be."""
         try:
             if self.session:
                 self.session.records.flush()
-            return Finished("", f"{error}{self._way_back()}", status=1)
+            return RunFinished("", f"{error}{self._way_back()}", status=1)
         except Exception as failure:  # the storage, most likely, and the cause of the error
-            return Finished("", f"{error}; besides: {first_line(failure)}", status=1)
+            return RunFinished("", f"{error}; besides: {first_line(failure)}", status=1)
 
     def _way_back(self) -> str:
         """How a run that ended early goes on."""

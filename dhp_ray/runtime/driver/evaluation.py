@@ -12,8 +12,9 @@ from dhp_ray.data.index import held_out
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import ClusterSpec
-from dhp_ray.runtime.driver.dispatch import Dispatched, Dispatcher
+from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.runtime.driver.stages import DispatchedStep
 from dhp_ray.runtime.messages import Message, Notice, RunError, StoppingError
 
 
@@ -87,7 +88,7 @@ class Evaluation:
             return None
         return loss_sum / max(1, num_valid_tokens)
 
-    def _tell(self, dispatched: Dispatched, failures: dict[str, str]) -> Generator[Message, None, None]:
+    def _tell(self, dispatched: DispatchedStep, failures: dict[str, str]) -> Generator[Message, None, None]:
         """Held-out samples that are left out, each once a run."""
         for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped), *failures.items()]:
             if self.config.data.on_error == "fail":

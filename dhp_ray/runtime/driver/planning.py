@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dhp_ray.data.stream import Batch
-    from dhp_ray.runtime.driver.dispatch import Dispatched
+    from dhp_ray.runtime.driver.stages import DispatchedStep
 
 LATE_S = 0.01
 """A plan is waited for so long at least."""
@@ -28,7 +28,7 @@ class Planning:
     speeds: tuple[float, ...]
     pool: list[tuple[int, ...]]
     reading: Future[Batch | None] = field(init=False)
-    ahead: Future[Dispatched | None] = field(init=False)
+    ahead: Future[DispatchedStep | None] = field(init=False)
     sends_ahead: bool = False
     """The planning thread was the first to claim it: it sends the plan, or has sent it."""
     _claimed: bool = False

@@ -13,33 +13,19 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import ray
 
-from dhp_ray.planner.plan import Plan
 from dhp_ray.runtime.driver.elastic import Condition, Form, GoOn, Stop, SurvivingState, Wait, condition_of, decide, surviving_state
 from dhp_ray.runtime.driver.group import Member, by_node
+from dhp_ray.runtime.driver.stages import FinishedStep
 from dhp_ray.runtime.driver.start import Session
-from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, GroupError, Message, Notice, Ran, Replace, RunError, Status, StoppingError
+from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, GroupError, Message, Notice, Replace, RunError, Status, StoppingError
 
 POLL_S = 0.05
 CAPACITY_POLL_S = 0.5
 ENDING_S = 6.0
 """A process that is stopped is ended by Ray only after some 5 s; its sockets stay open so long."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A step that the workers had finished and the driver not committed: its plan file, and what the survivors say of it."""
-
-    step: int
-    plan_file: dict[str, Any]
-    ran: list[Ran]
-
-    @property
-    def plan(self) -> Plan:
-        return Plan.from_json(self.plan_file)
 
 
 @dataclass
@@ -49,7 +35,7 @@ class Sighted:
     status: Status
 
 
-def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[Finished]]:
+def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[FinishedStep]]:
     """Put the next generation in the place of `session`'s; returns the steps that are finished and not committed.
 
     `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced though they work.
@@ -78,12 +64,13 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
 
     surviving = surviving_state([seen.status.held for seen in survivors])
     step = _step_of(surviving, survivors, committed) if surviving else 0
-    finished = [_finished(session, number, survivors) for number in range(committed + 1, step + 1)]
-    known = all(found.ran for found in finished)  # not where a lost driver's ledger on an object store was many steps behind
+    ran = {number: [seen.status.ran[number] for seen in survivors if number in seen.status.ran] for number in range(committed + 1, step + 1)}
+    known = all(ran.values())  # not where a lost driver's ledger on an object store was many steps behind
     if surviving is None or step < committed or not known:
         saved = session.checkpoints.newest_step()
         if surviving is None or step < saved or not known:
-            surviving, step, finished = None, saved, []
+            surviving, step, ran = None, saved, {}
+    finished = [FinishedStep.reported(number, session.records.read_plan(number), found) for number, found in ran.items()]
     _end_where_saved(session, step)
     if step < committed or session.stream_lost:
         session.dispatcher.stop().clear()
@@ -218,10 +205,6 @@ def reopened(session: Session) -> Iterator[Message]:
 def _step_of(surviving: SurvivingState, survivors: list[Sighted], committed: int) -> int:
     """The step after which the state is the surviving one."""
     return max((seen.status.steps[surviving.version] for seen in survivors if surviving.version in seen.status.steps), default=committed)
-
-
-def _finished(session: Session, step: int, survivors: list[Sighted]) -> Finished:
-    return Finished(step, session.records.read_plan(step), [seen.status.ran[step] for seen in survivors if step in seen.status.ran])
 
 
 def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:

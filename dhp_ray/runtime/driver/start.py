@@ -27,7 +27,7 @@ from dhp_ray.runtime.driver.nodes import Draining
 from dhp_ray.runtime.driver.room import MEMORY_SHARE, check_memory, check_room, saves_ahead
 from dhp_ray.runtime.driver.speeds import SpeedMeter
 from dhp_ray.runtime.driver.takeover import take_over
-from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunError, Started
+from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunError, RunStarted
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
@@ -211,7 +211,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
     scalars.hyperparameters(config)
     records.event("started", generation=generation, step=first_step, num_ranks=group.size)
-    yield Started(_opening(config, group, stream, first_step - 1), first_step, total_steps)
+    yield RunStarted(_opening(config, group, stream, first_step - 1), first_step, total_steps)
     return session
 
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dhp_ray.runtime.messages import Finished, Message, Notice, Started, StepDone
+from dhp_ray.runtime.messages import Message, Notice, RunFinished, RunStarted, StepCommitted
 
 
 class Console:
@@ -36,18 +36,18 @@ class Console:
 
     def _show(self, message: Message) -> None:
         match message:
-            case Started():
+            case RunStarted():
                 self._total_steps = message.total_steps
                 self._print(*message.lines)
                 self._open_bar(message.first_step - 1)
-            case StepDone():
+            case StepCommitted():
                 self.steps += 1
                 self._print(step_line(message.metrics, self._total_steps))
                 if self._bar:
                     self._bar.update(self._bar.task_ids[0], completed=message.metrics["step"], now=now_line(message.metrics))
             case Notice():
                 self._print(message.text)
-            case Finished():
+            case RunFinished():
                 self.close()
                 if message.text:
                     self._print(message.text)

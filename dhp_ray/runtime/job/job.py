@@ -24,7 +24,7 @@ from dhp_ray.runtime.job.head import connect
 from dhp_ray.runtime.job.indexing import index_ahead
 from dhp_ray.runtime.job.preflight import device_of
 from dhp_ray.runtime.job.roster import Roster
-from dhp_ray.runtime.messages import Finished, Notice, Replace, RunError, Started
+from dhp_ray.runtime.messages import Notice, Replace, RunError, RunFinished, RunStarted
 from dhp_ray.runtime.waits import Waits
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def rendezvous_store(host: str) -> TCPStore:
 
 
 def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, waits: Waits, ending: Ending,
-           going_on: bool) -> Finished | None:
+           going_on: bool) -> RunFinished | None:
     """The run under one driver actor; None when that was lost."""
     starting_driver = ExitStack()  # until its first message
     starting_driver.enter_context(waits.on("the driver actor to start"))
@@ -125,10 +125,10 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
             starting_driver.close()
             if waited := waits.taken():
                 driver.waited.remote(waited)
-            if isinstance(message, Finished):
+            if isinstance(message, RunFinished):
                 console.show(message)
                 return message
-            if isinstance(message, Started):
+            if isinstance(message, RunStarted):
                 ending.hand_over(driver.stop.remote)
             if isinstance(message, Replace):
                 if ending.reason:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dhp_ray.config import load
 from dhp_ray.runtime.driver.driver import Driver
-from dhp_ray.runtime.messages import Finished, Message
+from dhp_ray.runtime.messages import Message, RunFinished
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.storage import Folder, StorageError
@@ -38,8 +38,8 @@ def test_a_run_whose_storage_is_gone_ends_with_its_error(tmp_path: Path) -> None
     thread = Thread(target=lambda: messages.extend(driver.run()), daemon=True)
     thread.start()
     thread.join(10)
-    assert [type(message) for message in messages] == [Finished]
-    assert isinstance(messages[0], Finished)
+    assert [type(message) for message in messages] == [RunFinished]
+    assert isinstance(messages[0], RunFinished)
     assert messages[0].error.startswith("run.dir: ")
     assert messages[0].error.endswith("; besides: checkpoints: cannot be listed: no answer")
 

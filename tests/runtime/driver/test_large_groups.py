@@ -20,7 +20,7 @@ from dhp_ray.planner import CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Sample
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.messages import StepDone
+from dhp_ray.runtime.messages import StepCommitted
 
 COST = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
 
@@ -78,7 +78,7 @@ def work_of_steps(num_ranks: int, folder: Path) -> tuple[int, list[Any]]:
 
     sys.setprofile(count)
     try:
-        steps = [message.metrics["step"] for message in driver._steps(driver.session) if isinstance(message, StepDone)]
+        steps = [message.metrics["step"] for message in driver._steps(driver.session) if isinstance(message, StepCommitted)]
     finally:
         sys.setprofile(None)
     driver.session.dispatcher.stop()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dhp_ray.runtime.job.console import Console, step_line
-from dhp_ray.runtime.messages import Finished, Notice, Started, StepDone
+from dhp_ray.runtime.messages import Notice, RunFinished, RunStarted, StepCommitted
 
 METRICS: dict[str, Any] = {"step": 12, "loss": 2.4131, "learning_rate": 9.8e-4, "gradient_norm": 1.2,
                            "num_tokens": 2604, "num_samples": 16, "step_time_s": 0.84, "planning_time_s": 0.0031,
@@ -72,10 +72,10 @@ def test_lines_of_two_threads_do_not_mix() -> None:
 def test_plain_output_is_lines() -> None:
     output = io.StringIO()
     console = Console(output)
-    console.show(Started(("model tiny", "4 ranks [cpu]"), 11, 60))
+    console.show(RunStarted(("model tiny", "4 ranks [cpu]"), 11, 60))
     console.show(Notice("sample a[1] left out: truncated"))
-    console.show(StepDone(METRICS, EXTRA))
-    console.show(Finished("done: model in runs/default/model"))
+    console.show(StepCommitted(METRICS, EXTRA))
+    console.show(RunFinished("done: model in runs/default/model"))
     console.close()
     assert output.getvalue().splitlines() == ["model tiny", "4 ranks [cpu]", "sample a[1] left out: truncated", step_line(METRICS, 60),
                                               "done: model in runs/default/model"]
@@ -83,7 +83,7 @@ def test_plain_output_is_lines() -> None:
 
 def test_an_error_is_left_to_the_caller() -> None:
     output = io.StringIO()
-    Console(output).show(Finished("", "rank 2: out of memory"))
+    Console(output).show(RunFinished("", "rank 2: out of memory"))
     assert output.getvalue() == ""
 
 
@@ -92,10 +92,10 @@ def test_a_terminal_shows_the_lines_and_a_bar(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("COLUMNS", "100")
     screen = Screen()
     console = Console(screen)
-    console.show(Started(("model tiny",), 1, 60))
-    console.show(StepDone(METRICS, EXTRA))
+    console.show(RunStarted(("model tiny",), 1, 60))
+    console.show(StepCommitted(METRICS, EXTRA))
     console.show(Notice("sample a[1] left out: truncated"))
-    console.show(Finished("done"))
+    console.show(RunFinished("done"))
     shown = screen.getvalue()
     assert step_line(METRICS, 60) in shown  # unbroken, though longer than the terminal is wide
     assert "sample a[1] left out: truncated" in shown

@@ -1,0 +1,73 @@
+"""The stages of a step, one type each: dispatched to the workers, running on them, finished by all of them. Once committed it is a StepCommitted."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from dhp_ray.data.stream import Batch
+from dhp_ray.planner.plan import Plan
+from dhp_ray.runtime.messages import Ran
+from dhp_ray.train.results import StepResult
+
+
+@dataclass
+class DispatchedStep:
+    """A planned batch under way to the workers.
+
+    `prefetches` return what the workers' prefetch threads could not decode. A thread takes all of them from Ray, into `answers`, beside the step before.
+    `late`: the plan is the last resort's, because the planner's own was not there in time.
+    """
+
+    step: int
+    batch: Batch
+    plan: Plan
+    plan_id: str
+    late: bool
+    prefetches: list[ray.ObjectRef]
+    answers: Future[list[dict[str, str]]]
+
+
+@dataclass
+class RunningStep:
+    """A step that the workers run: their pending results, and when it began."""
+
+    dispatched: DispatchedStep
+    placeholders: dict[str, str]
+    results: list[ray.ObjectRef]
+    begun_s: float
+    data_wait_s: float
+
+    def finished(self, results: list[StepResult], step_time_s: float, eval_loss: float | None) -> FinishedStep:
+        dispatched, batch = self.dispatched, self.dispatched.batch
+        return FinishedStep(dispatched.step, dispatched.plan, dispatched.plan_id, dispatched.late, batch.epoch,
+                            [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders, results, step_time_s, self.data_wait_s,
+                            eval_loss)
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that every rank has applied. `late`: on the last resort's plan. `results` may lack those of ranks that were lost since."""
+
+    step: int
+    plan: Plan
+    plan_id: str
+    late: bool
+    epoch: int
+    skipped: list[tuple[str, str]]
+    placeholders: dict[str, str]
+    results: list[StepResult]
+    step_time_s: float
+    data_wait_s: float = 0.0
+    eval_loss: float | None = None
+
+    @classmethod
+    def reported(cls, step: int, plan_file: dict[str, Any], ran: list[Ran]) -> FinishedStep:
+        """Build it from the plan file and from what the survivors of a generation report (`ran`, at least one)."""
+        batch, results = plan_file["batch"], [found.result for found in ran]
+        skipped = [(sample_id, reason) for sample_id, reason in batch["skipped"]]
+        return cls(step, Plan.from_json(plan_file), plan_file["id"], plan_file["late"], batch["epoch"], skipped, ran[0].placeholders, results,
+                   max(result.step_time_s for result in results))
