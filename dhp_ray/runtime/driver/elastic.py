@@ -31,7 +31,7 @@ class Condition(StrEnum):
 
 
 @dataclass(frozen=True)
-class Sight:
+class HealthReport:
     """What a survey shows of a worker.
 
     `progress` changes as it works; `waits`: for its peers, in a collective; `error`: what it raised of its own, no lost peer being the cause.
@@ -44,7 +44,7 @@ class Sight:
     error: str = ""
 
 
-def condition_of(now: Sight, before: Sight | None, overdue: bool) -> Condition:
+def condition_of(now: HealthReport, before: HealthReport | None, overdue: bool) -> Condition:
     """`before` is what an earlier survey showed, one watchdog period ago; `overdue`: the step is far past its predicted end."""
     if now.dead:
         return Condition.DEAD

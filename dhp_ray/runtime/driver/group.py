@@ -14,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from dhp_ray.runtime.driver.elastic import Condition, Sight, condition_of
+from dhp_ray.runtime.driver.elastic import Condition, HealthReport, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status, StoppingError
 from dhp_ray.runtime.waits import Waits
 
@@ -117,7 +117,7 @@ class WorkerGroup:
         """
         pending = {call: rank for rank, call in enumerate(calls)}
         look_s = look_s or self.look_s
-        looks = _Looks(self, stuck_s, end_stuck)
+        looks = _HealthMonitor(self, stuck_s, end_stuck)
         looked_s = monotonic()
         results: dict[int, Any] = {}
         while pending:
@@ -148,16 +148,16 @@ class WorkerGroup:
         while not pending.done() and not enough():
             wait([pending], timeout=0.005)
             if self.look_s is not None and monotonic() - last >= IDLE_LOOK_S:
-                for rank, (sight, _) in enumerate(self.survey()):
-                    if sight.dead:
+                for rank, (report, _) in enumerate(self.survey()):
+                    if report.dead:
                         raise GroupError(self.words(rank, Condition.DEAD))
                 last = monotonic()
 
-    def survey(self, timeout_s: float = SURVEY_S) -> list[tuple[Sight, Status]]:
+    def survey(self, timeout_s: float = SURVEY_S) -> list[tuple[HealthReport, Status]]:
         """How every worker is, by rank; answers that do not come within `timeout_s` are given up."""
         calls = self.start("status")
         ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
-        return [_seen(call) for call in calls]
+        return [_health_of(call) for call in calls]
 
     def words(self, rank: int, condition: Condition) -> str:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
@@ -177,27 +177,27 @@ class WorkerGroup:
         return f"rank {rank} ({self.members[rank].place}): {_words(error)}"
 
 
-class _Looks:
-    """Surveys of a group that is at some calls."""
+class _HealthMonitor:
+    """Surveys a group while some of its calls are pending."""
 
     def __init__(self, group: WorkerGroup, stuck_s: float, end_stuck: bool) -> None:
         self.group, self.stuck_s, self.end_stuck = group, stuck_s, end_stuck
-        self.before: list[Sight] = []
+        self.before: list[HealthReport] = []
         self.stands_since = [monotonic()] * group.size
 
     def look(self, pending: set[int]) -> None:
         """Raise GroupError for a worker that is gone, or does not get on with its call (ranks in `pending`)."""
-        sights = [sight for sight, _ in self.group.survey()]
-        for rank, sight in enumerate(sights):
+        reports = [report for report, _ in self.group.survey()]
+        for rank, report in enumerate(reports):
             before = self.before[rank] if self.before else None
-            if before is None or sight.progress != before.progress or rank not in pending:
+            if before is None or report.progress != before.progress or rank not in pending:
                 self.stands_since[rank] = monotonic()
-            condition = condition_of(sight, before, overdue=monotonic() - self.stands_since[rank] >= self.stuck_s)
+            condition = condition_of(report, before, overdue=monotonic() - self.stands_since[rank] >= self.stuck_s)
             if condition is Condition.STUCK and self.end_stuck:
                 ray.kill(self.group.members[rank].actor)
             if condition is not Condition.WELL:
                 raise GroupError(self.group.words(rank, condition))
-        self.before = sights
+        self.before = reports
 
 
 def _answered(calls: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
@@ -221,14 +221,14 @@ def _result(call: ray.ObjectRef) -> Any:
         return error
 
 
-def _seen(call: ray.ObjectRef) -> tuple[Sight, Status]:
+def _health_of(call: ray.ObjectRef) -> tuple[HealthReport, Status]:
     try:
         status: Status = ray.get(call, timeout=0)
-        return Sight(waits=status.waits, progress=status.progress, error=status.error), status
+        return HealthReport(waits=status.waits, progress=status.progress, error=status.error), status
     except (GetTimeoutError, RayTaskError):  # no answer, or it cannot even say how it is
-        return Sight(answered=False), Status()
+        return HealthReport(answered=False), Status()
     except RayError:
-        return Sight(dead=True), Status()
+        return HealthReport(dead=True), Status()
 
 
 def _words(error: RayTaskError) -> str:

@@ -29,7 +29,9 @@ ENDING_S = 6.0
 
 
 @dataclass
-class Sighted:
+class WorkerHealth:
+    """What a survey says of one worker of the group."""
+
     member: Member
     condition: Condition
     status: Status
@@ -51,14 +53,14 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     session.dispatcher.drop()
     _end_where_saved(session, session.records.last_step)
     with session.group.waits.on(f"the workers to leave generation {session.generation}"):
-        sighted = yield from _settled(session, leaving)
-    cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(sighted) if seen.condition is not Condition.WELL) or cause
-    _check_repetition(session, sighted, cause if broken else "")
+        workers = yield from _settled(session, leaving)
+    cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(workers) if seen.condition is not Condition.WELL) or cause
+    _check_repetition(session, workers, cause if broken else "")
     moments["settle_s"] = time.perf_counter()
     with session.group.waits.on("new workers"):
-        sighted = yield from _enough(session, sighted, broken)
+        workers = yield from _enough(session, workers, broken)
     moments["capacity_s"] = time.perf_counter()
-    survivors = [seen for seen in sighted if seen.condition is Condition.WELL]
+    survivors = [seen for seen in workers if seen.condition is Condition.WELL]
     newcomers = session.arrivals.take(0 if session.stopping else session.max_workers - len(survivors))
     committed = session.records.last_step
 
@@ -116,11 +118,11 @@ def _end_where_saved(session: Session, step: int) -> None:
         raise StoppingError
 
 
-def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[Sighted]]:
+def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[WorkerHealth]]:
     """How every worker is, once all that are well have left what they were at. The others are ended and replaced."""
     group = session.group
     before, look_again = None, time.monotonic() + session.patience_s
-    ended: dict[int, Sighted] = {}  # as they were when they were ended
+    ended: dict[int, WorkerHealth] = {}  # as they were when they were ended
     while True:
         _end_where_saved(session, session.records.last_step)
         seen = group.survey()
@@ -128,15 +130,15 @@ def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Me
         for member, (_, status) in zip(group.members, seen):
             if status.call:
                 member.actor.call_off.remote(status.generation)  # those that it waits for, to meet or to make a group, may never come
-        sighted = []
+        workers = []
         for place, (sight, status) in enumerate(seen):
             condition = condition_of(sight, before[place] if before else None, overdue)
             if overdue and before and status.call and condition is Condition.WELL and sight.progress == before[place].progress:
                 condition = Condition.STUCK  # nobody is left that it could wait for
             if condition is Condition.WELL and place in leaving:
                 condition = leaving[place]
-            sighted.append(Sighted(group.members[place], condition, status))
-        for place, found in enumerate(sighted):
+            workers.append(WorkerHealth(group.members[place], condition, status))
+        for place, found in enumerate(workers):
             if found.condition is not Condition.WELL and place not in ended:
                 ended[place] = found
                 if found.condition is Condition.SLOW:
@@ -146,8 +148,8 @@ def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Me
                 ray.kill(found.member.actor)
                 yield Replace(found.member.slot)
                 before, look_again = None, time.monotonic() + ENDING_S + session.patience_s  # till then others may wait for it
-        if not any(found.status.call and found.condition is Condition.WELL for found in sighted):
-            return [ended.get(place, found) for place, found in enumerate(sighted)]
+        if not any(found.status.call and found.condition is Condition.WELL for found in workers):
+            return [ended.get(place, found) for place, found in enumerate(workers)]
         if overdue or before is None:
             before = [sight for sight, _ in seen]
         if overdue:
@@ -155,19 +157,19 @@ def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Me
         time.sleep(POLL_S)
 
 
-def _check_repetition(session: Session, sighted: list[Sighted], cause: str) -> None:
+def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str) -> None:
     """Stop a run that breaks in one step again and again. `cause`: of the last time; empty: it has not broken."""
     if not cause:
         return
     step = session.records.last_step + 1
-    raised = [f"rank {rank} ({found.member.place}) raised: {found.status.error}" for rank, found in enumerate(sighted) if found.condition is Condition.RAISED]
+    raised = [f"rank {rank} ({found.member.place}) raised: {found.status.error}" for rank, found in enumerate(workers) if found.condition is Condition.RAISED]
     session.failures = session.failures.with_one(step, bool(raised))
     if session.failures.hopeless(step):
         why = raised[0] if raised else f"its workers die or hang, at last: {cause} (see events.jsonl)"
         raise RunError(f"step {step} has failed {session.failures.steps.count(step)} times; {why}")
 
 
-def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator[Message, None, list[Sighted]]:
+def _enough(session: Session, workers: list[WorkerHealth], broken: bool) -> Generator[Message, None, list[WorkerHealth]]:
     """Wait until survivors and newcomers are as many as the run needs."""
     told = False
     while True:
@@ -175,12 +177,12 @@ def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator
         yield from reopened(session)
         # A run that is to end forms anew of whoever is left, to save what they hold.
         needed = 1 if session.stopping else max(session.config.cluster.min_workers, session.dispatcher.needed_ranks)
-        conditions = [found.condition for found in sighted]
+        conditions = [found.condition for found in workers]
         match decide(conditions, len(ready), needed, session.max_workers, broken or bool(session.stopping)):
             case Stop(reason):
                 raise RunError(reason)
             case Form() | GoOn():
-                return sighted
+                return workers
             case Wait(num_ranks, have):
                 if session.stopping:  # nobody holds anything
                     raise StoppingError
@@ -189,8 +191,8 @@ def _enough(session: Session, sighted: list[Sighted], broken: bool) -> Generator
                     session.records.event("waiting", num_ranks=num_ranks, have=have)
                     yield Notice(f"{have} workers are left, the run needs {num_ranks}: waiting for capacity")
         time.sleep(CAPACITY_POLL_S)
-        session.group.members = [found.member for found in sighted if found.condition is Condition.WELL]  # the others are being replaced
-        sighted = yield from _settled(session, {})
+        session.group.members = [found.member for found in workers if found.condition is Condition.WELL]  # the others are being replaced
+        workers = yield from _settled(session, {})
 
 
 def reopened(session: Session) -> Iterator[Message]:
@@ -202,7 +204,7 @@ def reopened(session: Session) -> Iterator[Message]:
         yield Replace(slot)
 
 
-def _step_of(surviving: SurvivingState, survivors: list[Sighted], committed: int) -> int:
+def _step_of(surviving: SurvivingState, survivors: list[WorkerHealth], committed: int) -> int:
     """The step after which the state is the surviving one."""
     return max((seen.status.steps[surviving.version] for seen in survivors if surviving.version in seen.status.steps), default=committed)
 

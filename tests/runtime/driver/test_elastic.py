@@ -14,7 +14,7 @@ from dhp_ray.runtime.driver.elastic import (
     Failures,
     Form,
     GoOn,
-    Sight,
+    HealthReport,
     Stop,
     SurvivingState,
     Wait,
@@ -26,8 +26,8 @@ from dhp_ray.runtime.driver.elastic import (
 from dhp_ray.runtime.messages import HeldShards
 
 WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name) for name in ("well", "dead", "silent", "raised", "stuck", "slow"))
-COMPUTES = Sight(progress="run step 3, pack 0 attention.py:40")
-WAITS = Sight(progress="run step 3, pack 1 link.py:88", waits=True)
+COMPUTES = HealthReport(progress="run step 3, pack 0 attention.py:40")
+WAITS = HealthReport(progress="run step 3, pack 1 link.py:88", waits=True)
 
 
 @pytest.mark.parametrize(("now", "before", "overdue", "condition"), [
@@ -35,16 +35,16 @@ WAITS = Sight(progress="run step 3, pack 1 link.py:88", waits=True)
     (COMPUTES, COMPUTES, False, WELL),  # stands still, but not for long
     (COMPUTES, COMPUTES, True, STUCK),
     (COMPUTES, None, True, WELL),  # one look shows no standstill
-    (Sight(progress="run step 3, pack 1"), COMPUTES, True, WELL),  # a long step, but it gets on
+    (HealthReport(progress="run step 3, pack 1"), COMPUTES, True, WELL),  # a long step, but it gets on
     (WAITS, WAITS, True, WELL),  # the one that it waits for is to blame
     (COMPUTES, WAITS, True, WELL),
-    (Sight(answered=False), COMPUTES, False, SILENT),
-    (Sight(dead=True), COMPUTES, False, DEAD),
-    (Sight(dead=True, answered=False, error="x"), None, True, DEAD),
-    (Sight(error="KeyError: 'x'"), None, False, RAISED),
-    (Sight(error="KeyError: 'x'", waits=True), WAITS, True, RAISED),
+    (HealthReport(answered=False), COMPUTES, False, SILENT),
+    (HealthReport(dead=True), COMPUTES, False, DEAD),
+    (HealthReport(dead=True, answered=False, error="x"), None, True, DEAD),
+    (HealthReport(error="KeyError: 'x'"), None, False, RAISED),
+    (HealthReport(error="KeyError: 'x'", waits=True), WAITS, True, RAISED),
 ])
-def test_the_condition_of_a_worker(now: Sight, before: Sight | None, overdue: bool, condition: Condition) -> None:
+def test_the_condition_of_a_worker(now: HealthReport, before: HealthReport | None, overdue: bool, condition: Condition) -> None:
     assert condition_of(now, before, overdue) is condition
 
 
