@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dhp_ray.constraints import brief, check, check_device, texts, walk
 from dhp_ray.credentials import concealed
+from dhp_ray.errors import first_line
 from dhp_ray.schema import Config, ConfigError
 
 __all__ = ["CHOICES", "CONF", "Config", "ConfigError", "check", "check_device", "dump", "help_text", "load"]
@@ -100,9 +101,9 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"--config: no file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config: {path} cannot be read: {_first_line(error)}") from None
+        raise ConfigError(f"--config: {path} cannot be read: {first_line(error)}") from None
     except Exception as error:  # the YAML reader's own errors have no common base
-        raise ConfigError(f"--config: {path} is not YAML: {_first_line(error)}") from None
+        raise ConfigError(f"--config: {path} is not YAML: {first_line(error)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"--config: {path} holds {type(tree).__name__}; allowed: sections with keys")
     return {str(name): value for name, value in tree.items()}
@@ -147,7 +148,7 @@ def _value(name: str, text: str) -> Any:
     except Exception as error:  # as in _read
         if kind is str:
             return text
-        raise ConfigError(f"{name}: {text!r} is not a YAML value: {_first_line(error)}") from None
+        raise ConfigError(f"{name}: {text!r} is not a YAML value: {first_line(error)}") from None
     return text if kind is str and not isinstance(value, str) and value is not None else value
 
 
@@ -211,7 +212,3 @@ def _conceal(node: Any) -> None:
             if is_dataclass(inner):
                 _conceal(inner)
         setattr(node, item.name, concealed(value))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

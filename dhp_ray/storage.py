@@ -20,6 +20,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from dhp_ray.credentials import concealed, full_uri, masked
+from dhp_ray.errors import first_line_of
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp$")
 """Ending of a file that is being written; a crash may leave one behind, and no listing shows it."""
@@ -209,6 +210,6 @@ def storage_errors(place: str, problem: str) -> Iterator[None]:
         raise
     except (OSError, pa.ArrowException, ValueError) as error:  # a bad URI is a ValueError
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        first = (reason.strip().splitlines() or [type(error).__name__])[0]
+        first = first_line_of(reason) or type(error).__name__
         first = re.sub(r"^.*Detail: \[errno \d+\] ", "", first)  # pyarrow names the file once more, and then the reason
         raise StorageError(f"{place}: {problem}: {masked(first)}") from None  # the cause would show the whole URI

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dhp_ray.errors import first_line
+
 if TYPE_CHECKING:
     import torch
 
@@ -101,7 +103,7 @@ def _lack(accelerator: Accelerator) -> str:
         try:
             import torch_npu  # noqa: F401  (importing it adds the device to torch)
         except (ImportError, OSError, RuntimeError) as error:
-            return f"torch_npu cannot be imported on this machine ({(str(error).strip().splitlines() or [type(error).__name__])[0]}); it needs CANN"
+            return f"torch_npu cannot be imported on this machine ({first_line(error)}); it needs CANN"
     import torch
 
     there = torch.get_device_module(accelerator.name).is_available()

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from dhp_ray.data.errors import RowError, first_line
+from dhp_ray.data.errors import RowError
 from dhp_ray.data.tools import RESPONSE_BEGIN, RESPONSE_END, calls_text, holds_any, tools_text
+from dhp_ray.errors import first_line
 
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 MARKS = {IMAGE_MARK: "image", VIDEO_MARK: "video"}

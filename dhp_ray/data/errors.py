@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from dhp_ray.errors import first_line, named_line
+
 
 class DataError(ValueError):
     """Data that a run cannot use at all; the message is one line: which file or key, what is wrong, what is allowed."""
@@ -13,13 +15,8 @@ class RowError(ValueError):
     """One row that cannot be used; the message is one line and becomes the reason in skipped.jsonl."""
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the error's name when it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def description(error: BaseException) -> str:
     """What an error says of a file: the system's or a reader's words; the error's name before those of other kinds."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return first_line(error) if isinstance(error, (OSError, pa.ArrowException)) else f"{type(error).__name__}: {first_line(error)}"
+    return first_line(error) if isinstance(error, (OSError, pa.ArrowException)) else named_line(error)

@@ -11,8 +11,9 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, features
 from PIL import __version__ as pillow_version
 
-from dhp_ray.data.errors import RowError, first_line
+from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import MediaLimits
+from dhp_ray.errors import first_line
 
 if TYPE_CHECKING:
     from dhp_ray.data.processor import Processor

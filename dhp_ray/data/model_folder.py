@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.errors import DataError
+from dhp_ray.errors import first_line
 
 PRESET_IMAGE_SETTINGS: dict[str, Any] = {
     "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3, "rescale_factor": 1 / 255,

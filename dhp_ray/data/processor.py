@@ -18,11 +18,12 @@ import numpy as np
 
 from dhp_ray.data.clip import MIN_FRAMES, Clip
 from dhp_ray.data.conversation import Turn, check_counts, offering, turns_of
-from dhp_ray.data.errors import DataError, RowError, first_line
+from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import PRESET_IMAGE_SETTINGS, chat_template_of, folder_image_settings, write_json
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, STRUCTURE_TOKENS, byte_tokenizer, special_token_ids
 from dhp_ray.data.tools import holds_any
+from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import Grid
 from dhp_ray.schema import Data, Model
 

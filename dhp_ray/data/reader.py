@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from dhp_ray.credentials import masked
 from dhp_ray.data.conversation import MEDIA
-from dhp_ray.data.errors import RowError, description, first_line
+from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragment
@@ -25,6 +25,7 @@ from dhp_ray.data.media import media_of
 from dhp_ray.data.order import row_order
 from dhp_ray.data.processor import SLICE_TOKENS, Processor, ProcessorSpec, Size
 from dhp_ray.data.video import clip_of
+from dhp_ray.errors import first_line
 
 PAYLOAD = pa.schema([
     ("position", pa.int64()),  # place of the fragment in the epoch's order

@@ -27,8 +27,9 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont
 
 from dhp_ray.data.conversation import IMAGE_MARK
-from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.errors import DataError
 from dhp_ray.data.processor import Processor, ProcessorSpec
+from dhp_ray.errors import first_line
 from dhp_ray.schema import Data
 
 CELL = 28  # pixels of a merged patch

@@ -13,7 +13,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dhp_ray.data.errors import RowError, first_line
+from dhp_ray.data.errors import RowError
+from dhp_ray.errors import first_line
 
 RESPONSE_BEGIN, RESPONSE_END = "<tool_response>\n", "\n</tool_response>"
 _TOOLS = ("# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

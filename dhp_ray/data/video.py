@@ -16,9 +16,10 @@ import av
 import numpy as np
 
 from dhp_ray.data.clip import Clip
-from dhp_ray.data.errors import RowError, first_line
+from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import Processor
+from dhp_ray.errors import first_line
 
 MAX_FRAMES_PER_SECOND = 240  # a file that claims more is made to be long while it looks short
 CONTAINERS = "MP4 or MOV, WebM or Matroska, AVI"

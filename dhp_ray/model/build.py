@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from dhp_ray.errors import first_line
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.files import ModelError, config_tree, weight_files
 from dhp_ray.model.presets import preset_config
@@ -102,7 +103,7 @@ def _load(model_class: Any, path: str) -> PreTrainedModel:
     try:
         module, report = model_class.from_pretrained(path, output_loading_info=True, **options)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ModelError(f"model.path: {path} cannot be loaded: {(str(error).strip().splitlines() or [type(error).__name__])[0]}") from error
+        raise ModelError(f"model.path: {path} cannot be loaded: {first_line(error)}") from error
     # transformers fills what it does not find with random numbers and says so in a log line only
     missing = sorted(report["missing_keys"])
     if missing:

@@ -12,6 +12,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from dhp_ray.errors import first_line
+
 MODEL_TYPES = ("qwen2_5_vl",)
 """The families of build.py, as config.json names them."""
 
@@ -75,7 +77,7 @@ def opened(path: str, file: str, framework: str) -> Iterator[Any]:
         with safe_open(Path(path) / file, framework=framework) as stored:
             yield stored
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"model.path: {path}: {file} cannot be read: {str(error).strip().splitlines()[0]}") from None
+        raise ModelError(f"model.path: {path}: {file} cannot be read: {first_line(error)}") from None
 
 
 def _download_hint(path: str) -> str:

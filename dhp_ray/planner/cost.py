@@ -32,6 +32,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import yaml
 
+from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample
 
 REQUIRED = ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "bandwidth_bytes_per_s")
@@ -97,7 +98,7 @@ class CostModel:
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"{path}: cannot be read: {error.__class__.__name__}") from None
         except yaml.YAMLError as error:
-            raise PlanError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+            raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
         try:
             return cls.from_json(tree)
         except PlanError as error:

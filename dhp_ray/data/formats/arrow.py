@@ -12,10 +12,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.errors import DataError
 from dhp_ray.data.formats.rows import ROW_COLUMNS, ROWS_PER_FRAGMENT, Row, check_columns, new_names
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
+from dhp_ray.errors import first_line
 
 SUFFIXES = (".arrow",)
 

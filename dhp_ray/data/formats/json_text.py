@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.errors import DataError
 from dhp_ray.data.formats.rows import CONVERSATION_COLUMNS, Row, fragments_of
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
+from dhp_ray.errors import first_line
 
 SUFFIXES = (".json", ".jsonl")
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.errors import DataError
 from dhp_ray.data.formats.rows import ROW_COLUMNS, Row, check_columns, new_names
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
+from dhp_ray.errors import first_line
 
 SUFFIXES = (".parquet",)
 ROWS_OF_ROW_GROUP = 256

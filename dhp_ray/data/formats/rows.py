@@ -18,9 +18,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from dhp_ray.data.errors import DataError, RowError, first_line
+from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
+from dhp_ray.errors import first_line
 
 ROWS_PER_FRAGMENT = 32
 CONVERSATION_COLUMNS = ("conversations", "messages")

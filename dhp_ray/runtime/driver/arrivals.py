@@ -9,6 +9,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from dhp_ray.errors import first_line
 from dhp_ray.runtime.driver.group import Member
 
 
@@ -59,5 +60,5 @@ class Arrivals:
         except RayError as error:
             cause = getattr(error, "cause", None) or error
             self._coming.remove(newcomer)
-            self.failed.append((newcomer.member.slot, (str(cause).strip().splitlines() or [type(cause).__name__])[0]))
+            self.failed.append((newcomer.member.slot, first_line(cause)))
             return False

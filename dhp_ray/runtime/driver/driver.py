@@ -21,7 +21,8 @@ import ray
 from ray.actor import ActorHandle
 
 from dhp_ray.config import Config, ConfigError
-from dhp_ray.data.errors import DataError, first_line
+from dhp_ray.data.errors import DataError
+from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import PlanError
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.commit import Commits

@@ -14,6 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from dhp_ray.errors import first_line_of
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status, StoppingError
 from dhp_ray.runtime.waits import Waits
@@ -233,5 +234,5 @@ def _health_of(call: ray.ObjectRef) -> tuple[HealthReport, Status]:
 
 def _words(error: RayTaskError) -> str:
     cause = getattr(error, "cause", None) or error
-    text = (str(cause).strip().splitlines() or [""])[0]
+    text = first_line_of(str(cause))
     return text if isinstance(cause, (ValueError, OSError, RunError)) and text else f"{type(cause).__name__}: {text}"

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from dhp_ray.credentials import masked
-from dhp_ray.data.errors import first_line
+from dhp_ray.errors import first_line
 from dhp_ray.runtime.messages import RunError
 
 LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}

@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.constraints import check_device, run_folder_warning
-from dhp_ray.data.errors import first_line
+from dhp_ray.errors import first_line
 from dhp_ray.runtime.job.console import Console
 from dhp_ray.runtime.job.ending import Ending
 from dhp_ray.runtime.job.head import connect

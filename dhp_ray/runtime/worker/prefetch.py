@@ -13,6 +13,7 @@ from dhp_ray.data.blocks import BlockRows, fetch_rows
 from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
+from dhp_ray.errors import first_line
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
 from dhp_ray.train.collate import Payload, check_payload, placeholder
@@ -34,7 +35,7 @@ def load_payloads(plan: RankPlan, blocks: Sequence[BlockRows], processor: Proces
                 check_payload(sample, payload, adapter, encoded_here)
             except Exception as error:  # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
                 payload = placeholder(sample)
-                failures[sample.id] = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix(f"sample {sample.id}: ")
+                failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
             payloads[sample.id] = payload
     return payloads, failures
 

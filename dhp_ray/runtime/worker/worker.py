@@ -29,6 +29,7 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.world import close_store_connections, destroy_world, is_peer_loss
 from dhp_ray.config import Config
 from dhp_ray.data.blocks import BlockRows
+from dhp_ray.errors import first_line_of
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
@@ -285,7 +286,7 @@ def give_back_memory() -> None:
 
 def words_of(error: BaseException) -> str:
     """One line: an error's own words where they are for the user, else its type, words and place."""
-    text = (str(error).strip().splitlines() or [""])[0]
+    text = first_line_of(str(error))
     if isinstance(error, (ValueError, OSError, RunError)) and text:
         return text
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dhp_ray/" in frame.filename]

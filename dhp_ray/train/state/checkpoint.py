@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from dhp_ray.errors import named_line
 from dhp_ray.storage import Folder, sync_folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.state.folders import files_of
@@ -138,7 +139,7 @@ class Checkpointer:
         try:
             error = self._saved(name, state, group, folder)
         except BaseException as failure:
-            error = _one_line(failure)
+            error = named_line(failure)
             if local:
                 self._withdraw(name, folder)
         finally:
@@ -160,7 +161,7 @@ class Checkpointer:
             planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as failure:  # on all ranks alike
-            error = _one_line(failure.failures[self.rank][0]) if self.rank in failure.failures else None
+            error = named_line(failure.failures[self.rank][0]) if self.rank in failure.failures else None
         else:
             try:
                 if self.rank == 0 and not self._left.is_set():
@@ -170,7 +171,7 @@ class Checkpointer:
                 else:
                     self._upload(name, folder)
             except BaseException as failure:
-                error = _one_line(failure)
+                error = named_line(failure)
         if self._left.is_set():
             if local:
                 self._withdraw(name, folder)
@@ -247,8 +248,4 @@ def needed_files(metadata: Metadata, entries: dict[str, Intervals]) -> set[str]:
 
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    return f"rank {rank}: {_one_line(cause)}"
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")
+    return f"rank {rank}: {named_line(cause)}"

@@ -1,0 +1,18 @@
+"""One line of an error, for the user, a log or a peer."""
+
+from __future__ import annotations
+
+
+def first_line_of(text: str) -> str:
+    """The first line of a text; empty where there is none."""
+    return (text.strip().splitlines() or [""])[0]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the error's name when it has none."""
+    return first_line_of(str(error)) or type(error).__name__
+
+
+def named_line(error: BaseException) -> str:
+    """The error's name and the first line of its message."""
+    return f"{type(error).__name__}: {first_line_of(str(error))}".removesuffix(": ")
