@@ -18,7 +18,7 @@ from dhp_ray.credentials import masked
 from dhp_ray.data.conversation import MEDIA
 from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.formats import read_rows
-from dhp_ray.data.formats.rows import Row, conversation_of
+from dhp_ray.data.formats.stored_rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.formats import read_rows
-from dhp_ray.data.formats.rows import ROWS_PER_FRAGMENT
+from dhp_ray.data.formats.stored_rows import ROWS_PER_FRAGMENT
 from dhp_ray.data.index import data_files, image_root, index_fragments
 from dhp_ray.schema import Data
 from tests.data.samples import talk, write_rows

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from dhp_ray.data.errors import DataError, description
 from dhp_ray.data.formats import arrow, json_text, parquet, tar
-from dhp_ray.data.formats.rows import Row
+from dhp_ray.data.formats.stored_rows import Row
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
 

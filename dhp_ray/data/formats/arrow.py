@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats.rows import ROW_COLUMNS, ROWS_PER_FRAGMENT, Row, check_columns, new_names
+from dhp_ray.data.formats.stored_rows import ROW_COLUMNS, ROWS_PER_FRAGMENT, Row, check_columns, new_names
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats.rows import CONVERSATION_COLUMNS, Row, fragments_of
+from dhp_ray.data.formats.stored_rows import CONVERSATION_COLUMNS, Row, fragments_of
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats.rows import ROW_COLUMNS, Row, check_columns, new_names
+from dhp_ray.data.formats.stored_rows import ROW_COLUMNS, Row, check_columns, new_names
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line

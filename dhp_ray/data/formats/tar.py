@@ -17,7 +17,7 @@ from typing import Any
 
 from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.formats.rows import Row, fragments_of
+from dhp_ray.data.formats.stored_rows import Row, fragments_of
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.formats.rows import conversation_of
+from dhp_ray.data.formats.stored_rows import conversation_of
 from tests.data.samples import talk
 
 
