@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from dhp_ray.run_folder import CLUSTER_FILE, CONFIG_FILE, EVENTS_FILE, METRICS_FILE, PLANS_FOLDER, SKIPPED_FILE, plan_file, step_of
 from dhp_ray.storage import Folder, StorageError
 
 
@@ -27,9 +28,9 @@ class RunFiles:
 
     def plan(self, step: int) -> dict[str, Any]:
         """The plan file of a step, in the form of `Plan.to_json`."""
-        tree = _json(self.folder, f"plans/step_{step:06d}.json")
+        tree = _json(self.folder, plan_file(step))
         if not isinstance(tree, dict):
-            raise StorageError(f"{self.folder.uri}/plans/step_{step:06d}.json: not a plan")
+            raise StorageError(f"{self.folder.uri}/{plan_file(step)}: not a plan")
         return tree
 
 
@@ -40,12 +41,12 @@ def read_run(folder: Folder) -> RunFiles:
         NoRunError: no run has been started there.
         StorageError: a file cannot be read or is damaged.
     """
-    if not folder.exists("config.yaml"):
-        raise NoRunError(f"run.dir: no run in {folder.uri} (it has no config.yaml); allowed: a folder that jobs/train.py has written")
-    cluster = _json(folder, "cluster.json") if folder.exists("cluster.json") else {}
-    steps = [int(name[5:-5]) for name in folder.names("plans") if name.startswith("step_") and name.endswith(".json") and name[5:-5].isdigit()]
-    return RunFiles(folder, folder.read("config.yaml").decode(errors="replace"), _lines(folder, "metrics.jsonl"), _lines(folder, "events.jsonl"),
-                    _lines(folder, "skipped.jsonl"), cluster.get("ranks", []) if isinstance(cluster, dict) else [], sorted(steps))
+    if not folder.exists(CONFIG_FILE):
+        raise NoRunError(f"run.dir: no run in {folder.uri} (it has no {CONFIG_FILE}); allowed: a folder that jobs/train.py has written")
+    cluster = _json(folder, CLUSTER_FILE) if folder.exists(CLUSTER_FILE) else {}
+    steps = [step for name in folder.names(PLANS_FOLDER) if (step := step_of(name, ".json")) is not None]
+    return RunFiles(folder, folder.read(CONFIG_FILE).decode(errors="replace"), _lines(folder, METRICS_FILE), _lines(folder, EVENTS_FILE),
+                    _lines(folder, SKIPPED_FILE), cluster.get("ranks", []) if isinstance(cluster, dict) else [], sorted(steps))
 
 
 def _lines(folder: Folder, name: str) -> list[dict[str, Any]]:

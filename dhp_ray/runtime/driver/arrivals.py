@@ -10,6 +10,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from dhp_ray.errors import first_line
+from dhp_ray.run_folder import CONFIG_FILE
 from dhp_ray.runtime.driver.group import Member
 
 
@@ -39,7 +40,7 @@ class Arrivals:
                 slot, actor = self._offered.get_nowait()
             except Empty:
                 break
-            self._coming.append(_Newcomer(Member(slot, actor), actor.describe.remote(self._device, "config.yaml"), actor.prepare.remote()))
+            self._coming.append(_Newcomer(Member(slot, actor), actor.describe.remote(self._device, CONFIG_FILE), actor.prepare.remote()))
         return [newcomer.member for newcomer in list(self._coming) if self._is_ready(newcomer)]
 
     def take(self, number: int) -> list[Member]:

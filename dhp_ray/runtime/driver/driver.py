@@ -24,6 +24,7 @@ from dhp_ray.config import Config, ConfigError
 from dhp_ray.data.errors import DataError
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import PlanError
+from dhp_ray.run_folder import MODEL_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.elastic import Condition
@@ -196,7 +197,7 @@ class Driver:
             yield from self.commits.finish_saves()
         if not stopping:
             with self.waits.on("the model to be written"):
-                session.group.call("export", "model")
+                session.group.call("export", MODEL_FOLDER)
             session.group.call("leave")
         return stopping
 
@@ -210,7 +211,7 @@ class Driver:
         session.records.close()
         if stopping:
             return RunFinished("", f"stopped after step {session.records.last_step}: {stopping}{self._way_back()}", status=1)
-        return RunFinished(f"done: model in {Folder(self.config.run.dir).child('model').uri}")
+        return RunFinished(f"done: model in {Folder(self.config.run.dir).child(MODEL_FOLDER).uri}")
 
     def _failed(self, error: str) -> RunFinished:
         """The end of a run by an error; the logs are brought up to date for whoever looks for its cause, where they still can be."""

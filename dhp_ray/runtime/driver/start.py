@@ -17,6 +17,7 @@ from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import CostModel, warm_up
 from dhp_ray.planner.plan import ClusterSpec
+from dhp_ray.run_folder import TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.elastic import Condition, Failures, replica_ranks_of
@@ -138,7 +139,7 @@ class Session:
         self.records.truncate(step)
         self.note_not_deleted(self.checkpoints.discard_after(step))
         self.scalars.close()
-        self.scalars = ScalarLog(Folder(self.config.run.dir).child("tensorboard"), step + 1)
+        self.scalars = ScalarLog(Folder(self.config.run.dir).child(TENSORBOARD_FOLDER), step + 1)
 
 
 def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals, going_on: bool,
@@ -177,7 +178,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     resolve_limits(config, records.stored_config(), cost, group)
     stream.max_tokens = config.planner.max_sequence_tokens
     stream.max_image_tokens = int(config.planner.tokens_per_rank)
-    scalars = ScalarLog(folder.child("tensorboard"), first_step)
+    scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)
     steps = config.run.steps
     total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
     watch = Watch(folder, config.watch.every_steps)

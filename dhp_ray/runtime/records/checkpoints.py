@@ -7,13 +7,12 @@ whose files count: what a generation before it may have left, or still writes, i
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dhp_ray.run_folder import CHECKPOINTS_FOLDER, MANIFEST_FILE, checkpoint_folder, step_of, tensors_folder
 from dhp_ray.storage import Folder, StorageError
-from dhp_ray.train.state.folders import files_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Manifest:
     @property
     def files(self) -> str:
         """The folder of the tensors, in the run folder."""
-        return files_of(self.step, self.generation)
+        return tensors_folder(self.step, self.generation)
 
 
 class Checkpoints:
@@ -38,17 +37,13 @@ class Checkpoints:
     def __init__(self, folder: Folder, keep: int) -> None:
         self.folder, self.keep = folder, keep
 
-    @staticmethod
-    def name(step: int) -> str:
-        return f"checkpoints/step_{step:06d}"
-
     def complete(self) -> list[int]:
         """Steps of the whole checkpoints, oldest first."""
-        return [step for step in self._steps() if self.folder.exists(f"{self.name(step)}/manifest.json")]
+        return [step for step in self._steps() if self.folder.exists(f"{checkpoint_folder(step)}/{MANIFEST_FILE}")]
 
     def _steps(self) -> list[int]:
         """Steps that have a folder, oldest first."""
-        return sorted(int(match[1]) for name in self.folder.names("checkpoints") if (match := re.fullmatch(r"step_(\d+)", name)))
+        return sorted(step for name in self.folder.names(CHECKPOINTS_FOLDER) if (step := step_of(name)) is not None)
 
     def newest(self) -> Manifest | None:
         """What the newest whole checkpoint says of itself; None: there is none.
@@ -65,7 +60,7 @@ class Checkpoints:
         Raises:
             StorageError: as for `newest`.
         """
-        name = f"{self.name(step)}/manifest.json"
+        name = f"{checkpoint_folder(step)}/{MANIFEST_FILE}"
         try:
             return Manifest(**json.loads(self.folder.read(name)))
         except (ValueError, TypeError):
@@ -80,11 +75,11 @@ class Checkpoints:
 
         What could not be deleted is returned, a line each; a later call deletes it.
         """
-        here = self.name(manifest.step)
-        self.folder.write(f"{here}/manifest.json", json.dumps(asdict(manifest)).encode())
-        others = [f"{here}/{name}" for name in self.folder.names(here) if manifest.generation and name != "manifest.json"]
+        here = checkpoint_folder(manifest.step)
+        self.folder.write(f"{here}/{MANIFEST_FILE}", json.dumps(asdict(manifest)).encode())
+        others = [f"{here}/{name}" for name in self.folder.names(here) if manifest.generation and name != MANIFEST_FILE]
         kept = self.complete()[-self.keep :]
-        old = [self.name(step) for step in self._steps() if step < manifest.step and step not in kept]
+        old = [checkpoint_folder(step) for step in self._steps() if step < manifest.step and step not in kept]
         return self._delete([*(name for name in others if name != manifest.files), *old])
 
     def discard_after(self, step: int) -> list[str]:
@@ -93,12 +88,12 @@ class Checkpoints:
         What could not be deleted is returned, a line each; none of it counts as whole.
         """
         whole = self.complete()
-        return self._delete([self.name(found) for found in self._steps() if found > step or found not in whole])
+        return self._delete([checkpoint_folder(found) for found in self._steps() if found > step or found not in whole])
 
     def _delete(self, names: Iterable[str]) -> list[str]:
         failures = []
         for name in names:
-            self.folder.delete(f"{name}/manifest.json")  # first: of what is left no part may count as a whole checkpoint
+            self.folder.delete(f"{name}/{MANIFEST_FILE}")  # first: of what is left no part may count as a whole checkpoint
             try:
                 self.folder.delete(name)
             except StorageError as error:  # a rank that gave up a save may still write there

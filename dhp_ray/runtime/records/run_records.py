@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from dhp_ray.config import Config, ConfigError, dump
+from dhp_ray.run_folder import CLUSTER_FILE, CONFIG_FILE, EVENTS_FILE, LEDGER_FILE, METRICS_FILE, PLANS_FOLDER, SKIPPED_FILE, TRACES_FOLDER, plan_file
 from dhp_ray.runtime.waits import Waited
 from dhp_ray.spooled_log import SpooledLog, json_text
 from dhp_ray.storage import Folder, StorageError
@@ -47,10 +48,10 @@ class RunRecords:
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        self._ledger = SpooledLog(folder, "ledger.jsonl")
-        self._metrics = SpooledLog(folder, "metrics.jsonl")
-        self._skipped = SpooledLog(folder, "skipped.jsonl")
-        self._events = SpooledLog(folder, "events.jsonl")
+        self._ledger = SpooledLog(folder, LEDGER_FILE)
+        self._metrics = SpooledLog(folder, METRICS_FILE)
+        self._skipped = SpooledLog(folder, SKIPPED_FILE)
+        self._events = SpooledLog(folder, EVENTS_FILE)
         self._uploaded_at = time.monotonic()
         self._last_step = self._check_steps(self._ledger)
         self._metrics.truncate(lambda line: line["step"] <= self._last_step)
@@ -66,7 +67,7 @@ class RunRecords:
     @property
     def holds_run(self) -> bool:
         """Whether a run has been started in this folder."""
-        return self._last_step > 0 or self.folder.exists("config.yaml")
+        return self._last_step > 0 or self.folder.exists(CONFIG_FILE)
 
     def stored_config(self) -> dict[str, Any]:
         """As the function of that name."""
@@ -79,7 +80,7 @@ class RunRecords:
     def write_config(self, config: Config) -> None:
         """Write the resolved configuration; raises ConfigError as `compare_config` does."""
         self.compare_config(config)
-        self.folder.write("config.yaml", dump(config).encode())
+        self.folder.write(CONFIG_FILE, dump(config).encode())
 
     def commit(self, step: int, sample_ids: Sequence[str], metrics: Mapping[str, Any]) -> None:
         """Record that `step` has been applied: one line in metrics.jsonl, then one in ledger.jsonl.
@@ -116,7 +117,7 @@ class RunRecords:
 
     def plan(self, step: int, plan_json: Mapping[str, Any]) -> None:
         """Write the plan of a step, before it runs, in the form of `Plan.to_json`."""
-        self.folder.write(_plan_name(step), (json_text(plan_json) + "\n").encode())
+        self.folder.write(plan_file(step), (json_text(plan_json) + "\n").encode())
 
     def read_plan(self, step: int) -> dict[str, Any]:
         """The plan of a step, as it was written.
@@ -124,13 +125,13 @@ class RunRecords:
         Raises:
             StorageError: it is not there.
         """
-        tree: dict[str, Any] = json.loads(self.folder.read(_plan_name(step)))
+        tree: dict[str, Any] = json.loads(self.folder.read(plan_file(step)))
         return tree
 
     def cluster(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Replace the membership: for each rank its rank, pid, node_id and device."""
         members = [{name: rank[name] for name in ("rank", "pid", "node_id", "device")} for rank in ranks]
-        self.folder.write("cluster.json", (json_text({"generation": generation, "ranks": members}) + "\n").encode())
+        self.folder.write(CLUSTER_FILE, (json_text({"generation": generation, "ranks": members}) + "\n").encode())
 
     @property
     def generation(self) -> int:
@@ -143,7 +144,7 @@ class RunRecords:
         return list(self._membership()["ranks"])
 
     def _membership(self) -> dict[str, Any]:
-        tree: dict[str, Any] = json.loads(self.folder.read("cluster.json")) if self.folder.exists("cluster.json") else {"generation": 0, "ranks": []}
+        tree: dict[str, Any] = json.loads(self.folder.read(CLUSTER_FILE)) if self.folder.exists(CLUSTER_FILE) else {"generation": 0, "ranks": []}
         return tree
 
     def truncate(self, step: int) -> None:
@@ -153,14 +154,14 @@ class RunRecords:
             StorageError: the ledger ends before that step.
         """
         if step > self._last_step:
-            raise StorageError(f"{self.folder.uri}/ledger.jsonl: ends at step {self._last_step}; the checkpoint is of step {step}")
+            raise StorageError(f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self._last_step}; the checkpoint is of step {step}")
         self._ledger.truncate(lambda line: line["step"] <= step)  # first: the metrics may have more lines, never fewer
         self._metrics.truncate(lambda line: line["step"] <= step)
         self._skipped.truncate(lambda line: line["step"] <= step)
         self._skipped_ids = {(line["epoch"], line["id"]) for line in self._skipped.lines()}
-        for kind in ("plans", "trace"):
+        for kind in (PLANS_FOLDER, TRACES_FOLDER):
             for name in self.folder.names(kind):
-                if name > _plan_name(step).rpartition("/")[2]:
+                if name > plan_file(step).rpartition("/")[2]:
                     self.folder.delete(f"{kind}/{name}")
         self._last_step = step
         self.flush()
@@ -196,14 +197,14 @@ class RunRecords:
 
 def stored_config(folder: Folder) -> dict[str, Any]:
     """A run folder's config.yaml as dotted keys and values; empty before the first start."""
-    if not folder.exists("config.yaml"):
+    if not folder.exists(CONFIG_FILE):
         return {}
     try:
-        tree = yaml.safe_load(folder.read("config.yaml"))
+        tree = yaml.safe_load(folder.read(CONFIG_FILE))
     except yaml.YAMLError:
         tree = None
     if not isinstance(tree, dict):
-        raise StorageError(f"{folder.uri}/config.yaml: does not hold a configuration")
+        raise StorageError(f"{folder.uri}/{CONFIG_FILE}: does not hold a configuration")
     return _dotted(tree)
 
 
@@ -219,10 +220,6 @@ def compare_config(folder: Folder, config: Config, holds_run: bool = False) -> N
     for name, value in _dotted(asdict(config)).items():
         if name.startswith(FIXED) and stored.get(name, value) != value:
             raise ConfigError(f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that value, or another run.dir")
-
-
-def _plan_name(step: int) -> str:
-    return f"plans/step_{step:06d}.json"
 
 
 def _dotted(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from io import BytesIO
 
 from dhp_ray.planner.plan import Plan
 from dhp_ray.report.trace import trace_of
+from dhp_ray.run_folder import trace_file
 from dhp_ray.runtime.records.tensorboard import ScalarLog
 from dhp_ray.spooled_log import json_text
 from dhp_ray.storage import Folder
@@ -45,13 +46,9 @@ class Watch:
         from dhp_ray.report.step_picture import draw_step  # matplotlib takes a second to import
 
         try:
-            self._folder.write(trace_name(step), (json_text(trace_of(plan, results)) + "\n").encode())
+            self._folder.write(trace_file(step), (json_text(trace_of(plan, results)) + "\n").encode())
             picture = BytesIO()
             draw_step(plan, results, picture)
             scalars.image(PICTURE, picture.getvalue(), step)
         except Exception as error:  # what only shows the run must not end it; the ledger does not depend on it
             print(f"step {step} is not shown: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def trace_name(step: int) -> str:
-    return f"trace/step_{step:06d}.json"

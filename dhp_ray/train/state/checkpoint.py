@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dhp_ray.errors import named_line
+from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import Folder, sync_folder
 from dhp_ray.train.engine import Engine
-from dhp_ray.train.state.folders import files_of
 from dhp_ray.train.state.intervals import Intervals, LoadPlanner, SavePlanner, Writer
 from dhp_ray.train.state.optimizer import ShardState
 
@@ -56,7 +56,7 @@ class Checkpointer:
         self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
 
     def begin(self, step: int) -> None:
-        """Copy the state as it is now and start to write it to `files_of` the step; waits for a save under way."""
+        """Copy the state as it is now and start to write it to `tensors_folder` the step; waits for a save under way."""
         self.finish()
         staged = ShardState.zeros(self.engine.shard_size, CPU)
         staged.copy_(self.engine.current)
@@ -98,7 +98,7 @@ class Checkpointer:
         self._thread, self.group = None, None
 
     def load(self, name: str) -> None:
-        """Go on from the state in `name`, a folder of `files_of`, saved by any number of ranks.
+        """Go on from the state in `name`, a folder of `tensors_folder`, saved by any number of ranks.
 
         Raises:
             ValueError: it is of another model, or its tensors cannot be read; one line. The engine's state is then as before.
@@ -134,7 +134,7 @@ class Checkpointer:
 
     def _write(self, step: int, state: ShardState, group: dist.ProcessGroup | None) -> None:
         """The thread of a save; `poll` tells how it went."""
-        name, local = files_of(step, self.generation), self.folder.local_path()
+        name, local = tensors_folder(step, self.generation), self.folder.local_path()
         folder = local / name if local else self._staged(f"step_{step:06d}_{uuid4().hex}")
         try:
             error = self._saved(name, state, group, folder)

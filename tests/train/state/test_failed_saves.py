@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import Folder
-from dhp_ray.train.state.folders import files_of
 from tests.ranks import run_processes
 from tests.train.networks import Network, make_engine, run_tensors, train_step
 from tests.train.state.test_checkpoint import KINDS, NAME, FarFolder, LateCheckpointer, make_checkpointer, state_of
@@ -159,7 +159,7 @@ def save_beside_an_abandoned_one(rank, world_size, run_dir, folder_kind):
     left.may_write.set()
     thread.join()
     dist.barrier()
-    again.load(files_of(1, 2))
+    again.load(tensors_folder(1, 2))
     loaded = state_of(engine)
     return polled, all(torch.equal(expected[kind][name], loaded[kind][name]) for kind in KINDS for name in expected[kind])
 

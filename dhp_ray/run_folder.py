@@ -1,0 +1,37 @@
+"""The names of the files in a run's folder: whoever writes or reads one takes its name from here."""
+
+from __future__ import annotations
+
+import re
+
+CONFIG_FILE, CLUSTER_FILE = "config.yaml", "cluster.json"
+METRICS_FILE, LEDGER_FILE, SKIPPED_FILE, EVENTS_FILE = "metrics.jsonl", "ledger.jsonl", "skipped.jsonl", "events.jsonl"
+PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDER = "plans", "trace", "checkpoints", "tensorboard", "model"
+MANIFEST_FILE = "manifest.json"
+"""In the folder of a checkpoint, which is whole once it has one."""
+
+
+def plan_file(step: int) -> str:
+    """The plan of a step."""
+    return f"{PLANS_FOLDER}/step_{step:06d}.json"
+
+
+def trace_file(step: int) -> str:
+    """What the ranks did in a step, for Perfetto."""
+    return f"{TRACES_FOLDER}/step_{step:06d}.json"
+
+
+def checkpoint_folder(step: int) -> str:
+    """The checkpoint of a step."""
+    return f"{CHECKPOINTS_FOLDER}/step_{step:06d}"
+
+
+def tensors_folder(step: int, generation: int) -> str:
+    """The tensors of a checkpoint; generation 0 is of files from before each generation had its own folder."""
+    return checkpoint_folder(step) + (f"/generation_{generation}" if generation else "")
+
+
+def step_of(name: str, ending: str = "") -> int | None:
+    """The step that a file or folder of one step belongs to, by its name alone; None where it is of no step."""
+    match = re.fullmatch(rf"step_(\d+){re.escape(ending)}", name)
+    return int(match[1]) if match else None
