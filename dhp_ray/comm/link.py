@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp_ray.comm.ranks import torch_peer
+
 
 class Tag(IntEnum):
     """What a message carries; keeps exchanges apart that are under way between two ranks at once."""
@@ -68,7 +70,7 @@ class Link:
         Neither kind may be written before `wait`, and what is received is there only after it.
         """
         operations = [
-            dist.P2POp(call, tensor, self.ranks[member], group=self._group, tag=self._first_tag + tag)
+            dist.P2POp(call, tensor, torch_peer(self.ranks[member]), group=self._group, tag=self._first_tag + tag)
             for call, messages in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, member in messages if tensor.numel() > 0
         ]

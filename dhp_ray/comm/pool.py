@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.book import Key, PoolBook, key_of
 from dhp_ray.comm.device import CPU, Accelerator
+from dhp_ray.comm.ranks import own_rank, torch_peer
 from dhp_ray.comm.world import make_group
 
 
@@ -63,13 +64,13 @@ class GroupPool:
         self._book.clear()
 
     def _create(self, key: Key) -> None:
-        self._groups[key] = make_group(list(key), self.accelerator.backend, self.timeout)
-        if dist.get_rank() in key:
+        self._groups[key] = make_group(key, self.accelerator.backend, self.timeout)
+        if own_rank() in key:
             warm_up_group(self._groups[key], key, self.accelerator.torch_device())
 
     def _destroy(self, key: Key) -> None:
         group = self._groups.pop(key)
-        if dist.get_rank() in key:
+        if own_rank() in key:
             dist.destroy_process_group(group)
 
 
@@ -78,12 +79,12 @@ def warm_up_group(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.
 
     NCCL and HCCL build a communicator's channels then; a later exchange may leave out members that hold no tokens.
     """
-    mine = dist.get_rank()
+    mine = own_rank()
     others = [rank for rank in ranks if rank != mine]
     sent = torch.full((1,), float(mine), device=device)
     received = {rank: torch.empty(1, device=device) for rank in others}
-    operations = [dist.P2POp(dist.isend, sent, rank, group=group) for rank in others]
-    operations += [dist.P2POp(dist.irecv, received[rank], rank, group=group) for rank in others]
+    operations = [dist.P2POp(dist.isend, sent, torch_peer(rank), group=group) for rank in others]
+    operations += [dist.P2POp(dist.irecv, received[rank], torch_peer(rank), group=group) for rank in others]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     wrong = [rank for rank in others if received[rank].item() != rank]

@@ -87,7 +87,7 @@ def open_transport(name: str, rank: int, world_size: int, accelerator: Accelerat
         raise ValueError(f"comm.transport: got {name!r}; allowed: pool, parent")
     group = None
     if world_size > 1:
-        ranks = list(range(world_size))
+        ranks = range(world_size)
         group = make_group(ranks, accelerator.backend, timeout)
         warm_up_group(group, ranks, accelerator.torch_device())
     parent = ParentTransport(group, rank)

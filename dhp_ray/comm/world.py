@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.interface import address_towards, listen_on
+from dhp_ray.comm.ranks import own_rank, torch_ranks
 
 POLL_S = 0.01
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -91,20 +92,21 @@ def init_world(store: dist.Store, generation: int, rank: int, world_size: int, a
     _allow(timeout, dist.group.WORLD, accelerator.backend)
 
 
-def make_group(ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of its own with these ranks; every rank of the world calls this, also one that is not among them.
+def make_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of its own with these ranks of the plan; every rank of the world calls this, also one that is not among them.
 
     Members wait `timeout` for one another.
 
     Raises:
         RendezvousError: not all of its ranks came.
     """
-    member = dist.get_rank() in ranks
+    members = torch_ranks(ranks)
+    member = own_rank() in ranks
     if member:
         world = dist.distributed_c10d
         place = f"group-{world._world.group_count}"  # alike on all ranks: torch numbers groups by it, too
-        _gather(world._get_default_store(), place, ranks, timeout)
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=_connecting(backend, timeout))
+        _gather(world._get_default_store(), place, members, timeout)
+    group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=_connecting(backend, timeout))
     if member:
         _allow(timeout, group, backend)
     return group

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp_ray.comm.ranks import sum_over_ranks
 from dhp_ray.train.state.buckets import Bucket, Piece
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
 from dhp_ray.train.state.reshard import LocalShard
@@ -152,5 +153,5 @@ class Engine(ABC):
         for tensor in slices:
             squares += torch.linalg.vector_norm(tensor, dtype=wide).square()
         if self.group is not None:
-            dist.all_reduce(squares, group=self.group)
+            sum_over_ranks(squares, self.group)
         return math.sqrt(float(squares))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.link import Link
+from dhp_ray.comm.ranks import sum_over_ranks
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
@@ -87,5 +88,5 @@ class RankStep:
     def _totals(self, sums: torch.Tensor) -> list[float]:
         if self.world is not None:
             sums = sums.to(self.device)
-            dist.all_reduce(sums, group=self.world)
+            sum_over_ranks(sums, self.world)
         return [float(value) for value in sums.tolist()]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp_ray.comm.ranks import torch_peer
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.state.buckets import Piece
 from dhp_ray.train.state.optimizer import UNFINISHED, ShardState
@@ -80,7 +81,7 @@ class Mirror:
         self._under_way = False
         if self._group is None:
             return
-        self._replica_rank = replica_ranks[rank]
+        self._replica_peer = torch_peer(replica_ranks[rank])
         self._version = torch.zeros(1, dtype=torch.int64)
         self._replicas = self._described([owner for owner, replica_rank in enumerate(replica_ranks) if replica_rank == rank])
         on_device = engine.device.type != "cpu"
@@ -112,7 +113,7 @@ class Mirror:
         for owner, buffers in self._replicas.items():
             buffers.back.version = UNFINISHED
             tensors = [buffers.version, *buffers.back.tensors().values()]
-            self._receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=owner, tag=tag))
+            self._receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=torch_peer(owner), tag=tag))
                                      for tag, tensor in enumerate(tensors) if tensor.numel()]
         current = self._engine.current
         self._version.fill_(current.version)
@@ -168,8 +169,8 @@ class Mirror:
         sizes = torch.empty(2 * self._group.size(), dtype=torch.int64)
         dist.all_gather_single(sizes, torch.tensor([self._engine.shard_size, own.numel()]), group=self._group)
         received = {owner: torch.empty(int(sizes[2 * owner + 1]), dtype=torch.uint8) for owner in owners}
-        works = [_posted(dist.irecv(buffer, group=self._group, group_src=owner)) for owner, buffer in received.items()]
-        works.append(_posted(dist.isend(own, group=self._group, group_dst=self._replica_rank)))
+        works = [_posted(dist.irecv(buffer, group=self._group, group_src=torch_peer(owner))) for owner, buffer in received.items()]
+        works.append(_posted(dist.isend(own, group=self._group, group_dst=self._replica_peer)))
         for work in works:
             work.wait()
         return {owner: _DoubleBuffer.empty(tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes())), int(sizes[2 * owner]))
@@ -177,7 +178,7 @@ class Mirror:
 
     def _send(self, state: ShardState) -> None:
         tensors = [self._version, *state.tensors().values()]
-        self._sends = [_posted(dist.isend(tensor, group=self._group, group_dst=self._replica_rank, tag=tag))
+        self._sends = [_posted(dist.isend(tensor, group=self._group, group_dst=self._replica_peer, tag=tag))
                        for tag, tensor in enumerate(tensors) if tensor.numel()]
 
     def _staging(self, staged: ShardState, current: ShardState) -> Any:

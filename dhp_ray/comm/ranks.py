@@ -1,0 +1,32 @@
+"""Which torch ranks a rank of the plan consists of. Only this module knows: one, of the same number.
+
+    plan     rank 0      rank 1      rank 2          packs, groups, shards and replicas are of these
+    torch    rank 0      rank 1      rank 2          process groups and messages are of these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def torch_ranks(ranks: Iterable[int]) -> list[int]:
+    """All torch ranks of these ranks of the plan, in their order."""
+    return list(ranks)
+
+
+def torch_peer(rank: int) -> int:
+    """The torch rank of another rank of the plan that this process exchanges with."""
+    return rank
+
+
+def own_rank() -> int:
+    """The rank of the plan that this process belongs to."""
+    return dist.get_rank()
+
+
+def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum in place what every rank of the plan has; each rank counts once. All torch ranks of `group` call this."""
+    dist.all_reduce(tensor, group=group)
