@@ -52,8 +52,7 @@ from dhp_ray.storage import Folder  # noqa: E402
 from dhp_ray.train.results import PackTime, StepResult  # noqa: E402
 
 TOKENS_PER_RANK = 4096
-WARM_UP = 3
-LIMIT_MS = 20.0
+WARM_UP, LIMIT_MS = 3, 20.0
 WAITING = "waiting for the plan, as for a step"
 RAY = "Ray: waiting for answers, unpickling them"
 PARTS = (

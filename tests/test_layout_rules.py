@@ -14,6 +14,47 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 JOBS = sorted((ROOT / "jobs").glob("*.py"))
+COVERED_BY = {
+    "constraints.py": "test_config.py",
+    "schema.py": "test_config.py",
+    "data/clip.py": "data/test_video.py",
+    "data/conversation.py": "data/test_processor.py",
+    "data/errors.py": "data/test_untrusted.py",
+    "data/formats/json_text.py": "data/test_index.py",
+    "data/model_folder.py": "data/test_processor.py",
+    "model/adapter.py": "model/test_qwen2_5_vl.py",
+    "model/files.py": "model/test_build.py",
+    "model/kernels/cpu.py": "model/test_kernels.py",
+    "model/kernels/cuda.py": "model/test_kernels.py",
+    "model/kernels/npu.py": "model/test_kernels.py",
+    "model/kernels/segments.py": "model/test_kernels.py",
+    "model/presets.py": "model/test_build.py",
+    "model/weights.py": "train/test_loading.py",
+    "report/figures.py": "report/test_page.py",
+    "report/plan_picture.py": "report/test_step_picture.py",
+    "runtime/messages.py": "runtime/job/test_console.py",
+    "runtime/driver/commit.py": "integration/test_train.py",
+    "runtime/driver/evaluation.py": "integration/test_evaluation.py",
+    "runtime/driver/nodes.py": "integration/test_drain.py",
+    "runtime/driver/recovery.py": "integration/test_faults.py",
+    "runtime/driver/stages.py": "runtime/driver/test_large_groups.py",
+    "runtime/driver/start.py": "integration/test_train.py",
+    "runtime/driver/takeover.py": "integration/test_faults.py",
+    "runtime/job/head.py": "runtime/job/test_connect.py",
+    "runtime/job/job.py": "runtime/job/test_connect.py",
+    "runtime/job/roster.py": "integration/test_capacity.py",
+    "runtime/worker/rank.py": "train/test_random_plans.py",
+    "runtime/worker/worker.py": "integration/test_faults.py",
+    "train/collectives.py": "train/test_sharded_engine.py",
+    "train/micro_batch_model.py": "train/test_sharded_engine.py",
+    "train/micro_batch_step.py": "train/test_sharded_engine.py",
+    "train/rank_step.py": "train/test_lifecycle.py",
+    "train/results.py": "runtime/driver/test_measures.py",
+    "train/state/intervals.py": "train/state/test_checkpoint.py",
+    "train/state/optimizer.py": "train/test_flat_engine.py",
+}
+"""Modules without a test file of their own, and the file that covers each. The planner's are tested together, mode by mode."""
+
 SOURCES = sorted(path for folder in ("dhp_ray", "jobs", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -63,3 +104,18 @@ def test_every_module_and_job_says_what_it_is() -> None:
         if path.name != "__init__.py" and not path.is_relative_to(ROOT / "tests") and ast.get_docstring(ast.parse(path.read_text())) is None:
             found.append(str(path.relative_to(ROOT)))
     assert found == []
+
+
+def test_tests_mirror_the_package() -> None:
+    """Every module has its test file, or is named above with the one that covers it."""
+    modules = {path.relative_to(ROOT / "dhp_ray") for path in SOURCES if path.is_relative_to(ROOT / "dhp_ray") and path.name != "__init__.py"}
+    own = {str(module) for module in modules if (ROOT / "tests" / module.with_name(f"test_{module.name}")).is_file()}
+    others = {str(module) for module in modules if module.parts[0] != "planner"} - own
+    assert sorted(others) == sorted(COVERED_BY)
+    assert [test for test in COVERED_BY.values() if not (ROOT / "tests" / test).is_file()] == []
+
+
+def test_no_two_tests_have_one_name() -> None:
+    """pytest imports test files by their name alone."""
+    names = [path.name for path in SOURCES if path.is_relative_to(ROOT / "tests") and path.name.startswith("test_")]
+    assert sorted(names) == sorted(set(names))

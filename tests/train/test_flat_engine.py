@@ -288,9 +288,8 @@ def large_engine_bytes(rank, world_size, precision):
 
 @pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (1, "bf16"), (3, "fp32"), (3, "bf16")])
 def test_resident_bytes_are_what_an_engine_holds(world_size, precision):
-    num_parameters = 2 * 256 * 512 + 256 + 512
     for held in run_tensors(large_engine_bytes, world_size, world_size, precision):
-        assert held == pytest.approx(resident_bytes(num_parameters, world_size, precision), rel=0.01)
+        assert held == pytest.approx(resident_bytes(2 * 256 * 512 + 256 + 512, world_size, precision), rel=0.01)
 
 
 def test_resident_bytes_of_frozen_parameters_are_those_of_computing():
