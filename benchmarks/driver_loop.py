@@ -41,8 +41,8 @@ from dhp_ray.runtime.driver.commit import Commits  # noqa: E402
 from dhp_ray.runtime.driver.dispatch import Dispatcher  # noqa: E402
 from dhp_ray.runtime.driver.driver import Driver  # noqa: E402
 from dhp_ray.runtime.driver.group import WorkerGroup  # noqa: E402
+from dhp_ray.runtime.driver.session import Session  # noqa: E402
 from dhp_ray.runtime.driver.speeds import nominal_compute_s  # noqa: E402
-from dhp_ray.runtime.driver.start import Session  # noqa: E402
 from dhp_ray.runtime.messages import StepCommitted  # noqa: E402
 from dhp_ray.runtime.records.checkpoints import Checkpoints  # noqa: E402
 from dhp_ray.runtime.records.run_records import RunRecords  # noqa: E402
@@ -156,14 +156,14 @@ def main(argv: list[str]) -> int:
         driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, arguments.steps + WARM_UP, handles_of)
         assert driver.session is not None
         watch = Stopwatch()
-        watch.time(driver.session.dispatcher, "begin", WAITING)
+        watch.time(driver.session.current.dispatcher, "begin", WAITING)
         for owner, name, part in PARTS:
             watch.time(owner, name, part)
         for name in ("wait", "get"):
             watch.time(ray, name, RAY)
         between = times_between_steps()
         times = run(driver, driver.session, watch)
-        driver.session.dispatcher.stop()
+        driver.session.current.dispatcher.stop()
     return report(watch, times, between[WARM_UP:], plan, arguments)
 
 
@@ -208,7 +208,7 @@ def ready_driver(folder: Path, num_ranks: int, num_samples: int, num_steps: int,
     session.enter(1)
     driver.session, driver.commits = session, Commits(session)
     driver.commits.save = lambda step: None  # type: ignore[method-assign]  # the last step's: no rank here has a state
-    dispatcher = session.dispatcher
+    dispatcher = session.current.dispatcher
 
     def begin(step: int) -> None:
         """A step takes as long as planning the next one: plans are never late."""

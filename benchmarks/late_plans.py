@@ -52,7 +52,7 @@ class SlowDriver(Driver):
         reported = Path(self.config.run.dir) / "reported.jsonl"
 
         def slow(problem: Any) -> Any:
-            step_s = statistics.median(self.session.step_times_s) if self.session and self.session.step_times_s else 0.0
+            step_s = statistics.median(self.session.history.step_times_s) if self.session and self.session.history.step_times_s else 0.0
             time.sleep(delay_s(draw, step_s))
             return planned(problem)
 

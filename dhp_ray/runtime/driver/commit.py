@@ -9,9 +9,9 @@ import ray
 
 from dhp_ray.planner.plan import Plan
 from dhp_ray.runtime.driver.measures import step_extra, step_metrics
+from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.speeds import busy_s, nominal_compute_s
 from dhp_ray.runtime.driver.stages import FinishedStep
-from dhp_ray.runtime.driver.start import Session
 from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
 from dhp_ray.runtime.records.checkpoints import Manifest
 
@@ -27,8 +27,8 @@ class Commits:
     def patience_s(self, plan: Plan) -> tuple[float, float]:
         """Seconds after which a step is looked at, and after which a worker that does not get on is stuck: once it is known what predictions are worth."""
         elastic = self.session.config.elastic
-        limit_s = max(elastic.hang_s, elastic.hang_factor * plan.predicted_time_s * self.session.scale.value)
-        return (limit_s / 2, limit_s) if self.session.scale.ratios else (elastic.hang_s / 2, self.session.config.comm.timeout_s)
+        limit_s = max(elastic.hang_s, elastic.hang_factor * plan.predicted_time_s * self.session.history.scale.value)
+        return (limit_s / 2, limit_s) if self.session.history.scale.ratios else (elastic.hang_s / 2, self.session.config.comm.timeout_s)
 
     def recovered(self, finished: list[FinishedStep]) -> Iterator[Message]:
         """Commit what the last generation had finished, once the state after it has its copies: from then on it survives another loss."""
@@ -37,7 +37,7 @@ class Commits:
                 self.session.group.call("mirrored")
         for step in finished:
             last = step is finished[-1]
-            eval_loss = (yield from self.session.evaluation.loss_when_due(step.step)) if last else None
+            eval_loss = (yield from self.session.current.evaluation.loss_when_due(step.step)) if last else None
             yield from self.commit(replace(step, eval_loss=eval_loss))
 
     def commit(self, finished: FinishedStep) -> Iterator[Message]:
@@ -50,11 +50,11 @@ class Commits:
         for result in finished.results:
             if result.plan_id != finished.plan_id:
                 raise RunError(f"step {finished.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is of {finished.plan_id}")
-        metrics = step_metrics(plan, finished.results, finished.step_time_s, session.scale.value, session.generation, finished.late)
+        metrics = step_metrics(plan, finished.results, finished.step_time_s, session.history.scale.value, session.current.number, finished.late)
         metrics |= {} if finished.eval_loss is None else {"eval_loss": finished.eval_loss}
         extra = step_extra(plan, finished.results, finished.data_wait_s, finished.epoch)
-        session.scale.observe(metrics["measured_makespan_s"], plan.predicted_time_s)
-        session.step_times_s.append(finished.step_time_s)
+        session.history.scale.observe(metrics["measured_makespan_s"], plan.predicted_time_s)
+        session.history.step_times_s.append(finished.step_time_s)
         for sample_id, reason in [*finished.skipped, *finished.placeholders.items()]:
             if records.skip(sample_id, reason, finished.step, finished.epoch):
                 yield Notice(f"sample {sample_id} left out: {reason}")
@@ -62,10 +62,10 @@ class Commits:
             records.event("update_skipped", step=finished.step, gradient_norm=metrics["gradient_norm"], sample_ids=[sample.id for sample in plan.samples])
             yield Notice(f"step {finished.step}: the gradient is not finite; update skipped on all ranks")
         records.commit(finished.step, [sample.id for sample in plan.samples if sample.id not in finished.placeholders], metrics)
-        session.dispatcher.batches.pop(finished.step, None)
+        session.current.dispatcher.batches.pop(finished.step, None)
         if plan.cluster.num_ranks == session.group.size and len(finished.results) == session.group.size:
             yield from self._observe_speeds(finished)
-        extra |= {f"speed_{rank}": speed for rank, speed in enumerate(session.meter.planned())}
+        extra |= {f"speed_{rank}": speed for rank, speed in enumerate(session.current.meter.planned())}
         session.scalars.step(metrics, extra)
         session.watch.step(finished.step, plan, finished.results, session.scalars)
         yield StepCommitted(metrics, extra)
@@ -81,7 +81,7 @@ class Commits:
         """Have all ranks stage their state after `step`; they write it in the background."""
         session = self.session
         cursor = session.records.read_plan(step)["batch"]["cursor"]
-        self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync, session.generation), set())
+        self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync, session.current.number), set())
         with session.group.waits.on("the last checkpoint to be staged"):
             session.group.collect(self._saves)
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
@@ -122,9 +122,9 @@ class Commits:
 
     def _observe_speeds(self, finished: FinishedStep) -> Iterator[Message]:
         session = self.session
-        session.meter.observe(nominal_compute_s(finished.plan, session.cost), busy_s(finished.results, session.group.size))
-        for rank, slow in session.meter.news().items():
-            speed, place = session.meter.measured()[rank], session.group.members[rank].place
+        session.current.meter.observe(nominal_compute_s(finished.plan, session.cost), busy_s(finished.results, session.group.size))
+        for rank, slow in session.current.meter.news().items():
+            speed, place = session.current.meter.measured()[rank], session.group.members[rank].place
             session.records.event("slow" if slow else "no_longer_slow", rank=rank, step=finished.step, speed=round(speed, 2))
             yield Notice(f"rank {rank} ({place}) {'is slow' if slow else 'is no longer slow'}: {speed:.2f} of the others' speed; plans follow")
 

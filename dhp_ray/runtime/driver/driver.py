@@ -30,8 +30,9 @@ from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.recovery import form_anew, reopened
+from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.stages import DispatchedStep, RunningStep
-from dhp_ray.runtime.driver.start import Session, open_session
+from dhp_ray.runtime.driver.start import open_session
 from dhp_ray.runtime.messages import GroupError, Message, RunError, RunFinished, StoppingError
 from dhp_ray.runtime.waits import LONG_S, Waited, Waits
 from dhp_ray.storage import Folder, StorageError
@@ -113,7 +114,7 @@ class Driver:
                 if change:
                     finished = yield from form_anew(session, change, bool(broken), {} if broken else self.leaving)
                     yield from self.commits.recovered(finished)
-                    session.stream_lost = False
+                    session.history.stream_lost = False
                 broken = ""
                 change = yield from self._steps(session)
                 yield from self.commits.finish_saves()
@@ -130,22 +131,22 @@ class Driver:
     def _steps(self, session: Session) -> Generator[Message, None, str]:
         """Step after step, to the last one (returns "") or until the membership ought to change (returns why)."""
         change, self.leaving = "", {}
-        first = session.dispatcher.dispatch(session.records.last_step + 1)
+        first = session.current.dispatcher.dispatch(session.records.last_step + 1)
         yield from session.compiling_told()
         running = self._launch(session, first)
         while running:
             step = running.dispatched.step
-            session.dispatcher.begin(step + 1)
-            with self.waits.on(f"step {step}", max(LONG_S, LONG_STEP * max(session.step_times_s, default=0.0))):
+            session.current.dispatcher.begin(step + 1)
+            with self.waits.on(f"step {step}", max(LONG_S, LONG_STEP * max(session.history.step_times_s, default=0.0))):
                 results = session.group.collect(running.results, *self.commits.patience_s(running.dispatched.plan))
             step_time_s = perf_counter() - running.begun_s
-            following = session.dispatcher.take(step + 1)
+            following = session.current.dispatcher.take(step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
             self.leaving = session.leaving()
             # Ranks that leave take nothing along where every step is mirrored; of a drained node, the rest may follow soon.
             endangered = Condition.DRAINED in self.leaving.values() or (bool(self.leaving) and self.config.elastic.mirror_every_steps != 1)
             self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
-            eval_loss = yield from session.evaluation.loss_when_due(step)
+            eval_loss = yield from session.current.evaluation.loss_when_due(step)
             change = yield from self._change(session)
             launched = self._launch(session, None if change or session.stopping else following, waited_s)
             if session.mirrors(step):
@@ -155,8 +156,8 @@ class Driver:
             running = launched
         if self.refused:  # also where it is the first step
             raise RunError(self.refused)
-        short = session.dispatcher.needed_ranks > session.group.size and not session.stopping
-        return change or (f"a sequence of the next batch needs {session.dispatcher.needed_ranks} ranks" if short else "")
+        short = session.current.dispatcher.needed_ranks > session.group.size and not session.stopping
+        return change or (f"a sequence of the next batch needs {session.current.dispatcher.needed_ranks} ranks" if short else "")
 
     def _launch(self, session: Session, dispatched: DispatchedStep | None, waited_s: float = 0.0) -> RunningStep | None:
         """Start a dispatched step on all ranks, once each has said which samples it cannot decode. `waited_s`: how long its batch and plan were waited for.
@@ -167,7 +168,7 @@ class Driver:
             return None
         wait = perf_counter()
         try:
-            failures = session.dispatcher.failures(dispatched)
+            failures = session.current.dispatcher.failures(dispatched)
         except StoppingError:
             return None
         if self.config.data.on_error == "fail":
@@ -176,7 +177,7 @@ class Driver:
                 return None
         begun = perf_counter()
         results = session.group.start("run", dispatched.step, dispatched.plan_id, failures, session.total_steps)
-        session.dispatcher.started(dispatched)
+        session.current.dispatcher.started(dispatched)
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait)
 
     def _change(self, session: Session) -> Generator[Message, None, str]:
@@ -203,7 +204,7 @@ class Driver:
 
     def _finish(self, session: Session, stopping: str) -> RunFinished:
         """Close what the run writes; `stopping`: why it ends early."""
-        session.dispatcher.stop()
+        session.current.dispatcher.stop()
         if not stopping:
             session.stream.close()
         session.watch.close(PICTURE_S if stopping else None)

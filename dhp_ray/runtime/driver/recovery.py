@@ -18,8 +18,8 @@ import ray
 
 from dhp_ray.runtime.driver.elastic import Condition, Form, GoOn, Stop, SurvivingState, Wait, condition_of, decide, surviving_state
 from dhp_ray.runtime.driver.group import Member, by_node
+from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.stages import FinishedStep
-from dhp_ray.runtime.driver.start import Session
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, GroupError, Message, Notice, Replace, RunError, Status, StoppingError
 
 POLL_S = 0.05
@@ -49,10 +49,10 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     """
     moments = {"begun": time.perf_counter()}
     if broken:
-        session.records.event("broken", generation=session.generation, step=session.records.last_step + 1, cause=cause)
-    session.dispatcher.drop()
+        session.records.event("broken", generation=session.current.number, step=session.records.last_step + 1, cause=cause)
+    session.current.dispatcher.drop()
     _end_where_saved(session, session.records.last_step)
-    with session.group.waits.on(f"the workers to leave generation {session.generation}"):
+    with session.group.waits.on(f"the workers to leave generation {session.current.number}"):
         workers = yield from _settled(session, leaving)
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(workers) if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, workers, cause if broken else "")
@@ -74,8 +74,8 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
             surviving, step, ran = None, saved, {}
     finished = [FinishedStep.reported(number, session.records.read_plan(number), found) for number, found in ran.items()]
     _end_where_saved(session, step)
-    if step < committed or session.stream_lost:
-        session.dispatcher.stop().clear()
+    if step < committed or session.history.stream_lost:
+        session.current.dispatcher.stop().clear()
         yield from _go_back(session, step, committed)
     origins: dict[int, FromCheckpoint | FromMemory] = {}
     load = FromCheckpoint(session.checkpoints.manifest(step).files if step and not surviving else "")
@@ -84,9 +84,9 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     for member in newcomers:
         origins[member.slot] = FromMemory(surviving.generation, surviving.version) if surviving else load
 
-    generation = max([session.generation, *(seen.status.generation for seen in survivors)]) + 1
+    generation = max([session.current.number, *(seen.status.generation for seen in survivors)]) + 1
     session.group.members = by_node([*(seen.member for seen in survivors), *newcomers])
-    session.generation = generation
+    session.current.number = generation
     calls = session.group.join(generation, session.store, session.replica_ranks, [origins[member.slot] for member in session.group.members], step)
     try:
         with session.group.waits.on(f"the workers to meet in generation {generation}"):
@@ -95,8 +95,8 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
         session.group.start("call_off", generation)  # those that still wait for the others
         raise
     moments["join_s"] = time.perf_counter()
-    session.evaluation.stop()
-    batches, reader = session.dispatcher.hand_over()  # a batch may be on its way: nobody waits for it here
+    session.current.evaluation.stop()
+    batches, reader = session.current.dispatcher.hand_over()  # a batch may be on its way: nobody waits for it here
     for number in [number for number in list(batches) if number <= committed]:  # the reader may add one meanwhile
         del batches[number]  # commits drop those of finished steps
     session.enter(generation, batches, reader)
@@ -142,7 +142,7 @@ def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Me
             if found.condition is not Condition.WELL and place not in ended:
                 ended[place] = found
                 if found.condition is Condition.SLOW:
-                    session.evicted_slots.add(found.member.slot)
+                    session.history.evicted_slots.add(found.member.slot)
                 session.records.event("worker_lost", rank=place, pid=found.member.described["pid"], node_id=found.member.described["node_id"],
                                       condition=str(found.condition), error=found.status.error, stands=found.status.stands)
                 ray.kill(found.member.actor)
@@ -163,10 +163,10 @@ def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str)
         return
     step = session.records.last_step + 1
     raised = [f"rank {rank} ({found.member.place}) raised: {found.status.error}" for rank, found in enumerate(workers) if found.condition is Condition.RAISED]
-    session.failures = session.failures.with_one(step, bool(raised))
-    if session.failures.hopeless(step):
+    session.history.failures = session.history.failures.with_one(step, bool(raised))
+    if session.history.failures.hopeless(step):
         why = raised[0] if raised else f"its workers die or hang, at last: {cause} (see events.jsonl)"
-        raise RunError(f"step {step} has failed {session.failures.steps.count(step)} times; {why}")
+        raise RunError(f"step {step} has failed {session.history.failures.steps.count(step)} times; {why}")
 
 
 def _enough(session: Session, workers: list[WorkerHealth], broken: bool) -> Generator[Message, None, list[WorkerHealth]]:
@@ -176,7 +176,7 @@ def _enough(session: Session, workers: list[WorkerHealth], broken: bool) -> Gene
         ready = session.arrivals.ready()
         yield from reopened(session)
         # A run that is to end forms anew of whoever is left, to save what they hold.
-        needed = 1 if session.stopping else max(session.config.cluster.min_workers, session.dispatcher.needed_ranks)
+        needed = 1 if session.stopping else max(session.config.cluster.min_workers, session.current.dispatcher.needed_ranks)
         conditions = [found.condition for found in workers]
         match decide(conditions, len(ready), needed, session.max_workers, broken or bool(session.stopping)):
             case Stop(reason):
@@ -214,7 +214,7 @@ def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
 
     It stays lost until the new generation has taken over: should that break, it may be wanted elsewhere.
     """
-    session.stream_lost = True
+    session.history.stream_lost = True
     if step < committed:
         session.records.event("rollback", step=step, committed=committed)
         yield Notice(f"the state after step {committed} is lost: going back to step {step}")

@@ -3,143 +3,30 @@
 from __future__ import annotations
 
 import uuid
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
-from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import CONF, Config, dump
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
-from dhp_ray.data.stream import Batch, Stream
+from dhp_ray.data.stream import Stream
 from dhp_ray.planner import CostModel, warm_up
-from dhp_ray.planner.plan import ClusterSpec
 from dhp_ray.run_folder import TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
-from dhp_ray.runtime.driver.dispatch import Dispatcher
-from dhp_ray.runtime.driver.elastic import Condition, Failures, replica_ranks_of
-from dhp_ray.runtime.driver.evaluation import Evaluation, held_out_stream
+from dhp_ray.runtime.driver.elastic import Condition
+from dhp_ray.runtime.driver.evaluation import held_out_stream
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.measures import TimeScale
-from dhp_ray.runtime.driver.nodes import Draining
 from dhp_ray.runtime.driver.room import MEMORY_SHARE, check_memory, check_room, saves_ahead
-from dhp_ray.runtime.driver.speeds import SpeedMeter
+from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.takeover import take_over
 from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunError, RunStarted
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
-from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
+from dhp_ray.runtime.records.tensorboard import ScalarLog
 from dhp_ray.runtime.records.watch import Watch
 from dhp_ray.storage import Folder, StorageError
-
-COMPILING_TOLD_S = 5.0
-"""Reading the machine code from its cache takes less."""
-
-
-@dataclass
-class Session:
-    """A run that is ready for its next step. `enter` replaces what is of one generation."""
-
-    config: Config
-    group: WorkerGroup
-    store: tuple[str, int]
-    records: RunRecords
-    checkpoints: Checkpoints
-    scalars: ScalarLog
-    watch: Watch
-    cost: CostModel
-    stream: Stream | Mixture
-    held_out: Stream | None
-    arrivals: Arrivals
-    total_steps: int
-    compiled: Future[float]  # the planner's loops are, and how many seconds that took
-    generation: int = 0
-    stream_lost: bool = False  # where the stream stands says nothing of the next step
-    stop_reason: Callable[[], str] = lambda: ""
-    scale: TimeScale = field(default_factory=TimeScale)
-    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # of the last steps
-    evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
-    failures: Failures = field(default_factory=Failures)
-    draining: Draining = field(default_factory=Draining)
-    _compiling_told: bool = False
-    dispatcher: Dispatcher = field(init=False)
-    evaluation: Evaluation = field(init=False)
-    meter: SpeedMeter = field(init=False)
-
-    @property
-    def stopping(self) -> str:
-        """Why the run is to end early; empty: it is not."""
-        return self.stop_reason()
-
-    @property
-    def max_workers(self) -> int:
-        return self.config.cluster.max_workers or self.config.cluster.num_workers
-
-    @property
-    def replica_ranks(self) -> tuple[int, ...]:
-        """Which rank holds the replica of each rank's shard."""
-        return replica_ranks_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
-
-    def mirrors(self, step: int) -> bool:
-        """Whether ranks copy their state to each other after `step`."""
-        every = self.config.elastic.mirror_every_steps
-        return every > 0 and step % every == 0
-
-    @property
-    def patience_s(self) -> float:
-        """How long a worker may stand at one place amid a broken step before it counts as stuck: its pack may be a long one."""
-        return max(self.config.elastic.hang_s, self.config.elastic.hang_factor * max(self.step_times_s, default=0.0))
-
-    def leaving(self) -> dict[int, Condition]:
-        """Ranks that ought to leave the group though they work: they are too slow, or Ray takes their node away.
-
-        Where a successor is as slow, it is the place: it stays, with as much work as it can do.
-        """
-        drained = self.draining.nodes()
-        return {rank: Condition.SLOW for rank in self.meter.no_good() if self.group.members[rank].slot not in self.evicted_slots} | {
-            rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
-
-    def enter(self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
-        """The group has joined `generation`: plan for it from here on, first the `batches` that an earlier one has left, and those that `reader` takes."""
-        self.generation = generation
-        self.records.cluster(generation, self.group.membership())
-        self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
-        self.plan_for_group(batches, reader)
-
-    def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
-        self.group.look_s = self.config.elastic.hang_s / 2
-        cluster = ClusterSpec.of_nodes(self.group.nodes, int(self.config.planner.tokens_per_rank))
-        self.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
-        config = self.config
-        pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # one for all plans that the ranks are told to run
-        self.dispatcher = Dispatcher(self.stream, self.group, cluster, self.cost, config, pool, self.generation, self.meter.planned, self.records.plan,
-                                     batches, self.scale.known, self.compiled, self.stop_reason, reader)
-        self.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool, self.generation, self.stop_reason)
-
-    def compiling_told(self) -> Iterator[Message]:
-        """Once the planner's loops are compiled, or read from their cache: how long that took, told once. It is no part of planning times."""
-        if self.compiled.done() and not self._compiling_told:
-            self._compiling_told = True
-            seconds = self.compiled.result()
-            self.records.event("planner_compiled", seconds=round(seconds, 3))
-            if seconds > COMPILING_TOLD_S:
-                yield Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later runs")
-
-    def note_not_deleted(self, failures: Sequence[str]) -> None:
-        """Record what could not be deleted of old checkpoints."""
-        for failure in failures:
-            self.records.event("not_deleted", error=failure)
-
-    def roll_back(self, step: int) -> None:
-        """Forget every step after `step`."""
-        self.watch.close()
-        self.records.truncate(step)
-        self.note_not_deleted(self.checkpoints.discard_after(step))
-        self.scalars.close()
-        self.scalars = ScalarLog(Folder(self.config.run.dir).child(TENSORBOARD_FOLDER), step + 1)
 
 
 def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals, going_on: bool,
@@ -185,12 +72,12 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals, total_steps, compiled,
                       stop_reason=stopping)
     if going_on:
-        session.stream_lost = True
+        session.history.stream_lost = True
         if not records.stored_config():  # the driver was lost before the first step
             records.write_config(config)
-        session.generation = records.generation
+        session.current.number = records.generation
         session.plan_for_group()
-        session.step_times_s.extend(records.last_step_times_s())
+        session.history.step_times_s.extend(records.last_step_times_s())
         here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
         for rank in records.ranks:
             if (rank["node_id"], rank["pid"]) not in here:  # no survey will show those that went with the driver

@@ -62,16 +62,24 @@ class ScalarLog:
     """
 
     def __init__(self, folder: Folder, first_step: int) -> None:
-        self.first_step = first_step
         self._folder = folder
+        self._lock = threading.Lock()
+        self._open(first_step)
+
+    def restart(self, first_step: int) -> None:
+        """Go on in a new file from `first_step`: the run has gone back to the step before."""
+        self.close()
+        self._open(first_step)
+
+    def _open(self, first_step: int) -> None:
+        self.first_step = first_step
         self._name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"  # readers sort by name: by time
-        local = folder.local_path()
+        local = self._folder.local_path()
         self._spool = None if local else tempfile.TemporaryDirectory(prefix="dhp_ray_tensorboard_")
         self._path = (local or Path(self._spool.name if self._spool else "")) / self._name
         with storage_errors(str(self._path), "cannot be opened"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  stays open for the log's life
-        self._lock = threading.Lock()
         self._uploaded_at = time.monotonic()
         self._write(event_pb2.Event(file_version="brain.Event:2"))
         self._write(event_pb2.Event(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)), step=first_step)

@@ -81,7 +81,7 @@ def work_of_steps(num_ranks: int, folder: Path) -> tuple[int, list[Any]]:
         steps = [message.metrics["step"] for message in driver._steps(driver.session) if isinstance(message, StepCommitted)]
     finally:
         sys.setprofile(None)
-    driver.session.dispatcher.stop()
+    driver.session.current.dispatcher.stop()
     assert steps == [1, 2, 3]
     return calls, [member.actor for member in driver.group.members]
 

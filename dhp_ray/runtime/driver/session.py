@@ -1,0 +1,148 @@
+"""What a run holds between two steps: its services, its history, and what belongs to one generation of the group."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from dhp_ray.comm.book import PoolBook
+from dhp_ray.config import Config
+from dhp_ray.data.mixture import Mixture
+from dhp_ray.data.stream import Batch, Stream
+from dhp_ray.planner import CostModel
+from dhp_ray.planner.plan import ClusterSpec
+from dhp_ray.runtime.driver.arrivals import Arrivals
+from dhp_ray.runtime.driver.dispatch import Dispatcher
+from dhp_ray.runtime.driver.elastic import Condition, Failures, replica_ranks_of
+from dhp_ray.runtime.driver.evaluation import Evaluation
+from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.runtime.driver.measures import TimeScale
+from dhp_ray.runtime.driver.nodes import Draining
+from dhp_ray.runtime.driver.speeds import SpeedMeter
+from dhp_ray.runtime.messages import Message, Notice
+from dhp_ray.runtime.records.checkpoints import Checkpoints
+from dhp_ray.runtime.records.run_records import RunRecords
+from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
+from dhp_ray.runtime.records.watch import Watch
+
+COMPILING_TOLD_S = 5.0
+"""Reading the machine code from its cache takes less."""
+
+
+@dataclass
+class Generation:
+    """What belongs to one membership of the group: it plans for these ranks, evaluates on them, and measures their speeds."""
+
+    number: int = 0
+    dispatcher: Dispatcher = field(init=False)
+    evaluation: Evaluation = field(init=False)
+    meter: SpeedMeter = field(init=False)
+
+
+@dataclass
+class History:
+    """What has happened to the run so far, over all generations."""
+
+    stream_lost: bool = False  # where the stream stands says nothing of the next step
+    compiling_told: bool = False
+    failures: Failures = field(default_factory=Failures)
+    evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
+    scale: TimeScale = field(default_factory=TimeScale)
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # of the last steps
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run that is ready for its next step: the services that it uses to its end, its history, and its current generation."""
+
+    config: Config
+    group: WorkerGroup
+    store: tuple[str, int]
+    records: RunRecords
+    checkpoints: Checkpoints
+    scalars: ScalarLog
+    watch: Watch
+    cost: CostModel
+    stream: Stream | Mixture
+    held_out: Stream | None
+    arrivals: Arrivals
+    total_steps: int
+    compiled: Future[float]  # the planner's loops are, and how many seconds that took
+    stop_reason: Callable[[], str] = lambda: ""
+    draining: Draining = field(default_factory=Draining)
+    history: History = field(default_factory=History)
+    current: Generation = field(default_factory=Generation)
+
+    @property
+    def stopping(self) -> str:
+        """Why the run is to end early; empty: it is not."""
+        return self.stop_reason()
+
+    @property
+    def max_workers(self) -> int:
+        return self.config.cluster.max_workers or self.config.cluster.num_workers
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """Which rank holds the replica of each rank's shard."""
+        return replica_ranks_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
+
+    def mirrors(self, step: int) -> bool:
+        """Whether ranks copy their state to each other after `step`."""
+        every = self.config.elastic.mirror_every_steps
+        return every > 0 and step % every == 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long a worker may stand at one place amid a broken step before it counts as stuck: its pack may be a long one."""
+        return max(self.config.elastic.hang_s, self.config.elastic.hang_factor * max(self.history.step_times_s, default=0.0))
+
+    def leaving(self) -> dict[int, Condition]:
+        """Ranks that ought to leave the group though they work: they are too slow, or Ray takes their node away.
+
+        Where a successor is as slow, it is the place: it stays, with as much work as it can do.
+        """
+        drained = self.draining.nodes()
+        return {rank: Condition.SLOW for rank in self.current.meter.no_good() if self.group.members[rank].slot not in self.history.evicted_slots} | {
+            rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
+
+    def enter(self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
+        """The group has joined `generation`: plan for it from here on, first the `batches` that an earlier one has left, and those that `reader` takes."""
+        self.current.number = generation
+        self.records.cluster(generation, self.group.membership())
+        self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
+        self.plan_for_group(batches, reader)
+
+    def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
+        self.group.look_s = self.config.elastic.hang_s / 2
+        cluster = ClusterSpec.of_nodes(self.group.nodes, int(self.config.planner.tokens_per_rank))
+        self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
+        config = self.config
+        pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # one for all plans that the ranks are told to run
+        self.current.dispatcher = Dispatcher(
+            self.stream, self.group, cluster, self.cost, config, pool, self.current.number, self.current.meter.planned, self.records.plan, batches,
+            self.history.scale.known, self.compiled, self.stop_reason, reader)
+        self.current.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool, self.current.number, self.stop_reason)
+
+    def compiling_told(self) -> Iterator[Message]:
+        """Once the planner's loops are compiled, or read from their cache: how long that took, told once. It is no part of planning times."""
+        if self.compiled.done() and not self.history.compiling_told:
+            self.history.compiling_told = True
+            seconds = self.compiled.result()
+            self.records.event("planner_compiled", seconds=round(seconds, 3))
+            if seconds > COMPILING_TOLD_S:
+                yield Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later runs")
+
+    def note_not_deleted(self, failures: Sequence[str]) -> None:
+        """Record what could not be deleted of old checkpoints."""
+        for failure in failures:
+            self.records.event("not_deleted", error=failure)
+
+    def roll_back(self, step: int) -> None:
+        """Forget every step after `step`."""
+        self.watch.close()
+        self.records.truncate(step)
+        self.note_not_deleted(self.checkpoints.discard_after(step))
+        self.scalars.restart(step + 1)
