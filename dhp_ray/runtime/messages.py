@@ -25,7 +25,7 @@ class StoppingError(Exception):
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's place in one generation of the group, the store where it meets, and who keeps a copy of each rank's shard (nobody: empty)."""
+    """A rank's place in one generation of the group, the rendezvous store, and which rank holds each rank's replica (empty: none)."""
 
     rank: int
     world_size: int

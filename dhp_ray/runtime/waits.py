@@ -65,7 +65,7 @@ class Waits:
 
     @contextmanager
     def on(self, what: str, long_s: float = LONG_S, shows_itself: bool = False) -> Iterator[None]:
-        """Around code that waits for `what`; from `long_s` seconds on it is said.
+        """Report a wait for `what` that takes longer than `long_s` seconds; put it around the code that waits.
 
         `shows_itself`: the user sees by other means that it goes on.
         """
@@ -92,7 +92,7 @@ class Waits:
         return None
 
     def add(self, waited: list[Waited]) -> None:
-        """Long waits, of another process too, to be written with the next. Any thread may call this."""
+        """Add long waits, of another process too; they are written with the next. Any thread may call this."""
         self._ended.extend(waited)
 
     def taken(self) -> list[Waited]:

@@ -34,7 +34,7 @@ class Arrivals:
         self._offered.put((slot, actor))
 
     def ready(self) -> list[Member]:
-        """Those that can join now. A newcomer that fails is in `failed` from then on, with the reason: its slot is open again."""
+        """Return the newcomers that can join now. One that fails is listed in `failed` with the reason: its slot is open again."""
         while True:
             try:
                 slot, actor = self._offered.get_nowait()
@@ -44,7 +44,7 @@ class Arrivals:
         return [newcomer.member for newcomer in list(self._coming) if self._is_ready(newcomer)]
 
     def take(self, number: int) -> list[Member]:
-        """So many of those that are ready; they are members from here on."""
+        """Take so many of the ready newcomers; they are members from here on."""
         taken = self.ready()[:number]
         self._coming = [newcomer for newcomer in self._coming if newcomer.member not in taken]
         return taken

@@ -31,7 +31,7 @@ class Commits:
         return (limit_s / 2, limit_s) if self.session.history.scale.ratios else (elastic.hang_s / 2, self.session.config.comm.timeout_s)
 
     def recovered(self, finished: list[FinishedStep]) -> Iterator[Message]:
-        """Commit what the last generation had finished, once the state after it has its copies: from then on it survives another loss."""
+        """Commit the steps that the last generation had finished, once the state after them has its replicas and survives another loss."""
         if finished:
             with self.session.group.waits.on(f"the copies of the state after step {finished[-1].step}"):
                 self.session.group.call("mirrored")
@@ -41,7 +41,7 @@ class Commits:
             yield from self.commit(replace(step, eval_loss=eval_loss))
 
     def commit(self, finished: FinishedStep) -> Iterator[Message]:
-        """Skipped samples, metrics, ledger; then the curves.
+        """Record a finished step: skipped samples, metrics, ledger, and then the curves.
 
         Raises:
             RunError: a rank ran another plan than the one that is written down.

@@ -88,7 +88,7 @@ class Dispatcher:
         planning.ahead = self._planner.submit(self._plan_ahead, planning)
 
     def take(self, step: int) -> DispatchedStep | None:
-        """What `begin(step)` came to. The batch is waited for; its plan as long as that costs less than the last resort would (`patience_s`).
+        """Return the result of `begin(step)`: wait for the batch, and for its plan as long as waiting costs less than the last resort (`patience_s`).
         None where there is none, or the run is to end.
 
         Raises:
@@ -126,7 +126,7 @@ class Dispatcher:
         return self._send(step, batch, last_resort, late=True)
 
     def started(self, dispatched: DispatchedStep) -> None:
-        """The ranks have been told to run it: their pools will hold its groups."""
+        """Note that the ranks run this step: their pools will hold its groups."""
         deque(self.pool.take(dispatched.plan.process_groups()), maxlen=0)
 
     def drop(self) -> None:
@@ -135,7 +135,7 @@ class Dispatcher:
             self._planning.claim()
 
     def stop(self) -> dict[int, Batch]:
-        """Plan no more; the batches that have been taken from the stream. Waits for one that is being read, unless the run is to end, not for a plan."""
+        """Stop planning and return the batches taken from the stream. Waits for a batch that is being read, unless the run is to end; never for a plan."""
         self._end_planning()
         if self._reader:
             idle = self._reader.submit(lambda: None)  # after whatever is being read, for an earlier membership too
@@ -147,13 +147,13 @@ class Dispatcher:
         return self.batches
 
     def hand_over(self) -> tuple[dict[int, Batch], ThreadPoolExecutor | None]:
-        """Plan no more; the batches and the thread that the next membership's dispatcher goes on with. A batch that is being read joins them later."""
+        """Stop planning; return the batches and the reading thread for the next membership's dispatcher. A batch that is being read joins them later."""
         self._end_planning()
         reader, self._reader = self._reader, None
         return self.batches, reader
 
     def failures(self, dispatched: DispatchedStep) -> dict[str, str]:
-        """Samples that no longer can be used, with reasons: known on all ranks before the step starts.
+        """Collect the samples that can no longer be used, with reasons, before the step starts.
 
         Raises:
             StoppingError: the run is to end.
@@ -170,7 +170,7 @@ class Dispatcher:
         return dict(sorted(merged.items()))
 
     def _end_planning(self) -> None:
-        """Plan no more, once a plan that is being sent has been sent: its file, written later, would replace that of the next plan of its step."""
+        """Stop planning after the plan that is being sent: its file, written later, would replace the file of the step's next plan."""
         self.drop()
         self._planner.shutdown(wait=False, cancel_futures=True)
         if self._planning and self._planning.sends_ahead:

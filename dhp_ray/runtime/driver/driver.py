@@ -64,7 +64,7 @@ class Driver:
 
     @ray.method(concurrency_group="control")
     def offer(self, slot: int, actor: ActorHandle) -> None:
-        """A worker that may join."""
+        """Offer a worker that may join."""
         self.arrivals.offer(slot, actor)
 
     @ray.method(concurrency_group="control")
@@ -74,7 +74,7 @@ class Driver:
 
     @ray.method(concurrency_group="control")
     def waited(self, waits: list[Waited]) -> None:
-        """Long waits of the job's process, to be recorded with those of the run."""
+        """Record long waits of the job's process with those of the run."""
         self.waits.add(waits)
 
     def run(self) -> Iterator[Message]:
@@ -107,7 +107,7 @@ class Driver:
             yield self._failed(f"driver: {type(error).__name__}: {error}")
 
     def _train(self, session: Session, broken: str) -> Iterator[Message]:
-        """Generation after generation, until the last step; `broken`: why the one that there is cannot go on."""
+        """Run generation after generation until the last step; `broken`: why the current one cannot go on."""
         change = broken
         while True:
             try:
@@ -129,7 +129,7 @@ class Driver:
                 self.commits.forget_saves()
 
     def _steps(self, session: Session) -> Generator[Message, None, str]:
-        """Step after step, to the last one (returns "") or until the membership ought to change (returns why)."""
+        """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
         change, self.leaving = "", {}
         first = session.current.dispatcher.dispatch(session.records.last_step + 1)
         yield from session.compiling_told()
@@ -181,7 +181,7 @@ class Driver:
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait)
 
     def _change(self, session: Session) -> Generator[Message, None, str]:
-        """Why the membership ought to change now, between two steps; empty: it need not."""
+        """Return why the membership must change between two steps; empty: it need not."""
         if session.stopping:
             return ""
         newcomers = min(len(session.arrivals.ready()), session.max_workers - session.group.size)
@@ -215,7 +215,7 @@ class Driver:
         return RunFinished(f"done: model in {Folder(self.config.run.dir).child(MODEL_FOLDER).uri}")
 
     def _failed(self, error: str) -> RunFinished:
-        """The end of a run by an error; the logs are brought up to date for whoever looks for its cause, where they still can be."""
+        """End a run by an error, after bringing the logs up to date where they can still be written."""
         try:
             if self.session:
                 self.session.records.flush()
@@ -224,6 +224,6 @@ class Driver:
             return RunFinished("", f"{error}; besides: {first_line(failure)}", status=1)
 
     def _way_back(self) -> str:
-        """How a run that ended early goes on."""
+        """Say how to continue a run that ended early."""
         newest = self.session.checkpoints.newest_step() if self.session else 0
         return f"; the newest checkpoint is step {newest}: start the same command again to go on from it" if newest else ""

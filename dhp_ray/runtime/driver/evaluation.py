@@ -49,7 +49,7 @@ class Evaluation:
         self._told: set[str] = set()
 
     def stop(self) -> None:
-        """Plan no more; waits for a batch that is being read, unless the run is to end."""
+        """Stop planning; waits for a batch that is being read, unless the run is to end."""
         if self.dispatcher:
             self.dispatcher.stop()
 
@@ -99,6 +99,6 @@ class Evaluation:
 
 
 def _one_pass(config: Config) -> Config:
-    """The configuration under which a dispatcher goes once through all held-out samples."""
+    """Return the configuration with which a dispatcher goes once through all held-out samples."""
     return replace(config, data=held_out(config.data, config.eval.path), run=replace(config.run, steps=0, epochs=1),
                    batch=replace(config.batch, drop_last=False))

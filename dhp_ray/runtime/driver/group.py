@@ -52,7 +52,7 @@ class Member:
 
 
 def by_node(members: Sequence[Member]) -> list[Member]:
-    """In rank order: the ranks of a node are neighbours, nodes and members stay in the order in which they come."""
+    """Sort members into rank order: the ranks of a node are neighbours; nodes and members keep the order in which they come."""
     nodes = list(dict.fromkeys(member.described["node_id"] for member in members))
     return sorted(members, key=lambda member: nodes.index(member.described["node_id"]))
 
@@ -95,7 +95,7 @@ class WorkerGroup:
         return [{"rank": rank, **{name: member.described[name] for name in ("pid", "node_id", "device")}} for rank, member in enumerate(self.members)]
 
     def join(self, generation: int, store: tuple[str, int], replica_ranks: Sequence[int], origins: Sequence[Any], step: int) -> list[ray.ObjectRef]:
-        """All workers enter a generation, each with its origin (FromCheckpoint or FromMemory), after `step`; calls that return the state version of each."""
+        """Let all workers enter a generation after `step`, each from its origin (FromCheckpoint or FromMemory); the calls return their state versions."""
         return [member.actor.join.remote(Membership(rank, self.size, generation, *store, tuple(replica_ranks)), origin, step)
                 for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))]
 
@@ -155,7 +155,7 @@ class WorkerGroup:
                 last = monotonic()
 
     def survey(self, timeout_s: float = SURVEY_S) -> list[tuple[HealthReport, Status]]:
-        """How every worker is, by rank; answers that do not come within `timeout_s` are given up."""
+        """Query the health of every worker, by rank; answers that take longer than `timeout_s` are given up."""
         calls = self.start("status")
         ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
         return [_health_of(call) for call in calls]
@@ -202,13 +202,13 @@ class _HealthMonitor:
 
 
 def _answered(calls: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
-    """Calls that have ended: at least one, unless none does within `timeout_s`."""
+    """Wait for calls to end: at least one, unless none does within `timeout_s`."""
     first, others = ray.wait(calls, num_returns=1, timeout=timeout_s)
     return first + ray.wait(others, num_returns=len(others), timeout=GATHER_S)[0] if first and others else first
 
 
 def _results(calls: Sequence[ray.ObjectRef]) -> list[Any]:
-    """What calls that have ended came to, in order: a result, or the error that Ray raises for it."""
+    """Return the outcomes of calls that have ended, in order: a result, or the error that Ray raises."""
     try:
         return list(ray.get(list(calls)))
     except RayError:

@@ -38,7 +38,7 @@ class WorkerHealth:
 
 
 def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[FinishedStep]]:
-    """Put the next generation in the place of `session`'s; returns the steps that are finished and not committed.
+    """Replace the current generation of `session` by the next one; returns the steps that are finished and not committed.
 
     `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced though they work.
 
@@ -119,7 +119,7 @@ def _end_where_saved(session: Session, step: int) -> None:
 
 
 def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[WorkerHealth]]:
-    """How every worker is, once all that are well have left what they were at. The others are ended and replaced."""
+    """Query the health of every worker until all healthy ones have left their calls; end and replace the others."""
     group = session.group
     before, look_again = None, time.monotonic() + session.patience_s
     ended: dict[int, WorkerHealth] = {}  # as they were when they were ended
@@ -196,7 +196,7 @@ def _enough(session: Session, workers: list[WorkerHealth], broken: bool) -> Gene
 
 
 def reopened(session: Session) -> Iterator[Message]:
-    """Ask anew for newcomers that failed on the way."""
+    """Ask for replacements of newcomers that failed before they joined."""
     while session.arrivals.failed:
         slot, reason = session.arrivals.failed.pop()
         session.records.event("newcomer_lost", slot=slot, error=reason)
@@ -210,7 +210,7 @@ def _step_of(surviving: SurvivingState, survivors: list[WorkerHealth], committed
 
 
 def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
-    """Take the records, when steps after `step` have been committed, and the stream back to where they were then.
+    """Take the stream back to `step`, and the records too where later steps have been committed.
 
     It stays lost until the new generation has taken over: should that break, it may be wanted elsewhere.
     """

@@ -109,7 +109,7 @@ class Session:
             rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
 
     def enter(self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
-        """The group has joined `generation`: plan for it from here on, first the `batches` that an earlier one has left, and those that `reader` takes."""
+        """Start planning for `generation`, which the group has joined: first the `batches` that an earlier one left and those that `reader` takes."""
         self.current.number = generation
         self.records.cluster(generation, self.group.membership())
         self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
@@ -127,7 +127,7 @@ class Session:
         self.current.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool, self.current.number, self.stop_reason)
 
     def compiling_told(self) -> Iterator[Message]:
-        """Once the planner's loops are compiled, or read from their cache: how long that took, told once. It is no part of planning times."""
+        """Report once how long compiling the planner's loops, or reading them from their cache, took. It is no part of planning times."""
         if self.compiled.done() and not self.history.compiling_told:
             self.history.compiling_told = True
             seconds = self.compiled.result()

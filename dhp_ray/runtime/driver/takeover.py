@@ -15,7 +15,7 @@ POLL_S = 0.2
 
 
 def take_over(group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: Callable[[], None], stopping: Callable[[], str]) -> Iterator[Message]:
-    """Have in `group` those that can go on, described. They are looked at every `look_s` seconds while they describe themselves.
+    """Keep the surviving workers of `group` and query their status, looking at them every `look_s` seconds meanwhile.
 
     Raises:
         RunError: nobody is left, and the run is to end (`stopping` says why).
@@ -33,7 +33,7 @@ def take_over(group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: C
 
 
 def _part(group: WorkerGroup, arrivals: Arrivals) -> Iterator[Message]:
-    """Part with the workers that are dead or hung; those that no generation had let in yet arrive anew, where others are in one."""
+    """Drop the workers that are dead or hung; where others are in a generation, offer those that are in none as newcomers."""
     seen = list(zip(group.members, group.survey()))
     begun = any(status.generation for _, (_, status) in seen)
     for member, (sight, status) in seen:
@@ -47,7 +47,7 @@ def _part(group: WorkerGroup, arrivals: Arrivals) -> Iterator[Message]:
 
 
 def _somebody(group: WorkerGroup, arrivals: Arrivals, stopping: Callable[[], str]) -> Iterator[Message]:
-    """Where nobody is left, wait for the first newcomer: the run goes on from its newest checkpoint."""
+    """Wait for the first newcomer if no worker is left: the run goes on from its newest checkpoint."""
     if not group.members:
         yield Notice("no worker is left: waiting for new ones")
     while not group.members:

@@ -36,7 +36,7 @@ class Ending:
         self._leaving = self._over = self._told = False
 
     def listen(self) -> None:
-        """Heed the signals from here on. Call it from the main thread."""
+        """Handle the signals from here on. Call it from the main thread."""
         readable, writable = os.pipe()
         os.set_blocking(writable, False)
         signal.set_wakeup_fd(writable, warn_on_full_buffer=False)

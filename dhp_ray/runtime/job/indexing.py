@@ -16,7 +16,7 @@ LINE_EVERY_S = 10.0
 
 
 def index_ahead(data: Data) -> None:
-    """Make the index of much data where there is none yet. What is wrong with the data is for the driver to say."""
+    """Make the index of large data sets where there is none yet. The driver reports what is wrong with the data."""
     for source in sources_of(data):
         try:
             if sum(os.path.getsize(path) for path in data_files(source)) >= KEPT_FROM_BYTES:
@@ -28,7 +28,7 @@ def index_ahead(data: Data) -> None:
 
 @contextmanager
 def progress_bar(data: Data) -> Iterator[Progress]:
-    """On a terminal a bar on standard error, elsewhere a line now and then; neither for an index that is there."""
+    """Show progress on standard error: a bar on a terminal, else a line now and then; nothing for an index that exists."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

@@ -108,7 +108,7 @@ def rendezvous_store(host: str) -> TCPStore:
 
 def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, waits: Waits, ending: Ending,
            going_on: bool) -> RunFinished | None:
-    """The run under one driver actor; None when that was lost."""
+    """Run under one driver actor; returns None when that was lost."""
     starting_driver = ExitStack()  # until its first message
     starting_driver.enter_context(waits.on("the driver actor to start"))
     starting = roster.starting() if going_on else set()

@@ -57,7 +57,7 @@ def check_here(config: Config) -> None:
 
 @contextmanager
 def _refusing(key: str) -> Iterator[None]:
-    """Say what is wrong with a model or with data as what is wrong with a key."""
+    """Turn errors of a model or of data into errors of a configuration key."""
     try:
         yield
     except (ModelError, DataError) as error:

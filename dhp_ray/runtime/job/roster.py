@@ -31,13 +31,13 @@ class Roster:
         self._more_room: dict[int, PlacementGroup] = {}
 
     def start(self) -> dict[int, ActorHandle]:
-        """The workers of the first slots."""
+        """Start the workers of the first slots."""
         for slot in range(self.config.cluster.num_workers):
             self.replace(slot)
         return dict(self.workers)
 
     def grow(self) -> dict[int, ActorHandle]:
-        """Workers for the slots beyond; each begins when the cluster has room for it."""
+        """Create workers for the slots beyond; each begins when the cluster has room for it."""
         slots = range(self.config.cluster.num_workers, self.config.cluster.max_workers)
         for slot in slots:
             self._more_room[slot] = placement_group([self._bundle])
@@ -45,7 +45,7 @@ class Roster:
         return {slot: self.workers[slot] for slot in slots}
 
     def replace(self, slot: int) -> ActorHandle:
-        """A new worker in a slot; the one before, if any, is ended."""
+        """Start a new worker in a slot, and end the one before it, if any."""
         from dhp_ray.runtime.worker.worker import CONCURRENCY_GROUPS, Worker
 
         if slot in self.workers:

@@ -29,7 +29,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def step(self, step: int, plan: Plan, results: Sequence[StepResult], scalars: ScalarLog) -> bool:
-        """Begin to show a committed step if it is due; whether it was begun."""
+        """Start to show a committed step if it is due; returns whether it was started."""
         due = self._every_steps and (step == 1 or step % self._every_steps == 0)
         if not due or (self._thread is not None and self._thread.is_alive()):
             return False
@@ -38,7 +38,7 @@ class Watch:
         return True
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until what was begun is written, at most `timeout_s`. Before the ScalarLog is closed."""
+        """Wait at most `timeout_s` until everything started is written; call it before the ScalarLog is closed."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 

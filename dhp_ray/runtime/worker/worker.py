@@ -91,7 +91,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def describe(self, device: str, probe: str) -> dict[str, Any]:
-        """Where this worker is and how much memory its device has; also shows that it reaches the run folder."""
+        """Say where this worker is and how much memory its device has; also shows that it reaches the run folder."""
         self.accelerator = choose(device)
         self.accelerator.activate()
         folder = Folder(self.config.run.dir)
@@ -255,7 +255,7 @@ class Worker:
         return tuple(HeldShards(generation, world_size, versions) for (generation, world_size), versions in found.items())
 
     def _leave(self) -> None:
-        """Leave the generation with all that is held of it."""
+        """Leave the generation and keep the shards that this worker holds of it."""
         rank, self.rank = self.rank, None
         if rank is None:
             destroy_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
@@ -266,7 +266,7 @@ class Worker:
         rank.close(broken=True)
 
     def _fall(self, error: Exception) -> RunError:
-        """Leave the generation after an error; the error as one line."""
+        """Leave the generation after an error; returns the error as one line."""
         text = words_of(error)
         if not is_peer_loss(error):
             self.error = text
@@ -278,7 +278,7 @@ class Worker:
 
 
 def give_back_memory() -> None:
-    """Let the system have what has been freed: glibc keeps it for the thread that had it, and each generation has threads of its own."""
+    """Return freed memory to the system: glibc keeps it for the thread that had it, and each generation has its own threads."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
