@@ -26,7 +26,7 @@ class PoolBook:
         return list(self._keys)
 
     def take(self, process_groups: Sequence[Sequence[int]]) -> Iterator[Change]:
-        """What makes a plan's groups ready, each change entered as it is yielded.
+        """Yield the changes that make a plan's groups ready; each is entered as it is yielded.
 
         A group for which there is no room, because all others belong to the same plan, overflows.
         """

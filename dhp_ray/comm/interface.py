@@ -38,7 +38,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen_on(address: str) -> None:
-    """Have this process's gloo groups listen on the interface of `address`, unless GLOO_SOCKET_IFNAME names one already."""
+    """Let this process's gloo groups listen on the interface of `address`, unless GLOO_SOCKET_IFNAME names one already."""
     name = interface_of(address)
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -36,7 +36,7 @@ class RendezvousError(RuntimeError):
 
 
 def open_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A connection to the rendezvous. From now on this process's gloo groups listen on the network that leads there, and on no other."""
+    """Connect to the rendezvous store. From then on this process's gloo groups listen only on the network that leads there."""
     listen_on(address_towards(host, port))
     store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT_TIMEOUT)
     store.set_timeout(timeout)  # NCCL and HCCL wait there for the rank that begins a group

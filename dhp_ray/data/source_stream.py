@@ -109,7 +109,7 @@ class SourceStream:
         return self._entries[0]
 
     def _plan_parts(self) -> None:
-        """Have a part of the epoch being read, and the next one from the middle of this one on."""
+        """Read a part of the epoch ahead, and the next part from the middle of this one on."""
         while self._planned < len(self._order) and self._planned - self._fetched <= self._part_size // 2:
             tasks = max(1, int(ray.cluster_resources().get("CPU", 1)) // 4)
             within = np.searchsorted(np.cumsum(self._bytes[self._planned : self._planned + PART_FRAGMENTS]), self._window.num_bytes / 2, side="right")

@@ -65,7 +65,7 @@ class Engine(ABC):
 
     @abstractmethod
     def zero_gradients(self) -> None:
-        """Forget the gradients; before the first pack of a step."""
+        """Reset the gradients before the first pack of a step."""
 
     @abstractmethod
     def full_parameters(self) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ class Engine(ABC):
         """
 
     def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
-        """One AdamW step on the gradients summed over all ranks and divided by the global batch's valid tokens.
+        """Take one AdamW step on the gradients, summed over all ranks and divided by the global batch's valid tokens.
 
         Every rank calls this, with the same arguments: `num_valid_tokens` of the whole global batch (0 counts as 1,
         its gradients are zeros), `learning_rate_factor` of the schedule. Version v+1 is written beside version v and
@@ -103,7 +103,7 @@ class Engine(ABC):
             pass
 
     def load_state(self, state: ShardState) -> None:
-        """Go on from another state of this rank's shard (on any device). Every rank calls this, with the same version.
+        """Replace the state of this rank's shard by another one (on any device). Every rank calls this, with the same version.
 
         `local_shards` no longer gives what was before: it may be of a history that this state is not of.
         """
@@ -120,7 +120,7 @@ class Engine(ABC):
         return [LocalShard(rank, state.version, self._pieces, state) for state in (self.current, self.spare) if state.version != UNFINISHED]
 
     def release(self) -> None:
-        """Let go of all memory and of the group, also in the midst of a step that failed; nothing else is to be called then.
+        """Release all memory and the group, also amid a step that failed; call nothing else afterwards.
 
         Local shards that were given out stay good. Not a collective.
         """
@@ -131,7 +131,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _detach(self) -> None:
-        """Let go of gradients and parameters."""
+        """Release gradients and parameters."""
 
     @abstractmethod
     def _reduce(self) -> float:

@@ -18,7 +18,7 @@ def first_row(num_rows: int, rank: int, world_size: int) -> int:
 
 
 def read_shards(root: nn.Module, parameters: Mapping[str, DTensor], weights: StoredWeights, rank: int, world_size: int, device: torch.device) -> None:
-    """Make memory for this rank's rows of the sharded `parameters` of `root`, which are on the meta device, and fill it. Not a collective.
+    """Allocate and fill this rank's rows of the sharded `parameters` of `root`, which are on the meta device. Not a collective.
 
     Raises:
         ModelError: a file is gone or damaged.

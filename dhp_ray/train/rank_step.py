@@ -37,7 +37,7 @@ class RankStep:
     progress: str = ""
 
     def run(self, plan: RankPlan, payloads: Mapping[str, Payload], learning_rate_factor: float, data_wait_s: float = 0.0) -> StepResult:
-        """Losses, gradients and one update of this rank's packs.
+        """Compute losses and gradients of this rank's packs, and update once.
 
         Between `prepare` and `totals` the only collectives are each pack's own exchanges, so ranks run free of one
         another; `totals` and `update` are entered by every rank, also by one without a pack.

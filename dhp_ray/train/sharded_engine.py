@@ -147,7 +147,7 @@ class ShardedEngine(Engine):
         return cast(DTensor, gradient).to_local().reshape(-1)
 
     def _detach(self) -> None:
-        """The module is of no use any more, and what still refers to it holds neither memory nor the group.
+        """Make the module unusable, so that references to it hold neither memory nor the group.
 
         FSDP has no call for this: its modules keep the group for life, and so does the mesh, which torch's caches of what DTensors do keep too.
         """

@@ -56,7 +56,7 @@ class Checkpointer:
         self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
 
     def begin(self, step: int) -> None:
-        """Copy the state as it is now and start to write it to `tensors_folder` the step; waits for a save under way."""
+        """Copy the current state and start to write it to the `tensors_folder` of the step; waits for a save under way."""
         self.finish()
         staged = ShardState.zeros(self.engine.shard_size, CPU)
         staged.copy_(self.engine.current)
@@ -64,7 +64,7 @@ class Checkpointer:
         self._thread.start()
 
     def poll(self) -> tuple[list[int], str]:
-        """Steps whose part of this rank is written, and what went wrong here, each since the last call.
+        """Return the steps of which this rank has written its part, and what failed here, each since the last call.
 
         A save that failed on some ranks is told by those, in one line; the others tell neither success nor failure.
         """
@@ -98,7 +98,7 @@ class Checkpointer:
         self._thread, self.group = None, None
 
     def load(self, name: str) -> None:
-        """Go on from the state in `name`, a folder of `tensors_folder`, saved by any number of ranks.
+        """Load the state from `name`, a `tensors_folder`, saved by any number of ranks.
 
         Raises:
             ValueError: it is of another model, or its tensors cannot be read; one line. The engine's state is then as before.
@@ -149,7 +149,7 @@ class Checkpointer:
             self._results.put((step, error))
 
     def _saved(self, name: str, state: ShardState, group: dist.ProcessGroup | None, folder: Path) -> str | None:
-        """Every rank's part is written, or none stays: "" where it is, else what went wrong here, None where it was another rank.
+        """Write every rank's part, or leave none: returns "" when written, what failed on this rank, or None where another rank failed.
 
         A peer must not wait for us in vain: what may fail here happens inside torch's steps, or is caught. Where a collective
         itself fails, or the save was left, we go: peers are freed when this group is closed.
@@ -216,7 +216,7 @@ class Checkpointer:
 
 
 def all_well(well: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether every rank says so. Waits as long as the slowest needs, whatever the group's own timeout: to upload may take long."""
+    """Return whether all ranks are `well`. Waits as long as the slowest rank needs, whatever the group's timeout: an upload may take long."""
     if group is None:
         return well
     failed, options = torch.tensor(int(not well)), dist.AllreduceOptions()

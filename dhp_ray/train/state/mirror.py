@@ -153,7 +153,7 @@ class Mirror:
         return [LocalShard(owner, state.version, buffers.pieces, state) for owner, buffers in self._kept().items() for state in buffers.complete()]
 
     def close(self) -> None:
-        """Leave an exchange under way and let the group go; replicas that were given out stay good."""
+        """Abandon an exchange under way and drop the group; replicas that were given out stay valid."""
         self._join()
         self._receives, self._sends, self._replicas, self._own, self._group = {}, [], {}, None, None
 
