@@ -73,7 +73,8 @@ def resources_here() -> dict[str, float]:
         given = json.loads(os.environ.get(OVERRIDE, "{}"))
     except ValueError:
         given = {}  # Ray says what is wrong with it
-    return here | (given if isinstance(given, dict) else {})
+    given = given if isinstance(given, dict) else {}
+    return here | {name: amount for name, amount in given.items() if isinstance(amount, (int, float))}
 
 
 def check_workers(config: Config, here: dict[str, float]) -> None:

@@ -212,6 +212,12 @@ def test_no_device_is_told_before_ray(kind: CUDA.__class__, arguments: list[str]
     check_here(load(words))
 
 
+@pytest.mark.parametrize("unusable", ['{"CPU": "many"}', "[1]", "no JSON"])
+def test_resources_that_are_no_numbers_are_rays_to_refuse(unusable: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", unusable)
+    check_here(load([*arguments, "cluster.device=cpu", "cluster.num_workers=1"]))
+
+
 @pytest.mark.parametrize(("shown", "number"), [(None, 3), ("0,1", 2), ("1", 1), ("", 0), ("NoDevFiles", 0), ("0,1,2,3,4", 3)])
 def test_devices_are_counted_by_their_files(shown: str | None, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("davinci0", "davinci1", "davinci12", "davinci_manager"):
