@@ -19,6 +19,7 @@ def test_a_wrong_key() -> None:
     assert refused(2, "train.learning_rat=1").startswith("error: train.learning_rat: no such key")
 
 
+@pytest.mark.slow
 def test_a_file_that_goes_bad_behind_its_first_rows(ray_cluster: None, tmp_path: Path) -> None:
     """Which only the index finds, once Ray is there."""
     path = write_rows(tmp_path / "rows.json", [{"conversations": talk("Name a colour.", "Red.")}] * 100)
