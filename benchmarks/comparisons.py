@@ -23,11 +23,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.planner import PEERS, bimodal, published_cost
+from benchmarks.planner_cases import MEMORIES
 from dhp_ray.config import CONF
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, CostModel, Sample, checked_problem, plan_batch, plan_data_set
 from dhp_ray.planner.cost import SYNCS
 
-MEMORIES = (8192, 32768, 131072)
 BATCHES = 3
 TUNED = ("static_best", "pow2", "dhp_paper")
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 import re
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.planner_cases import SMALL_COST, small_case
+from dhp_ray.planner import plan_batch
 from dhp_ray.planner.items import times_at
 from dhp_ray.planner.problem import Problem, problem_of
 
-COST = CostModel(quadratic_s=5.128e-9, linear_s=1.839576e-4, comm_bytes_per_token=2097152, fixed_s=0.0,
-                 bandwidth_bytes_per_s={2: 1.2535e11, 4: 1.0913e11, 8: 1.0119e11, 16: 1.0832e10})
 TICKS = 20_000
 """Ticks of the exact model's clock in the planner's makespan."""
 
@@ -36,15 +38,6 @@ class Result(NamedTuple):
     least_s: float
     most_s: float
     proven: bool
-
-
-def case(seed: int) -> tuple[list[Sample], ClusterSpec]:
-    """2 to 6 ranks, 2 to 8 sequences, lognormal lengths up to what the ranks hold."""
-    generator = np.random.default_rng(seed)
-    num_ranks, count = int(generator.integers(2, 7)), int(generator.integers(2, 9))
-    median = generator.choice([1000.0, 4000.0, 10000.0])
-    lengths = np.clip(np.exp(generator.normal(np.log(median), generator.uniform(0.3, 1.5), count)), 64, 8192 * num_ranks).astype(int)
-    return [Sample(str(row), int(length)) for row, length in enumerate(lengths)], ClusterSpec(num_ranks, 8, 8192)
 
 
 def optimum_s(problem: Problem, makespan_s: float, limit_s: float = 60.0) -> tuple[float, float, bool]:
@@ -84,9 +77,9 @@ def optimum_s(problem: Problem, makespan_s: float, limit_s: float = 60.0) -> tup
 
 
 def compare(seed: int) -> Result:
-    samples, cluster = case(seed)
-    plan = plan_batch(samples, cluster, COST)
-    least_s, most_s, proven = optimum_s(problem_of(samples, cluster, COST, "step"), plan.predicted_time_s)
+    samples, cluster = small_case(seed)
+    plan = plan_batch(samples, cluster, SMALL_COST)
+    least_s, most_s, proven = optimum_s(problem_of(samples, cluster, SMALL_COST, "step"), plan.predicted_time_s)
     return Result(plan.predicted_time_s / least_s - 1, plan.lower_bound_s, least_s, most_s, proven)
 
 

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from benchmarks.comparisons import MEMORIES, row_of
+from benchmarks.comparisons import row_of
 from benchmarks.planner import PEERS, published_cost
+from benchmarks.planner_cases import MEMORIES
 from dhp_ray.planner.cost import SYNCS
 from tests.readme import ROOT, rows_of
 
