@@ -83,13 +83,6 @@ VARIANTS = (
         "return min(num_ranks, (degree + node_size - 1) // node_size * node_size)",
     ),
     one("step: any number of new groups", "MAX_GROUPS_PER_RANK = 16", "MAX_GROUPS_PER_RANK = 10**9"),
-    one(
-        "step: no window of whole nodes",
-        "            if crosses:\n",
-        "            if crosses and False:\n",
-    ),
-    one("step: 4 speeds", "SPEEDS = 16", "SPEEDS = 4"),
-    one("step: 8 speeds", "SPEEDS = 16", "SPEEDS = 8"),
     one("pool: no own groups again", "OWN_SETS = 256", "OWN_SETS = 0"),
     one("pool: no common degree", "if reuse_s > 0.0:", "if False and reuse_s > 0.0:"),
     one("pool: 3 slacks", _REUSE, "REUSE = ((3e-3, 1.0), (9e-3, 0.1), (9e-3, 0.01))"),
@@ -137,12 +130,6 @@ VARIANTS = (
         "0.0 * self.items.tokens",
     ),
     one(
-        "last resort: 3 shares of ranks left out",
-        "LEFT_OUT = (0.0, 0.1, 0.3, 0.5, 0.7)",
-        "LEFT_OUT = (0.0, 0.3, 0.7)",
-    ),
-    one("last resort: no ranks left out", "LEFT_OUT = (0.0, 0.1, 0.3, 0.5, 0.7)", "LEFT_OUT = (0.0,)"),
-    one(
         "last resort: no baseline",
         "return min(best, *packed_to_memory(problem), key",
         "return min(best, best, key",
@@ -161,10 +148,5 @@ VARIANTS = (
         "last resort: quick trials alone",
         "search.thorough if search.size <= TINY else search.quick",
         "search.quick",
-    ),
-    one(
-        "last resort: no windows among unequal speeds",
-        "if len(items) * num_ranks <= FEW else []",
-        "if False else []",
     ),
 )
