@@ -19,24 +19,48 @@ on the sequence: O(sequences + ranks) memory, some 40 trials of O(sequences).
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Protocol, cast
 
 import numpy as np
 
 from dhp_ray.planner.compiled import compiled, inner
-from dhp_ray.planner.items import Item, Items
+from dhp_ray.planner.items import Item, Items, pack_time_s
 from dhp_ray.planner.problem import Problem
 
-LIMIT = np.dtype([(name, np.float64) for name in ("pace", "encode_pace", "transfer_s", "hidden", "once_s", "charge_s", "stretch")])
-"""What d ranks can do at best: `pace` is the d-th fastest speed, `encode_pace` the sum of the d fastest.
+LIMIT = np.dtype([(name, np.float64) for name in ("speed", "encode_speed", "transfer_s", "hidden", "once_s", "charge_s", "stretch")])
+"""What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest.
 
 On d ranks or more, `charge_s` is the least area in seconds that a token pays beyond its compute, and `stretch` the least area over compute: 1 but for unequal
 speeds, where a group's members are held to the pace of its slowest.
 """
 
-Limit: TypeAlias = Any
-Limits: TypeAlias = Any
-"""A record of LIMIT, and a numpy.recarray of one for each number of ranks from 0 (unused) to N."""
+
+class Limit(Protocol):
+    """A record of LIMIT."""
+
+    speed: float
+    encode_speed: float
+    transfer_s: float
+    hidden: float
+    once_s: float
+    charge_s: float
+    stretch: float
+
+
+class Limits(Protocol):
+    """A numpy.recarray of LIMIT, one for each number of ranks from 0 (unused) to N."""
+
+    speed: np.ndarray
+    encode_speed: np.ndarray
+    transfer_s: np.ndarray
+    hidden: np.ndarray
+    once_s: np.ndarray
+    charge_s: np.ndarray
+    stretch: np.ndarray
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, num_ranks: int) -> Limit: ...
+
 
 STRETCHED = 64
 """Ranks of the largest set that is looked at."""
@@ -54,9 +78,9 @@ def limits_of(problem: Problem) -> Limits:
     cluster, rates = problem.cluster, problem.machine.rates
     fastest = np.sort(problem.speeds)[::-1]
     degrees = np.arange(cluster.num_ranks + 1)
-    limits: Limits = np.recarray(len(degrees), dtype=LIMIT)
-    limits.pace = fastest[np.maximum(degrees, 1) - 1]
-    limits.encode_pace = np.concatenate([[1.0], np.cumsum(fastest)])
+    limits = cast(Limits, np.recarray(len(degrees), dtype=LIMIT))
+    limits.speed = fastest[np.maximum(degrees, 1) - 1]
+    limits.encode_speed = np.concatenate([[1.0], np.cumsum(fastest)])
     limits.transfer_s = np.where(degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s))
     limits.hidden, limits.once_s = rates.hidden, rates.once_s
     slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
@@ -92,9 +116,9 @@ def _stretch(fastest: np.ndarray) -> np.ndarray:
 
 @inner
 def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
-    exposed = limit.transfer_s * item.tokens - limit.hidden * item.attention_s / limit.pace
-    encode = max(item.vision_s / limit.encode_pace, item.image_s / fastest)
-    return item.language_s / degree / limit.pace + encode + max(0.0, exposed) + limit.once_s
+    encode_s = max(item.vision_s / limit.encode_speed, item.image_s / fastest)
+    return pack_time_s(item.language_s, item.attention_s, encode_s, item.tokens, degree, limit.speed, limit.transfer_s, limit.hidden,
+                       limit.once_s)
 
 
 @inner
@@ -108,7 +132,7 @@ def _shortest(item: Item, floor_s: float, limits: Limits) -> float:
     """Least time of an item over all degrees, or any time at or below `floor_s`."""
     best = np.inf
     for degree in range(item.minimum_degree, len(limits)):
-        best = min(best, _least_time(item, degree, limits[degree], limits[1].pace))
+        best = min(best, _least_time(item, degree, limits[degree], limits[1].speed))
         if best <= floor_s:
             break
     return best
@@ -117,7 +141,7 @@ def _shortest(item: Item, floor_s: float, limits: Limits) -> float:
 @inner
 def _fits(items: Items, rows: np.ndarray, area: float, limits: Limits, makespan: float, total_speed: float) -> bool:
     """Whether the areas of `rows` on the degrees that meet the makespan fit beside `area`."""
-    fastest = limits[1].pace
+    fastest = limits[1].speed
     for row in rows:
         item = items[row]
         degree = max(item.minimum_degree, int(item.language_s / (makespan * fastest)))
@@ -131,7 +155,7 @@ def _fits(items: Items, rows: np.ndarray, area: float, limits: Limits, makespan:
 
 @compiled
 def _bound(items: Items, limits: Limits, total_speed: float) -> float:
-    low, high, fastest = 0.0, 0.0, limits[1].pace
+    low, high, fastest = 0.0, 0.0, limits[1].speed
     for row in range(len(items)):
         low += _least_area(items[row], limits[items[row].minimum_degree]) / total_speed
     for row in range(len(items)):

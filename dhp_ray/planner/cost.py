@@ -17,7 +17,7 @@ exposed. `bandwidth` is a table by degree (a degree between two rows takes the r
 `sync=micro_batch`) and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode.
 
 Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see; `once_s` holds latency and pack_s:
-    time = (language / d + encode) / v + max(0, transfer_s * sum s - hidden * attention / v) + once_s
+    time = language / (d v) + encode / v + max(0, transfer_s * sum s - hidden * attention / v) + once_s
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import yaml
@@ -43,11 +43,45 @@ Bandwidth = dict[int, float]
 
 
 RATE = np.dtype([(name, np.float64) for name in ("inside_s", "across_s", "hidden", "once_s")])
-"""What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides of that, seconds once."""
+"""What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides of that,
+seconds once."""
 
-Rate: TypeAlias = Any
-Rates: TypeAlias = Any
-"""A record of RATE, and a numpy.recarray of one for each degree from 0 (unused) on. (Type checkers know no fields.)"""
+
+class Rate(Protocol):
+    """A record of RATE."""
+
+    inside_s: float
+    across_s: float
+    hidden: float
+    once_s: float
+
+
+class Rates(Protocol):
+    """A numpy.recarray of RATE: one for each degree from 0 (unused) on, or for each of many packs."""
+
+    inside_s: np.ndarray
+    across_s: np.ndarray
+    hidden: np.ndarray
+    once_s: np.ndarray
+
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, degree: int) -> Rate: ...
+    @overload
+    def __getitem__(self, degree: np.ndarray) -> Rates: ...
+
+
+Seconds = TypeVar("Seconds", float, np.ndarray)
+
+
+def predicted_s(language_s: Seconds, attention_s: Seconds, encode_s: Seconds, num_tokens: Seconds, degree: Seconds, speed: Seconds,
+                transfer_s: Seconds, hidden: Seconds, once_s: Seconds) -> Seconds:
+    """Seconds of a pack by the last formula above, or of many at once: the one place where it stands.
+
+    `encode_s` is at the encoding member's own speed; `transfer_s` is `inside_s` or `across_s` of the degree's RATE.
+    """
+    exposed_s: Seconds = np.maximum(0.0, transfer_s * num_tokens - hidden * attention_s / speed)
+    return language_s / (degree * speed) + encode_s + exposed_s + once_s
 
 
 @dataclass(frozen=True)
@@ -160,7 +194,7 @@ class CostModel:
         """The model by degree: a RATE for each degree from 0 (unused) to `max_degree`; made once."""
         if max_degree not in self._cache:
             degrees = np.maximum(np.arange(max_degree + 1, dtype=np.float64), 1.0)
-            steps, rates = degrees - 1, np.recarray(max_degree + 1, dtype=RATE)
+            steps, rates = degrees - 1, cast(Rates, np.recarray(max_degree + 1, dtype=RATE))
             rates.inside_s, rates.across_s = [self.comm_bytes_per_token / degrees / _by_degree(link, max_degree) * (steps > 0) for link in self._links()]
             rates.hidden, rates.once_s = 0.0, self.latency_s * (steps > 0) + self.pack_s
             if self.communication == "ring":
@@ -179,9 +213,9 @@ class CostModel:
         rate = self.rates(cluster.num_ranks)[degree]
         tokens = float(sum(lengths))
         attention = self.quadratic_s * sum(length * length for length in lengths)
-        compute = (attention + self.linear_s * tokens) / (degree * speed)
-        exposed = max(0.0, (rate.across_s if cluster.crosses(ranks) else rate.inside_s) * tokens - rate.hidden * attention / speed)
-        return float(compute + encode_s + exposed + rate.once_s)
+        transfer_s = rate.across_s if cluster.crosses(ranks) else rate.inside_s
+        language = attention + self.linear_s * tokens
+        return float(predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rate.hidden, rate.once_s))
 
     def _links(self) -> tuple[Bandwidth, Bandwidth]:
         """Bandwidth inside a node and across nodes."""

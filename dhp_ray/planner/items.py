@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, cast, overload
 
 import numpy as np
 
 from dhp_ray.planner.compiled import inner
-from dhp_ray.planner.cost import Rate, Rates
+from dhp_ray.planner.cost import Rate, Rates, predicted_s
 from dhp_ray.planner.packing import Packs
 
 ITEM = np.dtype([(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s")] + [("tokens", np.int64), ("minimum_degree", np.int64)])
 """One item; seconds are one nominal rank's. attention_s: a part of language_s. vision_s: all its images; image_s: the largest of them. minimum_degree: the
 fewest ranks that hold it. A pack's are the sums of its sequences', `image_s` their largest."""
 
-Item: TypeAlias = Any
-Items: TypeAlias = Any
-"""A record of ITEM, and a numpy.recarray of them."""
+
+class Item(Protocol):
+    """A record of ITEM."""
+
+    language_s: float
+    attention_s: float
+    vision_s: float
+    image_s: float
+    tokens: int
+    minimum_degree: int
+
+
+class Items(Protocol):
+    """A numpy.recarray of ITEM."""
+
+    language_s: np.ndarray
+    attention_s: np.ndarray
+    vision_s: np.ndarray
+    image_s: np.ndarray
+    tokens: np.ndarray
+    minimum_degree: np.ndarray
+
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: np.ndarray | slice) -> Items: ...
 
 
 class Machine(NamedTuple):
@@ -38,7 +62,7 @@ class Machine(NamedTuple):
 
 def items_of(tokens: np.ndarray, language_s: np.ndarray, attention_s: np.ndarray, vision_s: np.ndarray, image_s: np.ndarray, tokens_per_rank: int) -> Items:
     """One item for each entry of the arrays."""
-    items = np.recarray(len(tokens), dtype=ITEM)
+    items = cast(Items, np.recarray(len(tokens), dtype=ITEM))
     items.tokens, items.language_s, items.attention_s, items.vision_s, items.image_s = tokens, language_s, attention_s, vision_s, image_s
     items.minimum_degree = -(-tokens // tokens_per_rank)
     return items
@@ -55,17 +79,20 @@ def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
     """Seconds of every item on so many nominal ranks, in one node where they fit."""
     rate = machine.rates[degree]
     transfer_s = rate.across_s if degree > machine.ranks_per_node else rate.inside_s
-    exposed = np.maximum(0.0, transfer_s * items.tokens - rate.hidden * items.attention_s)
-    times: np.ndarray = items.language_s / degree + np.maximum(items.vision_s / degree, items.image_s) + exposed + rate.once_s
-    return times
+    encode_s = np.maximum(items.vision_s / degree, items.image_s)
+    return predicted_s(items.language_s, items.attention_s, encode_s, items.tokens, degree, 1.0, transfer_s, rate.hidden, rate.once_s)
+
+
+pack_time_s = inner(predicted_s)
+"""The same formula for compiled loops."""
 
 
 @inner
 def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> float:
-    """Seconds of an item on `degree` ranks, the slowest of `speed` (`cost`, with images dealt out evenly)."""
-    exposed = (rate.across_s if crosses else rate.inside_s) * item.tokens - rate.hidden * item.attention_s / speed
-    encode = max(item.vision_s / degree, item.image_s)
-    return (item.language_s / degree + encode) / speed + max(0.0, exposed) + rate.once_s
+    """Seconds of an item on `degree` ranks, the slowest of `speed`, with images dealt out evenly."""
+    encode_s = max(item.vision_s / degree, item.image_s) / speed
+    transfer_s = rate.across_s if crosses else rate.inside_s
+    return pack_time_s(item.language_s, item.attention_s, encode_s, item.tokens, degree, speed, transfer_s, rate.hidden, rate.once_s)
 
 
 @inner

@@ -17,7 +17,7 @@ import numpy as np
 
 from dhp_ray.planner.bound import limits_of
 from dhp_ray.planner.known_sets import sets_of
-from dhp_ray.planner.micro_batch import Cluster, MicroBatch, extremes_s, micro_batch_within, shortest_micro_batch, trials
+from dhp_ray.planner.micro_batch import Fastest, MicroBatch, extremes_s, micro_batch_within, shortest_micro_batch, trials
 from dhp_ray.planner.placing import ranks_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
@@ -30,9 +30,6 @@ WASTE = 1.15
 
 WORK = 20_000
 """Sequences in all fills of one micro-batch, about: sets the width of the search."""
-
-FAR = 16.0
-"""The longest makespan that is tried for all that is left, over the time of the longest sequence alone."""
 
 
 class Part(NamedTuple):
@@ -70,7 +67,8 @@ class Lockstep:
 
     def __init__(self, problem: Problem, work_of_search: int, most_makespans: int) -> None:
         self.items, machine = problem.items, problem.machine
-        self.cluster = Cluster(machine, np.sort(machine.speeds)[::-1].copy(), problem.cost.linear_s, problem.cost.quadratic_s)
+        fastest_first = np.argsort(-machine.speeds, kind="stable")
+        self.ranks = Fastest(machine, machine.speeds[fastest_first], machine.node[fastest_first], problem.cost.linear_s, problem.cost.quadratic_s)
         self.fixed_s, self.max_tokens, self.total_speed = problem.cost.fixed_s, problem.cluster.max_tokens, float(machine.speeds.sum())
         work = self.items.language_s + self.items.vision_s
         self.order = np.argsort(-work, kind="stable")
@@ -88,9 +86,7 @@ class Lockstep:
             following = [self.after(step) for step in sorted(steps, key=lambda step: step.rank_s)[:3 * self.width]]
             ends += [state for state in following if not len(state.rest)]
             beam = [state for state in following if len(state.rest)]
-        best = sorted(ends, key=lambda state: state.time_s)[:self.width]
-        plans = [[self.shortened(part) for part in state.parts] for state in best]
-        return min(plans, key=lambda parts: sum(part.time_s for part in parts) + self.fixed_s * len(parts))
+        return [self.shortened(part) for part in min(ends, key=lambda state: state.time_s).parts]
 
     def least_s(self, value: float, tokens: float) -> float:
         """A lower bound on the time that the rest of a plan takes."""
@@ -98,12 +94,12 @@ class Lockstep:
 
     def end(self, state: State, limit_s: float) -> list[State]:
         """All that is left in one micro-batch, if it fits and ends before `limit_s`."""
-        longest_s, low_s = extremes_s(self.items, state.rest[0], self.cluster)
+        longest_s, low_s = extremes_s(self.items, state.rest[0], self.ranks)
         low_s, room_s = max(low_s, state.value / self.total_speed), limit_s - state.time_s - self.fixed_s
         if state.tokens > self.max_tokens or low_s >= room_s:
             return []
-        begin_s, high_s = (longest_s, FAR * longest_s) if room_s == np.inf else (room_s, room_s)
-        packed, low_s = shortest_micro_batch(self.items, state.rest, self.value, low_s, begin_s, high_s, 1e-2, self.cluster)
+        high_s = room_s if room_s < np.inf else 2 * longest_s
+        packed, low_s = shortest_micro_batch(self.items, state.rest, self.value, low_s, high_s, 1e-2, self.ranks)
         if not packed.complete:
             return []
         part = Part(state.rest, packed, low_s)
@@ -112,7 +108,7 @@ class Lockstep:
     def steps(self, state: State, limit_s: float) -> list[Step]:
         """One micro-batch more, for each makespan (`trials`), where that may end before `limit_s`. Makespans that come to the same count once."""
         steps = {}
-        for makespan_s, seconds, value, tokens in trials(self.items, state.rest, self.value, self.makespans, SPAN, self.cluster).tolist():
+        for makespan_s, seconds, value, tokens in trials(self.items, state.rest, self.value, self.makespans, SPAN, self.ranks).tolist():
             so_far_s, rest_s = state.time_s + seconds + self.fixed_s, self.least_s(state.value - value, state.tokens - tokens)
             if seconds and so_far_s + rest_s < limit_s:
                 steps[seconds, value] = Step(so_far_s + WASTE * rest_s, state, makespan_s)
@@ -121,16 +117,16 @@ class Lockstep:
     def after(self, step: Step) -> State:
         """The partial plan after a step."""
         state = step.state
-        packed = micro_batch_within(self.items, state.rest, self.value, step.makespan_s, self.cluster)
+        packed = micro_batch_within(self.items, state.rest, self.value, step.makespan_s, self.ranks)
         inside = packed.pack >= 0
-        least_s = extremes_s(self.items, state.rest[0], self.cluster)[1]
+        least_s = extremes_s(self.items, state.rest[0], self.ranks)[1]
         part = Part(state.rest[inside], packed._replace(pack=packed.pack[inside]), max(least_s, packed.value / self.total_speed))
         return State(state.rest[~inside], state.value - packed.value, state.tokens - packed.tokens, (*state.parts, part),
                      state.time_s + part.time_s + self.fixed_s)
 
     def shortened(self, part: Part) -> Part:
         """The same rows in less time."""
-        packed, low_s = shortest_micro_batch(self.items, part.rows, self.value, part.low_s, part.time_s, part.time_s, 1e-3, self.cluster)
+        packed, low_s = shortest_micro_batch(self.items, part.rows, self.value, part.low_s, part.time_s, 1e-3, self.ranks)
         return Part(part.rows, packed, low_s) if packed.complete and packed.time.max() < part.time_s else part
 
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from dhp_ray.planner.best_fit import OWNER, add, first_with, rooms_for, shrink
 from dhp_ray.planner.compiled import compiled, inner
-from dhp_ray.planner.cost import Rate
-from dhp_ray.planner.items import Items, Machine, time_s
+from dhp_ray.planner.items import Items, Machine, pack_time_s, time_s
 
 
 class MicroBatch(NamedTuple):
@@ -33,19 +32,25 @@ class MicroBatch(NamedTuple):
     complete: bool
 
 
-class Cluster(NamedTuple):
-    """`machine`, the speeds of its ranks, fastest first, and the seconds of language that a token and a token squared cost."""
+class Fastest(NamedTuple):
+    """Speeds and nodes of the ranks of `machine`, fastest first, and the seconds of language that a token and a token squared cost."""
 
     machine: Machine
-    pace: np.ndarray
+    speed: np.ndarray
+    node: np.ndarray
     linear_s: float
     quadratic_s: float
 
 
 @inner
-def _time(language: float, attention: float, vision: float, image: float, tokens: float, degree: int, pace: float, transfer_s: float, rate: Rate) -> float:
-    compute = (language / degree + max(vision / degree, image)) / pace
-    return compute + max(0.0, transfer_s * tokens - rate.hidden * attention / pace) + rate.once_s
+def _crosses(ranks: Fastest, first: int, degree: int) -> bool:
+    """Whether so many ranks, from place `first` on, cross nodes; equally fast ones are put into nodes wherever they fit (`placing`)."""
+    if ranks.machine.uniform:
+        return degree > ranks.machine.ranks_per_node
+    one_node = True
+    for place in range(first + 1, first + degree):
+        one_node = one_node and ranks.node[place] == ranks.node[first]
+    return not one_node
 
 
 @inner
@@ -57,10 +62,10 @@ def _longest(time_left: float, quadratic_s: float, linear_s: float) -> float:
 
 
 @inner
-def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, cluster: Cluster, all_or_none: bool) -> MicroBatch:
+def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest, all_or_none: bool) -> MicroBatch:
     """`rest`: items, largest first; `value`: what serving each is worth. Stops early if not all fit but must."""
-    pace, rates, node_size, capacity = cluster.pace, cluster.machine.rates, cluster.machine.ranks_per_node, float(cluster.machine.tokens_per_rank)
-    num_ranks = len(pace)
+    speed, rates, capacity = ranks.speed, ranks.machine.rates, float(ranks.machine.tokens_per_rank)
+    num_ranks = len(speed)
     pack = np.full(len(rest), -1)
     limit = min(num_ranks, len(rest))
     degree, first, time = np.zeros(limit, dtype=np.int64), np.zeros(limit, dtype=np.int64), np.zeros(limit)
@@ -73,29 +78,31 @@ def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan
         while found >= 0:
             into = int(rooms[OWNER, found])
             rate = rates[degree[into]]
-            spent = _time(language[into] + item.language_s, attention[into] + item.attention_s, vision[into] + item.vision_s, max(image[into], item.image_s),
-                          tokens[into] + item.tokens, degree[into], pace[first[into] + degree[into] - 1],
-                          rate.across_s if degree[into] > node_size else rate.inside_s, rate)
+            slowest = speed[first[into] + degree[into] - 1]
+            encode_s = max((vision[into] + item.vision_s) / degree[into], max(image[into], item.image_s)) / slowest
+            transfer_s = rate.across_s if _crosses(ranks, first[into], degree[into]) else rate.inside_s
+            spent = pack_time_s(language[into] + item.language_s, attention[into] + item.attention_s, encode_s,
+                                tokens[into] + item.tokens, degree[into], slowest, transfer_s, rate.hidden, rate.once_s)
             if spent <= makespan:
                 break
             found -= 1
         if found < 0:
-            ranks = num_ranks + 1
+            need = num_ranks + 1
             if used < num_ranks:
-                ranks = max(item.minimum_degree, int(item.language_s / (makespan * pace[used])))
-            while used + ranks <= num_ranks:
-                spent = time_s(item, ranks, ranks > node_size, pace[used + ranks - 1], rates[ranks])
+                need = max(item.minimum_degree, int(item.language_s / (makespan * speed[used])))
+            while used + need <= num_ranks:
+                spent = time_s(item, need, _crosses(ranks, used, need), speed[used + need - 1], rates[need])
                 if spent <= makespan:
                     break
-                ranks += 1
-            if used + ranks > num_ranks:
+                need += 1
+            if used + need > num_ranks:
                 complete = False
                 if all_or_none:
                     break
                 continue
             into = count
-            degree[into], first[into] = ranks, used
-            used += ranks
+            degree[into], first[into] = need, used
+            used += need
             count += 1
         pack[place] = into
         served += value[rest[place]]
@@ -107,12 +114,12 @@ def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan
         tokens[into] += item.tokens
         time[into] = spent
         # How much longer may it take? An upper bound where it has images, or where attention hides communication.
-        rate, share, left_s = rates[degree[into]], degree[into] * pace[first[into] + degree[into] - 1], makespan - spent
-        transfer_s = rate.across_s if degree[into] > node_size else rate.inside_s
+        rate, share, left_s = rates[degree[into]], degree[into] * speed[first[into] + degree[into] - 1], makespan - spent
+        transfer_s = rate.across_s if _crosses(ranks, first[into], degree[into]) else rate.inside_s
         if rate.hidden > 0.0:
             left_s += max(0.0, transfer_s * tokens[into] - rate.hidden * attention[into] * degree[into] / share)
             transfer_s = 0.0
-        longest = min(degree[into] * capacity - tokens[into], _longest(left_s, cluster.quadratic_s / share, cluster.linear_s / share + transfer_s))
+        longest = min(degree[into] * capacity - tokens[into], _longest(left_s, ranks.quadratic_s / share, ranks.linear_s / share + transfer_s))
         if found >= 0:
             shrink(rooms, state, found, longest)
         else:
@@ -121,59 +128,53 @@ def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan
 
 
 @compiled
-def micro_batch_within(items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, cluster: Cluster) -> MicroBatch:
+def micro_batch_within(items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest) -> MicroBatch:
     """As much as fits under a makespan."""
-    return fill_micro_batch(items, rest, value, makespan, cluster, False)
+    return fill_micro_batch(items, rest, value, makespan, ranks, False)
 
 
 @compiled
-def extremes_s(items: Items, item: int, cluster: Cluster) -> tuple[float, float]:
+def extremes_s(items: Items, item: int, ranks: Fastest) -> tuple[float, float]:
     """Seconds of an item alone, on its minimum degree and on the best one."""
     least_s, alone_s = np.inf, 0.0
-    for degree in range(len(cluster.pace), items[item].minimum_degree - 1, -1):
-        alone_s = time_s(items[item], degree, degree > cluster.machine.ranks_per_node, cluster.pace[degree - 1], cluster.machine.rates[degree])
+    for degree in range(len(ranks.speed), items[item].minimum_degree - 1, -1):
+        alone_s = time_s(items[item], degree, _crosses(ranks, 0, degree), ranks.speed[degree - 1], ranks.machine.rates[degree])
         least_s = min(least_s, alone_s)
     return alone_s * (1 + 1e-12), least_s * (1 + 1e-12)
 
 
 @compiled
-def trials(items: Items, rest: np.ndarray, value: np.ndarray, count: int, span: float, cluster: Cluster) -> np.ndarray:
+def trials(items: Items, rest: np.ndarray, value: np.ndarray, count: int, span: float, ranks: Fastest) -> np.ndarray:
     """(count, 4): makespan, and the seconds, value and tokens of what fits under it; seconds are 0 if the first item does not.
 
     Makespans fall, each the time of a pack with the first item: from several alike in full memory on its minimum degree, to alone on the best degree (or
     `span` times less).
     """
-    most_s, least_s = extremes_s(items, rest[0], cluster)
-    most_s *= max(1.0, cluster.machine.tokens_per_rank * items[rest[0]].minimum_degree / items[rest[0]].tokens)
+    most_s, least_s = extremes_s(items, rest[0], ranks)
+    most_s *= max(1.0, ranks.machine.tokens_per_rank * items[rest[0]].minimum_degree / items[rest[0]].tokens)
     ratio = (max(least_s, most_s / span) / most_s) ** (1.0 / (count - 1))
     found = np.zeros((count, 4))
     for index in range(count):
         makespan = max(most_s * ratio**index, least_s)
-        packed = fill_micro_batch(items, rest, value, makespan, cluster, False)
+        packed = fill_micro_batch(items, rest, value, makespan, ranks, False)
         if packed.pack[0] >= 0:
             found[index, 0], found[index, 1], found[index, 2], found[index, 3] = makespan, packed.time.max(), packed.value, packed.tokens
     return found
 
 
 @compiled
-def shortest_micro_batch(items: Items, rows: np.ndarray, value: np.ndarray, low: float, makespan: float, high: float, tolerance: float,
-                         cluster: Cluster) -> tuple[MicroBatch, float]:
+def shortest_micro_batch(items: Items, rows: np.ndarray, value: np.ndarray, low: float, high: float, tolerance: float,
+                         ranks: Fastest) -> tuple[MicroBatch, float]:
     """All rows in one micro-batch, as short as can be, and a makespan that failed, at most `tolerance` below (a share).
 
-    Begins with `makespan`, doubled up to `high` until it can be had (`complete` is False if none can), then bisects down to `low`, which cannot.
+    Bisects between `high` (`complete` is False if even that cannot be had) and `low`, which cannot.
     """
-    best = fill_micro_batch(items, rows, value, makespan, cluster, True)
-    while not best.complete:
-        if makespan >= high:
-            return best, makespan
-        low, makespan = makespan, min(high, 2.0 * makespan)
-        best = fill_micro_batch(items, rows, value, makespan, cluster, True)
-    makespan = best.time.max()
-    while makespan - low > tolerance * makespan:
-        middle = (low + makespan) / 2
-        packed = fill_micro_batch(items, rows, value, middle, cluster, True)
+    best = fill_micro_batch(items, rows, value, high, ranks, True)
+    while best.complete and best.time.max() - low > tolerance * best.time.max():
+        middle = (low + best.time.max()) / 2
+        packed = fill_micro_batch(items, rows, value, middle, ranks, True)
         if packed.complete:
-            best, makespan = packed, packed.time.max()
+            best = packed
         else:
             low = middle
     return best, low

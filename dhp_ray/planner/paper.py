@@ -16,6 +16,7 @@ import numpy as np
 
 from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Item, Items, Machine, least_degree, packed, time_s
+from dhp_ray.planner.list_schedule import run_next
 from dhp_ray.planner.pack_cap import capacities, degrees_at, tuned
 from dhp_ray.planner.packing import best_fit_decreasing
 from dhp_ray.planner.problem import Problem
@@ -71,7 +72,7 @@ def _deal(items: Items, machine: Machine, members: np.ndarray, first: np.ndarray
             chosen = ready[taken:taken + degrees[place]]
             chosen = chosen[ascending(chosen.astype(np.float64))]
             ranks[dealt:dealt + len(chosen)] = chosen
-            free[chosen] = free[chosen].max() + seconds[place]
+            run_next(chosen, seconds[place], free)
             order[begin + index], degree[begin + index] = members[begin + place], len(chosen)
             taken += len(chosen)
             dealt += len(chosen)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.cost import predicted_s
 from dhp_ray.planner.encoders import encoders_of
+from dhp_ray.planner.list_schedule import list_schedule
 from dhp_ray.planner.plan import GroupPlan, Pack
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 
 
 def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
-    """Seconds of each group. The formulas are `cost`'s; all groups at once."""
+    """Seconds of each group."""
     items, first_rank, degree = problem.items[schedule.rows], schedule.first_rank[:-1], np.diff(schedule.first_rank)
     rates = problem.machine.rates[degree]
     speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
     nodes = np.array(problem.cluster.nodes)[schedule.ranks]
     crosses = np.minimum.reduceat(nodes, first_rank) != np.maximum.reduceat(nodes, first_rank)
     tokens, language, attention = (np.add.reduceat(array, schedule.first_row[:-1]) for array in (items.tokens, items.language_s, items.attention_s))
-    exposed = np.maximum(0.0, np.where(crosses, rates.across_s, rates.inside_s) * tokens - rates.hidden * attention / speed)
-    encode = _encoders(problem, schedule)[2] if problem.all_image_s.any() else 0.0
-    times: np.ndarray = language / (degree * speed) + encode + exposed + rates.once_s
-    return times
+    transfer_s = np.where(crosses, rates.across_s, rates.inside_s)
+    encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
+    return predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rates.hidden, rates.once_s)
 
 
 def makespan_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> float:
@@ -32,19 +32,7 @@ def makespan_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> floa
         slowest = np.zeros(schedule.micro_batch.max() + 1)
         np.maximum.at(slowest, schedule.micro_batch, times)
         return float(slowest.sum() + fixed_s * (np.bincount(schedule.micro_batch) > 0).sum())
-    return fixed_s + float(_finish(schedule.ranks, schedule.first_rank, times, problem.cluster.num_ranks))
-
-
-@compiled
-def _finish(ranks: np.ndarray, first: np.ndarray, times: np.ndarray, num_ranks: int) -> float:
-    free = np.zeros(num_ranks)
-    for group in range(len(times)):
-        start = 0.0
-        for position in range(first[group], first[group + 1]):
-            start = max(start, free[ranks[position]])
-        for position in range(first[group], first[group + 1]):
-            free[ranks[position]] = start + times[group]
-    return free.max()
+    return fixed_s + float(list_schedule(schedule.ranks, schedule.first_rank, times, problem.cluster.num_ranks)[1].max())
 
 
 def time_of(problem: Problem, schedule: Schedule) -> float:

@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from dhp_ray.planner.items import Items, Machine, packed
+from dhp_ray.planner.items import Items, Machine
 from dhp_ray.planner.known_sets import Sets
 from dhp_ray.planner.lockstep import lockstep_schedule
-from dhp_ray.planner.packing import Packs, best_fit_decreasing, unpacked
+from dhp_ray.planner.packing import unpacked
 from dhp_ray.planner.pow2 import packed_to_memory
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rank_lists import RankLists, rank_lists
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.step import WIDEN, Search, schedule_of
+from dhp_ray.planner.step import WIDEN, Search, item_sets, schedule_of
 from dhp_ray.planner.trial import Found
 
 TOLERANCE = 0.02
@@ -66,16 +66,6 @@ def quick_step(problem: Problem, bound_s: float) -> Schedule:
     if best_s - fixed_s > bound_s * (1 + FAR) and len(problem.items) * problem.cluster.num_ranks <= FEW:
         return min(best, *packed_to_memory(problem), key=lambda schedule: time_of(problem, schedule))
     return best
-
-
-def item_sets(problem: Problem) -> list[tuple[Items, Packs]]:
-    """Single sequences; and where a pack costs something by itself, packs made beforehand."""
-    items, each = problem.items, np.arange(len(problem.items) + 1)
-    found = [(items, Packs(each[:-1], each))]
-    if problem.machine.rates.once_s.any() or problem.machine.rates.hidden.any():
-        packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, problem.cluster.tokens_per_rank // 2))
-        found.append((packed(items, packs, problem.cluster.tokens_per_rank), packs))
-    return found
 
 
 def shortest(items: Items, machine: Machine, lists: RankLists, bound_s: float, limit_s: float) -> Found | None:

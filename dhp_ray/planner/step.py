@@ -1,14 +1,16 @@
 """`dhp` for sync=step: the whole global batch as moldable parallel tasks, by a search on the makespan.
 
-For a makespan T, each item needs some least number of ranks; the large ones are placed first, the small ones fill what is left (`trial`). If all find room, T
-can be had. The search starts just above the lower bound (`bound`), widens until it succeeds, then bisects; a trial is O(items x ranks) at worst. A large batch
-is done at 0.1 % above the bound, mostly at the first trial; a quick search that ends far from the bound is followed by a thorough one, which tries more choices
-of what counts as large, what a gap costs and in which order items come (shuffled by a fixed seed where the batch is small). Small batches then go through a
-local search.
+For a makespan T, each item needs some least number of ranks. The items that need several are placed first, the others fill
+what is left (`trial`). If all find room, T can be had. The search starts just above the lower bound (`bound`), widens until
+it succeeds, then bisects; a trial is O(items x ranks) at worst. A large batch is done at 0.1 % above the bound, mostly at the
+first trial. A quick search that ends far from the bound is followed by a thorough one, which tries more choices of what a gap
+costs and of the order of the items (shuffled by a fixed seed where the batch is small). Small batches then go through a local
+search.
 
 Where a pack costs something by itself, packs made beforehand are tried as items as well as single sequences.
 
-Sources: dual approximation (Hochbaum and Shmoys 1987), moldable tasks by a trial makespan (Mounie, Rapine and Trystram 1999), best-fit decreasing.
+Sources: dual approximation (Hochbaum and Shmoys 1987), moldable tasks by a trial makespan (Mounie, Rapine and Trystram 1999),
+best-fit decreasing.
 """
 
 from __future__ import annotations
@@ -25,19 +27,22 @@ from dhp_ray.planner.rank_lists import RankLists, rank_lists
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, in_order
 from dhp_ray.planner.trial import Choices, Effort, Found, try_makespan
 
-VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))
-"""(large, gap_weight) of `trial.Choices`."""
+GAP_WEIGHTS = (0.25, 1.0)
+"""What a second of idle time before an item costs, over a second of work (`windows`)."""
 
 WIDEN = (1e-3, 3e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.32, 0.64, 1.3, 2.6, 5.2, 10.0, 100.0, 1e4)
 """Makespans that are tried first, above the lower bound, as a share of it."""
 
-REUSE = ((3e-3, 1.0), (9e-3, 1.0), (9e-3, 0.1), (9e-3, 0.03), (9e-3, 0.01), (9e-3, 0.003), (9e-3, 0.001))
-"""What a plan may be longer, as a share, to use groups of the pool, and what one group may waste for that, as a share of all ranks' time. The first that
-works is taken."""
+TOLERANCE = 1e-3
+"""The bisection ends when the makespans that can and cannot be had differ by this share of the bound."""
+
+REUSE = ((3e-3, 1.0), (9e-3, 0.1), (9e-3, 0.01))
+"""What a plan may be longer, as a share, to use groups of the pool, and what one group may waste for that, as a share of all
+ranks' time. The first that works is taken."""
 
 TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
-"""Items x ranks: up to TINY with shuffled orders and a local search, up to SMALL thorough from 0.1 % above the bound, up to LARGE from 1 %; beyond, always
-quick."""
+"""Items x ranks: up to TINY with shuffled orders and a local search, up to SMALL thorough from 0.1 % above the bound, up to
+LARGE from 1 %; beyond, always quick."""
 
 ORDERS = 16
 """Orders of the items that are tried, at most."""
@@ -52,25 +57,24 @@ class Search:
         self.single_s = np.where(items.minimum_degree == 1, times_at(items, 1, machine), np.inf)
         self.size = len(work) * len(machine.speeds)
         orders = [np.argsort(-work, kind="stable")]
-        rows = [(*variant, 0) for variant in VARIANTS[:4 if self.size <= SMALL else 2]]
+        rows = [(gap_weight, 0) for gap_weight in GAP_WEIGHTS]
         if self.size <= TINY:
             generator = np.random.default_rng(0)
             for shuffled in range(1, min(ORDERS, SMALL // self.size)):
                 orders.append(np.argsort(-work * np.exp(generator.normal(0.0, 0.4, len(work))), kind="stable"))
-                rows.append((*VARIANTS[shuffled % len(VARIANTS)], shuffled))
-        large, gap_weight, order = zip(*rows)
-        self.choices = Choices(np.array(large), np.array(gap_weight), np.array(order), np.stack(orders))
-        self.quick = Effort(choices=2, rounds=1, leftover=max(64, len(work) // 16))
-        self.thorough = Effort(choices=len(large), rounds=4, leftover=len(work))
+                rows.append((GAP_WEIGHTS[shuffled % len(GAP_WEIGHTS)], shuffled))
+        gap_weight, order = zip(*rows)
+        self.choices = Choices(np.array(gap_weight), np.array(order), np.stack(orders))
+        self.quick = Effort(choices=1, leftover=max(64, len(work) // 16))
+        self.thorough = Effort(choices=len(rows), leftover=len(work))
         self.begin = 0
 
     def run(self, bound_s: float) -> Found:
         """The shortest makespan found."""
-        tolerance_s = bound_s * (1e-3 if self.size > SMALL else 2e-4)
         best, failed_s = self.widen(bound_s)
-        best = self.bisect(best, failed_s, tolerance_s, self.quick)
-        if self.size <= (LARGE if self.machine.uniform else TINY) and best.makespan_s > bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
-            best = self.bisect(best, bound_s, tolerance_s, self.thorough)
+        best = self.bisect(best, failed_s, TOLERANCE * bound_s, self.quick)
+        if self.size <= LARGE and best.makespan_s > bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
+            best = self.bisect(best, bound_s, TOLERANCE * bound_s, self.thorough)
         return self.reused(best)
 
     def reused(self, best: Found) -> Found:
@@ -78,7 +82,8 @@ class Search:
         if len(self.pool.first) > 1:
             for slack, share in REUSE:
                 makespan_s = best.makespan_s * (1 + slack)
-                found = self.trial(makespan_s, self.thorough if self.size <= SMALL else self.quick, share * makespan_s * len(self.machine.speeds))
+                effort = self.thorough if self.size <= SMALL else self.quick
+                found = self.trial(makespan_s, effort, share * makespan_s * len(self.machine.speeds))
                 if found:
                     return found
         return best
@@ -105,24 +110,21 @@ class Search:
 
     def trial(self, makespan_s: float, effort: Effort, reuse_s: float = 0.0) -> Found | None:
         """All items under a makespan, or None."""
-        found = try_makespan(self.items, self.single_s, makespan_s, self.machine, self.lists, self.pool, reuse_s, self.choices, self.begin, effort)
+        found = try_makespan(self.items, self.single_s, makespan_s, self.machine, self.lists, self.pool, reuse_s, self.choices,
+                             self.begin, effort)
         if found.choice < 0:
             return None
         self.begin = found.choice
         return found
 
 
-def dhp_step(problem: Problem, bound_s: float) -> list[Schedule]:
-    """Candidate schedules; `bound_s` excludes fixed costs."""
-    items, machine, pool, tokens_per_rank = problem.items, problem.machine, sets_of(problem), problem.cluster.tokens_per_rank
-    each = np.arange(len(items) + 1)
-    candidates = [(items, Packs(each[:-1], each))]
-    if machine.rates.once_s.any() or machine.rates.hidden.any():
-        for share in (1.0, 0.5):
-            packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, int(tokens_per_rank * share)))
-            candidates.append((packed(items, packs, tokens_per_rank), packs))
+def dhp_step(problem: Problem) -> list[Schedule]:
+    """Candidate schedules."""
+    machine, pool, bound_s = problem.machine, sets_of(problem), problem.lower_bound_s - problem.cost.fixed_s
+    if len(problem.items) * len(machine.speeds) <= TINY and (machine.rates.inside_s == machine.rates.across_s).all():
+        machine = _as_one_node(machine)
     schedules, lists = [], rank_lists(machine)
-    for items, packs in candidates:
+    for items, packs in item_sets(problem):
         found = Search(items, machine, lists, pool).run(bound_s)
         schedule = schedule_of(found, items, machine)
         schedules.append(unpacked(schedule, packs))
@@ -130,6 +132,23 @@ def dhp_step(problem: Problem, bound_s: float) -> list[Schedule]:
             ordered = best_order(items, schedule, machine, bound_s * (1 + 2e-4))
             schedules.append(unpacked(placed_in_order(ordered, items, machine), packs))
     return schedules
+
+
+def _as_one_node(machine: Machine) -> Machine:
+    """The same ranks, none of them preferred as a neighbour: for costs that are the same inside nodes and across."""
+    num_ranks = len(machine.speeds)
+    return machine._replace(node=np.zeros_like(machine.node), first=np.array([0, num_ranks]), ranks_per_node=num_ranks)
+
+
+def item_sets(problem: Problem) -> list[tuple[Items, Packs]]:
+    """Single sequences; and where a pack costs something by itself, packs made beforehand."""
+    items, each, rates = problem.items, np.arange(len(problem.items) + 1), problem.machine.rates
+    found = [(items, Packs(each[:-1], each))]
+    if rates.once_s.any() or rates.hidden.any():
+        tokens_per_rank = problem.cluster.tokens_per_rank
+        packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, tokens_per_rank // 2))
+        found.append((packed(items, packs, tokens_per_rank), packs))
+    return found
 
 
 def schedule_of(found: Found, items: Items, machine: Machine) -> Schedule:
@@ -141,6 +160,7 @@ def schedule_of(found: Found, items: Items, machine: Machine) -> Schedule:
     starts = np.concatenate([*(skeleton.start for skeleton in skeletons), filled.start])
     sizes = np.concatenate([np.ones(len(placed), dtype=np.int64), np.diff(first)])
     degrees = np.concatenate([*(np.diff(skeleton.first) for skeleton in skeletons), np.ones(len(filled.rank), dtype=np.int64)])
-    item, ranks = np.concatenate([placed, found.rest[members]]), np.concatenate([*(skeleton.ranks for skeleton in skeletons), filled.rank])
+    item = np.concatenate([placed, found.rest[members]])
+    ranks = np.concatenate([*(skeleton.ranks for skeleton in skeletons), filled.rank])
     groups = Schedule(item, firsts_of(sizes), ranks, firsts_of(degrees), np.zeros(len(starts), dtype=np.int64))
     return in_order(groups, np.argsort(starts, kind="stable"))

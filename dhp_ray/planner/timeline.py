@@ -9,25 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from dhp_ray.planner.list_schedule import list_schedule
 from dhp_ray.planner.plan import GroupPlan, Plan
+from dhp_ray.planner.schedule import firsts_of, flat
 
 
 def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: float) -> tuple[list[float], float]:
     """Start of every group, and the time of the whole step, with fixed costs (paid before the packs that they belong to)."""
     if sync == "micro_batch":
-        return _lockstep(groups, fixed_s)
-    free, starts = [fixed_s] * num_ranks, []
-    for group in groups:
-        ranks = group.ranks
-        start = free[ranks[0]] if len(ranks) == 1 else max([free[rank] for rank in ranks])
-        end = start + group.predicted_time_s
-        for rank in ranks:
-            free[rank] = end
-        starts.append(start)
-    return starts, max(free)
+        return _micro_batches(groups, fixed_s)
+    ranks, degrees = flat([group.ranks for group in groups])
+    times = np.array([group.predicted_time_s for group in groups])
+    starts, ends = list_schedule(ranks, firsts_of(degrees), times, num_ranks)
+    return (starts + fixed_s).tolist(), float(ends.max() + fixed_s)
 
 
-def _lockstep(groups: Sequence[GroupPlan], fixed_s: float) -> tuple[list[float], float]:
+def _micro_batches(groups: Sequence[GroupPlan], fixed_s: float) -> tuple[list[float], float]:
     slowest: dict[int, float] = {}
     for group in groups:
         slowest[group.micro_batch] = max(slowest.get(group.micro_batch, 0.0), group.predicted_time_s)
@@ -43,7 +42,7 @@ def fixed_starts(plan: Plan) -> list[float]:
     """When each stretch of `plan.fixed_s` begins, on all ranks: before the first pack, or before each micro-batch."""
     if plan.sync != "micro_batch":
         return [0.0]
-    starts, _ = _lockstep(plan.groups, plan.fixed_s)
+    starts, _ = _micro_batches(plan.groups, plan.fixed_s)
     return [start - plan.fixed_s for start in sorted(set(starts))]
 
 

@@ -1,10 +1,8 @@
 """One trial of `sync=step`: can every item find room under a makespan?
 
-    1. skeleton   items that take longer than `smallest` on one rank, largest first, on the windows that waste least
+    1. skeleton   items that take longer than the makespan on one rank, largest first, on the windows that waste least
     2. fill       the others into the holes and tails, best fit
     3. mop up     what fits in no bin goes on several ranks, after everything else
-
-If that fails, all items as large as the largest one left over join the skeleton, and the trial goes on, `rounds` times at most.
 """
 
 from __future__ import annotations
@@ -22,20 +20,17 @@ from dhp_ray.planner.skeleton import Skeleton, place_skeleton
 
 
 class Choices(NamedTuple):
-    """Ways to try, one a row. `large`: an item longer than this share of the makespan belongs to the skeleton from the start. `gap_weight`: see `skeleton`.
-    `order`: the row of `orders` (items, largest first or nearly so) that it takes them in."""
+    """Ways to try, one a row: what a gap costs (`windows`), and the row of `orders` (items, largest first or nearly so)."""
 
-    large: np.ndarray
     gap_weight: np.ndarray
     order: np.ndarray
     orders: np.ndarray
 
 
 class Effort(NamedTuple):
-    """How hard a trial tries: choices, rounds of each, items that it mops up at most."""
+    """How hard a trial tries: choices, and items that it mops up, at most."""
 
     choices: int
-    rounds: int
     leftover: int
 
 
@@ -62,26 +57,19 @@ def try_makespan(items: Items, single_s: np.ndarray, makespan: float, machine: M
     skeleton = place_skeleton(items, none, 0.0, makespan, machine, lists, idle, no_pool, 1.0, 0.0)
     last = skeleton
     for step in range(effort.choices):
-        choice = (begin + step) % len(choices.large)
+        choice = (begin + step) % len(choices.gap_weight)
         order = choices.orders[choices.order[choice]]
-        smallest = choices.large[choice] * makespan
-        for _ in range(effort.rounds):
-            skeleton = place_skeleton(items, order, smallest, makespan, machine, lists, idle, pool, choices.gap_weight[choice], reuse_s)
-            if not skeleton.placed:
-                break
-            rest = _kept(order, single_s[order], -np.inf, smallest)
-            bins = fill(items, rest, skeleton, makespan, machine)
-            left = _kept(rest, bins, -1.0, -1.0)
-            if len(left) <= effort.leftover:
-                busy = busy_of(items, rest, bins, skeleton, machine)
-                last = place_skeleton(items, left, 0.0, makespan, machine, lists, busy, no_pool, 1.0, 0.0)
-                if last.placed:
-                    return Found(choice, makespan, skeleton, _kept(rest, bins, 0.0, np.inf), _kept(bins, bins, 0.0, np.inf), last)
-            largest = left[0]
-            for item in left:
-                if single_s[item] > single_s[largest]:
-                    largest = item
-            smallest = single_s[largest] * (1 - 1e-9)
+        skeleton = place_skeleton(items, order, makespan, makespan, machine, lists, idle, pool, choices.gap_weight[choice], reuse_s)
+        if not skeleton.placed:
+            continue
+        rest = _kept(order, single_s[order], -np.inf, makespan)
+        bins = fill(items, rest, skeleton, makespan, machine)
+        left = _kept(rest, bins, -1.0, -1.0)
+        if len(left) <= effort.leftover:
+            busy = busy_of(items, rest, bins, skeleton, machine)
+            last = place_skeleton(items, left, 0.0, makespan, machine, lists, busy, no_pool, 1.0, 0.0)
+            if last.placed:
+                return Found(choice, makespan, skeleton, _kept(rest, bins, 0.0, np.inf), _kept(bins, bins, 0.0, np.inf), last)
     return Found(-1, makespan, skeleton, none, none, last)
 
 
