@@ -87,7 +87,7 @@ def limits_of(problem: Problem) -> Limits:
     charge = (0.0 if rates.hidden.any() else 1.0) * limits.transfer_s * slowest_sum
     charge += rates.once_s * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
     limits.charge_s = np.concatenate([[0.0], np.minimum.accumulate(charge[:0:-1])[::-1]])
-    limits.stretch = 1.0 if fastest[0] == fastest[-1] else _stretch(fastest)
+    limits.stretch = np.ones(len(degrees)) if fastest[0] == fastest[-1] else _stretch(fastest)
     return limits
 
 

@@ -196,7 +196,7 @@ class CostModel:
             degrees = np.maximum(np.arange(max_degree + 1, dtype=np.float64), 1.0)
             steps, rates = degrees - 1, cast(Rates, np.recarray(max_degree + 1, dtype=RATE))
             rates.inside_s, rates.across_s = [self.comm_bytes_per_token / degrees / _by_degree(link, max_degree) * (steps > 0) for link in self._links()]
-            rates.hidden, rates.once_s = 0.0, self.latency_s * (steps > 0) + self.pack_s
+            rates.hidden, rates.once_s = np.zeros_like(degrees), self.latency_s * (steps > 0) + self.pack_s
             if self.communication == "ring":
                 rates.inside_s, rates.across_s = rates.inside_s * steps, rates.across_s * steps
                 rates.hidden, rates.once_s = self.overlap * steps / degrees / degrees, self.latency_s * steps + self.pack_s

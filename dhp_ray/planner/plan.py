@@ -260,11 +260,21 @@ class Plan:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Plan:
-        """The plan of a file as it was made (`replay` makes it again). What a pack's ranks hold is not in the file."""
-        groups = tuple(GroupPlan(tuple(group["ranks"]), Pack(tuple(group["sequences"])), group["predicted_time_s"], 0.0, group["micro_batch"],
-                                 tuple(group["encoders"])) for group in tree["groups"])
-        return cls(tree["planner"], tree["sync"], ClusterSpec.from_json(tree), samples_from_json(tree["inputs"]["samples"]), groups, tree["predicted_time_s"],
-                   tree["lower_bound_s"], tree["planning_time_s"], tree["inputs"])
+        """The plan of a file as it was made (`replay` makes it again). What a pack's ranks hold is not in the file.
+
+        Raises:
+            PlanError: it has no inputs, or is damaged.
+        """
+        try:
+            inputs, cluster = tree["inputs"], ClusterSpec.from_json(tree)
+            groups = tuple(GroupPlan(tuple(group["ranks"]), Pack(tuple(group["sequences"])), group["predicted_time_s"], 0.0,
+                                     group["micro_batch"], tuple(group.get("encoders", ()))) for group in tree["groups"])
+            plan = cls(tree["planner"], tree["sync"], cluster, samples_from_json(inputs["samples"]), groups, tree["predicted_time_s"],
+                       tree["lower_bound_s"], tree["planning_time_s"], {name: inputs[name] for name in inputs if name != "samples"})
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"plan file: damaged ({error.__class__.__name__}: {error})") from None
+        plan.validate()
+        return plan
 
 
 def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:

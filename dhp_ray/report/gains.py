@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from dhp_ray.planner import ClusterSpec, CostModel, PlanError, checked_problem, idle_fraction, plan_batch, plan_data_set
-from dhp_ray.planner.plan import GroupPlan, Pack, Plan, samples_from_json
+from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.problem import Problem
 
 RUN = "this run"
@@ -79,7 +79,7 @@ def compare(steps: Sequence[int], read_plan: Callable[[int], dict[str, Any]], bu
     for step in steps:
         if gains.steps and perf_counter() - begin > budget_s:
             break
-        plan = plan_from_json(read_plan(step))
+        plan = Plan.from_json(read_plan(step))
         gains.steps.append(compared(step, plan))
         problems.append(problem_of_plan(plan))
     for alike in _on_equal_clusters(problems):
@@ -130,24 +130,6 @@ def _on_equal_clusters(problems: Sequence[Problem]) -> list[list[int]]:
     for place, problem in enumerate(problems):
         places.setdefault((replace(problem.cluster, speeds=(1.0,) * problem.cluster.num_ranks), problem.sync), []).append(place)
     return list(places.values())
-
-
-def plan_from_json(tree: dict[str, Any]) -> Plan:
-    """A plan file as it was made, not planned again.
-
-    Raises:
-        PlanError: it has no inputs, or they are damaged.
-    """
-    try:
-        inputs, cluster = tree["inputs"], ClusterSpec.from_json(tree)
-        groups = tuple(GroupPlan(tuple(group["ranks"]), Pack(tuple(group["sequences"])), group["predicted_time_s"], 0.0, group["micro_batch"],
-                                 tuple(group.get("encoders", ()))) for group in tree["groups"])
-        plan = Plan(tree["planner"], tree["sync"], cluster, samples_from_json(inputs["samples"]), groups, tree["predicted_time_s"], tree["lower_bound_s"],
-                    tree["planning_time_s"], {"speeds": inputs["speeds"], "cost": inputs["cost"], "pool": inputs["pool"]})
-    except (KeyError, TypeError) as error:
-        raise PlanError(f"plan file: damaged ({error.__class__.__name__}: {error})") from None
-    plan.validate()
-    return plan
 
 
 def spread(items: Sequence[int], limit: int) -> list[int]:

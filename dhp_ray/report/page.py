@@ -16,7 +16,7 @@ from typing import Any
 from dhp_ray.credentials import masked
 from dhp_ray.planner.plan import Plan, Sample
 from dhp_ray.report import figures
-from dhp_ray.report.gains import OTHERS, RUN, Gains, compare, other_mode, plan_from_json, spread
+from dhp_ray.report.gains import OTHERS, RUN, Gains, compare, other_mode, spread
 from dhp_ray.report.plan_picture import draw_plan
 from dhp_ray.report.run_files import RunFiles
 
@@ -43,7 +43,7 @@ pre { background: #f4f6f9; padding: 1rem; overflow-x: auto; }
 
 def page(run: RunFiles) -> str:
     """The whole page. The run has at least one step."""
-    plans = [plan_from_json(run.plan(step)) for step in sorted(spread(run.plan_steps, MAX_PLANS_READ))]
+    plans = [Plan.from_json(run.plan(step)) for step in sorted(spread(run.plan_steps, MAX_PLANS_READ))]
     samples = [sample for plan in plans for sample in plan.samples]
     gains = compare(spread(run.plan_steps, MAX_COMPARED), run.plan)
     parts = [summary(run, gains), curves(run), planning(run, gains), degrees(run, plans), data(run, samples, len(plans)), events(run),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dhp_ray.planner import CostModel, PlanError, plan_batch, plan_data_set, replay
 from dhp_ray.planner.static import Layout, time_under
-from dhp_ray.report.gains import OTHERS, RUN, compare, compared, other_mode, plan_from_json, problem_of_plan, spread
+from dhp_ray.report.gains import OTHERS, RUN, compare, compared, other_mode, problem_of_plan, spread
 from tests.report.runs import COST, plan_of
 
 BASELINES = set(OTHERS) - {"dhp"}
@@ -22,7 +22,7 @@ def read_plan(step: int, **more: Any) -> dict[str, Any]:
 
 def test_a_plan_file_gives_its_plan_back() -> None:
     plan = plan_of(4)
-    again = plan_from_json(json.loads(json.dumps(plan.to_json())))
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert (again.samples, again.cluster) == (plan.samples, plan.cluster)
     assert [(group.ranks, group.pack, group.encoders) for group in again.groups] == [(group.ranks, group.pack, group.encoders) for group in plan.groups]
     assert replay(again.to_json()).predicted_time_s == plan.predicted_time_s
@@ -30,7 +30,7 @@ def test_a_plan_file_gives_its_plan_back() -> None:
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 def test_baselines_plan_the_same_batch_in_the_same_mode_under_the_same_cost(sync: str) -> None:
-    plan = plan_from_json(read_plan(2, sync=sync))
+    plan = Plan.from_json(read_plan(2, sync=sync))
     found = compared(2, plan)
     assert found.times_s[RUN] == plan.predicted_time_s
     for name in set(OTHERS) - {"static"}:
@@ -77,7 +77,7 @@ def test_late_steps_count_in_what_the_run_took() -> None:
 def test_the_other_mode_has_the_same_device_memory() -> None:
     tree = read_plan(2)
     tree["inputs"]["cost"] |= {"resident_bytes": {"step": 9e6, "micro_batch": 1e6}, "memory_bytes_per_token": 4e4}
-    plan = plan_from_json(tree)
+    plan = Plan.from_json(tree)
     assert other_mode(plan) == ("micro_batch", 480 + 200)
     there = plan_batch(plan.samples, replace(plan.cluster, tokens_per_rank=680), CostModel.from_json(tree["inputs"]["cost"]), sync="micro_batch")
     assert compare([2], lambda step: tree).other_mode_s() == pytest.approx(there.predicted_time_s)
@@ -93,7 +93,7 @@ def test_a_plan_without_inputs_is_one_line() -> None:
     tree = read_plan(1)
     del tree["inputs"]
     with pytest.raises(PlanError, match="plan file: damaged"):
-        plan_from_json(tree)
+        Plan.from_json(tree)
 
 
 @given(st.integers(0, 500), st.integers(1, 60), st.integers(1, 60))
