@@ -23,8 +23,8 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Item, Items, pack_time_s
+from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
 
 LIMIT = np.dtype([(name, np.float64) for name in ("speed", "encode_speed", "transfer_s", "hidden", "once_s", "charge_s", "stretch")])

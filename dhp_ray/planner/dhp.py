@@ -5,13 +5,13 @@ Baselines pack to memory here; of a huge batch they would take seconds, and hard
 
 from __future__ import annotations
 
-from dhp_ray.planner.lockstep import dhp_micro_batch
-from dhp_ray.planner.paper import paper_at
-from dhp_ray.planner.pow2 import packed_to_memory
+from dhp_ray.planner.baselines.paper import paper_at
+from dhp_ray.planner.baselines.pow2 import packed_to_memory
+from dhp_ray.planner.micro_batch.search import dhp_micro_batch
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.step import dhp_step
+from dhp_ray.planner.step.search import dhp_step
 
 SMALL = 10_000
 """Sequences x ranks up to which plans are compared with the baselines'."""

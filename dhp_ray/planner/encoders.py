@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled, inner
+from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.sorting import ascending
 
 
 @compiled

@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol, cast, overload
 
 import numpy as np
 
-from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.cost import Rate, Rates, predicted_s
-from dhp_ray.planner.packing import Packs
+from dhp_ray.planner.primitives.compiled import inner
+from dhp_ray.planner.primitives.packing import Packs
 
 ITEM = np.dtype([(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s")] + [("tokens", np.int64), ("minimum_degree", np.int64)])
 """One item; seconds are one nominal rank's. attention_s: a part of language_s. vision_s: all its images; image_s: the largest of them. minimum_degree: the

@@ -6,8 +6,8 @@ import numpy as np
 
 from dhp_ray.planner.cost import predicted_s
 from dhp_ray.planner.encoders import encoders_of
-from dhp_ray.planner.list_schedule import list_schedule
 from dhp_ray.planner.plan import GroupPlan, Pack
+from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 

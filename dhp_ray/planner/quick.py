@@ -10,17 +10,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from dhp_ray.planner.baselines.pow2 import packed_to_memory
 from dhp_ray.planner.items import Items, Machine
-from dhp_ray.planner.known_sets import Sets
-from dhp_ray.planner.lockstep import lockstep_schedule
-from dhp_ray.planner.packing import unpacked
-from dhp_ray.planner.pow2 import packed_to_memory
+from dhp_ray.planner.micro_batch.search import lockstep_schedule
 from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.primitives.packing import unpacked
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.rank_lists import RankLists, rank_lists
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.step import WIDEN, Search, item_sets, schedule_of
-from dhp_ray.planner.trial import Found
+from dhp_ray.planner.step.cached_groups import Sets
+from dhp_ray.planner.step.rank_lists import RankLists, rank_lists
+from dhp_ray.planner.step.search import WIDEN, Search, item_sets, schedule_of
+from dhp_ray.planner.step.trial import Found
 
 TOLERANCE = 0.02
 """How close to a makespan that cannot be had the search ends, as a share."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dhp_ray.planner.list_schedule import list_schedule
 from dhp_ray.planner.plan import GroupPlan, Plan
+from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.schedule import firsts_of, flat
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from dhp_ray.planner.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
-from dhp_ray.planner.packing import best_fit_decreasing, unpacked
+from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
+from dhp_ray.planner.primitives.packing import best_fit_decreasing, unpacked
 from dhp_ray.planner.schedule import Schedule
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, checked_problem, plan_batch
-from dhp_ray.planner.paper import paper_at
-from dhp_ray.planner.pow2 import packed_to_memory
+from dhp_ray.planner.baselines.paper import paper_at
+from dhp_ray.planner.baselines.pow2 import packed_to_memory
 from dhp_ray.planner.pricing import time_of
-from dhp_ray.planner.skeleton import MAX_GROUPS_PER_RANK
+from dhp_ray.planner.step.partial_schedule import MAX_GROUPS_PER_RANK
 
 ALL_TO_ALL = CostModel(quadratic_s=5.128e-9, linear_s=1.839576e-4, comm_bytes_per_token=2097152, fixed_s=0.63,
                        bandwidth_bytes_per_s={2: 1.25e11, 4: 1.09e11, 8: 1.01e11, 16: 1.08e10, 32: 6.2e9, 64: 5.1e9})

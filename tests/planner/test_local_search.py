@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL, RING
 
 from dhp_ray.planner import ClusterSpec, Sample
+from dhp_ray.planner.baselines.static import static
 from dhp_ray.planner.items import times_at
-from dhp_ray.planner.local_search import alike, best_order, placed_in_order
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import problem_of
-from dhp_ray.planner.static import static
+from dhp_ray.planner.step.local_search import alike, best_order, placed_in_order
 
 
 def makespan_s(order, degree, times, num_ranks):

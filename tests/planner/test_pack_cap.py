@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL, RING, bimodal
 
 from dhp_ray.planner import PLANNERS, ClusterSpec, CostModel, Sample, checked_problem, plan_batch, plan_data_set
-from dhp_ray.planner.pack_cap import best_cap, capacities, degrees_at
-from dhp_ray.planner.paper import paper_at
-from dhp_ray.planner.pow2 import pow2_at
+from dhp_ray.planner.baselines.pack_cap import best_cap, capacities, degrees_at
+from dhp_ray.planner.baselines.paper import paper_at
+from dhp_ray.planner.baselines.pow2 import pow2_at
+from dhp_ray.planner.baselines.static import Layout, degrees_for, least_degree_of, time_under, uniform
 from dhp_ray.planner.pricing import time_of
-from dhp_ray.planner.static import Layout, degrees_for, least_degree_of, time_under, uniform
 
 PACKED_TO_MEMORY = {
     "static": lambda problem, memory: [uniform(problem, Layout(least_degree_of([problem]), memory))],

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL
 
 from dhp_ray.planner import ClusterSpec, Sample
-from dhp_ray.planner.known_sets import sets_of
-from dhp_ray.planner.placing import ranks_of
+from dhp_ray.planner.micro_batch.placing import ranks_of
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.schedule import firsts_of
+from dhp_ray.planner.step.cached_groups import sets_of
 
 
 def placed(degrees, cluster, pool=()):

@@ -8,7 +8,7 @@ from test_dhp import ALL_TO_ALL, bimodal
 
 from dhp_ray.planner import ClusterSpec, Sample, plan_batch, warm_up
 from dhp_ray.planner.problem import problem_of
-from dhp_ray.planner.rank_lists import rank_lists
+from dhp_ray.planner.step.rank_lists import rank_lists
 
 
 def lists_of(speeds, ranks_per_node):

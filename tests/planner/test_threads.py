@@ -18,7 +18,7 @@ from dhp_ray.planner import LAST_RESORT, ClusterSpec, plan_batch
 
 
 def test_compiled_loops_release_the_lock():
-    modules = [importlib.import_module(f"dhp_ray.planner.{module.name}") for module in pkgutil.iter_modules(dhp_ray.planner.__path__)]
+    modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(dhp_ray.planner.__path__, "dhp_ray.planner.")]
     loops = {value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)}
     entries = [loop for loop in loops if not loop.targetoptions.get("no_cpython_wrapper")]
     assert len(entries) > 8
@@ -33,7 +33,7 @@ from dhp_ray.planner import PLANNERS, ClusterSpec, plan_batch, warm_up
 sys.path.insert(0, {folder!r})
 from test_dhp import ALL_TO_ALL, RING, bimodal
 warm_up()
-modules = [importlib.import_module(f"dhp_ray.planner.{{module.name}}") for module in pkgutil.iter_modules(dhp_ray.planner.__path__)]
+modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(dhp_ray.planner.__path__, "dhp_ray.planner.")]
 loops = {{value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)}}
 counts = {{loop: len(loop.signatures) for loop in loops}}
 for cost in (ALL_TO_ALL, RING):

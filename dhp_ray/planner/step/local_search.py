@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Items, Machine, times_at
+from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.schedule import Schedule, firsts_of
 
 THRESHOLD = 0.3

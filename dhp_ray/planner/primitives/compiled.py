@@ -20,7 +20,7 @@ from numba.core.caching import FunctionCache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.parent.rglob("*.py")))).hexdigest()
 
 
 class PackageCache(FunctionCache):  # type: ignore[misc]

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.fill import packs_of_bins
 from dhp_ray.planner.items import Items, Machine, packed, times_at
-from dhp_ray.planner.known_sets import Sets, sets_of
-from dhp_ray.planner.local_search import alike, best_order, placed_in_order
-from dhp_ray.planner.packing import Packs, best_fit_decreasing, unpacked
+from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing, unpacked
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.rank_lists import RankLists, rank_lists
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, in_order
-from dhp_ray.planner.trial import Choices, Effort, Found, try_makespan
+from dhp_ray.planner.step.cached_groups import Sets, sets_of
+from dhp_ray.planner.step.gaps import packs_of_bins
+from dhp_ray.planner.step.local_search import alike, best_order, placed_in_order
+from dhp_ray.planner.step.rank_lists import RankLists, rank_lists
+from dhp_ray.planner.step.trial import Choices, Effort, Found, try_makespan
 
 GAP_WEIGHTS = (0.25, 1.0)
 """What a second of idle time before an item costs, over a second of work (`windows`)."""

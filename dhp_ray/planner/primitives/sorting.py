@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.compiled import inner
+from dhp_ray.planner.primitives.compiled import inner
 
 
 @inner

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.items import Item, Machine, time_s
+from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import firsts_of
-from dhp_ray.planner.windows import Window
+from dhp_ray.planner.step.candidates import Window
 
 
 class Sets(NamedTuple):

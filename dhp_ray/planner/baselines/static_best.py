@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dhp_ray.planner.baselines.static import best_layout, uniform
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.static import best_layout, uniform
 
 
 def static_best(problem: Problem) -> Schedule:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
-from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Items, Machine
-from dhp_ray.planner.skeleton import Skeleton
+from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
+from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.step.partial_schedule import Skeleton
 
 
 class Filled(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled, inner
+from dhp_ray.planner.primitives.compiled import compiled, inner
 
 
 @inner

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.best_fit import OWNER, add, first_with, rooms_for, shrink
-from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Items, Machine, pack_time_s, time_s
+from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
+from dhp_ray.planner.primitives.compiled import compiled, inner
 
 
 class MicroBatch(NamedTuple):

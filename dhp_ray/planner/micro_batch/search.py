@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.bound import limits_of
-from dhp_ray.planner.known_sets import sets_of
-from dhp_ray.planner.micro_batch import Fastest, MicroBatch, extremes_s, micro_batch_within, shortest_micro_batch, trials
-from dhp_ray.planner.placing import ranks_of
+from dhp_ray.planner.micro_batch.filling import Fastest, MicroBatch, extremes_s, micro_batch_within, shortest_micro_batch, trials
+from dhp_ray.planner.micro_batch.placing import ranks_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
+from dhp_ray.planner.step.cached_groups import sets_of
 
 MAKESPANS, SPAN = ((256, 40), (4096, 16), (10**9, 4)), 4.5
 """Makespans that are tried for one micro-batch, with up to so many sequences; and the longest over the shortest of them."""

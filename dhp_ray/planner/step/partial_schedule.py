@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.items import Items, Machine, least_degree, time_s
-from dhp_ray.planner.known_sets import Sets, best_set
-from dhp_ray.planner.rank_lists import RankLists
-from dhp_ray.planner.sorting import ascending
-from dhp_ray.planner.windows import Window, best_window, occupy, ranks_of
+from dhp_ray.planner.primitives.compiled import inner
+from dhp_ray.planner.primitives.sorting import ascending
+from dhp_ray.planner.step.cached_groups import Sets, best_set
+from dhp_ray.planner.step.candidates import Window, best_window, occupy, ranks_of
+from dhp_ray.planner.step.rank_lists import RankLists
 
 MAX_GROUPS_PER_RANK = 16
 """New groups of several ranks that one rank meets in a step, at most (a group of all ranks does not count); beyond, sets that exist are used."""

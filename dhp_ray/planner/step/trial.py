@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled, inner
-from dhp_ray.planner.fill import busy_of, fill
 from dhp_ray.planner.items import Items, Machine
-from dhp_ray.planner.known_sets import Sets
-from dhp_ray.planner.rank_lists import RankLists
-from dhp_ray.planner.skeleton import Skeleton, place_skeleton
+from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.step.cached_groups import Sets
+from dhp_ray.planner.step.gaps import busy_of, fill
+from dhp_ray.planner.step.partial_schedule import Skeleton, place_skeleton
+from dhp_ray.planner.step.rank_lists import RankLists
 
 
 class Choices(NamedTuple):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled, inner
+from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, tuned
+from dhp_ray.planner.baselines.static import Layout, least_degree_of, uniform
 from dhp_ray.planner.items import packed, times_at
-from dhp_ray.planner.pack_cap import capacities, degrees_at, tuned
-from dhp_ray.planner.packing import best_fit_decreasing
-from dhp_ray.planner.placing import earliest_blocks
+from dhp_ray.planner.micro_batch.placing import earliest_blocks
+from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.primitives.packing import best_fit_decreasing
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
-from dhp_ray.planner.static import Layout, least_degree_of, uniform
 
 
 def pow2(problem: Problem) -> Schedule:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.compiled import compiled, inner
 from dhp_ray.planner.items import Machine
-from dhp_ray.planner.known_sets import Sets
-from dhp_ray.planner.sorting import ascending
+from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.primitives.sorting import ascending
+from dhp_ray.planner.step.cached_groups import Sets
 
 
 @compiled

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.compiled import inner
+from dhp_ray.planner.primitives.compiled import inner
 
 ROOM, OWNER, WAITING, WAITING_OWNER = 0, 1, 2, 3
 """Rows of `rooms`: the sorted ones (falling) and whose each is, then the heap (largest first) and whose each is."""

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dhp_ray.planner.baselines.pack_cap import best_cap, capacities
 from dhp_ray.planner.items import packed, times_at
-from dhp_ray.planner.pack_cap import best_cap, capacities
-from dhp_ray.planner.packing import best_fit_decreasing
-from dhp_ray.planner.placing import earliest_blocks
+from dhp_ray.planner.micro_batch.placing import earliest_blocks
 from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.primitives.packing import best_fit_decreasing
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
-from dhp_ray.planner.compiled import compiled
+from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
+from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.schedule import Schedule, by_owner, gathered
 
 

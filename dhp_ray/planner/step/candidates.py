@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.compiled import inner
 from dhp_ray.planner.items import Item, Machine, time_s
-from dhp_ray.planner.rank_lists import RankLists
-from dhp_ray.planner.sorting import ascending
+from dhp_ray.planner.primitives.compiled import inner
+from dhp_ray.planner.primitives.sorting import ascending
+from dhp_ray.planner.step.rank_lists import RankLists
 
 EVEN = 1e-12
 """Seconds by which a window must be better to count as better."""

@@ -1,0 +1,1 @@
+"""What `dhp` is compared with, each at its best pack cap."""

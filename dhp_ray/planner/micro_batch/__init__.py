@@ -1,0 +1,1 @@
+"""`sync=micro_batch`: micro-batch after micro-batch, in each every rank runs once."""
