@@ -29,29 +29,62 @@ from dhp_ray.planner.quick import dhp_quick
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.timeline import idle_fraction, starts_of
 
-__all__ = ["LAST_RESORT", "PLANNERS", "ClusterSpec", "CostModel", "Plan", "PlanError", "Sample", "SequenceTooLongError", "checked_problem",
-           "idle_fraction", "plan_batch", "plan_data_set", "recorded_inputs", "replay", "starts_of", "warm_up"]
+__all__ = [
+    "LAST_RESORT",
+    "PLANNERS",
+    "ClusterSpec",
+    "CostModel",
+    "Plan",
+    "PlanError",
+    "Sample",
+    "SequenceTooLongError",
+    "checked_problem",
+    "idle_fraction",
+    "plan_batch",
+    "plan_data_set",
+    "recorded_inputs",
+    "replay",
+    "starts_of",
+    "warm_up",
+]
 
 PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
-    "dhp": dhp, "dhp_paper": dhp_paper, "static": static, "static_best": static_best, "pow2": pow2, "dhp_quick": dhp_quick}
+    "dhp": dhp,
+    "dhp_paper": dhp_paper,
+    "static": static,
+    "static_best": static_best,
+    "pow2": pow2,
+    "dhp_quick": dhp_quick,
+}
 
 LAST_RESORT = "dhp_quick"
-"""The planner for when there is no time for another: quick (`planner/quick.py` says how quick), balanced, and valid wherever the batch can be
-planned at all."""
+"""The planner for when there is no time for another: quick (`planner/quick.py` says how quick), balanced, and valid
+wherever the batch can be planned at all."""
 
 
-def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",
-               pool: Sequence[tuple[int, ...]] = ()) -> Plan:
+def plan_batch(
+    samples: Sequence[Sample],
+    cluster: ClusterSpec,
+    cost: CostModel,
+    *,
+    planner: str = "dhp",
+    sync: str = "step",
+    pool: Sequence[tuple[int, ...]] = (),
+) -> Plan:
     """The plan of one global batch, validated: a pure function, which needs neither torch nor Ray.
 
-        plan = plan_batch([Sample("a", 9000), Sample("b", 80)], ClusterSpec(4, 4, 4096), CostModel.load("conf/cost/cuda.yaml"))
-        [(group.ranks, group.pack.sequences) for group in plan.groups]    # rows of `samples`, in the order in which the groups begin
+        cost = CostModel.load("conf/cost/cuda.yaml")
+        plan = plan_batch([Sample("a", 9000), Sample("b", 80)], ClusterSpec(4, 4, 4096), cost)
+        [(group.ranks, group.pack.sequences) for group in plan.groups]    # rows of `samples`; groups as they begin
 
     samples: in the batch's order; a sample's tokens are whole numbers, text and vision counted apart.
-    cluster: ranks, ranks of a node (or the node of each rank), tokens that a rank holds of one pack, and the ranks' speeds (1.0: nominal; none: all nominal).
-    cost: seconds and bytes of work and messages, of conf/cost/ or of your own measurements; every time of the plan is in seconds of it.
+    cluster: ranks, ranks of a node (or the node of each rank), tokens that a rank holds of one pack, and the ranks'
+    speeds (1.0: nominal; none: all nominal).
+    cost: seconds and bytes of work and messages, of conf/cost/ or of your own measurements; every time of the plan
+    is in seconds of it.
     planner: a name of PLANNERS. sync: `step`, ranks meet once a step, or `micro_batch`, all meet in every micro-batch.
-    pool: the process groups that exist already, least recently used first; of plans that take hardly longer the one that makes fewest others is taken.
+    pool: the process groups that exist already, least recently used first; of plans that take hardly longer the one
+    that makes fewest others is taken.
 
     Raises:
         SequenceTooLongError: a sequence is beyond the whole cluster.
@@ -67,8 +100,9 @@ def plan_batch(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
 
 
 def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
-    """The batches of a data set (`checked_problem`'s, on equal clusters) under one static layout, as static systems are run: the degree and the pack cap with
-    the least sum of makespans. The name in these plans is `static`; they do not replay, as each depends on all batches."""
+    """The batches of a data set (`checked_problem`'s, on equal clusters) under one static layout, as static systems
+    are run: the degree and the pack cap with the least sum of makespans. The name in these plans is `static`; they
+    do not replay, as each depends on all batches."""
     bounded = [replace(problem, lower_bound_s=lower_bound_s(problem)) for problem in problems]
     seen = [_in_node_order(problem) for problem in bounded]
     layout = best_layout([problem for problem, _ in seen])
@@ -76,7 +110,8 @@ def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
 
 
 def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:
-    """The problem as planners see it, the ranks of a node being neighbours, and the order of its ranks that made it so (none where they are already)."""
+    """The problem as planners see it, the ranks of a node being neighbours, and the order of its ranks that made it
+    so (none where they are already)."""
     order = neighbours(problem.cluster.nodes)
     return (problem, None) if order is None else (reordered(problem, order), order)
 
@@ -86,16 +121,28 @@ def _priced(problem: Problem, planner: str, schedule: Schedule, order: np.ndarra
     schedule = schedule if order is None else renamed(schedule, order)
     times, cluster = times_of(problem, schedule), problem.cluster
     groups, makespan = groups_of(problem, schedule, times), makespan_of(problem, schedule, times)
-    inputs: dict[str, Any] = {"speeds": list(cluster.speeds), "nodes": list(cluster.nodes), "cost": problem.cost.to_json(),
-                              "pool": [list(ranks) for ranks in problem.pool]}
+    inputs: dict[str, Any] = {
+        "speeds": list(cluster.speeds),
+        "nodes": list(cluster.nodes),
+        "cost": problem.cost.to_json(),
+        "pool": [list(ranks) for ranks in problem.pool],
+    }
     plan = Plan(planner, problem.sync, cluster, problem.samples, groups, makespan, problem.lower_bound_s, 0.0, inputs)
     plan.validate()
     return plan
 
 
-def checked_problem(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, *, planner: str = "dhp", sync: str = "step",
-                    pool: Sequence[tuple[int, ...]] = ()) -> Problem:
-    """What `plan_batch` plans. It refuses at once, with the same errors, what `plan_batch` would refuse; nothing has to be compiled for that."""
+def checked_problem(
+    samples: Sequence[Sample],
+    cluster: ClusterSpec,
+    cost: CostModel,
+    *,
+    planner: str = "dhp",
+    sync: str = "step",
+    pool: Sequence[tuple[int, ...]] = (),
+) -> Problem:
+    """What `plan_batch` plans. It refuses at once, with the same errors, what `plan_batch` would refuse; nothing has
+    to be compiled for that."""
     if planner not in PLANNERS:
         raise PlanError(f"planner: got {planner!r}; allowed: {', '.join(PLANNERS)}")
     if sync not in SYNCS:
@@ -104,7 +151,8 @@ def checked_problem(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostM
 
 
 def warm_up() -> float:
-    """Compile the loops (in a thread, while workers start); returns the seconds that it took. Planning before that compiles what it needs by itself."""
+    """Compile the loops (in a thread, while workers start); returns the seconds that it took. Planning before that
+    compiles what it needs by itself."""
     begin = time.perf_counter()
     cost = CostModel(1e-9, 1e-4, 1e5, 0.1, {2: 1e10}, vision_linear_s=1e-4)
     samples = [Sample(str(length), length, 0, ((1, 2, 2),)) for length in (30, 7, 5)]
@@ -124,9 +172,17 @@ def recorded_inputs(tree: dict[str, Any]) -> dict[str, Any]:
     try:
         inputs, cluster = tree["inputs"], ClusterSpec.from_json(tree)
         samples, cost = samples_from_json(inputs["samples"]), CostModel.from_json(inputs["cost"])
-        found = {"samples": samples, "cluster": cluster, "cost": cost, "planner": tree["planner"], "sync": tree["sync"],
-                 "pool": [tuple(ranks) for ranks in inputs["pool"]]}
+        found = {
+            "samples": samples,
+            "cluster": cluster,
+            "cost": cost,
+            "planner": tree["planner"],
+            "sync": tree["sync"],
+            "pool": [tuple(ranks) for ranks in inputs["pool"]],
+        }
         checked_problem(**found)
         return found
     except (KeyError, TypeError) as error:
-        raise PlanError(f"plan file: no usable inputs ({error.__class__.__name__}: {error}); it does not replay") from None
+        raise PlanError(
+            f"plan file: no usable inputs ({error.__class__.__name__}: {error}); it does not replay"
+        ) from None

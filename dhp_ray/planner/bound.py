@@ -1,19 +1,23 @@
 """A lower bound on the time of every plan of a batch.
 
-Fix a makespan T. A sequence in a pack of degree d makes the pack last at least its own time alone, t(d); so it runs at a degree with t(d) <= T, and takes
-at least the least area a(T) over those degrees, where area is rank-seconds weighted by speed. All areas must fit under T:
+Fix a makespan T. A sequence in a pack of degree d makes the pack last at least its own time alone, t(d); so it runs
+at a degree with t(d) <= T, and takes at least the least area a(T) over those degrees, where area is rank-seconds
+weighted by speed. All areas must fit under T:
 
     sum of a_i(T) <= T * sum of speeds     and     t_i(d) <= T for some d, for every i
 
-Both hold from some T on, and that T is the bound. The area of a sequence at degree d is its compute, plus its communication on the d slowest ranks, plus its
-share of what a pack pays once (latency, pack_s): a pack of degree d holds at most d * tokens_per_rank tokens, so each token carries 1 / that many. Members of
-a group are held to the pace of its slowest, so with unequal speeds compute takes at least the area of d neighbours in speed. Where
-attention hides communication, a pack may hide more than its sequences do alone; the area then keeps compute only (times alone still hold: what the other
-sequences of a pack hide they also compute).
+Both hold from some T on, and that T is the bound. The area of a sequence at degree d is its compute, plus its
+communication on the d slowest ranks, plus its share of what a pack pays once (latency, pack_s): a pack of degree d
+holds at most d * tokens_per_rank tokens, so each token carries 1 / that many. Members of a group are held to the
+speed of its slowest, so with unequal speeds compute takes at least the area of d neighbours in speed. Where
+attention hides communication, a pack may hide more than its sequences do alone; the area then keeps compute only
+(times alone still hold: what the other sequences of a pack hide they also compute).
 
-With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long), with fixed_s for as many micro-batches as the tokens need.
+With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long), with fixed_s for as
+many micro-batches as the tokens need.
 
-For each T, a sequence's least degree d(T) is a short scan and a(T) relaxes to the least charge per token over all degrees from d(T) on, which does not depend
+For each T, a sequence's least degree d(T) is a short scan and a(T) relaxes to the least charge per token over all
+degrees from d(T) on, which does not depend
 on the sequence: O(sequences + ranks) memory, some 40 trials of O(sequences).
 """
 
@@ -27,11 +31,16 @@ from dhp_ray.planner.items import Item, Items, pack_time_s
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
 
-LIMIT = np.dtype([(name, np.float64) for name in ("speed", "encode_speed", "transfer_s", "hidden", "once_s", "charge_s", "stretch")])
+LIMIT = np.dtype(
+    [
+        (name, np.float64)
+        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "charge_s", "stretch")
+    ]
+)
 """What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest.
 
-On d ranks or more, `charge_s` is the least area in seconds that a token pays beyond its compute, and `stretch` the least area over compute: 1 but for unequal
-speeds, where a group's members are held to the pace of its slowest.
+On d ranks or more, `charge_s` is the least area in seconds that a token pays beyond its compute, and `stretch` the
+least area over compute: 1 but for unequal speeds, where a group's members are held to the speed of its slowest.
 """
 
 
@@ -41,8 +50,8 @@ class Limit(Protocol):
     speed: float
     encode_speed: float
     transfer_s: float
-    hidden: float
-    once_s: float
+    overlap: float
+    overhead_s: float
     charge_s: float
     stretch: float
 
@@ -53,8 +62,8 @@ class Limits(Protocol):
     speed: np.ndarray
     encode_speed: np.ndarray
     transfer_s: np.ndarray
-    hidden: np.ndarray
-    once_s: np.ndarray
+    overlap: np.ndarray
+    overhead_s: np.ndarray
     charge_s: np.ndarray
     stretch: np.ndarray
 
@@ -71,7 +80,10 @@ def lower_bound_s(problem: Problem) -> float:
     micro_batches = 1
     if problem.sync == "micro_batch":
         micro_batches = -(-int(problem.items.tokens.sum()) // problem.cluster.max_tokens)
-    return float(_bound(problem.items, limits_of(problem), float(problem.speeds.sum()))) + problem.cost.fixed_s * micro_batches
+    return (
+        float(_bound(problem.items, limits_of(problem), float(problem.speeds.sum())))
+        + problem.cost.fixed_s * micro_batches
+    )
 
 
 def limits_of(problem: Problem) -> Limits:
@@ -81,11 +93,13 @@ def limits_of(problem: Problem) -> Limits:
     limits = cast(Limits, np.recarray(len(degrees), dtype=LIMIT))
     limits.speed = fastest[np.maximum(degrees, 1) - 1]
     limits.encode_speed = np.concatenate([[1.0], np.cumsum(fastest)])
-    limits.transfer_s = np.where(degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s))
-    limits.hidden, limits.once_s = rates.hidden, rates.once_s
+    limits.transfer_s = np.where(
+        degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s)
+    )
+    limits.overlap, limits.overhead_s = rates.overlap, rates.overhead_s
     slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
-    charge = (0.0 if rates.hidden.any() else 1.0) * limits.transfer_s * slowest_sum
-    charge += rates.once_s * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
+    charge = (0.0 if rates.overlap.any() else 1.0) * limits.transfer_s * slowest_sum
+    charge += rates.overhead_s * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
     limits.charge_s = np.concatenate([[0.0], np.minimum.accumulate(charge[:0:-1])[::-1]])
     limits.stretch = np.ones(len(degrees)) if fastest[0] == fastest[-1] else _stretch(fastest)
     return limits
@@ -93,9 +107,11 @@ def limits_of(problem: Problem) -> Limits:
 
 @compiled
 def _stretch(fastest: np.ndarray) -> np.ndarray:
-    """For d ranks or more: the least of (sum of speeds) / (d * slowest speed) over all sets; the best sets are neighbours by speed.
+    """For d ranks or more: the least of (sum of speeds) / (d * slowest speed) over all sets; the best sets are
+    neighbours by speed.
 
-    It does not fall with d: without its fastest, a set of d + 1 has a lower one. So beyond STRETCHED ranks that of STRETCHED holds as a bound. O(N STRETCHED).
+    It does not fall with d: without its fastest, a set of d + 1 has a lower one. So beyond STRETCHED ranks that of
+    STRETCHED holds as a bound. O(N STRETCHED).
     """
     num_ranks = len(fastest)
     stretch = np.ones(num_ranks + 1)
@@ -117,8 +133,17 @@ def _stretch(fastest: np.ndarray) -> np.ndarray:
 @inner
 def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
     encode_s = max(item.vision_s / limit.encode_speed, item.image_s / fastest)
-    return pack_time_s(item.language_s, item.attention_s, encode_s, item.tokens, degree, limit.speed, limit.transfer_s, limit.hidden,
-                       limit.once_s)
+    return pack_time_s(
+        item.language_s,
+        item.attention_s,
+        encode_s,
+        item.tokens,
+        degree,
+        limit.speed,
+        limit.transfer_s,
+        limit.overlap,
+        limit.overhead_s,
+    )
 
 
 @inner

@@ -1,6 +1,7 @@
 """Predicted seconds and bytes of a pack on the ranks that run it.
 
-For a pack of sequences with lengths s (tokens) and images of p patches a frame, on d ranks whose slowest has speed v (1.0 = nominal):
+For a pack of sequences with lengths s (tokens) and images of p patches a frame, on d ranks whose slowest has speed v
+(1.0 = nominal):
 
     attention = quadratic_s * sum s^2                                        language = attention + linear_s * sum s
     vision    = vision_quadratic_s * sum p^2 + vision_linear_s * sum p       (an image's frames attend apart)
@@ -8,16 +9,19 @@ For a pack of sequences with lengths s (tokens) and images of p patches a frame,
     encode    = the fullest member's images; before they are dealt out: max(vision / d, largest image)
 
     exposed, communication: all_to_all   bytes / d / bandwidth
-    exposed, communication: ring         max(0, (d - 1) bytes / d / bandwidth - overlap (d - 1) / d * attention / (d v)) + (d - 1) latency_s
+    exposed, communication: ring         max(0, (d - 1) bytes / d / bandwidth - overlap (d - 1) / d * attention / (d v))
+                                         + (d - 1) latency_s
     bytes = comm_bytes_per_token * sum s                                     0 for d = 1
 
-In a ring, each of d - 1 steps sends a rank's keys and values on while attention runs over those that came before, so only what attention cannot hide is
-exposed. `bandwidth` is a table by degree (a degree between two rows takes the row above it; past the last row, the last), or one for groups inside a node
-(`intra`) and one for groups that cross nodes (`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in
-`sync=micro_batch`) and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode.
+In a ring, each of d - 1 steps sends a rank's keys and values on while attention runs over those that came before, so
+only what attention cannot hide is exposed. `bandwidth` is a table by degree (a degree between two rows takes the row
+above it; past the last row, the last), or one for groups inside a node (`intra`) and one for groups that cross nodes
+(`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`)
+and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode.
 
-Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see; `once_s` holds latency and pack_s:
-    time = language / (d v) + encode / v + max(0, transfer_s * sum s - hidden * attention / v) + once_s
+Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see;
+`overhead_s` holds latency and pack_s:
+    time = language / (d v) + encode / v + max(0, transfer_s * sum s - overlap * attention / v) + overhead_s
 """
 
 from __future__ import annotations
@@ -42,9 +46,9 @@ Bandwidth = dict[int, float]
 """Bytes per second by degree."""
 
 
-RATE = np.dtype([(name, np.float64) for name in ("inside_s", "across_s", "hidden", "once_s")])
-"""What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides of that,
-seconds once."""
+RATE = np.dtype([(name, np.float64) for name in ("inside_s", "across_s", "overlap", "overhead_s")])
+"""What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides
+of that, seconds once."""
 
 
 class Rate(Protocol):
@@ -52,8 +56,8 @@ class Rate(Protocol):
 
     inside_s: float
     across_s: float
-    hidden: float
-    once_s: float
+    overlap: float
+    overhead_s: float
 
 
 class Rates(Protocol):
@@ -61,8 +65,8 @@ class Rates(Protocol):
 
     inside_s: np.ndarray
     across_s: np.ndarray
-    hidden: np.ndarray
-    once_s: np.ndarray
+    overlap: np.ndarray
+    overhead_s: np.ndarray
 
     def __len__(self) -> int: ...
     @overload
@@ -74,14 +78,23 @@ class Rates(Protocol):
 Seconds = TypeVar("Seconds", float, np.ndarray)
 
 
-def predicted_s(language_s: Seconds, attention_s: Seconds, encode_s: Seconds, num_tokens: Seconds, degree: Seconds, speed: Seconds,
-                transfer_s: Seconds, hidden: Seconds, once_s: Seconds) -> Seconds:
+def predicted_s(
+    language_s: Seconds,
+    attention_s: Seconds,
+    encode_s: Seconds,
+    num_tokens: Seconds,
+    degree: Seconds,
+    speed: Seconds,
+    transfer_s: Seconds,
+    overlap: Seconds,
+    overhead_s: Seconds,
+) -> Seconds:
     """Seconds of a pack by the last formula above, or of many at once: the one place where it stands.
 
     `encode_s` is at the encoding member's own speed; `transfer_s` is `inside_s` or `across_s` of the degree's RATE.
     """
-    exposed_s: Seconds = np.maximum(0.0, transfer_s * num_tokens - hidden * attention_s / speed)
-    return language_s / (degree * speed) + encode_s + exposed_s + once_s
+    exposed_s: Seconds = np.maximum(0.0, transfer_s * num_tokens - overlap * attention_s / speed)
+    return language_s / (degree * speed) + encode_s + exposed_s + overhead_s
 
 
 @dataclass(frozen=True)
@@ -107,8 +120,18 @@ class CostModel:
     _cache: dict[int, Rates] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s", "vision_quadratic_s",
-                     "vision_linear_s", "memory_bytes_per_token"):
+        for name in (
+            "quadratic_s",
+            "linear_s",
+            "comm_bytes_per_token",
+            "fixed_s",
+            "overlap",
+            "latency_s",
+            "pack_s",
+            "vision_quadratic_s",
+            "vision_linear_s",
+            "memory_bytes_per_token",
+        ):
             object.__setattr__(self, name, _constant(name, getattr(self, name)))
         if self.quadratic_s + self.linear_s == 0:
             raise PlanError("linear_s: got 0 with quadratic_s 0; a token must cost something")
@@ -170,8 +193,8 @@ class CostModel:
         return self.resident(sync) + self.memory_bytes_per_token * num_tokens / degree
 
     def tokens_at_equal_memory(self, tokens_per_rank: int, sync: str, other: str) -> int:
-        """The tokens that a rank holds in mode `other` on a device that holds `tokens_per_rank` in mode `sync`, both beside the mode's resident state;
-        below 1 where the resident state alone does not fit."""
+        """The tokens that a rank holds in mode `other` on a device that holds `tokens_per_rank` in mode `sync`, both
+        beside the mode's resident state; below 1 where the resident state alone does not fit."""
         if self.memory_bytes_per_token == 0.0:
             return tokens_per_rank
         return int((self.memory_bytes(tokens_per_rank, 1, sync) - self.resident(other)) / self.memory_bytes_per_token)
@@ -183,7 +206,9 @@ class CostModel:
     def images_s(self, grids: np.ndarray) -> np.ndarray:
         """Seconds of one rank to encode images of these (time, height, width), one a row."""
         patches = grids[:, 1] * grids[:, 2]
-        seconds: np.ndarray = grids[:, 0] * (self.vision_quadratic_s * patches * patches + self.vision_linear_s * patches)
+        seconds: np.ndarray = grids[:, 0] * (
+            self.vision_quadratic_s * patches * patches + self.vision_linear_s * patches
+        )
         return seconds
 
     def image_s(self, sample: Sample) -> list[float]:
@@ -195,15 +220,23 @@ class CostModel:
         if max_degree not in self._cache:
             degrees = np.maximum(np.arange(max_degree + 1, dtype=np.float64), 1.0)
             steps, rates = degrees - 1, cast(Rates, np.recarray(max_degree + 1, dtype=RATE))
-            rates.inside_s, rates.across_s = [self.comm_bytes_per_token / degrees / _by_degree(link, max_degree) * (steps > 0) for link in self._links()]
-            rates.hidden, rates.once_s = np.zeros_like(degrees), self.latency_s * (steps > 0) + self.pack_s
+            rates.inside_s, rates.across_s = [
+                self.comm_bytes_per_token / degrees / _by_degree(link, max_degree) * (steps > 0)
+                for link in self._links()
+            ]
+            rates.overlap, rates.overhead_s = np.zeros_like(degrees), self.latency_s * (steps > 0) + self.pack_s
             if self.communication == "ring":
                 rates.inside_s, rates.across_s = rates.inside_s * steps, rates.across_s * steps
-                rates.hidden, rates.once_s = self.overlap * steps / degrees / degrees, self.latency_s * steps + self.pack_s
+                rates.overlap, rates.overhead_s = (
+                    self.overlap * steps / degrees / degrees,
+                    self.latency_s * steps + self.pack_s,
+                )
             self._cache[max_degree] = rates
         return self._cache[max_degree]
 
-    def pack_time_s(self, lengths: Sequence[int], ranks: Sequence[int], cluster: ClusterSpec, encode_s: float = 0.0) -> float:
+    def pack_time_s(
+        self, lengths: Sequence[int], ranks: Sequence[int], cluster: ClusterSpec, encode_s: float = 0.0
+    ) -> float:
         """Seconds of a pack of sequences of these lengths on these very ranks.
 
         `encode_s` is the time that the fullest member takes to encode its images, at its own speed.
@@ -215,7 +248,9 @@ class CostModel:
         attention = self.quadratic_s * sum(length * length for length in lengths)
         transfer_s = rate.across_s if cluster.crosses(ranks) else rate.inside_s
         language = attention + self.linear_s * tokens
-        return float(predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rate.hidden, rate.once_s))
+        return float(
+            predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rate.overlap, rate.overhead_s)
+        )
 
     def _links(self) -> tuple[Bandwidth, Bandwidth]:
         """Bandwidth inside a node and across nodes."""
@@ -224,7 +259,9 @@ class CostModel:
             for key in ("intra", "inter"):
                 if key not in value:
                     raise PlanError(f"bandwidth_bytes_per_s.{key}: missing")
-            return _table("bandwidth_bytes_per_s.intra", value["intra"]), _table("bandwidth_bytes_per_s.inter", value["inter"])
+            return _table("bandwidth_bytes_per_s.intra", value["intra"]), _table(
+                "bandwidth_bytes_per_s.inter", value["inter"]
+            )
         table = _table("bandwidth_bytes_per_s", value)
         return table, table
 

@@ -10,28 +10,39 @@ from dhp_ray.planner.schedule import Schedule
 
 
 @compiled
-def encoders_of(schedule: Schedule, first_image: np.ndarray, all_image_s: np.ndarray, speeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(the member that encodes each image, where each group's images begin, seconds of the member of each group that takes longest)
+def encoders_of(
+    schedule: Schedule, first_image: np.ndarray, all_image_s: np.ndarray, speeds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(the member that encodes each image, where each group's images begin, seconds of the member of each group that
+    takes longest)
 
-    `all_image_s`: cost of each image on a nominal rank, those of sequence i from `first_image[i]` on; members are places in the group's ranks. Longest
-    processing time first (Graham 1969), O(images x members); ties go to the earlier image and the lower member.
+    `all_image_s`: cost of each image on a nominal rank, those of sequence i from `first_image[i]` on; members are
+    places in the group's ranks. Longest processing time first (Graham 1969), O(images x members); ties go to the
+    earlier image and the lower member.
     """
     num_groups = len(schedule.first_row) - 1
-    members, first, longest_s = np.zeros(len(all_image_s), dtype=np.int64), np.zeros(num_groups + 1, dtype=np.int64), np.zeros(num_groups)
+    members, first, longest_s = (
+        np.zeros(len(all_image_s), dtype=np.int64),
+        np.zeros(num_groups + 1, dtype=np.int64),
+        np.zeros(num_groups),
+    )
     for group in range(num_groups):
         begin = end = first[group]
         image_s = np.zeros(_num_images(schedule, group, first_image))
-        for row in schedule.rows[schedule.first_row[group]:schedule.first_row[group + 1]]:
+        for row in schedule.rows[schedule.first_row[group] : schedule.first_row[group + 1]]:
             for image in range(first_image[row], first_image[row + 1]):
                 image_s[end - begin] = all_image_s[image]
                 end += 1
         first[group + 1] = end
-        ranks = schedule.ranks[schedule.first_rank[group]:schedule.first_rank[group + 1]]
+        ranks = schedule.ranks[schedule.first_rank[group] : schedule.first_rank[group + 1]]
         busy = np.zeros(len(ranks))
         for image in ascending(-image_s):
             best = 0
             for member in range(1, len(ranks)):
-                if busy[member] + image_s[image] / speeds[ranks[member]] < busy[best] + image_s[image] / speeds[ranks[best]]:
+                if (
+                    busy[member] + image_s[image] / speeds[ranks[member]]
+                    < busy[best] + image_s[image] / speeds[ranks[best]]
+                ):
                     best = member
             members[begin + image] = best
             busy[best] += image_s[image] / speeds[ranks[best]]
@@ -42,6 +53,6 @@ def encoders_of(schedule: Schedule, first_image: np.ndarray, all_image_s: np.nda
 @inner
 def _num_images(schedule: Schedule, group: int, first_image: np.ndarray) -> int:
     count = 0
-    for row in schedule.rows[schedule.first_row[group]:schedule.first_row[group + 1]]:
+    for row in schedule.rows[schedule.first_row[group] : schedule.first_row[group + 1]]:
         count += first_image[row + 1] - first_image[row]
     return count

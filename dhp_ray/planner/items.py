@@ -1,4 +1,5 @@
-"""What the schedulers place: sequences, or packs made beforehand. Compiled loops read them as records, which are passed on for nothing."""
+"""What the schedulers place: sequences, or packs made beforehand. Compiled loops read them as records, which are
+passed on for nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ from dhp_ray.planner.cost import Rate, Rates, predicted_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.primitives.packing import Packs
 
-ITEM = np.dtype([(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s")] + [("tokens", np.int64), ("minimum_degree", np.int64)])
-"""One item; seconds are one nominal rank's. attention_s: a part of language_s. vision_s: all its images; image_s: the largest of them. minimum_degree: the
-fewest ranks that hold it. A pack's are the sums of its sequences', `image_s` their largest."""
+ITEM = np.dtype(
+    [(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s")]
+    + [("tokens", np.int64), ("minimum_degree", np.int64)]
+)
+"""One item; seconds are one nominal rank's. attention_s: a part of language_s. vision_s: all its images; image_s:
+the largest of them. minimum_degree: the fewest ranks that hold it. A pack's are the sums of its sequences',
+`image_s` their largest."""
 
 
 class Item(Protocol):
@@ -44,9 +49,11 @@ class Items(Protocol):
 
 
 class Machine(NamedTuple):
-    """The cluster and its costs (`CostModel.rates`). `uniform`: all ranks have speed 1. `slowest`, `fastest`: speeds of these ranks.
+    """The cluster and its costs (`CostModel.rates`). `uniform`: all ranks have speed 1. `slowest`, `fastest`: speeds
+    of these ranks.
 
-    Rank r is on node `node[r]`; node n has the ranks from `first[n]` to `first[n + 1]` (`neighbours`), at most `ranks_per_node`.
+    Rank r is on node `node[r]`; node n has the ranks from `first[n]` to `first[n + 1]` (`neighbours`), at most
+    `ranks_per_node`.
     """
 
     speeds: np.ndarray
@@ -60,10 +67,23 @@ class Machine(NamedTuple):
     rates: Rates
 
 
-def items_of(tokens: np.ndarray, language_s: np.ndarray, attention_s: np.ndarray, vision_s: np.ndarray, image_s: np.ndarray, tokens_per_rank: int) -> Items:
+def items_of(
+    tokens: np.ndarray,
+    language_s: np.ndarray,
+    attention_s: np.ndarray,
+    vision_s: np.ndarray,
+    image_s: np.ndarray,
+    tokens_per_rank: int,
+) -> Items:
     """One item for each entry of the arrays."""
     items = cast(Items, np.recarray(len(tokens), dtype=ITEM))
-    items.tokens, items.language_s, items.attention_s, items.vision_s, items.image_s = tokens, language_s, attention_s, vision_s, image_s
+    items.tokens, items.language_s, items.attention_s, items.vision_s, items.image_s = (
+        tokens,
+        language_s,
+        attention_s,
+        vision_s,
+        image_s,
+    )
     items.minimum_degree = -(-tokens // tokens_per_rank)
     return items
 
@@ -71,7 +91,10 @@ def items_of(tokens: np.ndarray, language_s: np.ndarray, attention_s: np.ndarray
 def packed(items: Items, packs: Packs, tokens_per_rank: int) -> Items:
     """Every pack an item."""
     inside, first = items[packs.rows], packs.first[:-1]
-    tokens, language, attention, vision = (np.add.reduceat(array, first) for array in (inside.tokens, inside.language_s, inside.attention_s, inside.vision_s))
+    tokens, language, attention, vision = (
+        np.add.reduceat(array, first)
+        for array in (inside.tokens, inside.language_s, inside.attention_s, inside.vision_s)
+    )
     return items_of(tokens, language, attention, vision, np.maximum.reduceat(inside.image_s, first), tokens_per_rank)
 
 
@@ -80,7 +103,17 @@ def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
     rate = machine.rates[degree]
     transfer_s = rate.across_s if degree > machine.ranks_per_node else rate.inside_s
     encode_s = np.maximum(items.vision_s / degree, items.image_s)
-    return predicted_s(items.language_s, items.attention_s, encode_s, items.tokens, degree, 1.0, transfer_s, rate.hidden, rate.once_s)
+    return predicted_s(
+        items.language_s,
+        items.attention_s,
+        encode_s,
+        items.tokens,
+        degree,
+        1.0,
+        transfer_s,
+        rate.overlap,
+        rate.overhead_s,
+    )
 
 
 pack_time_s = inner(predicted_s)
@@ -92,12 +125,23 @@ def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> 
     """Seconds of an item on `degree` ranks, the slowest of `speed`, with images dealt out evenly."""
     encode_s = max(item.vision_s / degree, item.image_s) / speed
     transfer_s = rate.across_s if crosses else rate.inside_s
-    return pack_time_s(item.language_s, item.attention_s, encode_s, item.tokens, degree, speed, transfer_s, rate.hidden, rate.once_s)
+    return pack_time_s(
+        item.language_s,
+        item.attention_s,
+        encode_s,
+        item.tokens,
+        degree,
+        speed,
+        transfer_s,
+        rate.overlap,
+        rate.overhead_s,
+    )
 
 
 @inner
 def least_degree(item: Item, time_limit_s: float, fastest: float, node_size: int, rates: Rates, most: int) -> int:
-    """The fewest ranks, were all as fast as the fastest, that run an item within a time, inside a node where they fit; 0 if it is not `most` or fewer.
+    """The fewest ranks, were all as fast as the fastest, that run an item within a time, inside a node where they
+    fit; 0 if it is not `most` or fewer.
 
     O(1) but where communication rules.
     """

@@ -1,4 +1,5 @@
-"""Planners see the ranks of a node as neighbours, the largest node first; what they plan is put back onto the ranks' own numbers.
+"""Planners see the ranks of a node as neighbours, the largest node first; what they plan is put back onto the ranks'
+own numbers.
 
     node of each rank   0 1 0 1 1      the planner's rank   0 1 2 3 4
                                        the cluster's        1 3 4 0 2
@@ -17,7 +18,8 @@ from dhp_ray.planner.schedule import Schedule
 
 
 def neighbours(nodes: Sequence[int]) -> np.ndarray | None:
-    """The rank that each rank of the planner stands for; None where the cluster's ranks are in such an order already."""
+    """The rank that each rank of the planner stands for; None where the cluster's ranks are in such an order
+    already."""
     sizes = sizes_of(nodes)
     order = sorted(range(len(nodes)), key=lambda rank: (-sizes[nodes[rank]], nodes[rank]))
     return None if order == list(range(len(nodes))) else np.array(order)
@@ -26,12 +28,19 @@ def neighbours(nodes: Sequence[int]) -> np.ndarray | None:
 def reordered(problem: Problem, order: np.ndarray) -> Problem:
     """The same problem with rank `order[r]` as rank r."""
     cluster, place = problem.cluster, np.argsort(order)
-    there = replace(cluster, speeds=tuple([cluster.speeds[rank] for rank in order]), nodes=tuple([cluster.nodes[rank] for rank in order]))
-    known = [ranks for ranks in problem.pool if len(ranks) > 1 and min(ranks) >= 0 and max(ranks) < len(order)]
-    return replace(problem, cluster=there, pool=tuple([tuple(sorted(place[list(ranks)].tolist())) for ranks in known]))
+    there = replace(
+        cluster,
+        speeds=tuple([cluster.speeds[rank] for rank in order]),
+        nodes=tuple([cluster.nodes[rank] for rank in order]),
+    )
+    usable = [ranks for ranks in problem.pool if len(ranks) > 1 and min(ranks) >= 0 and max(ranks) < len(order)]
+    return replace(problem, cluster=there, pool=tuple([tuple(sorted(place[list(ranks)].tolist())) for ranks in usable]))
 
 
 def renamed(schedule: Schedule, order: np.ndarray) -> Schedule:
     """A schedule of the reordered ranks on the ranks that they stand for, those of a group ascending."""
-    ranks, group = order[schedule.ranks], np.repeat(np.arange(len(schedule.first_rank) - 1), np.diff(schedule.first_rank))
+    ranks, group = (
+        order[schedule.ranks],
+        np.repeat(np.arange(len(schedule.first_rank) - 1), np.diff(schedule.first_rank)),
+    )
     return schedule._replace(ranks=ranks[np.lexsort((ranks, group))])

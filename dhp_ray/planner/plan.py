@@ -1,9 +1,9 @@
 """The types that a plan is made of: plain frozen data, without torch and without Ray.
 
-    Sample ... what the planner knows of one sequence
-    ClusterSpec ... the ranks that there are
-    Plan -> GroupPlan -> Pack ... which sequences run together, on which ranks, in which order
-    RankPlan -> RankPack ... the slice of a plan that one rank walks
+Sample ... what the planner knows of one sequence
+ClusterSpec ... the ranks that there are
+Plan -> GroupPlan -> Pack ... which sequences run together, on which ranks, in which order
+RankPlan -> RankPack ... the slice of a plan that one rank walks
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SequenceTooLongError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Lengths of one sequence. `vision_tokens` counts after the merger; `vision_grids` holds one entry an image (or video), in order: its patches by
-    (time, height, width), before the merger.
+    """Lengths of one sequence. `vision_tokens` counts after the merger; `vision_grids` holds one entry an image (or
+    video), in order: its patches by (time, height, width), before the merger.
     """
 
     id: str
@@ -57,8 +57,8 @@ class Sample:
 class ClusterSpec:
     """Ranks, nodes, the tokens that one rank holds at a time, and each rank's speed (1.0 = nominal).
 
-    `nodes`: the node of each rank, in any order, of any size; empty: every `ranks_per_node` ranks are a node. Where both are given and differ, `nodes`
-    counts, and `ranks_per_node` becomes the size of the largest one.
+    `nodes`: the node of each rank, in any order, of any size; empty: every `ranks_per_node` ranks are a node. Where
+    both are given and differ, `nodes` counts, and `ranks_per_node` becomes the size of the largest one.
     """
 
     num_ranks: int
@@ -69,8 +69,10 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1 or self.tokens_per_rank < 1:
-            raise PlanError(f"cluster: num_ranks={self.num_ranks} ranks_per_node={self.ranks_per_node} "
-                            f"tokens_per_rank={self.tokens_per_rank}; each must be at least 1")
+            raise PlanError(
+                f"cluster: num_ranks={self.num_ranks} ranks_per_node={self.ranks_per_node} "
+                f"tokens_per_rank={self.tokens_per_rank}; each must be at least 1"
+            )
         if not self.speeds:
             object.__setattr__(self, "speeds", (1.0,) * self.num_ranks)
         if len(self.speeds) != self.num_ranks:
@@ -136,7 +138,8 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class RankPack:
-    """A pack as one of its ranks sees it. `index` is the pack's place in the plan; `micro_batch` counts from 0 without gaps."""
+    """A pack as one of its ranks sees it. `index` is the pack's place in the plan; `micro_batch` counts from 0
+    without gaps."""
 
     index: int
     ranks: tuple[int, ...]
@@ -148,10 +151,11 @@ class RankPack:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's ordered slice of a plan, and every process group of the plan (ranks alike on all ranks, in plan order).
+    """One rank's ordered slice of a plan, and every process group of the plan (ranks alike on all ranks, in plan
+    order).
 
-    `encodes` tells, for each micro-batch of a plan in lockstep, whether any rank's pack in it has an image; it is empty with sync=step.
-    `plan_id` names the plan among all that were sent in a run.
+    `encodes` tells, for each micro-batch of a plan with sync=micro_batch, whether any rank's pack in it has an
+    image; it is empty with sync=step. `plan_id` names the plan among all that were sent in a run.
     """
 
     step: int
@@ -163,13 +167,14 @@ class RankPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a plan in lockstep; 0 with sync=step."""
+        """Micro-batches of a plan with sync=micro_batch; 0 with sync=step."""
         return len(self.encodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The schedule of one global batch. `groups` is the order of execution; a group starts when its ranks are free. Times are seconds."""
+    """The schedule of one global batch. `groups` is the order of execution; a group starts when its ranks are free.
+    Times are seconds."""
 
     planner: str
     sync: str
@@ -208,36 +213,53 @@ class Plan:
         packs: list[list[RankPack]] = [[] for _ in range(self.cluster.num_ranks)]
         for index, group in enumerate(self.groups):
             samples = tuple([self.samples[row] for row in group.pack.sequences])
-            pack = RankPack(index, group.ranks, samples, group.encoders, group.predicted_time_s, place.get(group.micro_batch, 0))
+            pack = RankPack(
+                index, group.ranks, samples, group.encoders, group.predicted_time_s, place.get(group.micro_batch, 0)
+            )
             for rank in group.ranks:
                 packs[rank].append(pack)
         process_groups, encodes = self.process_groups(), tuple(number in encoding for number in numbers)
-        return [RankPlan(step, rank, process_groups, tuple(packs[rank]), encodes, plan_id) for rank in range(self.cluster.num_ranks)]
+        return [
+            RankPlan(step, rank, process_groups, tuple(packs[rank]), encodes, plan_id)
+            for rank in range(self.cluster.num_ranks)
+        ]
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
         rows, pieces = flat([group.pack.sequences for group in self.groups])
         if len(rows) != len(self.samples) or (np.sort(rows) != np.arange(len(rows))).any():
-            raise PlanError(f"plan: {len(rows)} placements for {len(self.samples)} sequences; each must run exactly once")
+            raise PlanError(
+                f"plan: {len(rows)} placements for {len(self.samples)} sequences; each must run exactly once"
+            )
         ranks, degrees = flat([group.ranks for group in self.groups])
         group_of = np.repeat(np.arange(len(degrees)), degrees)
         wrong = degrees == 0
         wrong[group_of[(ranks < 0) | (ranks >= self.cluster.num_ranks) | ~first_of_its_kind(group_of, ranks)]] = True
         if wrong.any():
             index = int(wrong.argmax())
-            raise PlanError(f"plan: group {index} has ranks {self.groups[index].ranks}; each must be one of {self.cluster.num_ranks}, once")
+            raise PlanError(
+                f"plan: group {index} has ranks {self.groups[index].ranks}; "
+                f"each must be one of {self.cluster.num_ranks}, once"
+            )
         group_of_row = np.repeat(np.arange(len(pieces)), pieces)
         tokens = np.zeros(len(pieces), dtype=np.int64)
-        np.add.at(tokens, group_of_row, np.array([sample.text_tokens + sample.vision_tokens for sample in self.samples])[rows])
+        np.add.at(
+            tokens, group_of_row, np.array([sample.text_tokens + sample.vision_tokens for sample in self.samples])[rows]
+        )
         if (tokens > degrees * self.cluster.tokens_per_rank).any():
             index = int((tokens > degrees * self.cluster.tokens_per_rank).argmax())
-            raise PlanError(f"plan: group {index} holds {tokens[index]} tokens on {degrees[index]} ranks of {self.cluster.tokens_per_rank} tokens")
+            raise PlanError(
+                f"plan: group {index} holds {tokens[index]} tokens on {degrees[index]} ranks "
+                f"of {self.cluster.tokens_per_rank} tokens"
+            )
         grids = [sample.vision_grids for sample in self.samples]
         images = np.zeros(len(pieces), dtype=np.int64)
         if any(grids):
             np.add.at(images, group_of_row, np.array([len(grid) for grid in grids])[rows])
         for index, (group, count) in enumerate(zip(self.groups, images.tolist())):
-            if len(group.encoders) != count or (count and not (min(group.encoders) >= 0 and max(group.encoders) < group.degree)):
+            if len(group.encoders) != count or (
+                count and not (min(group.encoders) >= 0 and max(group.encoders) < group.degree)
+            ):
                 raise PlanError(f"plan: group {index} has {count} images and encoders {group.encoders}")
         if self.sync == "micro_batch":
             micro_batch = np.array([group.micro_batch for group in self.groups])
@@ -245,16 +267,31 @@ class Plan:
                 raise PlanError("plan: micro-batches out of order")
             twice = ~first_of_its_kind(micro_batch[group_of], ranks)
             if twice.any():
-                raise PlanError(f"plan: rank {ranks[twice][0]} runs twice in micro-batch {micro_batch[group_of[twice][0]]}")
+                raise PlanError(
+                    f"plan: rank {ranks[twice][0]} runs twice in micro-batch {micro_batch[group_of[twice][0]]}"
+                )
 
     def to_json(self) -> dict[str, Any]:
         """The form of a plan file; `inputs` (when given, here with the samples) are what the plan replays from."""
         tree: dict[str, Any] = {
-            "planner": self.planner, "sync": self.sync, "num_ranks": self.cluster.num_ranks,
-            "ranks_per_node": self.cluster.ranks_per_node, "tokens_per_rank": self.cluster.tokens_per_rank,
-            "predicted_time_s": self.predicted_time_s, "lower_bound_s": self.lower_bound_s, "planning_time_s": self.planning_time_s,
-            "groups": [{"micro_batch": group.micro_batch, "ranks": list(group.ranks), "sequences": list(group.pack.sequences),
-                        "predicted_time_s": group.predicted_time_s, "encoders": list(group.encoders)} for group in self.groups],
+            "planner": self.planner,
+            "sync": self.sync,
+            "num_ranks": self.cluster.num_ranks,
+            "ranks_per_node": self.cluster.ranks_per_node,
+            "tokens_per_rank": self.cluster.tokens_per_rank,
+            "predicted_time_s": self.predicted_time_s,
+            "lower_bound_s": self.lower_bound_s,
+            "planning_time_s": self.planning_time_s,
+            "groups": [
+                {
+                    "micro_batch": group.micro_batch,
+                    "ranks": list(group.ranks),
+                    "sequences": list(group.pack.sequences),
+                    "predicted_time_s": group.predicted_time_s,
+                    "encoders": list(group.encoders),
+                }
+                for group in self.groups
+            ],
         }
         return tree | ({"inputs": {"samples": samples_to_json(self.samples)} | self.inputs} if self.inputs else {})
 
@@ -267,10 +304,28 @@ class Plan:
         """
         try:
             inputs, cluster = tree["inputs"], ClusterSpec.from_json(tree)
-            groups = tuple(GroupPlan(tuple(group["ranks"]), Pack(tuple(group["sequences"])), group["predicted_time_s"], 0.0,
-                                     group["micro_batch"], tuple(group.get("encoders", ()))) for group in tree["groups"])
-            plan = cls(tree["planner"], tree["sync"], cluster, samples_from_json(inputs["samples"]), groups, tree["predicted_time_s"],
-                       tree["lower_bound_s"], tree["planning_time_s"], {name: inputs[name] for name in inputs if name != "samples"})
+            groups = tuple(
+                GroupPlan(
+                    tuple(group["ranks"]),
+                    Pack(tuple(group["sequences"])),
+                    group["predicted_time_s"],
+                    0.0,
+                    group["micro_batch"],
+                    tuple(group.get("encoders", ())),
+                )
+                for group in tree["groups"]
+            )
+            plan = cls(
+                tree["planner"],
+                tree["sync"],
+                cluster,
+                samples_from_json(inputs["samples"]),
+                groups,
+                tree["predicted_time_s"],
+                tree["lower_bound_s"],
+                tree["planning_time_s"],
+                {name: inputs[name] for name in inputs if name != "samples"},
+            )
         except (KeyError, TypeError) as error:
             raise PlanError(f"plan file: damaged ({error.__class__.__name__}: {error})") from None
         plan.validate()
@@ -282,5 +337,12 @@ def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def samples_from_json(rows: Sequence[dict[str, Any]]) -> tuple[Sample, ...]:
-    return tuple(Sample(row["id"], row["text_tokens"], row["vision_tokens"],
-                        tuple((int(t), int(h), int(w)) for t, h, w in row["vision_grids"])) for row in rows)
+    return tuple(
+        Sample(
+            row["id"],
+            row["text_tokens"],
+            row["vision_tokens"],
+            tuple((int(t), int(h), int(w)) for t, h, w in row["vision_grids"]),
+        )
+        for row in rows
+    )

@@ -1,4 +1,5 @@
-"""Prices schedules: the predicted time of each group on its very ranks, its memory, and which member encodes which image."""
+"""Prices schedules: the predicted time of each group on its very ranks, its memory, and which member encodes which
+image."""
 
 from __future__ import annotations
 
@@ -19,10 +20,14 @@ def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
     speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
     nodes = np.array(problem.cluster.nodes)[schedule.ranks]
     crosses = np.minimum.reduceat(nodes, first_rank) != np.maximum.reduceat(nodes, first_rank)
-    tokens, language, attention = (np.add.reduceat(array, schedule.first_row[:-1]) for array in (items.tokens, items.language_s, items.attention_s))
+    tokens, language, attention = (
+        np.add.reduceat(array, schedule.first_row[:-1]) for array in (items.tokens, items.language_s, items.attention_s)
+    )
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s)
     encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
-    return predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rates.hidden, rates.once_s)
+    return predicted_s(
+        language, attention, encode_s, tokens, degree, speed, transfer_s, rates.overlap, rates.overhead_s
+    )
 
 
 def makespan_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> float:
@@ -32,7 +37,9 @@ def makespan_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> floa
         slowest = np.zeros(schedule.micro_batch.max() + 1)
         np.maximum.at(slowest, schedule.micro_batch, times)
         return float(slowest.sum() + fixed_s * (np.bincount(schedule.micro_batch) > 0).sum())
-    return fixed_s + float(list_schedule(schedule.ranks, schedule.first_rank, times, problem.cluster.num_ranks)[1].max())
+    return fixed_s + float(
+        list_schedule(schedule.ranks, schedule.first_rank, times, problem.cluster.num_ranks)[1].max()
+    )
 
 
 def time_of(problem: Problem, schedule: Schedule) -> float:
@@ -43,19 +50,36 @@ def time_of(problem: Problem, schedule: Schedule) -> float:
 def groups_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> tuple[GroupPlan, ...]:
     """The groups of a plan. Without vision costs images are dealt out by their patches."""
     tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
-    memory = problem.cost.resident(problem.sync) + problem.cost.memory_bytes_per_token * tokens / np.diff(schedule.first_rank)
+    memory = problem.cost.resident(problem.sync) + problem.cost.memory_bytes_per_token * tokens / np.diff(
+        schedule.first_rank
+    )
     rows, ranks = schedule.rows.tolist(), schedule.ranks.tolist()
     row, rank = schedule.first_row.tolist(), schedule.first_rank.tolist()
     members, image = ([], [0] * len(row))
     if len(problem.all_image_s):
         members, image = (array.tolist() for array in _encoders(problem, schedule)[:2])
-    return tuple([
-        GroupPlan(tuple(ranks[rank[group]:rank[group + 1]]), Pack(tuple(rows[row[group]:row[group + 1]])), seconds, bytes_, micro_batch,
-                  tuple(members[image[group]:image[group + 1]]))
-        for group, (seconds, bytes_, micro_batch) in enumerate(zip(times.tolist(), memory.tolist(), schedule.micro_batch.tolist()))])
+    return tuple(
+        [
+            GroupPlan(
+                tuple(ranks[rank[group] : rank[group + 1]]),
+                Pack(tuple(rows[row[group] : row[group + 1]])),
+                seconds,
+                bytes_,
+                micro_batch,
+                tuple(members[image[group] : image[group + 1]]),
+            )
+            for group, (seconds, bytes_, micro_batch) in enumerate(
+                zip(times.tolist(), memory.tolist(), schedule.micro_batch.tolist())
+            )
+        ]
+    )
 
 
 def _encoders(problem: Problem, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     costs = problem.all_image_s.any()
-    return encoders_of(schedule, problem.first_image, problem.all_image_s if costs else problem.all_image_patches, problem.speeds if costs else np.ones(
-        problem.cluster.num_ranks))
+    return encoders_of(
+        schedule,
+        problem.first_image,
+        problem.all_image_s if costs else problem.all_image_patches,
+        problem.speeds if costs else np.ones(problem.cluster.num_ranks),
+    )

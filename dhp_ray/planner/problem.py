@@ -18,7 +18,8 @@ from dhp_ray.planner.schedule import Ranks, firsts_of
 class Problem:
     """A batch as the planners see it.
 
-    items: one ITEM a sequence. all_image_s: seconds of each image on a nominal rank, those of sequence i from first_image[i] on; all_image_patches likewise.
+    items: one ITEM a sequence. all_image_s: seconds of each image on a nominal rank, those of sequence i from
+    first_image[i] on; all_image_patches likewise.
     lower_bound_s: `bound`'s, once known.
     """
 
@@ -40,8 +41,17 @@ class Problem:
     @property
     def machine(self) -> Machine:
         speeds, nodes = self.speeds, self.cluster.nodes
-        return Machine(speeds, np.array(nodes), firsts_of(sizes_of(nodes)), self.cluster.ranks_per_node, self.cluster.tokens_per_rank,
-                       bool((speeds == 1.0).all()), float(speeds.min()), float(speeds.max()), self.cost.rates(len(speeds)))
+        return Machine(
+            speeds,
+            np.array(nodes),
+            firsts_of(sizes_of(nodes)),
+            self.cluster.ranks_per_node,
+            self.cluster.tokens_per_rank,
+            bool((speeds == 1.0).all()),
+            float(speeds.min()),
+            float(speeds.max()),
+            self.cost.rates(len(speeds)),
+        )
 
     @property
     def nominal_machine(self) -> Machine:
@@ -49,7 +59,9 @@ class Problem:
         return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True, slowest=1.0, fastest=1.0)
 
 
-def problem_of(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, sync: str, pool: Sequence[Ranks] = ()) -> Problem:
+def problem_of(
+    samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, sync: str, pool: Sequence[Ranks] = ()
+) -> Problem:
     """Check a batch and lay it out in arrays.
 
     Raises:
@@ -73,4 +85,6 @@ def problem_of(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
     np.add.at(vision, owner, seconds)
     np.maximum.at(image, owner, seconds)
     items = items_of(tokens, attention + cost.linear_s * tokens, attention, vision, image, cluster.tokens_per_rank)
-    return Problem(tuple(samples), cluster, cost, sync, tuple(pool), items, firsts_of(counts), seconds, images.prod(axis=1))
+    return Problem(
+        tuple(samples), cluster, cost, sync, tuple(pool), items, firsts_of(counts), seconds, images.prod(axis=1)
+    )

@@ -12,7 +12,8 @@ Ranks = tuple[int, ...]
 
 
 class Schedule(NamedTuple):
-    """Group g runs `rows[first_row[g]:first_row[g + 1]]` on `ranks[first_rank[g]:first_rank[g + 1]]`, ascending, in `micro_batch[g]`."""
+    """Group g runs `rows[first_row[g]:first_row[g + 1]]` on `ranks[first_rank[g]:first_rank[g + 1]]`, ascending, in
+    `micro_batch[g]`."""
 
     rows: np.ndarray
     first_row: np.ndarray
@@ -29,7 +30,8 @@ def in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
 
 
 def firsts_of(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Where each of several pieces begins in an array that holds them one after the other, and where the last one ends."""
+    """Where each of several pieces begins in an array that holds them one after the other, and where the last one
+    ends."""
     firsts = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=firsts[1:])
     return firsts
@@ -49,7 +51,9 @@ def by_owner(owner: np.ndarray, num_owners: int) -> tuple[np.ndarray, np.ndarray
 
 def flat(pieces: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
     """All numbers one after the other, and how many each piece has."""
-    return np.array(list(chain.from_iterable(pieces)), dtype=np.int64), np.array([len(piece) for piece in pieces], dtype=np.int64)
+    return np.array(list(chain.from_iterable(pieces)), dtype=np.int64), np.array(
+        [len(piece) for piece in pieces], dtype=np.int64
+    )
 
 
 def first_of_its_kind(kind: np.ndarray, number: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """When each group of a plan runs.
 
-    sync=step          a group starts when the last of its ranks is free      rank 0  |--a--|---c----|
-                                                                             rank 1  |--a--|-b-|
-    sync=micro_batch   all groups of a micro-batch start together            rank 0  |--a--|...|--c--|
+sync=step          a group starts when the last of its ranks is free      rank 0  |--a--|---c----|
+                                                                         rank 1  |--a--|-b-|
+sync=micro_batch   all groups of a micro-batch start together            rank 0  |--a--|...|--c--|
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dhp_ray.planner.schedule import firsts_of, flat
 
 
 def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: float) -> tuple[list[float], float]:
-    """Start of every group, and the time of the whole step, with fixed costs (paid before the packs that they belong to)."""
+    """Start of every group, and the time of the whole step, with fixed costs (paid before the packs that they belong
+    to)."""
     if sync == "micro_batch":
         return _micro_batches(groups, fixed_s)
     ranks, degrees = flat([group.ranks for group in groups])
@@ -47,7 +48,8 @@ def fixed_starts(plan: Plan) -> list[float]:
 
 
 def idle_fraction(plan: Plan) -> float:
-    """Share of a plan's rank-time in which a rank has nothing to do: neither a pack nor what it pays once (`plan.fixed_s`)."""
+    """Share of a plan's rank-time in which a rank has nothing to do: neither a pack nor what it pays once
+    (`plan.fixed_s`)."""
     busy = sum(group.predicted_time_s * group.degree for group in plan.groups)
     fixed_s = plan.fixed_s * len(fixed_starts(plan)) * plan.cluster.num_ranks
     return 1.0 - (busy + fixed_s) / (plan.predicted_time_s * plan.cluster.num_ranks)

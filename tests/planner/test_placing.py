@@ -12,13 +12,13 @@ from dhp_ray.planner import ClusterSpec, Sample
 from dhp_ray.planner.micro_batch.placing import ranks_of
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.schedule import firsts_of
-from dhp_ray.planner.step.cached_groups import sets_of
+from dhp_ray.planner.step.cached_groups import cached_groups_of
 
 
 def placed(degrees, cluster, pool=()):
     problem = problem_of([Sample("0", 5)], cluster, ALL_TO_ALL, "micro_batch", pool)
     first = firsts_of(degrees)
-    flat = ranks_of(np.array(degrees), first[:-1], problem.machine, sets_of(problem)).tolist()
+    flat = ranks_of(np.array(degrees), first[:-1], problem.machine, cached_groups_of(problem)).tolist()
     return [tuple(flat[begin:end]) for begin, end in pairwise(first)]
 
 

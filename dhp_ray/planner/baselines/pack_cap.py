@@ -1,7 +1,7 @@
 """The pack cap of a baseline: how many tokens of a pack a rank takes, at most what its memory holds.
 
-Packing to the memory limit makes few long packs, which leave ranks waiting. Whoever uses a baseline tunes that one number, so the baselines do: caps are tried,
-and the one whose schedule the cost model finds shortest is kept.
+Packing to the memory limit makes few long packs, which leave ranks waiting. Whoever uses a baseline tunes that one
+number, so the baselines do: caps are tried, and the one whose schedule the cost model finds shortest is kept.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 
 LADDER, ROUNDS, NEIGHBOURS = 9, 5, 8
-"""Caps tried: on a ladder from the shortest sequence to memory; such that the batch takes so many rounds of packs; around the best of these."""
+"""Caps tried: on a ladder from the shortest sequence to memory; such that the batch takes so many rounds of packs;
+around the best of these."""
 
 
 def capacities(tokens: np.ndarray, degree: int | np.ndarray, cap: int) -> np.ndarray:
-    """Tokens of a pack that each sequence may open, on `degree` ranks: those of the cap, or the sequence's own where it is longer."""
+    """Tokens of a pack that each sequence may open, on `degree` ranks: those of the cap, or the sequence's own where
+    it is longer."""
     return np.maximum(tokens, degree * cap)
 
 
@@ -30,7 +32,8 @@ def degrees_at(tokens: np.ndarray, cap: int, num_ranks: int) -> np.ndarray:
 
 
 def best_cap(problems: Sequence[Problem], schedule_at: Callable[[Problem, int], Schedule]) -> tuple[float, int]:
-    """(seconds of all batches under the best cap, that cap): `schedule_at` plans a batch at a cap. Memory's cap wins where no other is shorter."""
+    """(seconds of all batches under the best cap, that cap): `schedule_at` plans a batch at a cap. Memory's cap wins
+    where no other is shorter."""
     found: dict[int, float] = {}
 
     def try_all(caps: Sequence[int]) -> int:
@@ -49,7 +52,10 @@ def best_cap(problems: Sequence[Problem], schedule_at: Callable[[Problem, int], 
 
 def tuned(problem: Problem, *knobs: Callable[[Problem, int], Schedule]) -> Schedule:
     """The shortest schedule over all caps; each knob is a way in which a cap makes one."""
-    _, cap, best = min(((*best_cap([problem], knob), index) for index, knob in enumerate(knobs)), key=lambda found: (found[0], found[2]))
+    _, cap, best = min(
+        ((*best_cap([problem], knob), index) for index, knob in enumerate(knobs)),
+        key=lambda found: (found[0], found[2]),
+    )
     return knobs[best](problem, cap)
 
 
@@ -58,7 +64,9 @@ def _coarse_caps(problems: Sequence[Problem]) -> list[int]:
     memory = min(problem.cluster.tokens_per_rank for problem in problems)
     shortest = min(memory, *(int(problem.items.tokens.min()) for problem in problems))
     caps = np.geomspace(shortest, memory, LADDER).tolist()
-    each = int(problems[0].items.tokens.sum()) / problems[0].cluster.num_ranks  # batches of a data set are alike: the first one's rounds do for all
+    each = (
+        int(problems[0].items.tokens.sum()) / problems[0].cluster.num_ranks
+    )  # batches of a data set are alike: the first one's rounds do for all
     least = int(each // memory) + 1
     caps += [1.02 * each / rounds for rounds in range(least, least + ROUNDS)]
     return [memory, *sorted({int(cap) for cap in caps if 1 <= int(cap) < memory}, reverse=True)]

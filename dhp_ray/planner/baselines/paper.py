@@ -1,13 +1,16 @@
-"""The published planner (DHP, arXiv 2602.21788): packs by memory, then degrees for the packs of one micro-batch at a time.
+"""The published planner (DHP, arXiv 2602.21788): packs by memory, then degrees for the packs of one micro-batch at a
+time.
 
 1. Best-fit decreasing packs the sequences (`packing`).
 2. Packs go, longest first, into the first micro-batch whose ranks still cover their minimum degrees.
-3. In each micro-batch the ranks are dealt out so that the slowest pack is as fast as can be. The paper fills a table DP[i][j] in O(K N^2); the problem is a
-   separable bottleneck, so the same optimum comes from a search on the makespan M: pack i needs the least d with T_i(d) <= M, and M can be had if these sum
-   to at most N. Some 40 trials, each O(K) where compute rules.
+3. In each micro-batch the ranks are dealt out so that the slowest pack is as fast as can be. The paper fills a table
+   DP[i][j] in O(K N^2); the problem is a separable bottleneck, so the same optimum comes from a search on the makespan
+   M: pack i needs the least d with T_i(d) <= M, and M can be had if these sum to at most N. Some 40 trials, each O(K)
+   where compute rules.
 
-With `sync=step` the same packs run in the same order without a barrier, each on the ranks that are free first. Speeds are left out, as in the paper.
-The tokens that a rank takes are tuned (`pack_cap`): those of the packs alone, or those that minimum degrees follow from too (the paper's E).
+With `sync=step` the same packs run in the same order without a barrier, each on the ranks that are free first.
+Speeds are left out, as in the paper. The tokens that a rank takes are tuned (`pack_cap`): those of the packs alone,
+or those that minimum degrees follow from too (the paper's E).
 """
 
 from __future__ import annotations
@@ -25,11 +28,16 @@ from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, gathered
 
 
 def dhp_paper(problem: Problem) -> Schedule:
-    return tuned(problem, lambda problem, cap: paper_at(problem, cap, problem.cluster.tokens_per_rank), lambda problem, cap: paper_at(problem, cap, cap))
+    return tuned(
+        problem,
+        lambda problem, cap: paper_at(problem, cap, problem.cluster.tokens_per_rank),
+        lambda problem, cap: paper_at(problem, cap, cap),
+    )
 
 
 def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
-    """The published planner where packs take `pack_cap` tokens of a rank, and minimum degrees follow from `degree_cap`."""
+    """The published planner where packs take `pack_cap` tokens of a rank, and minimum degrees follow from
+    `degree_cap`."""
     cluster, tokens = problem.cluster, problem.items.tokens
     packs = best_fit_decreasing(tokens, capacities(tokens, degrees_at(tokens, degree_cap, cluster.num_ranks), pack_cap))
     items, machine = packed(problem.items, packs, cluster.tokens_per_rank), problem.nominal_machine
@@ -38,12 +46,19 @@ def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
     members, first = by_owner(micro_batch, count)
     order, degree, ranks = _deal(items, machine, members, first, problem.sync == "micro_batch")
     rows, first_row = gathered(packs.rows, packs.first, order)
-    return Schedule(rows, first_row, ranks[:degree.sum()], firsts_of(degree), micro_batch[order] * int(problem.sync == "micro_batch"))
+    return Schedule(
+        rows,
+        first_row,
+        ranks[: degree.sum()],
+        firsts_of(degree),
+        micro_batch[order] * int(problem.sync == "micro_batch"),
+    )
 
 
 @compiled
 def first_fit(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
-    """(the first micro-batch with that many ranks left, for each pack; number of micro-batches). O(packs x micro-batches)."""
+    """(the first micro-batch with that many ranks left, for each pack; number of micro-batches). O(packs x
+    micro-batches)."""
     micro_batch, used, count = np.zeros(len(need), dtype=np.int64), np.zeros(len(need), dtype=np.int64), 0
     for pack in range(len(need)):
         index = 0
@@ -56,8 +71,11 @@ def first_fit(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
 
 
 @compiled
-def _deal(items: Items, machine: Machine, members: np.ndarray, first: np.ndarray, lockstep: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(packs in order of execution, the degree of each, their ranks one after the other); `members[first[m]:first[m + 1]]` are micro-batch m's packs."""
+def _deal(
+    items: Items, machine: Machine, members: np.ndarray, first: np.ndarray, by_micro_batch: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(packs in order of execution, the degree of each, their ranks one after the other); `members[first[m]:first[m
+    + 1]]` are micro-batch m's packs."""
     num_ranks = len(machine.speeds)
     order, degree = np.zeros(len(members), dtype=np.int64), np.zeros(len(members), dtype=np.int64)
     ranks, dealt, free = np.zeros(num_ranks * (len(first) - 1), dtype=np.int64), 0, np.zeros(num_ranks)
@@ -67,11 +85,11 @@ def _deal(items: Items, machine: Machine, members: np.ndarray, first: np.ndarray
         seconds = np.zeros(end - begin)
         for place in range(end - begin):
             seconds[place] = _time(items[members[begin + place]], degrees[place], machine)
-        ready, taken = np.arange(num_ranks) if lockstep else ascending(free), 0
+        ready, taken = np.arange(num_ranks) if by_micro_batch else ascending(free), 0
         for index, place in enumerate(ascending(-seconds)):
-            chosen = ready[taken:taken + degrees[place]]
+            chosen = ready[taken : taken + degrees[place]]
             chosen = chosen[ascending(chosen.astype(np.float64))]
-            ranks[dealt:dealt + len(chosen)] = chosen
+            ranks[dealt : dealt + len(chosen)] = chosen
             run_next(chosen, seconds[place], free)
             order[begin + index], degree[begin + index] = members[begin + place], len(chosen)
             taken += len(chosen)
@@ -81,7 +99,8 @@ def _deal(items: Items, machine: Machine, members: np.ndarray, first: np.ndarray
 
 @inner
 def allocate(items: Items, members: np.ndarray, machine: Machine) -> np.ndarray:
-    """The degree of each pack of a micro-batch that makes the slowest fastest; their minimum degrees sum to at most N."""
+    """The degree of each pack of a micro-batch that makes the slowest fastest; their minimum degrees sum to at most
+    N."""
     low, high = 0.0, 0.0
     for item in members:
         high = max(high, _time(items[item], items[item].minimum_degree, machine))

@@ -1,6 +1,8 @@
-"""Power-of-two degrees: each sequence gets the least power of two that holds it; packs go, slowest first, to the aligned ranks that have done them first.
+"""Power-of-two degrees: each sequence gets the least power of two that holds it; packs go, slowest first, to the
+aligned ranks that have done them first.
 
-The cap, tokens a rank, is tuned: that of the packs alone, or that of packs and degrees, as in systems where one number says both.
+The cap, tokens a rank, is tuned: that of the packs alone, or that of packs and degrees, as in systems where one
+number says both.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 
 
 def pow2(problem: Problem) -> Schedule:
-    return tuned(problem, lambda problem, cap: pow2_at(problem, cap, problem.cluster.tokens_per_rank), lambda problem, cap: pow2_at(problem, cap, cap))
+    return tuned(
+        problem,
+        lambda problem, cap: pow2_at(problem, cap, problem.cluster.tokens_per_rank),
+        lambda problem, cap: pow2_at(problem, cap, cap),
+    )
 
 
 def packed_to_memory(problem: Problem) -> list[Schedule]:
@@ -28,7 +34,8 @@ def packed_to_memory(problem: Problem) -> list[Schedule]:
 
 
 def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
-    """Sequences of one degree are packed by best fit; a group of d ranks starts at a multiple of d. O(packs x ranks)."""
+    """Sequences of one degree are packed by best fit; a group of d ranks starts at a multiple of d. O(packs x
+    ranks)."""
     cluster, machine, items = problem.cluster, problem.nominal_machine, problem.items
     least = degrees_at(items.tokens, degree_cap, cluster.num_ranks)
     degrees = np.minimum(2 ** np.ceil(np.log2(least)).astype(np.int64), cluster.num_ranks)
@@ -52,12 +59,15 @@ def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
         first, micro_batch = earliest_blocks(need, seconds[order], problem.speeds), np.zeros(len(order), dtype=np.int64)
     rows, first_row = gathered(np.concatenate(all_rows), firsts_of(np.concatenate(sizes)), order)
     first_rank = firsts_of(need)
-    return Schedule(rows, first_row, np.repeat(first - first_rank[:-1], need) + np.arange(first_rank[-1]), first_rank, micro_batch)
+    return Schedule(
+        rows, first_row, np.repeat(first - first_rank[:-1], need) + np.arange(first_rank[-1]), first_rank, micro_batch
+    )
 
 
 @compiled
 def _aligned(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(the first rank of each pack's block, its micro-batch): the first aligned block that is left in the first micro-batch that has one.
+    """(the first rank of each pack's block, its micro-batch): the first aligned block that is left in the first
+    micro-batch that has one.
 
     `begin[m, l]`: of blocks of 2^l ranks in micro-batch m, those before are taken. O(packs x micro-batches + ranks).
     """

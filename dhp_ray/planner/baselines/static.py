@@ -2,7 +2,8 @@
 
     static         the degree that the longest sequence needs; the pack cap that is best for the batch
     static_best    the degree and the pack cap that are best for the batch (`static_best`)
-    best_layout    the degree and the pack cap that are best for a whole data set: one layout for all of its batches, as static systems are run
+    best_layout    the degree and the pack cap that are best for a whole data set: one layout for all of its batches,
+                   as static systems are run
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ class Layout(NamedTuple):
 
 
 def static(problem: Problem) -> Schedule:
-    """Groups of one degree, side by side; packs by best-fit decreasing, the slowest first, each to the group that has done it first."""
+    """Groups of one degree, side by side; packs by best-fit decreasing, the slowest first, each to the group that
+    has done it first."""
     return uniform(problem, best_layout([problem], [least_degree_of([problem])]))
 
 
 def best_layout(problems: Sequence[Problem], degrees: Sequence[int] = ()) -> Layout:
-    """The layout with the least sum of makespans over some batches on equal clusters, of these degrees or of those that hold the longest sequence."""
+    """The layout with the least sum of makespans over some batches on equal clusters, of these degrees or of those
+    that hold the longest sequence."""
     found = []
     for degree in degrees or degrees_for(problems):
         time_s, cap = best_cap(problems, partial(_uniform_at, degree))
@@ -47,8 +50,8 @@ def best_layout(problems: Sequence[Problem], degrees: Sequence[int] = ()) -> Lay
 
 
 def degrees_for(problems: Sequence[Problem]) -> list[int]:
-    """The degrees that are tried for one static layout: the least that holds the longest sequence; powers of two; and, MOST of them, those that are the
-    largest to leave so many groups."""
+    """The degrees that are tried for one static layout: the least that holds the longest sequence; powers of two;
+    and, MOST of them, those that are the largest to leave so many groups."""
     num_ranks, least = problems[0].cluster.num_ranks, least_degree_of(problems)
     largest = sorted({num_ranks // groups for groups in range(1, num_ranks // least + 1)})
     spread = {largest[round(place)] for place in np.linspace(0, len(largest) - 1, min(MOST, len(largest)))}
@@ -72,14 +75,20 @@ def _uniform_at(degree: int, problem: Problem, pack_cap: int) -> Schedule:
 
 def uniform(problem: Problem, layout: Layout) -> Schedule:
     """The schedule of a layout (ranks left over stay idle). O(K log K + packs x ranks)."""
-    cluster, lockstep, degree = problem.cluster, problem.sync == "micro_batch", layout.degree
+    cluster, by_micro_batch, degree = problem.cluster, problem.sync == "micro_batch", layout.degree
     num_groups = cluster.num_ranks // degree
     packs = best_fit_decreasing(problem.items.tokens, capacities(problem.items.tokens, degree, layout.pack_cap))
     times = times_at(packed(problem.items, packs, cluster.tokens_per_rank), degree, problem.nominal_machine)
     order = np.argsort(-times, kind="stable")
     count = np.arange(len(order))
-    # in lockstep slowest beside slowest
-    group = count % num_groups if lockstep else earliest_blocks(np.full(len(order), degree), times[order], problem.speeds) // degree
+    # within a micro-batch, slowest beside slowest
+    group = (
+        count % num_groups
+        if by_micro_batch
+        else earliest_blocks(np.full(len(order), degree), times[order], problem.speeds) // degree
+    )
     rows, first_row = gathered(packs.rows, packs.first, order)
     ranks = (group[:, None] * degree + np.arange(degree)).ravel()
-    return Schedule(rows, first_row, ranks, firsts_of(np.full(len(order), degree)), count // num_groups * int(lockstep))
+    return Schedule(
+        rows, first_row, ranks, firsts_of(np.full(len(order), degree)), count // num_groups * int(by_micro_batch)
+    )

@@ -1,4 +1,5 @@
-"""The best static layout for this very batch: one degree for all groups, of those that hold the longest sequence, and one pack cap."""
+"""The best static layout for this very batch: one degree for all groups, of those that hold the longest sequence,
+and one pack cap."""
 
 from __future__ import annotations
 

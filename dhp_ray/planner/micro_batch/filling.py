@@ -1,8 +1,9 @@
 """One micro-batch under a makespan: which of the items that are left run in it, in which packs, on how many ranks each.
 
-Items come largest first. Each goes to the open pack that can take least beside it, by memory and by time (`best_fit`); else it opens a pack on the fewest ranks
-that meet the makespan, if so many are left; else it waits for another micro-batch. Ranks are handed out fastest first, so the slowest ranks get the last
-(smallest) packs, and are asked for no more than they can do. O(items + packed items x (log packs + shift)).
+Items come largest first. Each goes to the open pack that can take least beside it, by memory and by time
+(`best_fit`); else it opens a pack on the fewest ranks that meet the makespan, if so many are left; else it waits for
+another micro-batch. Ranks are handed out fastest first, so the slowest ranks get the last (smallest) packs, and are
+asked for no more than they can do. O(items + packed items x (log packs + shift)).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dhp_ray.planner.primitives.compiled import compiled, inner
 class MicroBatch(NamedTuple):
     """`pack[i]` is the pack of `rest[i]`, -1 if it waits.
 
-    Pack p runs on `degree[p]` ranks, from place `first[p]` of the ranks by speed, for `time[p]` seconds. `value`: the sum over what is served. `tokens`: so
-    many are served.
+    Pack p runs on `degree[p]` ranks, from place `first[p]` of the ranks by speed, for `time[p]` seconds. `value`:
+    the sum over what is served. `tokens`: so many are served.
     """
 
     pack: np.ndarray
@@ -33,7 +34,8 @@ class MicroBatch(NamedTuple):
 
 
 class Fastest(NamedTuple):
-    """Speeds and nodes of the ranks of `machine`, fastest first, and the seconds of language that a token and a token squared cost."""
+    """Speeds and nodes of the ranks of `machine`, fastest first, and the seconds of language that a token and a
+    token squared cost."""
 
     machine: Machine
     speed: np.ndarray
@@ -44,7 +46,8 @@ class Fastest(NamedTuple):
 
 @inner
 def _crosses(ranks: Fastest, first: int, degree: int) -> bool:
-    """Whether so many ranks, from place `first` on, cross nodes; equally fast ones are put into nodes wherever they fit (`placing`)."""
+    """Whether so many ranks, from place `first` on, cross nodes; equally fast ones are put into nodes wherever they
+    fit (`placing`)."""
     if ranks.machine.uniform:
         return degree > ranks.machine.ranks_per_node
     one_node = True
@@ -62,14 +65,22 @@ def _longest(time_left: float, quadratic_s: float, linear_s: float) -> float:
 
 
 @inner
-def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest, all_or_none: bool) -> MicroBatch:
+def fill_micro_batch(
+    items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest, all_or_none: bool
+) -> MicroBatch:
     """`rest`: items, largest first; `value`: what serving each is worth. Stops early if not all fit but must."""
     speed, rates, capacity = ranks.speed, ranks.machine.rates, float(ranks.machine.tokens_per_rank)
     num_ranks = len(speed)
     pack = np.full(len(rest), -1)
     limit = min(num_ranks, len(rest))
     degree, first, time = np.zeros(limit, dtype=np.int64), np.zeros(limit, dtype=np.int64), np.zeros(limit)
-    language, attention, vision, image, tokens = np.zeros(limit), np.zeros(limit), np.zeros(limit), np.zeros(limit), np.zeros(limit)
+    language, attention, vision, image, tokens = (
+        np.zeros(limit),
+        np.zeros(limit),
+        np.zeros(limit),
+        np.zeros(limit),
+        np.zeros(limit),
+    )
     rooms, state = rooms_for(limit)  # tokens of the longest sequence that each open pack may take
     count, used, served, served_tokens, complete = 0, 0, 0.0, 0, True
     for place in range(len(rest)):
@@ -81,8 +92,17 @@ def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan
             slowest = speed[first[into] + degree[into] - 1]
             encode_s = max((vision[into] + item.vision_s) / degree[into], max(image[into], item.image_s)) / slowest
             transfer_s = rate.across_s if _crosses(ranks, first[into], degree[into]) else rate.inside_s
-            spent = pack_time_s(language[into] + item.language_s, attention[into] + item.attention_s, encode_s,
-                                tokens[into] + item.tokens, degree[into], slowest, transfer_s, rate.hidden, rate.once_s)
+            spent = pack_time_s(
+                language[into] + item.language_s,
+                attention[into] + item.attention_s,
+                encode_s,
+                tokens[into] + item.tokens,
+                degree[into],
+                slowest,
+                transfer_s,
+                rate.overlap,
+                rate.overhead_s,
+            )
             if spent <= makespan:
                 break
             found -= 1
@@ -114,12 +134,19 @@ def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan
         tokens[into] += item.tokens
         time[into] = spent
         # How much longer may it take? An upper bound where it has images, or where attention hides communication.
-        rate, share, left_s = rates[degree[into]], degree[into] * speed[first[into] + degree[into] - 1], makespan - spent
+        rate, share, left_s = (
+            rates[degree[into]],
+            degree[into] * speed[first[into] + degree[into] - 1],
+            makespan - spent,
+        )
         transfer_s = rate.across_s if _crosses(ranks, first[into], degree[into]) else rate.inside_s
-        if rate.hidden > 0.0:
-            left_s += max(0.0, transfer_s * tokens[into] - rate.hidden * attention[into] * degree[into] / share)
+        if rate.overlap > 0.0:
+            left_s += max(0.0, transfer_s * tokens[into] - rate.overlap * attention[into] * degree[into] / share)
             transfer_s = 0.0
-        longest = min(degree[into] * capacity - tokens[into], _longest(left_s, ranks.quadratic_s / share, ranks.linear_s / share + transfer_s))
+        longest = min(
+            degree[into] * capacity - tokens[into],
+            _longest(left_s, ranks.quadratic_s / share, ranks.linear_s / share + transfer_s),
+        )
         if found >= 0:
             shrink(rooms, state, found, longest)
         else:
@@ -128,7 +155,9 @@ def fill_micro_batch(items: Items, rest: np.ndarray, value: np.ndarray, makespan
 
 
 @compiled
-def micro_batch_within(items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest) -> MicroBatch:
+def micro_batch_within(
+    items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest
+) -> MicroBatch:
     """As much as fits under a makespan."""
     return fill_micro_batch(items, rest, value, makespan, ranks, False)
 
@@ -138,17 +167,20 @@ def extremes_s(items: Items, item: int, ranks: Fastest) -> tuple[float, float]:
     """Seconds of an item alone, on its minimum degree and on the best one."""
     least_s, alone_s = np.inf, 0.0
     for degree in range(len(ranks.speed), items[item].minimum_degree - 1, -1):
-        alone_s = time_s(items[item], degree, _crosses(ranks, 0, degree), ranks.speed[degree - 1], ranks.machine.rates[degree])
+        alone_s = time_s(
+            items[item], degree, _crosses(ranks, 0, degree), ranks.speed[degree - 1], ranks.machine.rates[degree]
+        )
         least_s = min(least_s, alone_s)
     return alone_s * (1 + 1e-12), least_s * (1 + 1e-12)
 
 
 @compiled
 def trials(items: Items, rest: np.ndarray, value: np.ndarray, count: int, span: float, ranks: Fastest) -> np.ndarray:
-    """(count, 4): makespan, and the seconds, value and tokens of what fits under it; seconds are 0 if the first item does not.
+    """(count, 4): makespan, and the seconds, value and tokens of what fits under it; seconds are 0 if the first item
+    does not.
 
-    Makespans fall, each the time of a pack with the first item: from several alike in full memory on its minimum degree, to alone on the best degree (or
-    `span` times less).
+    Makespans fall, each the time of a pack with the first item: from several alike in full memory on its minimum
+    degree, to alone on the best degree (or `span` times less).
     """
     most_s, least_s = extremes_s(items, rest[0], ranks)
     most_s *= max(1.0, ranks.machine.tokens_per_rank * items[rest[0]].minimum_degree / items[rest[0]].tokens)
@@ -158,13 +190,19 @@ def trials(items: Items, rest: np.ndarray, value: np.ndarray, count: int, span: 
         makespan = max(most_s * ratio**index, least_s)
         packed = fill_micro_batch(items, rest, value, makespan, ranks, False)
         if packed.pack[0] >= 0:
-            found[index, 0], found[index, 1], found[index, 2], found[index, 3] = makespan, packed.time.max(), packed.value, packed.tokens
+            found[index, 0], found[index, 1], found[index, 2], found[index, 3] = (
+                makespan,
+                packed.time.max(),
+                packed.value,
+                packed.tokens,
+            )
     return found
 
 
 @compiled
-def shortest_micro_batch(items: Items, rows: np.ndarray, value: np.ndarray, low: float, high: float, tolerance: float,
-                         ranks: Fastest) -> tuple[MicroBatch, float]:
+def shortest_micro_batch(
+    items: Items, rows: np.ndarray, value: np.ndarray, low: float, high: float, tolerance: float, ranks: Fastest
+) -> tuple[MicroBatch, float]:
     """All rows in one micro-batch, as short as can be, and a makespan that failed, at most `tolerance` below (a share).
 
     Bisects between `high` (`complete` is False if even that cannot be had) and `low`, which cannot.

@@ -1,4 +1,5 @@
-"""Ranks for groups: those of one micro-batch from the pool, then inside nodes, then across; those of a baseline in aligned blocks."""
+"""Ranks for groups: those of one micro-batch from the pool, then inside nodes, then across; those of a baseline in
+aligned blocks."""
 
 from __future__ import annotations
 
@@ -7,16 +8,17 @@ import numpy as np
 from dhp_ray.planner.items import Machine
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.sorting import ascending
-from dhp_ray.planner.step.cached_groups import Sets
+from dhp_ray.planner.step.cached_groups import CachedGroups
 
 
 @compiled
-def ranks_of(degree: np.ndarray, first: np.ndarray, machine: Machine, pool: Sets) -> np.ndarray:
+def ranks_of(degree: np.ndarray, first: np.ndarray, machine: Machine, pool: CachedGroups) -> np.ndarray:
     """The ranks of each group, ascending, one group after the other; no rank twice.
 
-    Where all ranks are equally fast, largest group first: a group of the pool whose ranks are all free (the last of them: the one used last), else the node
-    with the fewest free ranks that hold it, else whole nodes and the rest from the node that it fills best. Where they are not, group g has the ranks from
-    place `first[g]` of the ranks by speed, as its time was predicted. O(groups x (nodes + pool)).
+    Where all ranks are equally fast, largest group first: a group of the pool whose ranks are all free (the last of
+    them: the one used last), else the node with the fewest free ranks that hold it, else whole nodes and the rest
+    from the node that it fills best. Where they are not, group g has the ranks from place `first[g]` of the ranks by
+    speed, as its time was predicted. O(groups x (nodes + pool)).
     """
     begin = np.zeros(len(degree) + 1, dtype=np.int64)
     for group in range(len(degree)):
@@ -25,14 +27,14 @@ def ranks_of(degree: np.ndarray, first: np.ndarray, machine: Machine, pool: Sets
     if machine.speeds.min() < machine.speeds.max():
         by_speed = ascending(-machine.speeds)
         for group in range(len(degree)):
-            chosen = by_speed[first[group]:first[group] + degree[group]]
-            ranks[begin[group]:begin[group + 1]] = chosen[ascending(chosen.astype(np.float64))]
+            chosen = by_speed[first[group] : first[group] + degree[group]]
+            ranks[begin[group] : begin[group + 1]] = chosen[ascending(chosen.astype(np.float64))]
         return ranks
     free, num_free = np.ones(num_ranks, dtype=np.bool_), np.zeros(len(machine.first) - 1, dtype=np.int64)
     for node in machine.node:
         num_free[node] += 1
     for group in ascending(-degree.astype(np.float64)):
-        chosen = ranks[begin[group]:begin[group + 1]]
+        chosen = ranks[begin[group] : begin[group + 1]]
         if not _from_pool(chosen, free, pool):
             _fresh(chosen, free, num_free, machine.first)
         for rank in chosen:
@@ -42,15 +44,15 @@ def ranks_of(degree: np.ndarray, first: np.ndarray, machine: Machine, pool: Sets
 
 
 @inner
-def _from_pool(chosen: np.ndarray, free: np.ndarray, pool: Sets) -> bool:
+def _from_pool(chosen: np.ndarray, free: np.ndarray, pool: CachedGroups) -> bool:
     for index in range(len(pool.first) - 2, -1, -1):
-        known = pool.ranks[pool.first[index]:pool.first[index + 1]]
-        all_free = len(known) == len(chosen) > 1
-        for place in range(len(known)):
-            all_free = all_free and free[known[place]]
+        group = pool.ranks[pool.first[index] : pool.first[index + 1]]
+        all_free = len(group) == len(chosen) > 1
+        for place in range(len(group)):
+            all_free = all_free and free[group[place]]
             if not all_free:
                 break
-            chosen[place] = known[place]
+            chosen[place] = group[place]
         if all_free:
             return True
     return False
@@ -63,12 +65,17 @@ def _fresh(chosen: np.ndarray, free: np.ndarray, num_free: np.ndarray, first: np
     used = np.zeros(len(num_free), dtype=np.bool_)
     while taken < need:
         best = -1
-        for node in range(len(num_free)):  # the fullest of those that hold the rest, else the one with the most free ranks
+        for node in range(
+            len(num_free)
+        ):  # the fullest of those that hold the rest, else the one with the most free ranks
             if used[node] or num_free[node] == 0:
                 continue
             holds, best_holds = num_free[node] >= need - taken, best >= 0 and num_free[best] >= need - taken
-            if best < 0 or (holds and (not best_holds or num_free[node] < num_free[best])) or (
-                    not holds and not best_holds and num_free[node] > num_free[best]):
+            if (
+                best < 0
+                or (holds and (not best_holds or num_free[node] < num_free[best]))
+                or (not holds and not best_holds and num_free[node] > num_free[best])
+            ):
                 best = node
         used[best] = True
         for rank in range(first[best], first[best + 1]):
@@ -85,10 +92,10 @@ def earliest_blocks(need: np.ndarray, seconds: np.ndarray, speeds: np.ndarray) -
     for pack in range(len(need)):
         degree, best = need[pack], np.inf
         for begin in range(0, len(free) - degree + 1, degree):
-            start, pace = 0.0, np.inf
+            start, slowest = 0.0, np.inf
             for rank in range(begin, begin + degree):
-                start, pace = max(start, free[rank]), min(pace, speeds[rank])
-            if start + seconds[pack] / pace < best:
-                first[pack], best = begin, start + seconds[pack] / pace
-        free[first[pack]:first[pack] + degree] = best
+                start, slowest = max(start, free[rank]), min(slowest, speeds[rank])
+            if start + seconds[pack] / slowest < best:
+                first[pack], best = begin, start + seconds[pack] / slowest
+        free[first[pack] : first[pack] + degree] = best
     return first

@@ -1,10 +1,12 @@
 """`dhp` for sync=micro_batch: the number of micro-batches, packs and degrees together.
 
-The time is the sum over micro-batches of the slowest pack plus fixed_s. Micro-batches are made one after the other, by a beam search. The longest sequence left
-is in the next one; each time that a pack with it may take is tried as the makespan, and the micro-batch is filled (`micro_batch`), largest first, so that
-sequences of like length come together: their packs, full of tokens, take alike long. A partial plan is ranked by its time so far plus what the rest needs at
-least (its area over all ranks, and fixed_s for as many micro-batches as its tokens need), stretched by WASTE; the best `width` go on. Whenever all that is left
-fits into one micro-batch, ending there is a candidate. At last each micro-batch is made as short as can be with its own sequences, by bisection.
+The time is the sum over micro-batches of the slowest pack plus fixed_s. Micro-batches are made one after the other,
+by a beam search. The longest sequence left is in the next one; each time that a pack with it may take is tried as
+the makespan, and the micro-batch is filled (`micro_batch`), largest first, so that
+sequences of like length come together: their packs, full of tokens, take alike long. A partial plan is ranked by its
+time so far plus what the rest needs at least (its area over all ranks, and fixed_s for as many micro-batches as its
+tokens need), stretched by WASTE; the best `width` go on. Whenever all that is left fits into one micro-batch, ending
+there is a candidate. At last each micro-batch is made as short as can be with its own sequences, by bisection.
 
 O(micro-batches x width x makespans) fills.
 """
@@ -16,14 +18,22 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.bound import limits_of
-from dhp_ray.planner.micro_batch.filling import Fastest, MicroBatch, extremes_s, micro_batch_within, shortest_micro_batch, trials
+from dhp_ray.planner.micro_batch.filling import (
+    Fastest,
+    MicroBatch,
+    extremes_s,
+    micro_batch_within,
+    shortest_micro_batch,
+    trials,
+)
 from dhp_ray.planner.micro_batch.placing import ranks_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
-from dhp_ray.planner.step.cached_groups import sets_of
+from dhp_ray.planner.step.cached_groups import cached_groups_of
 
 MAKESPANS, SPAN = ((256, 40), (4096, 16), (10**9, 4)), 4.5
-"""Makespans that are tried for one micro-batch, with up to so many sequences; and the longest over the shortest of them."""
+"""Makespans that are tried for one micro-batch, with up to so many sequences; and the longest over the shortest of
+them."""
 
 WASTE = 1.15
 """What the rest of a partial plan is taken to need, over its lower bound."""
@@ -62,18 +72,30 @@ class Step(NamedTuple):
     makespan_s: float
 
 
-class Lockstep:
+class MicroBatchSearch:
     """The search for one batch."""
 
     def __init__(self, problem: Problem, work_of_search: int, most_makespans: int) -> None:
         self.items, machine = problem.items, problem.machine
         fastest_first = np.argsort(-machine.speeds, kind="stable")
-        self.ranks = Fastest(machine, machine.speeds[fastest_first], machine.node[fastest_first], problem.cost.linear_s, problem.cost.quadratic_s)
-        self.fixed_s, self.max_tokens, self.total_speed = problem.cost.fixed_s, problem.cluster.max_tokens, float(machine.speeds.sum())
+        self.ranks = Fastest(
+            machine,
+            machine.speeds[fastest_first],
+            machine.node[fastest_first],
+            problem.cost.linear_s,
+            problem.cost.quadratic_s,
+        )
+        self.fixed_s, self.max_tokens, self.total_speed = (
+            problem.cost.fixed_s,
+            problem.cluster.max_tokens,
+            float(machine.speeds.sum()),
+        )
         work = self.items.language_s + self.items.vision_s
         self.order = np.argsort(-work, kind="stable")
         self.value = work + self.items.tokens * limits_of(problem).charge_s[self.items.minimum_degree]
-        self.makespans = min(most_makespans, next(makespans for most, makespans in MAKESPANS if len(self.order) <= most))
+        self.makespans = min(
+            most_makespans, next(makespans for most, makespans in MAKESPANS if len(self.order) <= most)
+        )
         self.width = int(np.clip(work_of_search // (self.makespans * len(self.order)), 1, 8))
 
     def run(self) -> list[Part]:
@@ -82,8 +104,8 @@ class Lockstep:
         while beam:
             for state in beam:
                 ends += self.end(state, shortest_s(ends))
-            steps = [step for state in beam[:self.width] for step in self.steps(state, shortest_s(ends))]
-            following = [self.after(step) for step in sorted(steps, key=lambda step: step.rank_s)[:3 * self.width]]
+            steps = [step for state in beam[: self.width] for step in self.steps(state, shortest_s(ends))]
+            following = [self.after(step) for step in sorted(steps, key=lambda step: step.rank_s)[: 3 * self.width]]
             ends += [state for state in following if not len(state.rest)]
             beam = [state for state in following if len(state.rest)]
         return [self.shortened(part) for part in min(ends, key=lambda state: state.time_s).parts]
@@ -106,10 +128,16 @@ class Lockstep:
         return [State(state.rest[:0], 0.0, 0, (*state.parts, part), state.time_s + part.time_s + self.fixed_s)]
 
     def steps(self, state: State, limit_s: float) -> list[Step]:
-        """One micro-batch more, for each makespan (`trials`), where that may end before `limit_s`. Makespans that come to the same count once."""
+        """One micro-batch more, for each makespan (`trials`), where that may end before `limit_s`. Makespans that
+        come to the same count once."""
         steps = {}
-        for makespan_s, seconds, value, tokens in trials(self.items, state.rest, self.value, self.makespans, SPAN, self.ranks).tolist():
-            so_far_s, rest_s = state.time_s + seconds + self.fixed_s, self.least_s(state.value - value, state.tokens - tokens)
+        for makespan_s, seconds, value, tokens in trials(
+            self.items, state.rest, self.value, self.makespans, SPAN, self.ranks
+        ).tolist():
+            so_far_s, rest_s = (
+                state.time_s + seconds + self.fixed_s,
+                self.least_s(state.value - value, state.tokens - tokens),
+            )
             if seconds and so_far_s + rest_s < limit_s:
                 steps[seconds, value] = Step(so_far_s + WASTE * rest_s, state, makespan_s)
         return list(steps.values())
@@ -120,13 +148,22 @@ class Lockstep:
         packed = micro_batch_within(self.items, state.rest, self.value, step.makespan_s, self.ranks)
         inside = packed.pack >= 0
         least_s = extremes_s(self.items, state.rest[0], self.ranks)[1]
-        part = Part(state.rest[inside], packed._replace(pack=packed.pack[inside]), max(least_s, packed.value / self.total_speed))
-        return State(state.rest[~inside], state.value - packed.value, state.tokens - packed.tokens, (*state.parts, part),
-                     state.time_s + part.time_s + self.fixed_s)
+        part = Part(
+            state.rest[inside], packed._replace(pack=packed.pack[inside]), max(least_s, packed.value / self.total_speed)
+        )
+        return State(
+            state.rest[~inside],
+            state.value - packed.value,
+            state.tokens - packed.tokens,
+            (*state.parts, part),
+            state.time_s + part.time_s + self.fixed_s,
+        )
 
     def shortened(self, part: Part) -> Part:
         """The same rows in less time."""
-        packed, low_s = shortest_micro_batch(self.items, part.rows, self.value, part.low_s, part.time_s, 1e-3, self.ranks)
+        packed, low_s = shortest_micro_batch(
+            self.items, part.rows, self.value, part.low_s, part.time_s, 1e-3, self.ranks
+        )
         return Part(part.rows, packed, low_s) if packed.complete and packed.time.max() < part.time_s else part
 
 
@@ -135,14 +172,14 @@ def shortest_s(ends: list[State]) -> float:
 
 
 def dhp_micro_batch(problem: Problem) -> Schedule:
-    return lockstep_schedule(problem, WORK, MAKESPANS[0][1])
+    return micro_batch_schedule(problem, WORK, MAKESPANS[0][1])
 
 
-def lockstep_schedule(problem: Problem, work: int, makespans: int) -> Schedule:
+def micro_batch_schedule(problem: Problem, work: int, makespans: int) -> Schedule:
     """The search with so many sequences in all fills of one micro-batch, and at most so many makespans for each."""
-    machine, pool = problem.machine, sets_of(problem)
+    machine, pool = problem.machine, cached_groups_of(problem)
     rows, sizes, ranks, degrees, numbers = [], [], [], [], []
-    for number, part in enumerate(Lockstep(problem, work, makespans).run()):
+    for number, part in enumerate(MicroBatchSearch(problem, work, makespans).run()):
         packed = part.packed
         members, first = by_owner(packed.pack, len(packed.degree))
         rows.append(part.rows[members])
@@ -150,4 +187,10 @@ def lockstep_schedule(problem: Problem, work: int, makespans: int) -> Schedule:
         ranks.append(ranks_of(packed.degree, packed.first, machine, pool))
         degrees.append(packed.degree)
         numbers.append(np.full(len(packed.degree), number))
-    return Schedule(np.concatenate(rows), firsts_of(np.concatenate(sizes)), np.concatenate(ranks), firsts_of(np.concatenate(degrees)), np.concatenate(numbers))
+    return Schedule(
+        np.concatenate(rows),
+        firsts_of(np.concatenate(sizes)),
+        np.concatenate(ranks),
+        firsts_of(np.concatenate(degrees)),
+        np.concatenate(numbers),
+    )

@@ -1,13 +1,15 @@
 """Best fit: of many rooms, the least that holds a need. Made for needs that fall, or nearly so.
 
-Rooms that hold the least need so far, or more, are kept sorted; smaller ones wait in a heap until the needs have come down to them. With needs that fall, the
-least room that holds one is the last of the sorted ones, and what is left of it goes to the end again or to the heap: O(log n) each, nothing is shifted. Needs
-that rise at times cost a binary search and a shift.
+Rooms that hold the least need so far, or more, are kept sorted; smaller ones wait in a heap until the needs have
+come down to them. With needs that fall, the
+least room that holds one is the last of the sorted ones, and what is left of it goes to the end again or to the
+heap: O(log n) each, nothing is shifted. Needs that rise at times cost a binary search and a shift.
 
     need 5:  sorted 9 7 6 | heap 4 2     6 is taken, 1 is left of it, to the heap
     need 4:  sorted 9 7 4 | heap 2 1     4 came down from the heap
 
-All is in two arrays, since compiled loops pass those on for nothing and tuples of arrays at a price: `rooms` (4, n) and `state` (3,).
+All is in two arrays, since compiled loops pass those on for nothing and tuples of arrays at a price: `rooms` (4, n)
+and `state` (3,).
 """
 
 from __future__ import annotations

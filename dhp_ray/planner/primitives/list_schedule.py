@@ -1,7 +1,7 @@
 """List scheduling: packs in a given order on given ranks, each as soon as the last of its ranks is free (Graham 1969).
 
-    packs a, b, c on ranks (0, 1), (1,), (0,)     rank 0  |--a--|---c----|
-                                                  rank 1  |--a--|-b-|
+packs a, b, c on ranks (0, 1), (1,), (0,)     rank 0  |--a--|---c----|
+                                              rank 1  |--a--|-b-|
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ def run_next(ranks: np.ndarray, time_s: float, free: np.ndarray) -> float:
 
 
 @compiled
-def list_schedule(ranks: np.ndarray, first_rank: np.ndarray, times: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(start of each pack, end of each rank): pack p runs on ranks[first_rank[p]:first_rank[p + 1]] for times[p] seconds."""
+def list_schedule(
+    ranks: np.ndarray, first_rank: np.ndarray, times: np.ndarray, num_ranks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(start of each pack, end of each rank): pack p runs on ranks[first_rank[p]:first_rank[p + 1]] for times[p]
+    seconds."""
     starts, free = np.zeros(len(times)), np.zeros(num_ranks)
     for pack in range(len(times)):
-        starts[pack] = run_next(ranks[first_rank[pack]:first_rank[pack + 1]], times[pack], free)
+        starts[pack] = run_next(ranks[first_rank[pack] : first_rank[pack + 1]], times[pack], free)
     return starts, free

@@ -21,7 +21,8 @@ class Packs(NamedTuple):
 def best_fit_decreasing(tokens: np.ndarray, capacity: np.ndarray) -> Packs:
     """Packs of the sequences of these lengths, in the order in which they were opened. O(K log K) comparisons.
 
-    A pack holds the capacity of its first (longest) sequence, in tokens; a sequence goes to the open pack with the least room left that still fits it. (Where
+    A pack holds the capacity of its first (longest) sequence, in tokens; a sequence goes to the open pack with the
+    least room left that still fits it. (Where
     capacities follow lengths, a later sequence never needs more than a pack has: they come longest first.)
     """
     longest_first = np.argsort(-tokens, kind="stable")

@@ -1,4 +1,4 @@
-"""Sets of ranks that exist as process groups (the pool's, and those that this plan has made), to be used again."""
+"""Groups of ranks that exist already, to be used again: those of the pool, and those that this plan has made."""
 
 from __future__ import annotations
 
@@ -10,29 +10,46 @@ from dhp_ray.planner.items import Item, Machine, time_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import firsts_of
-from dhp_ray.planner.step.candidates import Window
+from dhp_ray.planner.step.candidates import Candidate
 
 
-class Sets(NamedTuple):
-    """Set i is ranks[first[i]:first[i + 1]], ascending."""
+class CachedGroups(NamedTuple):
+    """Group i is ranks[first[i]:first[i + 1]], ascending."""
 
     ranks: np.ndarray
     first: np.ndarray
 
 
-def sets_of(problem: Problem) -> Sets:
+def cached_groups_of(problem: Problem) -> CachedGroups:
     """Groups of the pool that this cluster can form, least recently used first."""
-    known = [ranks for ranks in problem.pool if len(ranks) > 1 and min(ranks) >= 0 and max(ranks) < problem.cluster.num_ranks]
-    return Sets(np.array([rank for ranks in known for rank in sorted(ranks)], dtype=np.int64), firsts_of([len(ranks) for ranks in known]))
+    usable = [
+        ranks for ranks in problem.pool if len(ranks) > 1 and min(ranks) >= 0 and max(ranks) < problem.cluster.num_ranks
+    ]
+    return CachedGroups(
+        np.array([rank for ranks in usable for rank in sorted(ranks)], dtype=np.int64),
+        firsts_of([len(ranks) for ranks in usable]),
+    )
 
 
 @inner
-def best_set(item: Item, lowest: int, highest: int, makespan: float, machine: Machine, free: np.ndarray, known: Sets, num_sets: int,
-             gap_weight: float, limit: float, chosen: np.ndarray) -> Window:
-    """Of the first `num_sets` known sets of `lowest` to `highest` ranks, the one that wastes least (`windows`), at most `limit`; degree 0 if there is none."""
-    best = Window(limit, 0, 0.0)
-    for index in range(num_sets):
-        members = known.ranks[known.first[index]:known.first[index + 1]]
+def best_cached_group(
+    item: Item,
+    lowest: int,
+    highest: int,
+    makespan: float,
+    machine: Machine,
+    free: np.ndarray,
+    cached: CachedGroups,
+    num_cached: int,
+    gap_weight: float,
+    limit: float,
+    chosen: np.ndarray,
+) -> Candidate:
+    """Of the first `num_cached` groups of `lowest` to `highest` ranks, the one that wastes least (`candidates`), at
+    most `limit`; degree 0 if there is none."""
+    best = Candidate(limit, 0, 0.0)
+    for index in range(num_cached):
+        members = cached.ranks[cached.first[index] : cached.first[index + 1]]
         degree = len(members)
         if degree < lowest or degree > highest:
             continue
@@ -46,9 +63,11 @@ def best_set(item: Item, lowest: int, highest: int, makespan: float, machine: Ma
             slowest = min(slowest, machine.speeds[rank])
             speed_sum += machine.speeds[rank]
             idle += (start - free[rank]) * machine.speeds[rank]
-        time = time_s(item, degree, machine.node[members[0]] != machine.node[members[-1]], slowest, machine.rates[degree])
+        time = time_s(
+            item, degree, machine.node[members[0]] != machine.node[members[-1]], slowest, machine.rates[degree]
+        )
         cost = gap_weight * idle + time * speed_sum - item.language_s - item.vision_s
         if start + time <= makespan and cost <= best.cost:
-            best = Window(cost, degree, start)
+            best = Candidate(cost, degree, start)
             chosen[:degree] = members
     return best

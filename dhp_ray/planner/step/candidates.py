@@ -1,9 +1,10 @@
-"""Windows: where an item can go among ranks that are busy until some time each.
+"""Candidate sets of ranks: where an item can go among ranks that are busy until some time each.
 
-A window is a set of d ranks next to each other in the order in which they get free, f_1 <= ... <= f_d; it starts an item at f_d. With speeds v its waste is
+A candidate is a set of d ranks next to each other in the order in which they get free, f_1 <= ... <= f_d; it starts
+an item at f_d. With speeds v its waste is
 
     gap_weight * sum (f_d - f_i) * v_i    idle time before it: small items may fill it later
-    + t(d) * sum v_i - compute            communication, and ranks held to the pace of the slowest
+    + t(d) * sum v_i - compute            communication, and ranks held to the speed of the slowest
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.step.rank_lists import RankLists
 
 EVEN = 1e-12
-"""Seconds by which a window must be better to count as better."""
+"""Seconds by which a candidate must be better to count as better."""
 
 
-class Ranks(NamedTuple):
+class FreeRanks(NamedTuple):
     """When each rank is free, and ranks in the order in which they get free.
 
-    Equal speeds: `by_free` holds each node's ranks, node after node; so does `nodes` the nodes, by their last rank's time (`node_free`).
+    Equal speeds: `by_free` holds each node's ranks, node after node; so does `nodes` the nodes, by their last rank's
+    time (`node_free`).
 
-    Unequal speeds: `listed` holds the ranks of `lists`, list after list; a list that is not `sorted` is brought into order when it is looked at. `following`
-    is a copy of `lists.following` without the lists that get free too late; `least_s[d]`: the shortest time of all items that may run on d ranks.
+    Unequal speeds: `listed` holds the ranks of `lists`, list after list; a list that is not `sorted` is brought into
+    order when it is looked at. `following` is a copy of `lists.following` without the lists that get free too late;
+    `least_s[d]`: the shortest time of all items that may run on d ranks.
     """
 
     free: np.ndarray
@@ -40,8 +43,8 @@ class Ranks(NamedTuple):
     least_s: np.ndarray
 
 
-class Window(NamedTuple):
-    """The best window so far; degree 0 if there is none. Its ranks are kept beside it."""
+class Candidate(NamedTuple):
+    """The best candidate so far; degree 0 if there is none. Its ranks are kept beside it."""
 
     cost: float
     degree: int
@@ -49,18 +52,26 @@ class Window(NamedTuple):
 
 
 @inner
-def ranks_of(busy: np.ndarray, least_s: np.ndarray, machine: Machine, lists: RankLists) -> Ranks:
+def free_ranks(busy: np.ndarray, least_s: np.ndarray, machine: Machine, lists: RankLists) -> FreeRanks:
     """Ranks that are busy until `busy`."""
     num_nodes = len(machine.first) - 1
-    ranks = Ranks(busy.copy(), np.arange(len(busy)), np.arange(num_nodes), np.zeros(num_nodes), lists.ranks.copy(),
-                  np.zeros(len(lists.slowest), dtype=np.bool_), lists.following.copy(), least_s)
+    ranks = FreeRanks(
+        busy.copy(),
+        np.arange(len(busy)),
+        np.arange(num_nodes),
+        np.zeros(num_nodes),
+        lists.ranks.copy(),
+        np.zeros(len(lists.slowest), dtype=np.bool_),
+        lists.following.copy(),
+        least_s,
+    )
     if machine.uniform:
         _sort_nodes(ranks, 0, num_nodes - 1, machine.first)
     return ranks
 
 
 @inner
-def occupy(ranks: Ranks, members: np.ndarray, finish: float, machine: Machine, lists: RankLists) -> None:
+def occupy(ranks: FreeRanks, members: np.ndarray, finish: float, machine: Machine, lists: RankLists) -> None:
     """`members` (ascending) are busy until `finish`."""
     for rank in members:
         ranks.free[rank] = finish
@@ -71,8 +82,9 @@ def occupy(ranks: Ranks, members: np.ndarray, finish: float, machine: Machine, l
 
 
 @inner
-def _sort_nodes(ranks: Ranks, low_node: int, high_node: int, first: np.ndarray) -> None:
-    """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they get free."""
+def _sort_nodes(ranks: FreeRanks, low_node: int, high_node: int, first: np.ndarray) -> None:
+    """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they
+    get free."""
     for node in range(low_node, high_node + 1):
         _sort(ranks.by_free, first[node], first[node + 1], ranks.free)
         ranks.node_free[node] = ranks.free[ranks.by_free[first[node + 1] - 1]]
@@ -80,14 +92,24 @@ def _sort_nodes(ranks: Ranks, low_node: int, high_node: int, first: np.ndarray) 
 
 
 @inner
-def best_window(item: Item, lowest: int, highest: int, makespan: float, machine: Machine, lists: RankLists, ranks: Ranks, gap_weight: float,
-                chosen: np.ndarray) -> Window:
-    """The window with the least waste on `lowest` to `highest` ranks; its ranks are written to `chosen`.
+def best_candidate(
+    item: Item,
+    lowest: int,
+    highest: int,
+    makespan: float,
+    machine: Machine,
+    lists: RankLists,
+    ranks: FreeRanks,
+    gap_weight: float,
+    chosen: np.ndarray,
+) -> Candidate:
+    """The candidate with the least waste on `lowest` to `highest` ranks; its ranks are written to `chosen`.
 
-    Equal speeds: inside nodes, and whole nodes; anywhere only if there is no such window. Unequal speeds: inside nodes, and anywhere if a node is too small
-    or has none, on neighbours in a list of ranks of like speed (`rank_lists`).
+    Equal speeds: inside nodes, and whole nodes; anywhere only if there is no such candidate. Unequal speeds: inside
+    nodes, and anywhere if a node is too small or has none, on neighbours in a list of ranks of like speed
+    (`rank_lists`).
     """
-    best = Window(np.inf, 0, 0.0)
+    best = Candidate(np.inf, 0, 0.0)
     if not machine.uniform:
         best = _in_lists(item, lowest, highest, False, makespan, machine, lists, ranks, gap_weight, best, chosen)
         if best.degree == 0 or highest > machine.ranks_per_node:
@@ -107,15 +129,36 @@ def best_window(item: Item, lowest: int, highest: int, makespan: float, machine:
         everywhere = ascending(ranks.free)
         for degree in range(lowest, highest + 1):
             time = time_s(item, degree, True, 1.0, machine.rates[degree])
-            best = _neighbours(degree, time, item.language_s + item.vision_s, makespan, machine.speeds, ranks.free, everywhere, 0, len(everywhere), gap_weight,
-                               best, chosen)
+            best = _neighbours(
+                degree,
+                time,
+                item.language_s + item.vision_s,
+                makespan,
+                machine.speeds,
+                ranks.free,
+                everywhere,
+                0,
+                len(everywhere),
+                gap_weight,
+                best,
+                chosen,
+            )
     return best
 
 
 @inner
-def _in_nodes(degree: int, time: float, extra: float, makespan: float, machine: Machine, ranks: Ranks, gap_weight: float, best: Window,
-              chosen: np.ndarray) -> Window:
-    """Windows inside one node, at equal speeds; the first that waits for nothing is taken. O(ranks)."""
+def _in_nodes(
+    degree: int,
+    time: float,
+    extra: float,
+    makespan: float,
+    machine: Machine,
+    ranks: FreeRanks,
+    gap_weight: float,
+    best: Candidate,
+    chosen: np.ndarray,
+) -> Candidate:
+    """Candidates inside one node, at equal speeds; the first that waits for nothing is taken. O(ranks)."""
     free, by_free = ranks.free, ranks.by_free
     for node in range(len(ranks.nodes)):
         begin, end = machine.first[node], machine.first[node + 1]
@@ -133,17 +176,27 @@ def _in_nodes(degree: int, time: float, extra: float, makespan: float, machine: 
                 continue
             cost = extra + gap_weight * (degree * start - total)
             if cost < best.cost - EVEN:
-                best = Window(cost, degree, start)
-                chosen[:degree] = by_free[last - degree + 1:last + 1]
+                best = Candidate(cost, degree, start)
+                chosen[:degree] = by_free[last - degree + 1 : last + 1]
         if best.cost <= extra + EVEN:
             break
     return best
 
 
 @inner
-def _whole_nodes(degree: int, time: float, extra: float, makespan: float, machine: Machine, ranks: Ranks, gap_weight: float, best: Window,
-                 chosen: np.ndarray) -> Window:
-    """Windows of whole nodes (of the last one only the ranks that get free first), at equal speeds. O(nodes x nodes of a window)."""
+def _whole_nodes(
+    degree: int,
+    time: float,
+    extra: float,
+    makespan: float,
+    machine: Machine,
+    ranks: FreeRanks,
+    gap_weight: float,
+    best: Candidate,
+    chosen: np.ndarray,
+) -> Candidate:
+    """Candidates of whole nodes (of the last one only the ranks that get free first), at equal speeds. O(nodes x
+    nodes of a candidate)."""
     free, by_free, nodes, first = ranks.free, ranks.by_free, ranks.nodes, machine.first
     for place in range(len(nodes)):
         start, total, left, last = 0.0, 0.0, degree, place
@@ -159,12 +212,12 @@ def _whole_nodes(degree: int, time: float, extra: float, makespan: float, machin
             break
         cost = extra + gap_weight * (degree * start - total)
         if cost < best.cost - EVEN:
-            best = Window(cost, degree, start)
+            best = Candidate(cost, degree, start)
             count = 0
             for index in range(place, last):
                 begin = first[nodes[index]]
                 take = min(degree - count, first[nodes[index] + 1] - begin)
-                chosen[count:count + take] = by_free[begin:begin + take]
+                chosen[count : count + take] = by_free[begin : begin + take]
                 count += take
             if cost <= extra + EVEN:
                 break
@@ -172,16 +225,42 @@ def _whole_nodes(degree: int, time: float, extra: float, makespan: float, machin
 
 
 @inner
-def _in_lists(item: Item, lowest: int, highest: int, crosses: bool, makespan: float, machine: Machine, lists: RankLists, ranks: Ranks, gap_weight: float,
-              best: Window, chosen: np.ndarray) -> Window:
-    """Windows in the lists inside nodes (or across), for each degree the most even list first; ends at the first that cannot waste less than the best."""
+def _in_lists(
+    item: Item,
+    lowest: int,
+    highest: int,
+    crosses: bool,
+    makespan: float,
+    machine: Machine,
+    lists: RankLists,
+    ranks: FreeRanks,
+    gap_weight: float,
+    best: Candidate,
+    chosen: np.ndarray,
+) -> Candidate:
+    """Candidates in the lists inside nodes (or across), for each degree the most even list first; ends at the first
+    that cannot waste less than the best."""
     compute, speeds, rates = item.language_s + item.vision_s, machine.speeds, machine.rates
-    first, list_slowest, speed_sum, by_degree, stretch = lists.first, lists.slowest, lists.speed_sum, lists.by_degree, lists.stretch
-    free, listed, is_sorted, following, least_s = ranks.free, ranks.listed, ranks.sorted, ranks.following, ranks.least_s  # in the loop they would be counted
+    first, list_slowest, speed_sum, by_degree, stretch = (
+        lists.first,
+        lists.slowest,
+        lists.speed_sum,
+        lists.by_degree,
+        lists.stretch,
+    )
+    free, listed, is_sorted, following, least_s = (
+        ranks.free,
+        ranks.listed,
+        ranks.sorted,
+        ranks.following,
+        ranks.least_s,
+    )  # in the loop they would be counted
     for degree in range(lowest, highest + 1):
         if time_s(item, degree, crosses, machine.fastest, rates[degree]) > makespan:
             continue
-        scaled = item.language_s + max(item.vision_s, degree * item.image_s)  # the part of the area that grows with the stretch
+        scaled = item.language_s + max(
+            item.vision_s, degree * item.image_s
+        )  # the part of the area that grows with the stretch
         least = time_s(item, degree, crosses, machine.slowest, rates[degree]) * machine.slowest * degree - compute
         kind = 2 * degree + int(crosses)
         before, end = len(by_degree) + kind, lists.begin[kind + 1]
@@ -199,7 +278,9 @@ def _in_lists(item: Item, lowest: int, highest: int, crosses: bool, makespan: fl
                     following[before] = place = after
                     continue
                 if start + time <= makespan:
-                    best = _neighbours(degree, time, compute, makespan, speeds, free, listed, begin, stop, gap_weight, best, chosen)
+                    best = _neighbours(
+                        degree, time, compute, makespan, speeds, free, listed, begin, stop, gap_weight, best, chosen
+                    )
             before, place = place, after
     return best
 
@@ -216,10 +297,23 @@ def _sort(order: np.ndarray, begin: int, end: int, free: np.ndarray) -> None:
 
 
 @inner
-def _neighbours(degree: int, time: float, compute: float, makespan: float, speeds: np.ndarray, free: np.ndarray, order: np.ndarray, begin: int, end: int,
-                gap_weight: float, best: Window, chosen: np.ndarray) -> Window:
-    """Windows of order[begin:end], ranks as they get free, for an item that takes `time` on any of them. O(ranks)."""
-    idle, speed_sum = 0.0, 0.0  # of the window: sums of free * speed and of speed
+def _neighbours(
+    degree: int,
+    time: float,
+    compute: float,
+    makespan: float,
+    speeds: np.ndarray,
+    free: np.ndarray,
+    order: np.ndarray,
+    begin: int,
+    end: int,
+    gap_weight: float,
+    best: Candidate,
+    chosen: np.ndarray,
+) -> Candidate:
+    """Candidates of order[begin:end], ranks as they get free, for an item that takes `time` on any of them.
+    O(ranks)."""
+    idle, speed_sum = 0.0, 0.0  # of the candidate: sums of free * speed and of speed
     for last in range(begin, end):
         rank = order[last]
         start = free[rank]
@@ -233,7 +327,7 @@ def _neighbours(degree: int, time: float, compute: float, makespan: float, speed
         if last >= begin + degree - 1:
             cost = gap_weight * (start * speed_sum - idle) + time * speed_sum - compute
             if cost < best.cost - EVEN:
-                best = Window(cost, degree, start)
+                best = Candidate(cost, degree, start)
                 for index in range(degree):
                     chosen[index] = order[last - degree + 1 + index]
     return best

@@ -1,7 +1,9 @@
-"""Fills the holes of a skeleton, and what is left of every rank until the makespan, with items of one rank: best fit, largest first.
+"""Backfills the idle gaps of a partial schedule, and what is left of every rank until the makespan, with items of
+one rank: best fit, largest first.
 
-A bin is a hole or a rank's tail; its room is its length times the rank's speed. An item goes to the bin with the least room that holds it (`best_fit`). In
-each bin the items then form as few packs as memory allows, first fit. O(items x (log bins + shift)).
+A bin is a gap or a rank's tail; its room is its length times the rank's speed. An item goes to the bin with the
+least room that holds it (`best_fit`). In each bin the items then form as few packs as memory allows, first fit.
+O(items x (log bins + shift)).
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import numpy as np
 from dhp_ray.planner.items import Items, Machine
 from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
 from dhp_ray.planner.primitives.compiled import compiled, inner
-from dhp_ray.planner.step.partial_schedule import Skeleton
+from dhp_ray.planner.step.partial_schedule import PartialSchedule
 
 
-class Filled(NamedTuple):
+class Backfilled(NamedTuple):
     """The packs of the bins: the pack of each item, and each pack's rank and start."""
 
     pack: np.ndarray
@@ -25,15 +27,16 @@ class Filled(NamedTuple):
 
 
 @inner
-def fill(items: Items, rest: np.ndarray, skeleton: Skeleton, makespan: float, machine: Machine) -> np.ndarray:
-    """The bin of each item of `rest` (largest first): a hole's index, or the number of holes plus the rank; -1 if it fits in none."""
-    speeds, pack_s = machine.speeds, machine.rates[1].once_s
-    num_holes, num_ranks = len(skeleton.hole_rank), len(speeds)
-    room = np.zeros(num_holes + num_ranks)
-    for hole in range(num_holes):
-        room[hole] = skeleton.hole_length[hole] * speeds[skeleton.hole_rank[hole]]
+def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan: float, machine: Machine) -> np.ndarray:
+    """The bin of each item of `rest` (largest first): a gap's index, or the number of gaps plus the rank; -1 if it
+    fits in none."""
+    speeds, pack_s = machine.speeds, machine.rates[1].overhead_s
+    num_gaps, num_ranks = len(partial.gap_rank), len(speeds)
+    room = np.zeros(num_gaps + num_ranks)
+    for gap in range(num_gaps):
+        room[gap] = partial.gap_length[gap] * speeds[partial.gap_rank[gap]]
     for rank in range(num_ranks):
-        room[num_holes + rank] = (makespan - skeleton.free[rank]) * speeds[rank]
+        room[num_gaps + rank] = (makespan - partial.free[rank]) * speeds[rank]
     rooms, state = rooms_for(len(room))
     for bin_ in range(len(room)):
         add(rooms, state, room[bin_], bin_)
@@ -46,8 +49,10 @@ def fill(items: Items, rest: np.ndarray, skeleton: Skeleton, makespan: float, ma
         if pack_s > 0.0:  # a new pack costs as well
             while found >= 0:
                 bin_ = int(rooms[OWNER, found])
-                begins = (tokens[bin_] + item.tokens + capacity - 1) // capacity - (tokens[bin_] + capacity - 1) // capacity
-                speed = speeds[bin_ - num_holes] if bin_ >= num_holes else speeds[skeleton.hole_rank[bin_]]
+                begins = (tokens[bin_] + item.tokens + capacity - 1) // capacity - (
+                    tokens[bin_] + capacity - 1
+                ) // capacity
+                speed = speeds[bin_ - num_gaps] if bin_ >= num_gaps else speeds[partial.gap_rank[bin_]]
                 if rooms[ROOM, found] >= need + begins * pack_s * speed:
                     need += begins * pack_s * speed
                     break
@@ -62,12 +67,18 @@ def fill(items: Items, rest: np.ndarray, skeleton: Skeleton, makespan: float, ma
 
 
 @compiled
-def packs_of_bins(items: Items, rest: np.ndarray, bins: np.ndarray, skeleton: Skeleton, machine: Machine) -> Filled:
+def packs_of_bins(
+    items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine
+) -> Backfilled:
     """Items of each bin into packs, first fit; a bin's packs run one after the other."""
-    num_holes, capacity = len(skeleton.hole_rank), machine.tokens_per_rank
+    num_gaps, capacity = len(partial.gap_rank), machine.tokens_per_rank
     pack = np.zeros(len(rest), dtype=np.int64)
-    pack_bin, seconds, pack_tokens = np.zeros(len(rest), dtype=np.int64), np.zeros(len(rest)), np.zeros(len(rest), dtype=np.int64)
-    newest, previous = np.full(num_holes + len(machine.speeds), -1), np.full(len(rest), -1)  # a bin's packs, as a chain
+    pack_bin, seconds, pack_tokens = (
+        np.zeros(len(rest), dtype=np.int64),
+        np.zeros(len(rest)),
+        np.zeros(len(rest), dtype=np.int64),
+    )
+    newest, previous = np.full(num_gaps + len(machine.speeds), -1), np.full(len(rest), -1)  # a bin's packs, as a chain
     count = 0
     for place in range(len(rest)):
         item, into = items[rest[place]], newest[bins[place]]
@@ -80,28 +91,28 @@ def packs_of_bins(items: Items, rest: np.ndarray, bins: np.ndarray, skeleton: Sk
         pack[place] = into
         pack_tokens[into] += item.tokens
         seconds[into] += item.language_s + item.vision_s
-    rank, start = pack_bin[:count] - num_holes, np.zeros(count)
-    clock = np.concatenate((skeleton.hole_start, skeleton.free))
+    rank, start = pack_bin[:count] - num_gaps, np.zeros(count)
+    clock = np.concatenate((partial.gap_start, partial.free))
     for into in range(count):
         if rank[into] < 0:
-            rank[into] = skeleton.hole_rank[pack_bin[into]]
+            rank[into] = partial.gap_rank[pack_bin[into]]
         start[into] = clock[pack_bin[into]]
-        clock[pack_bin[into]] += seconds[into] / machine.speeds[rank[into]] + machine.rates[1].once_s
-    return Filled(pack, rank, start)
+        clock[pack_bin[into]] += seconds[into] / machine.speeds[rank[into]] + machine.rates[1].overhead_s
+    return Backfilled(pack, rank, start)
 
 
 @inner
-def busy_of(items: Items, rest: np.ndarray, bins: np.ndarray, skeleton: Skeleton, machine: Machine) -> np.ndarray:
-    """When each rank is free after the skeleton and the items of its tail."""
-    num_holes, capacity = len(skeleton.hole_rank), machine.tokens_per_rank
-    busy = skeleton.free.copy()
+def busy_of(items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine) -> np.ndarray:
+    """When each rank is free after the partial schedule and the items of its tail."""
+    num_gaps, capacity = len(partial.gap_rank), machine.tokens_per_rank
+    busy = partial.free.copy()
     tokens = np.zeros(len(busy), dtype=np.int64)
     for place in range(len(rest)):
-        rank = bins[place] - num_holes
+        rank = bins[place] - num_gaps
         if rank >= 0:
             item = items[rest[place]]
             busy[rank] += (item.language_s + item.vision_s) / machine.speeds[rank]
             tokens[rank] += item.tokens
     for rank in range(len(busy)):
-        busy[rank] += (tokens[rank] + capacity - 1) // capacity * machine.rates[1].once_s
+        busy[rank] += (tokens[rank] + capacity - 1) // capacity * machine.rates[1].overhead_s
     return busy

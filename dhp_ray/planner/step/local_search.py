@@ -1,9 +1,11 @@
 """Small batches of `sync=step` on ranks that are alike: a local search for what comes first, and on how many ranks.
 
-A plan is an order of the items and a degree for each. They are placed one after the other, each on the ranks that are free first. Any schedule follows from
-some order and degrees in that way without getting longer: with its items sorted by start, none starts later than it did. A step of the search moves an item,
-swaps two or changes a degree, and stays if the plan gets no longer by it than a threshold that falls to nothing (threshold accepting, Dueck and Scheuer 1990),
-from several seeds. O(steps x items x ranks) time, O(items x ranks) memory.
+A plan is an order of the items and a degree for each. They are placed one after the other, each on the ranks that
+are free first. Any schedule follows from
+some order and degrees in that way without getting longer: with its items sorted by start, none starts later than it
+did. A step of the search moves an item, swaps two or changes a degree, and stays if the plan gets no longer by it
+than a threshold that falls to nothing (threshold accepting, Dueck and Scheuer 1990), from several seeds. O(steps x
+items x ranks) time, O(items x ranks) memory.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ THRESHOLD = 0.3
 """By how much a step may lengthen the plan at first, as a share."""
 
 WORK, STEPS, SEEDS = 2_000_000, 2000, 9
-"""Steps x items x ranks in all, about; steps from each seed, at least; seeds at most. Three seeds there are always, one for each start."""
+"""Steps x items x ranks in all, about; steps from each seed, at least; seeds at most. Three seeds there are always,
+one for each start."""
 
 
 class Ordered(NamedTuple):
@@ -33,12 +36,15 @@ class Ordered(NamedTuple):
 
 def alike(machine: Machine) -> bool:
     """Whether it does not matter which ranks form a group."""
-    one_kind = len(machine.first) == 2 or len(machine.first) == len(machine.speeds) + 1  # all on one node, or each on its own
+    one_kind = (
+        len(machine.first) == 2 or len(machine.first) == len(machine.speeds) + 1
+    )  # all on one node, or each on its own
     return machine.uniform and (one_kind or bool((machine.rates.inside_s == machine.rates.across_s).all()))
 
 
 def best_order(items: Items, schedule: Schedule, machine: Machine, target_s: float) -> Ordered:
-    """The best order found from a schedule of the items, and from largest first on as few and on as many ranks as can be; ends early at `target_s`."""
+    """The best order found from a schedule of the items, and from largest first on as few and on as many ranks as
+    can be; ends early at `target_s`."""
     degrees = range(1, len(machine.speeds) + 1)
     times = np.stack([np.full(len(items), np.inf), *(times_at(items, degree, machine) for degree in degrees)], axis=1)
     degree = np.zeros(len(items), dtype=np.int64)
@@ -47,7 +53,14 @@ def best_order(items: Items, schedule: Schedule, machine: Machine, target_s: flo
     seeds = int(np.clip(WORK // (steps * times.size), 3, SEEDS))
     largest_first = np.argsort(-items.language_s - items.vision_s, kind="stable")
     orders = np.stack([schedule.rows, largest_first, largest_first])
-    return _search(times, orders, np.stack([degree, items.minimum_degree, np.full_like(degree, len(machine.speeds))]), target_s, steps, seeds)
+    return _search(
+        times,
+        orders,
+        np.stack([degree, items.minimum_degree, np.full_like(degree, len(machine.speeds))]),
+        target_s,
+        steps,
+        seeds,
+    )
 
 
 @inner
@@ -84,7 +97,9 @@ def _move(order: np.ndarray, source: int, target: int) -> None:
 
 
 @compiled
-def _search(times: np.ndarray, orders: np.ndarray, degrees: np.ndarray, target_s: float, steps: int, seeds: int) -> Ordered:
+def _search(
+    times: np.ndarray, orders: np.ndarray, degrees: np.ndarray, target_s: float, steps: int, seeds: int
+) -> Ordered:
     count, num_ranks, minimum_degree = times.shape[0], times.shape[1] - 1, degrees[1]
     free, order, degree = np.zeros(num_ranks), orders[0].copy(), degrees[0].copy()
     best_s = _makespan(times, order, degree, free)
@@ -122,21 +137,31 @@ def _search(times: np.ndarray, orders: np.ndarray, degrees: np.ndarray, target_s
 
 
 def placed_in_order(ordered: Ordered, items: Items, machine: Machine) -> Schedule:
-    """Each item on the ranks that are free first; what runs on the same ranks one after the other is one pack, as far as memory goes."""
+    """Each item on the ranks that are free first; what runs on the same ranks one after the other is one pack, as
+    far as memory goes."""
     free, last = np.zeros(len(machine.speeds)), np.full(len(machine.speeds), -1)
     members: list[list[int]] = []
     ranks: list[np.ndarray] = []
     for item in ordered.order.tolist():
         need = int(ordered.degree[item])
         chosen = np.sort(np.argsort(free, kind="stable")[:need])
-        free[chosen] = free[chosen].max() + times_at(items[item:item + 1], need, machine)[0]
+        free[chosen] = free[chosen].max() + times_at(items[item : item + 1], need, machine)[0]
         group = int(last[chosen[0]])
-        if group < 0 or not np.array_equal(ranks[group], chosen) or (last[chosen] != group).any() or (
-                items.tokens[[*members[group], item]].sum() > need * machine.tokens_per_rank):
+        if (
+            group < 0
+            or not np.array_equal(ranks[group], chosen)
+            or (last[chosen] != group).any()
+            or (items.tokens[[*members[group], item]].sum() > need * machine.tokens_per_rank)
+        ):
             group = len(members)
             members.append([])
             ranks.append(chosen)
         members[group].append(item)
         last[chosen] = group
-    return Schedule(np.concatenate(members), firsts_of([len(group) for group in members]), np.concatenate(ranks), firsts_of([len(group) for group in ranks]),
-                    np.zeros(len(members), dtype=np.int64))
+    return Schedule(
+        np.concatenate(members),
+        firsts_of([len(group) for group in members]),
+        np.concatenate(ranks),
+        firsts_of([len(group) for group in ranks]),
+        np.zeros(len(members), dtype=np.int64),
+    )

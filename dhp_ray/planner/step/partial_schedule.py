@@ -1,9 +1,11 @@
-"""Places the items that need several ranks (and any other large ones) under a makespan T: the skeleton of a `sync=step` plan.
+"""Places the items that need several ranks (and any other large ones) under a makespan T: the partial schedule of a
+`sync=step` plan.
 
-Items come largest first. For each, every degree from the fewest ranks that meet T up to a whole node (beyond a node: up to whole nodes) is tried on every
-window of ranks (`windows`), and the least waste wins. Sets of ranks that exist may waste a little more (`known_sets`).
+Items come largest first. For each, every degree from the fewest ranks that meet T up to a whole node (beyond a node:
+up to whole nodes) is tried on every candidate set of ranks (`candidates`), and the least waste wins. Groups that
+exist already may waste a little more (`cached_groups`).
 
-    node 0   rank 0  |--a--|--b---|         rank 2 waits for rank 1: the gap is kept as a hole for small items
+    node 0   rank 0  |--a--|--b---|         rank 2 waits for rank 1: the gap is kept for small items
              rank 1  |--a--|--c-|
              rank 2  |-d-|..|--c-|
 
@@ -19,21 +21,22 @@ import numpy as np
 from dhp_ray.planner.items import Items, Machine, least_degree, time_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.primitives.sorting import ascending
-from dhp_ray.planner.step.cached_groups import Sets, best_set
-from dhp_ray.planner.step.candidates import Window, best_window, occupy, ranks_of
+from dhp_ray.planner.step.cached_groups import CachedGroups, best_cached_group
+from dhp_ray.planner.step.candidates import Candidate, best_candidate, free_ranks, occupy
 from dhp_ray.planner.step.rank_lists import RankLists
 
 MAX_GROUPS_PER_RANK = 16
-"""New groups of several ranks that one rank meets in a step, at most (a group of all ranks does not count); beyond, sets that exist are used."""
+"""New groups of several ranks that one rank meets in a step, at most (a group of all ranks does not count); beyond,
+groups that exist are used."""
 
-OWN_SETS = 256
+OWN_GROUPS = 256
 """Groups of this plan that are kept in mind to be used again."""
 
 
-class Skeleton(NamedTuple):
+class PartialSchedule(NamedTuple):
     """Group g runs item[g] on ranks[first[g]:first[g + 1]] from start[g]. `free`: when each rank is free at the end.
 
-    Gaps: hole h is rank hole_rank[h], from hole_start[h] for hole_length[h] seconds.
+    Gaps: gap h is rank gap_rank[h], from gap_start[h] for gap_length[h] seconds.
     """
 
     placed: bool
@@ -41,23 +44,34 @@ class Skeleton(NamedTuple):
     first: np.ndarray
     ranks: np.ndarray
     start: np.ndarray
-    hole_rank: np.ndarray
-    hole_start: np.ndarray
-    hole_length: np.ndarray
+    gap_rank: np.ndarray
+    gap_start: np.ndarray
+    gap_length: np.ndarray
     free: np.ndarray
 
 
 @inner
-def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan: float, machine: Machine, lists: RankLists, busy: np.ndarray, pool: Sets,
-                   gap_weight: float, reuse_s: float) -> Skeleton:
+def place_large(
+    items: Items,
+    order: np.ndarray,
+    smallest_s: float,
+    makespan: float,
+    machine: Machine,
+    lists: RankLists,
+    busy: np.ndarray,
+    pool: CachedGroups,
+    gap_weight: float,
+    reuse_s: float,
+) -> PartialSchedule:
     """Place the items of `order` that take longer than `smallest_s` on one rank, on ranks that are busy until `busy`.
 
-    A set of `pool`, or one used already, may waste `reuse_s` more than the best window. `placed` is False if an item finds no room under `makespan`.
+    A group of `pool`, or one used already, may waste `reuse_s` more than the best candidate. `placed` is False if an
+    item finds no room under `makespan`.
     """
     lowest = _lowest_degrees(items, order, smallest_s, makespan, machine)
     nothing, none = np.zeros(0), np.zeros(0, dtype=np.int64)
     if len(lowest) < len(order):
-        return Skeleton(False, none, none, none, nothing, none, nothing, nothing, nothing)
+        return PartialSchedule(False, none, none, none, nothing, none, nothing, nothing, nothing)
     total, count = 0, 0
     least_s = np.full(len(busy) + 1, np.inf)
     for place in range(len(order)):
@@ -66,80 +80,129 @@ def place_skeleton(items: Items, order: np.ndarray, smallest_s: float, makespan:
             total += max(highest, _common_degree(lowest[place], machine))
             count += 1
             for degree in range(lowest[place], 0 if machine.uniform else highest + 1):
-                least_s[degree] = min(least_s[degree], time_s(items[order[place]], degree, False, machine.fastest, machine.rates[degree]))
+                least_s[degree] = min(
+                    least_s[degree], time_s(items[order[place]], degree, False, machine.fastest, machine.rates[degree])
+                )
     group_item, group_start = np.zeros(count, dtype=np.int64), np.zeros(count)
     first, group_ranks = np.zeros(count + 1, dtype=np.int64), np.zeros(total, dtype=np.int64)
-    hole_rank, hole_start, hole_length = np.zeros(total, dtype=np.int64), np.zeros(total), np.zeros(total)
-    known = _with_all_ranks(pool, len(busy), count, total)
-    num_sets, num_holes, group = len(pool.first), 0, 0
-    ranks = ranks_of(busy, least_s, machine, lists)
+    gap_rank, gap_start, gap_length = np.zeros(total, dtype=np.int64), np.zeros(total), np.zeros(total)
+    cached = _with_all_ranks(pool, len(busy), count, total)
+    num_cached, num_gaps, group = len(pool.first), 0, 0
+    ranks = free_ranks(busy, least_s, machine, lists)
     met = np.zeros(len(busy), dtype=np.int64)
-    chosen, from_set = np.zeros(len(busy), dtype=np.int64), np.zeros(len(busy), dtype=np.int64)
+    chosen, from_cache = np.zeros(len(busy), dtype=np.int64), np.zeros(len(busy), dtype=np.int64)
     for place in range(len(order)):
         if lowest[place] == 0:
             continue
         item, highest = items[order[place]], _highest_degree(lowest[place], machine)
-        window = Window(np.inf, 0, 0.0)
+        candidate = Candidate(np.inf, 0, 0.0)
         if reuse_s > 0.0:  # a new group of a common degree is likelier to be used again
             degree = _common_degree(lowest[place], machine)
-            window = best_window(item, degree, degree, makespan, machine, lists, ranks, gap_weight, chosen)
-        if window.degree == 0:
-            window = best_window(item, lowest[place], highest, makespan, machine, lists, ranks, gap_weight, chosen)
-        again = best_set(item, lowest[place], highest, makespan, machine, ranks.free, known, num_sets, gap_weight, window.cost + reuse_s, from_set)
+            candidate = best_candidate(item, degree, degree, makespan, machine, lists, ranks, gap_weight, chosen)
+        if candidate.degree == 0:
+            candidate = best_candidate(
+                item, lowest[place], highest, makespan, machine, lists, ranks, gap_weight, chosen
+            )
+        again = best_cached_group(
+            item,
+            lowest[place],
+            highest,
+            makespan,
+            machine,
+            ranks.free,
+            cached,
+            num_cached,
+            gap_weight,
+            candidate.cost + reuse_s,
+            from_cache,
+        )
         if again.degree:
-            window = again
-            chosen[:again.degree] = from_set[:again.degree]
-        elif 1 < window.degree < len(busy) and met[chosen[:window.degree]].max() >= MAX_GROUPS_PER_RANK:
-            window = best_set(item, lowest[place], len(busy), makespan, machine, ranks.free, known, num_sets, gap_weight, np.inf, chosen)
-            again = window
-        if window.degree == 0:
-            return Skeleton(False, none, none, none, nothing, none, nothing, nothing, nothing)
-        members = chosen[:window.degree]
+            candidate = again
+            chosen[: again.degree] = from_cache[: again.degree]
+        elif 1 < candidate.degree < len(busy) and met[chosen[: candidate.degree]].max() >= MAX_GROUPS_PER_RANK:
+            candidate = best_cached_group(
+                item,
+                lowest[place],
+                len(busy),
+                makespan,
+                machine,
+                ranks.free,
+                cached,
+                num_cached,
+                gap_weight,
+                np.inf,
+                chosen,
+            )
+            again = candidate
+        if candidate.degree == 0:
+            return PartialSchedule(False, none, none, none, nothing, none, nothing, nothing, nothing)
+        members = chosen[: candidate.degree]
         members = members[ascending(members.astype(np.float64))]
-        if again.degree == 0 and 1 < window.degree < len(busy):
+        if again.degree == 0 and 1 < candidate.degree < len(busy):
             for rank in members:
                 met[rank] += 1
-            if num_sets < len(pool.first) + OWN_SETS:
-                known.first[num_sets + 1] = known.first[num_sets] + window.degree
-                known.ranks[known.first[num_sets]:known.first[num_sets + 1]] = members
-                num_sets += 1
+            if num_cached < len(pool.first) + OWN_GROUPS:
+                cached.first[num_cached + 1] = cached.first[num_cached] + candidate.degree
+                cached.ranks[cached.first[num_cached] : cached.first[num_cached + 1]] = members
+                num_cached += 1
         slowest = np.inf
         for rank in members:
             slowest = min(slowest, machine.speeds[rank])
         low_node, high_node = machine.node[members[0]], machine.node[members[-1]]
-        finish = window.start + time_s(item, window.degree, high_node > low_node, slowest, machine.rates[window.degree])
-        if first[group] + window.degree > len(group_ranks):
+        finish = candidate.start + time_s(
+            item, candidate.degree, high_node > low_node, slowest, machine.rates[candidate.degree]
+        )
+        if first[group] + candidate.degree > len(group_ranks):
             group_ranks = np.concatenate((group_ranks, np.zeros(len(group_ranks) + len(busy), dtype=np.int64)))
-            hole_rank = np.concatenate((hole_rank, np.zeros(len(hole_rank) + len(busy), dtype=np.int64)))
-            hole_start = np.concatenate((hole_start, np.zeros(len(hole_start) + len(busy))))
-            hole_length = np.concatenate((hole_length, np.zeros(len(hole_length) + len(busy))))
+            gap_rank = np.concatenate((gap_rank, np.zeros(len(gap_rank) + len(busy), dtype=np.int64)))
+            gap_start = np.concatenate((gap_start, np.zeros(len(gap_start) + len(busy))))
+            gap_length = np.concatenate((gap_length, np.zeros(len(gap_length) + len(busy))))
         for rank in members:
-            if ranks.free[rank] < window.start:
-                hole_rank[num_holes], hole_start[num_holes], hole_length[num_holes] = rank, ranks.free[rank], window.start - ranks.free[rank]
-                num_holes += 1
+            if ranks.free[rank] < candidate.start:
+                gap_rank[num_gaps], gap_start[num_gaps], gap_length[num_gaps] = (
+                    rank,
+                    ranks.free[rank],
+                    candidate.start - ranks.free[rank],
+                )
+                num_gaps += 1
         occupy(ranks, members, finish, machine, lists)
-        group_item[group], group_start[group] = order[place], window.start
-        first[group + 1] = first[group] + window.degree
-        group_ranks[first[group]:first[group + 1]] = members
+        group_item[group], group_start[group] = order[place], candidate.start
+        first[group + 1] = first[group] + candidate.degree
+        group_ranks[first[group] : first[group + 1]] = members
         group += 1
-    return Skeleton(True, group_item, first, group_ranks[:first[group]], group_start, hole_rank[:num_holes], hole_start[:num_holes], hole_length[:num_holes],
-                    ranks.free)
+    return PartialSchedule(
+        True,
+        group_item,
+        first,
+        group_ranks[: first[group]],
+        group_start,
+        gap_rank[:num_gaps],
+        gap_start[:num_gaps],
+        gap_length[:num_gaps],
+        ranks.free,
+    )
 
 
 @inner
-def _with_all_ranks(pool: Sets, num_ranks: int, count: int, total: int) -> Sets:
-    """The pool's sets, then the set of all ranks, with room for `count` more of `total` ranks."""
-    known = Sets(np.zeros(len(pool.ranks) + num_ranks + total, dtype=np.int64), np.zeros(len(pool.first) + 1 + count, dtype=np.int64))
-    known.ranks[:len(pool.ranks)] = pool.ranks
-    known.first[:len(pool.first)] = pool.first
-    known.ranks[len(pool.ranks):len(pool.ranks) + num_ranks] = np.arange(num_ranks)
-    known.first[len(pool.first)] = len(pool.ranks) + num_ranks
-    return known
+def _with_all_ranks(pool: CachedGroups, num_ranks: int, count: int, total: int) -> CachedGroups:
+    """The pool's groups, then the group of all ranks, with room for `count` more of `total` ranks."""
+    cached = CachedGroups(
+        np.zeros(len(pool.ranks) + num_ranks + total, dtype=np.int64),
+        np.zeros(len(pool.first) + 1 + count, dtype=np.int64),
+    )
+    cached.ranks[: len(pool.ranks)] = pool.ranks
+    cached.first[: len(pool.first)] = pool.first
+    cached.ranks[len(pool.ranks) : len(pool.ranks) + num_ranks] = np.arange(num_ranks)
+    cached.first[len(pool.first)] = len(pool.ranks) + num_ranks
+    return cached
 
 
 @inner
-def _lowest_degrees(items: Items, order: np.ndarray, smallest_s: float, makespan: float, machine: Machine) -> np.ndarray:
-    """The fewest ranks that each item of `order` needs, 0 for the small ones; cut short where one does not meet the makespan at all."""
+def _lowest_degrees(
+    items: Items, order: np.ndarray, smallest_s: float, makespan: float, machine: Machine
+) -> np.ndarray:
+    """The fewest ranks that each item of `order` needs, 0 for the small ones; cut short where one does not meet the
+    makespan at all."""
     lowest = np.zeros(len(order), dtype=np.int64)
     num_ranks, node_size, rates = len(machine.speeds), machine.ranks_per_node, machine.rates
     for place in range(len(order)):

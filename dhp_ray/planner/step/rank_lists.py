@@ -1,13 +1,15 @@
-"""Lists of ranks of like speed, among which an item looks for ranks where speeds are unequal (`windows`).
+"""Lists of ranks of like speed, among which an item looks for ranks where speeds are unequal (`candidates`).
 
-A group is held to the pace of its slowest rank, so its ranks should be about equally fast. Ranks are sorted by speed, inside each node and in the whole
+A group is held to the speed of its slowest rank, so its ranks should be about equally fast. Ranks are sorted by
+speed, inside each node and in the whole
 cluster, and cut into runs:
 
     inside a node    from each rank on, all that are faster          speeds 0.9 1.0 1.0 1.1: lists of 4, 3 and 1 ranks
-    in the cluster   from every 16th rank on, the next 64; groups of more than 16 ranks have runs four times as long, from every 64th rank on; and so on
+    in the cluster   from every 16th rank on, the next 64; groups of more than 16 ranks have runs four times as long,
+                     from every 64th rank on; and so on
 
-What the d slowest ranks of a list have in speed, over d times the slowest, is the least by which a group of d stretches its area; lists with the least stretch
-are looked at first. O(ranks x (log ranks + ranks of a node)).
+What the d slowest ranks of a list have in speed, over d times the slowest, is the least by which a group of d
+stretches its area; lists with the least stretch are looked at first. O(ranks x (log ranks + ranks of a node)).
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ from dhp_ray.planner.items import Machine
 from dhp_ray.planner.schedule import by_owner, firsts_of
 
 RUN, RUNS = 64, 16
-"""Ranks of a run of the cluster, for groups of up to a quarter of that; in a small cluster, runs begin at so many places."""
+"""Ranks of a run of the cluster, for groups of up to a quarter of that; in a small cluster, runs begin at so many
+places."""
 
 
 class RankLists(NamedTuple):
-    """List i is ranks[first[i]:first[i + 1]], slowest first, whose speed is slowest[i]; speed_sum[first[i] + d - 1] is the sum of the speeds of its d slowest.
+    """List i is ranks[first[i]:first[i + 1]], slowest first, whose speed is slowest[i]; speed_sum[first[i] + d - 1]
+    is the sum of the speeds of its d slowest.
 
-    Rank r is in lists_of[first_of[r]:first_of[r + 1]]. For groups of d ranks there are the lists by_degree[begin[k]:begin[k + 1]], k = 2 d inside nodes and
-    2 d + 1 across them, those of the least `stretch` first; following[p] is the next place after p, and following[len(by_degree) + k] the first of kind k.
+    Rank r is in lists_of[first_of[r]:first_of[r + 1]]. For groups of d ranks there are the lists
+    by_degree[begin[k]:begin[k + 1]], k = 2 d inside nodes and 2 d + 1 across them, those of the least `stretch`
+    first; following[p] is the next place after p, and following[len(by_degree) + k] the first of kind k.
     """
 
     ranks: np.ndarray
@@ -47,11 +52,19 @@ def rank_lists(machine: Machine) -> RankLists:
     speeds, num_ranks = machine.speeds, len(machine.speeds)
     if machine.uniform:
         none, nothing = np.zeros(0, dtype=np.int64), np.zeros(0)
-        return RankLists(none, firsts_of([]), nothing, nothing, none, firsts_of([0] * num_ranks), none, nothing, none, none)
+        return RankLists(
+            none, firsts_of([]), nothing, nothing, none, firsts_of([0] * num_ranks), none, nothing, none, none
+        )
     orders = np.concatenate([np.lexsort((speeds, machine.node)), np.argsort(speeds, kind="stable")])
     rising = speeds[orders]
-    starts = [np.flatnonzero((np.diff(rising[:num_ranks], prepend=0.0) != 0) | (np.diff(machine.node, prepend=-1) != 0))]
-    ends, least, most = [machine.first[machine.node[starts[0]] + 1]], [np.ones_like(starts[0])], [machine.ranks_per_node * np.ones_like(starts[0])]
+    starts = [
+        np.flatnonzero((np.diff(rising[:num_ranks], prepend=0.0) != 0) | (np.diff(machine.node, prepend=-1) != 0))
+    ]
+    ends, least, most = (
+        [machine.first[machine.node[starts[0]] + 1]],
+        [np.ones_like(starts[0])],
+        [machine.ranks_per_node * np.ones_like(starts[0])],
+    )
     run, smallest = RUN, 1
     while smallest <= num_ranks:
         start = np.arange(0, num_ranks, min(run // 4, -(-num_ranks // RUNS)))
@@ -73,4 +86,15 @@ def rank_lists(machine: Machine) -> RankLists:
     entries, first_of = by_owner(orders[place], num_ranks)
     begin = firsts_of(np.bincount(kind[usable], minlength=2 * num_ranks + 2))
     following = np.concatenate([np.arange(1, len(usable) + 1), begin[:-1]])
-    return RankLists(orders[place], first, slowest, speed_sum, index[entries], first_of, index[usable], stretch[usable], begin, following)
+    return RankLists(
+        orders[place],
+        first,
+        slowest,
+        speed_sum,
+        index[entries],
+        first_of,
+        index[usable],
+        stretch[usable],
+        begin,
+        following,
+    )

@@ -1,16 +1,16 @@
 """`dhp` for sync=step: the whole global batch as moldable parallel tasks, by a search on the makespan.
 
-For a makespan T, each item needs some least number of ranks. The items that need several are placed first, the others fill
-what is left (`trial`). If all find room, T can be had. The search starts just above the lower bound (`bound`), widens until
-it succeeds, then bisects; a trial is O(items x ranks) at worst. A large batch is done at 0.1 % above the bound, mostly at the
-first trial. A quick search that ends far from the bound is followed by a thorough one, which tries more choices of what a gap
-costs and of the order of the items (shuffled by a fixed seed where the batch is small). Small batches then go through a local
-search.
+For a makespan T, each item needs some least number of ranks. The items that need several are placed first, the
+others fill what is left (`trial`). If all find room, T can be had. The search starts just above the lower bound
+(`bound`), widens until it succeeds, then bisects; a trial is O(items x ranks) at worst. A large batch is done at 0.1
+% above the bound, mostly at the first trial. A quick search that ends far from the bound is followed by a thorough
+one, which tries more choices of what a gap costs and of the order of the items (shuffled by a fixed seed where the
+batch is small). Small batches then go through a local search.
 
 Where a pack costs something by itself, packs made beforehand are tried as items as well as single sequences.
 
-Sources: dual approximation (Hochbaum and Shmoys 1987), moldable tasks by a trial makespan (Mounie, Rapine and Trystram 1999),
-best-fit decreasing.
+Sources: dual approximation (Hochbaum and Shmoys 1987), moldable tasks by a trial makespan (Mounie, Rapine and
+Trystram 1999), best-fit decreasing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dhp_ray.planner.items import Items, Machine, packed, times_at
 from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing, unpacked
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, in_order
-from dhp_ray.planner.step.cached_groups import Sets, sets_of
+from dhp_ray.planner.step.cached_groups import CachedGroups, cached_groups_of
 from dhp_ray.planner.step.gaps import packs_of_bins
 from dhp_ray.planner.step.local_search import alike, best_order, placed_in_order
 from dhp_ray.planner.step.rank_lists import RankLists, rank_lists
 from dhp_ray.planner.step.trial import Choices, Effort, Found, try_makespan
 
 GAP_WEIGHTS = (0.25, 1.0)
-"""What a second of idle time before an item costs, over a second of work (`windows`)."""
+"""What a second of idle time before an item costs, over a second of work (`candidates`)."""
 
 WIDEN = (1e-3, 3e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.32, 0.64, 1.3, 2.6, 5.2, 10.0, 100.0, 1e4)
 """Makespans that are tried first, above the lower bound, as a share of it."""
@@ -37,12 +37,12 @@ TOLERANCE = 1e-3
 """The bisection ends when the makespans that can and cannot be had differ by this share of the bound."""
 
 REUSE = ((3e-3, 1.0), (9e-3, 0.1), (9e-3, 0.01))
-"""What a plan may be longer, as a share, to use groups of the pool, and what one group may waste for that, as a share of all
-ranks' time. The first that works is taken."""
+"""What a plan may be longer, as a share, to use groups of the pool, and what one group may waste for that, as a
+share of all ranks' time. The first that works is taken."""
 
 TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
-"""Items x ranks: up to TINY with shuffled orders and a local search, up to SMALL thorough from 0.1 % above the bound, up to
-LARGE from 1 %; beyond, always quick."""
+"""Items x ranks: up to TINY with shuffled orders and a local search, up to SMALL thorough from 0.1 % above the
+bound, up to LARGE from 1 %; beyond, always quick."""
 
 ORDERS = 16
 """Orders of the items that are tried, at most."""
@@ -51,7 +51,7 @@ ORDERS = 16
 class Search:
     """Trials of one set of items; goes on from the choice that worked last."""
 
-    def __init__(self, items: Items, machine: Machine, lists: RankLists, pool: Sets) -> None:
+    def __init__(self, items: Items, machine: Machine, lists: RankLists, pool: CachedGroups) -> None:
         self.items, self.machine, self.lists, self.pool = items, machine, lists, pool
         work = items.language_s + items.vision_s
         self.single_s = np.where(items.minimum_degree == 1, times_at(items, 1, machine), np.inf)
@@ -110,8 +110,18 @@ class Search:
 
     def trial(self, makespan_s: float, effort: Effort, reuse_s: float = 0.0) -> Found | None:
         """All items under a makespan, or None."""
-        found = try_makespan(self.items, self.single_s, makespan_s, self.machine, self.lists, self.pool, reuse_s, self.choices,
-                             self.begin, effort)
+        found = try_makespan(
+            self.items,
+            self.single_s,
+            makespan_s,
+            self.machine,
+            self.lists,
+            self.pool,
+            reuse_s,
+            self.choices,
+            self.begin,
+            effort,
+        )
         if found.choice < 0:
             return None
         self.begin = found.choice
@@ -120,7 +130,7 @@ class Search:
 
 def dhp_step(problem: Problem) -> list[Schedule]:
     """Candidate schedules."""
-    machine, pool, bound_s = problem.machine, sets_of(problem), problem.lower_bound_s - problem.cost.fixed_s
+    machine, pool, bound_s = problem.machine, cached_groups_of(problem), problem.lower_bound_s - problem.cost.fixed_s
     if len(problem.items) * len(machine.speeds) <= TINY and (machine.rates.inside_s == machine.rates.across_s).all():
         machine = _as_one_node(machine)
     schedules, lists = [], rank_lists(machine)
@@ -144,7 +154,7 @@ def item_sets(problem: Problem) -> list[tuple[Items, Packs]]:
     """Single sequences; and where a pack costs something by itself, packs made beforehand."""
     items, each, rates = problem.items, np.arange(len(problem.items) + 1), problem.machine.rates
     found = [(items, Packs(each[:-1], each))]
-    if rates.once_s.any() or rates.hidden.any():
+    if rates.overhead_s.any() or rates.overlap.any():
         tokens_per_rank = problem.cluster.tokens_per_rank
         packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, tokens_per_rank // 2))
         found.append((packed(items, packs, tokens_per_rank), packs))
@@ -153,14 +163,16 @@ def item_sets(problem: Problem) -> list[tuple[Items, Packs]]:
 
 def schedule_of(found: Found, items: Items, machine: Machine) -> Schedule:
     """Groups of items by their start: ranks that share two groups meet them in this order."""
-    skeletons = (found.skeleton, found.last)
-    filled = packs_of_bins(items, found.rest, found.bins, found.skeleton, machine)
+    partials = (found.partial, found.last)
+    filled = packs_of_bins(items, found.rest, found.bins, found.partial, machine)
     members, first = by_owner(filled.pack, len(filled.rank))
-    placed = np.concatenate([skeleton.item for skeleton in skeletons])
-    starts = np.concatenate([*(skeleton.start for skeleton in skeletons), filled.start])
+    placed = np.concatenate([partial.item for partial in partials])
+    starts = np.concatenate([*(partial.start for partial in partials), filled.start])
     sizes = np.concatenate([np.ones(len(placed), dtype=np.int64), np.diff(first)])
-    degrees = np.concatenate([*(np.diff(skeleton.first) for skeleton in skeletons), np.ones(len(filled.rank), dtype=np.int64)])
+    degrees = np.concatenate(
+        [*(np.diff(partial.first) for partial in partials), np.ones(len(filled.rank), dtype=np.int64)]
+    )
     item = np.concatenate([placed, found.rest[members]])
-    ranks = np.concatenate([*(skeleton.ranks for skeleton in skeletons), filled.rank])
+    ranks = np.concatenate([*(partial.ranks for partial in partials), filled.rank])
     groups = Schedule(item, firsts_of(sizes), ranks, firsts_of(degrees), np.zeros(len(starts), dtype=np.int64))
     return in_order(groups, np.argsort(starts, kind="stable"))
