@@ -27,8 +27,8 @@ from dhp_ray.planner.step.local_search import alike, best_order, placed_in_order
 from dhp_ray.planner.step.rank_lists import RankLists, rank_lists
 from dhp_ray.planner.step.trial import Choices, Effort, Found, try_makespan
 
-GAP_WEIGHTS = (0.25, 1.0)
-"""What a second of idle time before an item costs, over a second of work (`candidates`)."""
+VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))
+"""(large, gap_weight) of `trial.Choices`."""
 
 WIDEN = (1e-3, 3e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.32, 0.64, 1.3, 2.6, 5.2, 10.0, 100.0, 1e4)
 """Makespans that are tried first, above the lower bound, as a share of it."""
@@ -57,14 +57,14 @@ class Search:
         self.single_s = np.where(items.minimum_degree == 1, times_at(items, 1, machine), np.inf)
         self.size = len(work) * len(machine.speeds)
         orders = [np.argsort(-work, kind="stable")]
-        rows = [(gap_weight, 0) for gap_weight in GAP_WEIGHTS]
+        rows = [(*variant, 0) for variant in VARIANTS[: 4 if self.size <= SMALL else 2]]
         if self.size <= TINY:
             generator = np.random.default_rng(0)
             for shuffled in range(1, min(ORDERS, SMALL // self.size)):
                 orders.append(np.argsort(-work * np.exp(generator.normal(0.0, 0.4, len(work))), kind="stable"))
-                rows.append((GAP_WEIGHTS[shuffled % len(GAP_WEIGHTS)], shuffled))
-        gap_weight, order = zip(*rows)
-        self.choices = Choices(np.array(gap_weight), np.array(order), np.stack(orders))
+                rows.append((*VARIANTS[shuffled % len(VARIANTS)], shuffled))
+        large, gap_weight, order = zip(*rows)
+        self.choices = Choices(np.array(large), np.array(gap_weight), np.array(order), np.stack(orders))
         self.quick = Effort(choices=1, leftover=max(64, len(work) // 16))
         self.thorough = Effort(choices=len(rows), leftover=len(work))
         self.begin = 0

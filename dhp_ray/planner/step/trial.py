@@ -1,6 +1,7 @@
 """One trial of `sync=step`: can every item find room under a makespan?
 
-1. place the items that take longer than the makespan on one rank, largest first, on the ranks that waste least
+1. place the items that take longer than the makespan (or a share of it) on one rank, largest first, on the ranks that
+   waste least
 2. backfill the others into the gaps before them and the tails after them, best fit
 3. mop up: what fits in no gap goes on several ranks, after everything else
 """
@@ -20,9 +21,11 @@ from dhp_ray.planner.step.rank_lists import RankLists
 
 
 class Choices(NamedTuple):
-    """Ways to try, one a row: what a gap costs (`candidates`), and the row of `orders` (items, largest first or
-    nearly so)."""
+    """Ways to try, one a row. Items longer than the share `large` of the makespan on one rank are placed, the others
+    backfilled; `gap_weight`: what a second of idle time before an item costs (`candidates`); `order`: the row of
+    `orders` (items, largest first or nearly so) that it takes them in."""
 
+    large: np.ndarray
     gap_weight: np.ndarray
     order: np.ndarray
     orders: np.ndarray
@@ -71,12 +74,13 @@ def try_makespan(
     for step in range(effort.choices):
         choice = (begin + step) % len(choices.gap_weight)
         order = choices.orders[choices.order[choice]]
+        smallest = choices.large[choice] * makespan
         partial = place_large(
-            items, order, makespan, makespan, machine, lists, idle, pool, choices.gap_weight[choice], reuse_s
+            items, order, smallest, makespan, machine, lists, idle, pool, choices.gap_weight[choice], reuse_s
         )
         if not partial.placed:
             continue
-        rest = _kept(order, single_s[order], -np.inf, makespan)
+        rest = _kept(order, single_s[order], -np.inf, smallest)
         bins = backfill(items, rest, partial, makespan, machine)
         left = _kept(rest, bins, -1.0, -1.0)
         if len(left) <= effort.leftover:
