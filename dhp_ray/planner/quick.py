@@ -9,26 +9,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from dhp_ray.planner.baselines.pow2 import packed_to_memory
-from dhp_ray.planner.items import Items, Machine
 from dhp_ray.planner.micro_batch.search import micro_batch_schedule
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.primitives.packing import unpacked
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.step.cached_groups import CachedGroups
-from dhp_ray.planner.step.rank_lists import RankLists, rank_lists
-from dhp_ray.planner.step.search import WIDEN, Search, item_sets, schedule_of
-from dhp_ray.planner.step.trial import Found
+from dhp_ray.planner.step.cached_groups import cached_groups_of
+from dhp_ray.planner.step.rank_lists import rank_lists
+from dhp_ray.planner.step.search import Search, item_sets, schedule_of
 
 TOLERANCE = 0.02
 """How close to a makespan that cannot be had the search ends, as a share."""
 
-NEAR, FAR = 0.02, 0.05
-"""A plan that is at most NEAR above the bound, as a share, is good enough; baselines are asked beside one that is
-more than FAR above it."""
+NEAR = 0.02
+"""A plan that is at most so far above the bound, as a share, is good enough: no packs are tried, and no baselines."""
 
 TINY, FEW = 600, 100_000
 """Sequences x ranks: up to TINY with all choices of a trial, up to FEW beside baselines."""
@@ -59,34 +54,14 @@ def quick_micro_batch(problem: Problem) -> Schedule:
 
 def quick_step(problem: Problem, bound_s: float) -> Schedule:
     """Of single sequences and of packs, the schedule that takes least; `bound_s` excludes fixed costs."""
-    best, best_s, fixed_s, machine = None, np.inf, problem.cost.fixed_s, problem.machine
-    lists = rank_lists(machine)
+    machine, lists, schedules = problem.machine, rank_lists(problem.machine), list[Schedule]()
     for items, packs in item_sets(problem):
-        if best_s - fixed_s <= bound_s * (1 + NEAR):
+        search = Search(items, machine, lists, cached_groups_of(replace(problem, pool=())))
+        found = search.shortest(bound_s, TOLERANCE * bound_s, search.thorough if search.size <= TINY else search.quick)
+        schedules.append(unpacked(schedule_of(found, items, machine), packs))
+        if found.makespan_s <= bound_s * (1 + NEAR):
             break
-        found = shortest(items, machine, lists, bound_s, best_s - fixed_s)
-        if found is None:
-            continue
-        schedule = unpacked(schedule_of(found, items, machine), packs)
-        seconds = time_of(problem, schedule)
-        if seconds < best_s:
-            best, best_s = schedule, seconds
-    assert best is not None  # some makespan is long enough
-    if best_s - fixed_s > bound_s * (1 + FAR) and len(problem.items) * problem.cluster.num_ranks <= FEW:
-        return min(best, *packed_to_memory(problem), key=lambda schedule: time_of(problem, schedule))
-    return best
-
-
-def shortest(items: Items, machine: Machine, lists: RankLists, bound_s: float, limit_s: float) -> Found | None:
-    """The shortest makespan that quick trials find, below `limit_s`; None if they find none."""
-    none = CachedGroups(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    search, failed_s = Search(items, machine, lists, none), bound_s
-    effort = search.thorough if search.size <= TINY else search.quick
-    for makespan_s in (bound_s * (1 + share) for share in WIDEN):
-        if makespan_s >= limit_s:
-            return None
-        found = search.trial(makespan_s, effort)
-        if found:
-            return search.bisect(found, failed_s, TOLERANCE * bound_s, effort)
-        failed_s = makespan_s
-    return None
+    else:
+        if len(problem.items) * problem.cluster.num_ranks <= FEW:
+            schedules += packed_to_memory(problem)
+    return min(schedules, key=lambda schedule: time_of(problem, schedule))

@@ -1,9 +1,9 @@
 """Static layouts: every group has the same degree, whatever its sequences need.
 
-    static         the degree that the longest sequence needs; the pack cap that is best for the batch
-    static_best    the degree and the pack cap that are best for the batch (`static_best`)
-    best_layout    the degree and the pack cap that are best for a whole data set: one layout for all of its batches,
-                   as static systems are run
+static         the degree that the longest sequence needs; the pack cap that is best for the batch
+static_best    the degree and the pack cap that are best for the batch (`static_best`)
+best_layout    the degree and the pack cap that are best for a whole data set: one layout for all of its batches,
+               as static systems are run
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 from dhp_ray.planner.baselines.pack_cap import best_cap, capacities
 from dhp_ray.planner.items import packed, times_at
 from dhp_ray.planner.micro_batch.placing import earliest_blocks
-from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.primitives.packing import best_fit_decreasing
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
@@ -57,11 +56,6 @@ def degrees_for(problems: Sequence[Problem]) -> list[int]:
     spread = {largest[round(place)] for place in np.linspace(0, len(largest) - 1, min(MOST, len(largest)))}
     powers = {2**power for power in range(num_ranks.bit_length()) if least <= 2**power <= num_ranks}
     return sorted({least} | spread | powers)
-
-
-def time_under(problems: Sequence[Problem], layout: Layout) -> float:
-    """Seconds of some batches under a layout, one after the other."""
-    return sum(time_of(problem, uniform(problem, layout)) for problem in problems)
 
 
 def least_degree_of(problems: Sequence[Problem]) -> int:

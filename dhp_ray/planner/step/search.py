@@ -71,8 +71,7 @@ class Search:
 
     def run(self, bound_s: float) -> Found:
         """The shortest makespan found."""
-        best, failed_s = self.widen(bound_s)
-        best = self.bisect(best, failed_s, TOLERANCE * bound_s, self.quick)
+        best = self.shortest(bound_s, TOLERANCE * bound_s, self.quick)
         if self.size <= LARGE and best.makespan_s > bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
             best = self.bisect(best, bound_s, TOLERANCE * bound_s, self.thorough)
         return self.reused(best)
@@ -88,13 +87,13 @@ class Search:
                     return found
         return best
 
-    def widen(self, bound_s: float) -> tuple[Found, float]:
-        """The first makespan above the bound that can be had, and the last that cannot."""
+    def shortest(self, bound_s: float, tolerance_s: float, effort: Effort) -> Found:
+        """The first makespan above the bound that can be had, bisected."""
         failed_s = bound_s
         for share in WIDEN:
-            found = self.trial(bound_s * (1 + share), self.quick)
+            found = self.trial(bound_s * (1 + share), effort)
             if found:
-                return found, failed_s
+                return self.bisect(found, failed_s, tolerance_s, effort)
             failed_s = bound_s * (1 + share)
         raise AssertionError("no makespan is long enough")
 
