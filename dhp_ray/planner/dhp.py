@@ -1,6 +1,7 @@
-"""The planner of dhp_ray: the schedule of its mode, or where the batch is small the plan of a baseline that is better.
+"""The planner of dhp_ray: the schedule of its mode, or a baseline's plan, packed to memory, where that is better.
 
-Baselines pack to memory here; of a huge batch they would take seconds, and hardly ever be better.
+Near the lower bound no baseline can be better by much, so the baselines are asked only where the plan is farther from
+it, or the batch is small. (Of a huge batch they would take seconds.)
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.step.search import dhp_step
 
-SMALL = 10_000
-"""Sequences x ranks up to which plans are compared with the baselines'."""
+NEAR, SMALL, HUGE = 1e-2, 10_000, 20_000
+"""A plan of more than SMALL sequences x ranks is compared with the baselines if it is more than NEAR (a share) above
+the bound; one of more than HUGE sequences is not."""
 
 
 def dhp(problem: Problem) -> Schedule:
     schedules = [dhp_micro_batch(problem)] if problem.sync == "micro_batch" else dhp_step(problem)
-    if len(problem.samples) * problem.cluster.num_ranks <= SMALL:
+    times, fixed_s = [time_of(problem, schedule) for schedule in schedules], problem.cost.fixed_s
+    near = min(times) - fixed_s <= (problem.lower_bound_s - fixed_s) * (1 + NEAR)
+    count = len(problem.samples)
+    if count <= HUGE and (not near or count * problem.cluster.num_ranks <= SMALL):
         memory = problem.cluster.tokens_per_rank
         schedules += [*packed_to_memory(problem), paper_at(problem, memory, memory)]
-    return min(schedules, key=lambda schedule: time_of(problem, schedule))
+        times += [time_of(problem, schedule) for schedule in schedules[len(times) :]]
+    return schedules[times.index(min(times))]
