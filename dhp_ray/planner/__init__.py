@@ -19,10 +19,11 @@ from dhp_ray.planner.baselines.pow2 import pow2
 from dhp_ray.planner.baselines.static import best_layout, static, uniform
 from dhp_ray.planner.baselines.static_best import static_best
 from dhp_ray.planner.bound import lower_bound_s
+from dhp_ray.planner.checks import PlanError, SequenceTooLongError
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.neighbours import neighbours, renamed, reordered
-from dhp_ray.planner.plan import ClusterSpec, Plan, PlanError, Sample, SequenceTooLongError, samples_from_json
+from dhp_ray.planner.plan import ClusterSpec, Plan, Sample, samples_from_json
 from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.quick import dhp_quick

@@ -12,25 +12,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
+from dhp_ray.planner.checks import PlanError, check
 from dhp_ray.planner.nodes import numbered, regular_nodes, sizes_of
-from dhp_ray.planner.schedule import first_of_its_kind, flat
 
 Grid = tuple[int, int, int]
 """Patches of one image or frame before the merger: (time, height, width)."""
-
-
-class PlanError(ValueError):
-    """A batch that cannot be planned, or a plan that must not run; the message is one line."""
-
-
-class SequenceTooLongError(PlanError):
-    """A sequence that the whole cluster cannot hold."""
-
-    def __init__(self, sample_id: str, num_tokens: int, limit: int) -> None:
-        super().__init__(f"sample {sample_id}: {num_tokens} tokens; the cluster holds at most {limit} in one sequence")
-        self.sample_id, self.num_tokens, self.limit = sample_id, num_tokens, limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,50 +212,7 @@ class Plan:
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
-        rows, pieces = flat([group.pack.sequences for group in self.groups])
-        if len(rows) != len(self.samples) or (np.sort(rows) != np.arange(len(rows))).any():
-            raise PlanError(
-                f"plan: {len(rows)} placements for {len(self.samples)} sequences; each must run exactly once"
-            )
-        ranks, degrees = flat([group.ranks for group in self.groups])
-        group_of = np.repeat(np.arange(len(degrees)), degrees)
-        wrong = degrees == 0
-        wrong[group_of[(ranks < 0) | (ranks >= self.cluster.num_ranks) | ~first_of_its_kind(group_of, ranks)]] = True
-        if wrong.any():
-            index = int(wrong.argmax())
-            raise PlanError(
-                f"plan: group {index} has ranks {self.groups[index].ranks}; "
-                f"each must be one of {self.cluster.num_ranks}, once"
-            )
-        group_of_row = np.repeat(np.arange(len(pieces)), pieces)
-        tokens = np.zeros(len(pieces), dtype=np.int64)
-        np.add.at(
-            tokens, group_of_row, np.array([sample.text_tokens + sample.vision_tokens for sample in self.samples])[rows]
-        )
-        if (tokens > degrees * self.cluster.tokens_per_rank).any():
-            index = int((tokens > degrees * self.cluster.tokens_per_rank).argmax())
-            raise PlanError(
-                f"plan: group {index} holds {tokens[index]} tokens on {degrees[index]} ranks "
-                f"of {self.cluster.tokens_per_rank} tokens"
-            )
-        grids = [sample.vision_grids for sample in self.samples]
-        images = np.zeros(len(pieces), dtype=np.int64)
-        if any(grids):
-            np.add.at(images, group_of_row, np.array([len(grid) for grid in grids])[rows])
-        for index, (group, count) in enumerate(zip(self.groups, images.tolist())):
-            if len(group.encoders) != count or (
-                count and not (min(group.encoders) >= 0 and max(group.encoders) < group.degree)
-            ):
-                raise PlanError(f"plan: group {index} has {count} images and encoders {group.encoders}")
-        if self.sync == "micro_batch":
-            micro_batch = np.array([group.micro_batch for group in self.groups])
-            if (np.diff(micro_batch) < 0).any():
-                raise PlanError("plan: micro-batches out of order")
-            twice = ~first_of_its_kind(micro_batch[group_of], ranks)
-            if twice.any():
-                raise PlanError(
-                    f"plan: rank {ranks[twice][0]} runs twice in micro-batch {micro_batch[group_of[twice][0]]}"
-                )
+        check(self)
 
     def to_json(self) -> dict[str, Any]:
         """The form of a plan file; `inputs` (when given, here with the samples) are what the plan replays from."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dhp_ray.planner.checks import PlanError, SequenceTooLongError
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.items import Items, Machine, items_of
 from dhp_ray.planner.nodes import sizes_of
-from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample, SequenceTooLongError
+from dhp_ray.planner.plan import ClusterSpec, Sample
 from dhp_ray.planner.schedule import Ranks, firsts_of
 
 

@@ -16,31 +16,11 @@ import numpy as np
 from dhp_ray.planner.items import Item, Machine, time_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.primitives.sorting import ascending
+from dhp_ray.planner.step.free_ranks import FreeRanks, sort_by_free
 from dhp_ray.planner.step.rank_lists import RankLists
 
 EVEN = 1e-12
 """Seconds by which a candidate must be better to count as better."""
-
-
-class FreeRanks(NamedTuple):
-    """When each rank is free, and ranks in the order in which they get free.
-
-    Equal speeds: `by_free` holds each node's ranks, node after node; so does `nodes` the nodes, by their last rank's
-    time (`node_free`).
-
-    Unequal speeds: `listed` holds the ranks of `lists`, list after list; a list that is not `sorted` is brought into
-    order when it is looked at. `following` is a copy of `lists.following` without the lists that get free too late;
-    `least_s[d]`: the shortest time of all items that may run on d ranks.
-    """
-
-    free: np.ndarray
-    by_free: np.ndarray
-    nodes: np.ndarray
-    node_free: np.ndarray
-    listed: np.ndarray
-    sorted: np.ndarray
-    following: np.ndarray
-    least_s: np.ndarray
 
 
 class Candidate(NamedTuple):
@@ -49,46 +29,6 @@ class Candidate(NamedTuple):
     cost: float
     degree: int
     start: float
-
-
-@inner
-def free_ranks(busy: np.ndarray, least_s: np.ndarray, machine: Machine, lists: RankLists) -> FreeRanks:
-    """Ranks that are busy until `busy`."""
-    num_nodes = len(machine.first) - 1
-    ranks = FreeRanks(
-        busy.copy(),
-        np.arange(len(busy)),
-        np.arange(num_nodes),
-        np.zeros(num_nodes),
-        lists.ranks.copy(),
-        np.zeros(len(lists.slowest), dtype=np.bool_),
-        lists.following.copy(),
-        least_s,
-    )
-    if machine.uniform:
-        _sort_nodes(ranks, 0, num_nodes - 1, machine.first)
-    return ranks
-
-
-@inner
-def occupy(ranks: FreeRanks, members: np.ndarray, finish: float, machine: Machine, lists: RankLists) -> None:
-    """`members` (ascending) are busy until `finish`."""
-    for rank in members:
-        ranks.free[rank] = finish
-        for place in range(lists.first_of[rank], lists.first_of[rank + 1]):
-            ranks.sorted[lists.lists_of[place]] = False
-    if machine.uniform:
-        _sort_nodes(ranks, machine.node[members[0]], machine.node[members[-1]], machine.first)
-
-
-@inner
-def _sort_nodes(ranks: FreeRanks, low_node: int, high_node: int, first: np.ndarray) -> None:
-    """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they
-    get free."""
-    for node in range(low_node, high_node + 1):
-        _sort(ranks.by_free, first[node], first[node + 1], ranks.free)
-        ranks.node_free[node] = ranks.free[ranks.by_free[first[node + 1] - 1]]
-    _sort(ranks.nodes, 0, len(ranks.nodes), ranks.node_free)
 
 
 @inner
@@ -271,7 +211,7 @@ def _in_lists(
             time = time_s(item, degree, crosses, slowest, rates[degree])
             if time * speed_sum[begin + degree - 1] - compute < best.cost - EVEN:
                 if not is_sorted[index]:
-                    _sort(listed, begin, stop, free)
+                    sort_by_free(listed, begin, stop, free)
                     is_sorted[index] = True
                 start = free[listed[begin + degree - 1]]
                 if start + least_s[degree] > makespan:
@@ -283,17 +223,6 @@ def _in_lists(
                     )
             before, place = place, after
     return best
-
-
-@inner
-def _sort(order: np.ndarray, begin: int, end: int, free: np.ndarray) -> None:
-    """order[begin:end] into the order in which these ranks get free (insertion sort: few have changed)."""
-    for index in range(begin + 1, end):
-        rank, move = order[index], index
-        while move > begin and free[order[move - 1]] > free[rank]:
-            order[move] = order[move - 1]
-            move -= 1
-        order[move] = rank
 
 
 @inner

@@ -22,7 +22,8 @@ from dhp_ray.planner.items import Items, Machine, least_degree, time_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.step.cached_groups import CachedGroups, best_cached_group
-from dhp_ray.planner.step.candidates import Candidate, best_candidate, free_ranks, occupy
+from dhp_ray.planner.step.candidates import Candidate, best_candidate
+from dhp_ray.planner.step.free_ranks import free_ranks, occupy
 from dhp_ray.planner.step.rank_lists import RankLists
 
 MAX_GROUPS_PER_RANK = 16

@@ -1,0 +1,83 @@
+"""When each rank is free in a partial schedule, and ranks in the order in which they get free."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.planner.items import Machine
+from dhp_ray.planner.primitives.compiled import inner
+from dhp_ray.planner.step.rank_lists import RankLists
+
+
+class FreeRanks(NamedTuple):
+    """When each rank is free, and ranks in the order in which they get free.
+
+    Equal speeds: `by_free` holds each node's ranks, node after node; so does `nodes` the nodes, by their last rank's
+    time (`node_free`).
+
+    Unequal speeds: `listed` holds the ranks of `lists`, list after list; a list that is not `sorted` is brought into
+    order when it is looked at. `following` is a copy of `lists.following` without the lists that get free too late;
+    `least_s[d]`: the shortest time of all items that may run on d ranks.
+    """
+
+    free: np.ndarray
+    by_free: np.ndarray
+    nodes: np.ndarray
+    node_free: np.ndarray
+    listed: np.ndarray
+    sorted: np.ndarray
+    following: np.ndarray
+    least_s: np.ndarray
+
+
+@inner
+def free_ranks(busy: np.ndarray, least_s: np.ndarray, machine: Machine, lists: RankLists) -> FreeRanks:
+    """Ranks that are busy until `busy`."""
+    num_nodes = len(machine.first) - 1
+    ranks = FreeRanks(
+        busy.copy(),
+        np.arange(len(busy)),
+        np.arange(num_nodes),
+        np.zeros(num_nodes),
+        lists.ranks.copy(),
+        np.zeros(len(lists.slowest), dtype=np.bool_),
+        lists.following.copy(),
+        least_s,
+    )
+    if machine.uniform:
+        _sort_nodes(ranks, 0, num_nodes - 1, machine.first)
+    return ranks
+
+
+@inner
+def occupy(ranks: FreeRanks, members: np.ndarray, finish: float, machine: Machine, lists: RankLists) -> None:
+    """`members` (ascending) are busy until `finish`."""
+    for rank in members:
+        ranks.free[rank] = finish
+        for place in range(lists.first_of[rank], lists.first_of[rank + 1]):
+            ranks.sorted[lists.lists_of[place]] = False
+    if machine.uniform:
+        _sort_nodes(ranks, machine.node[members[0]], machine.node[members[-1]], machine.first)
+
+
+@inner
+def _sort_nodes(ranks: FreeRanks, low_node: int, high_node: int, first: np.ndarray) -> None:
+    """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they
+    get free."""
+    for node in range(low_node, high_node + 1):
+        sort_by_free(ranks.by_free, first[node], first[node + 1], ranks.free)
+        ranks.node_free[node] = ranks.free[ranks.by_free[first[node + 1] - 1]]
+    sort_by_free(ranks.nodes, 0, len(ranks.nodes), ranks.node_free)
+
+
+@inner
+def sort_by_free(order: np.ndarray, begin: int, end: int, free: np.ndarray) -> None:
+    """order[begin:end] into the order in which these ranks get free (insertion sort: few have changed)."""
+    for index in range(begin + 1, end):
+        rank, move = order[index], index
+        while move > begin and free[order[move - 1]] > free[rank]:
+            order[move] = order[move - 1]
+            move -= 1
+        order[move] = rank
