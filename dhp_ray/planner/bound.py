@@ -23,10 +23,11 @@ on the sequence: O(sequences + ranks) memory, some 40 trials of O(sequences).
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
+from dhp_ray.planner.cost import Number
 from dhp_ray.planner.items import Item, Items, pack_time_s
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
@@ -44,28 +45,23 @@ least area over compute: 1 but for unequal speeds, where a group's members are h
 """
 
 
-class Limit(Protocol):
-    """A record of LIMIT."""
+class LimitOf(Protocol[Number]):
+    """The fields of LIMIT: numbers of one record, arrays of many."""
 
-    speed: float
-    encode_speed: float
-    transfer_s: float
-    overlap: float
-    overhead_s: float
-    charge_s: float
-    stretch: float
+    speed: Number
+    encode_speed: Number
+    transfer_s: Number
+    overlap: Number
+    overhead_s: Number
+    charge_s: Number
+    stretch: Number
 
 
-class Limits(Protocol):
+Limit: TypeAlias = LimitOf[float]
+
+
+class Limits(LimitOf[np.ndarray], Protocol):
     """A numpy.recarray of LIMIT, one for each number of ranks from 0 (unused) to N."""
-
-    speed: np.ndarray
-    encode_speed: np.ndarray
-    transfer_s: np.ndarray
-    overlap: np.ndarray
-    overhead_s: np.ndarray
-    charge_s: np.ndarray
-    stretch: np.ndarray
 
     def __len__(self) -> int: ...
     def __getitem__(self, num_ranks: int) -> Limit: ...

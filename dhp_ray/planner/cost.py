@@ -31,7 +31,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, overload
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import yaml
@@ -46,27 +46,27 @@ Bandwidth = dict[int, float]
 """Bytes per second by degree."""
 
 
+Number = TypeVar("Number", float, np.ndarray)
+
 RATE = np.dtype([(name, np.float64) for name in ("inside_s", "across_s", "overlap", "overhead_s")])
 """What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides
 of that, seconds once."""
 
 
-class Rate(Protocol):
-    """A record of RATE."""
+class RateOf(Protocol[Number]):
+    """The fields of RATE: numbers of one record, arrays of many."""
 
-    inside_s: float
-    across_s: float
-    overlap: float
-    overhead_s: float
+    inside_s: Number
+    across_s: Number
+    overlap: Number
+    overhead_s: Number
 
 
-class Rates(Protocol):
+Rate: TypeAlias = RateOf[float]
+
+
+class Rates(RateOf[np.ndarray], Protocol):
     """A numpy.recarray of RATE: one for each degree from 0 (unused) on, or for each of many packs."""
-
-    inside_s: np.ndarray
-    across_s: np.ndarray
-    overlap: np.ndarray
-    overhead_s: np.ndarray
 
     def __len__(self) -> int: ...
     @overload
@@ -75,25 +75,22 @@ class Rates(Protocol):
     def __getitem__(self, degree: np.ndarray) -> Rates: ...
 
 
-Seconds = TypeVar("Seconds", float, np.ndarray)
-
-
 def predicted_s(
-    language_s: Seconds,
-    attention_s: Seconds,
-    encode_s: Seconds,
-    num_tokens: Seconds,
-    degree: Seconds,
-    speed: Seconds,
-    transfer_s: Seconds,
-    overlap: Seconds,
-    overhead_s: Seconds,
-) -> Seconds:
+    language_s: Number,
+    attention_s: Number,
+    encode_s: Number,
+    num_tokens: Number,
+    degree: Number,
+    speed: Number,
+    transfer_s: Number,
+    overlap: Number,
+    overhead_s: Number,
+) -> Number:
     """Seconds of a pack by the last formula above, or of many at once: the one place where it stands.
 
     `encode_s` is at the encoding member's own speed; `transfer_s` is `inside_s` or `across_s` of the degree's RATE.
     """
-    exposed_s: Seconds = np.maximum(0.0, transfer_s * num_tokens - overlap * attention_s / speed)
+    exposed_s: Number = np.maximum(0.0, transfer_s * num_tokens - overlap * attention_s / speed)
     return language_s / (degree * speed) + encode_s + exposed_s + overhead_s
 
 
@@ -200,11 +197,11 @@ class CostModel:
         return int((self.memory_bytes(tokens_per_rank, 1, sync) - self.resident(other)) / self.memory_bytes_per_token)
 
     def attention_s(self, num_tokens: Any) -> Any:
-        """Seconds of one rank for the attention of sequences of these lengths."""
+        """Number of one rank for the attention of sequences of these lengths."""
         return self.quadratic_s * num_tokens * num_tokens
 
     def images_s(self, grids: np.ndarray) -> np.ndarray:
-        """Seconds of one rank to encode images of these (time, height, width), one a row."""
+        """Number of one rank to encode images of these (time, height, width), one a row."""
         patches = grids[:, 1] * grids[:, 2]
         seconds: np.ndarray = grids[:, 0] * (
             self.vision_quadratic_s * patches * patches + self.vision_linear_s * patches
@@ -212,7 +209,7 @@ class CostModel:
         return seconds
 
     def image_s(self, sample: Sample) -> list[float]:
-        """Seconds of one rank to encode each image of a sample, in order."""
+        """Number of one rank to encode each image of a sample, in order."""
         return self.images_s(np.array(sample.vision_grids, dtype=np.float64).reshape(-1, 3)).tolist()  # type: ignore[no-any-return]
 
     def rates(self, max_degree: int) -> Rates:
@@ -237,7 +234,7 @@ class CostModel:
     def pack_time_s(
         self, lengths: Sequence[int], ranks: Sequence[int], cluster: ClusterSpec, encode_s: float = 0.0
     ) -> float:
-        """Seconds of a pack of sequences of these lengths on these very ranks.
+        """Number of a pack of sequences of these lengths on these very ranks.
 
         `encode_s` is the time that the fullest member takes to encode its images, at its own speed.
         """
