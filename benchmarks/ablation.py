@@ -81,7 +81,8 @@ def copied(checkout: Path, folder: Path) -> Path:
 def altered(package: Path, variants: Sequence[Variant]) -> None:
     """Apply variants to a copy of the package, one after another."""
     sources = {path: path.read_text() for path in (package / "planner").rglob("*.py")}
-    digest = digest_of(package)
+    cache = file_with("DIGEST = hashlib", "the copy's cache", sources)
+    digest = digest_of(package, cache)
     recompile = False
     for variant in variants:
         for text, replacement in variant.edits:
@@ -90,7 +91,7 @@ def altered(package: Path, variants: Sequence[Variant]) -> None:
             sources[path] = sources[path].replace(text, replacement)
             path.write_text(sources[path])
     if not recompile:  # the machine code of the other files is still right
-        with (package / "planner" / "compiled.py").open("a") as file:
+        with cache.open("a") as file:
             file.write(f"\nDIGEST = {digest!r}\n")
 
 
@@ -102,10 +103,11 @@ def file_with(text: str, name: str, sources: Mapping[Path, str]) -> Path:
     return found[0]
 
 
-def digest_of(package: Path) -> str:
+def digest_of(package: Path, cache: Path) -> str:
     """What numba's cache of the package goes by."""
-    command = [sys.executable, "-c", "from dhp_ray.planner.compiled import DIGEST; print(DIGEST)"]
+    module = ".".join(cache.relative_to(package.parent).with_suffix("").parts)
     environment = os.environ | {"PYTHONPATH": str(package.parent)}
+    command = [sys.executable, "-c", f"from {module} import DIGEST; print(DIGEST)"]
     return subprocess.run(command, check=True, text=True, capture_output=True, env=environment).stdout.strip()
 
 
