@@ -33,8 +33,9 @@ VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))
 WIDEN = (1e-3, 3e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.32, 0.64, 1.3, 2.6, 5.2, 10.0, 100.0, 1e4)
 """Makespans that are tried first, above the lower bound, as a share of it."""
 
-TOLERANCE = 1e-3
-"""The bisection ends when the makespans that can and cannot be had differ by this share of the bound."""
+TOLERANCE, FINE = 1e-3, 2e-4
+"""The bisection ends when the makespans that can and cannot be had differ by this share of the bound; FINE: of a batch
+of at most SMALL items x ranks."""
 
 REUSE = ((3e-3, 1.0), (9e-3, 0.1), (9e-3, 0.01))
 """What a plan may be longer, as a share, to use groups of the pool, and what one group may waste for that, as a
@@ -65,15 +66,16 @@ class Search:
                 rows.append((*VARIANTS[shuffled % len(VARIANTS)], shuffled))
         large, gap_weight, order = zip(*rows)
         self.choices = Choices(np.array(large), np.array(gap_weight), np.array(order), np.stack(orders))
-        self.quick = Effort(choices=1, leftover=max(64, len(work) // 16))
-        self.thorough = Effort(choices=len(rows), leftover=len(work))
+        self.quick = Effort(choices=1, rounds=1, leftover=max(64, len(work) // 16))
+        self.thorough = Effort(choices=len(rows), rounds=4, leftover=len(work))
         self.begin = 0
 
     def run(self, bound_s: float) -> Found:
         """The shortest makespan found."""
-        best = self.shortest(bound_s, TOLERANCE * bound_s, self.quick)
+        tolerance_s = bound_s * (FINE if self.size <= SMALL else TOLERANCE)
+        best = self.shortest(bound_s, tolerance_s, self.quick)
         if self.size <= LARGE and best.makespan_s > bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
-            best = self.bisect(best, bound_s, TOLERANCE * bound_s, self.thorough)
+            best = self.bisect(best, bound_s, tolerance_s, self.thorough)
         return self.reused(best)
 
     def reused(self, best: Found) -> Found:

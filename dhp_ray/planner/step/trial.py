@@ -4,6 +4,9 @@
    waste least
 2. backfill the others into the gaps before them and the tails after them, best fit
 3. mop up: what fits in no gap goes on several ranks, after everything else
+
+If that fails, all items as long as the longest one left over are placed with the first, and the trial goes on,
+`rounds` times at most.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ class Choices(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How hard a trial tries: choices, and items that it mops up, at most."""
+    """How hard a trial tries: choices, rounds of each, and items that it mops up, at most."""
 
     choices: int
+    rounds: int
     leftover: int
 
 
@@ -75,21 +79,23 @@ def try_makespan(
         choice = (begin + step) % len(choices.gap_weight)
         order = choices.orders[choices.order[choice]]
         smallest = choices.large[choice] * makespan
-        partial = place_large(
-            items, order, smallest, makespan, machine, lists, idle, pool, choices.gap_weight[choice], reuse_s
-        )
-        if not partial.placed:
-            continue
-        rest = _kept(order, single_s[order], -np.inf, smallest)
-        bins = backfill(items, rest, partial, makespan, machine)
-        left = _kept(rest, bins, -1.0, -1.0)
-        if len(left) <= effort.leftover:
-            busy = busy_of(items, rest, bins, partial, machine)
-            last = place_large(items, left, 0.0, makespan, machine, lists, busy, no_groups, 1.0, 0.0)
-            if last.placed:
-                return Found(
-                    choice, makespan, partial, _kept(rest, bins, 0.0, np.inf), _kept(bins, bins, 0.0, np.inf), last
-                )
+        for _ in range(effort.rounds):
+            partial = place_large(
+                items, order, smallest, makespan, machine, lists, idle, pool, choices.gap_weight[choice], reuse_s
+            )
+            if not partial.placed:
+                break
+            rest = _kept(order, single_s[order], -np.inf, smallest)
+            bins = backfill(items, rest, partial, makespan, machine)
+            left = _kept(rest, bins, -1.0, -1.0)
+            if len(left) <= effort.leftover:
+                busy = busy_of(items, rest, bins, partial, machine)
+                last = place_large(items, left, 0.0, makespan, machine, lists, busy, no_groups, 1.0, 0.0)
+                if last.placed:
+                    return Found(
+                        choice, makespan, partial, _kept(rest, bins, 0.0, np.inf), _kept(bins, bins, 0.0, np.inf), last
+                    )
+            smallest = single_s[left].max() * (1 - 1e-9)
     return Found(-1, makespan, partial, none, none, last)
 
 
