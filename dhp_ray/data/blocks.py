@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp_ray.data.reader import read_payloads
@@ -41,6 +41,9 @@ class BlockServer:
         return ray.get(reference[0]).select(names)
 
 
+GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)
+"""A server has died, cannot be started, or its answer was lost: with its node, most likely. Ray makes the block again somewhere."""
+
 _servers: dict[str, ActorHandle] = {}
 """By node: those that this process has started or asked. A server lives as long as the process that started it."""
 
@@ -63,7 +66,7 @@ def columns_of(reference: ray.ObjectRef, node: str, names: list[str]) -> pa.Tabl
     for place in (node or _here(), _here()):
         try:
             return ray.get(start_server(place).columns.remote([reference], names))
-        except RayError:  # the node is gone, most likely: Ray makes the block again somewhere
+        except GONE:
             _servers.pop(place, None)
     return ray.get(reference).select(names)
 
@@ -94,7 +97,7 @@ def _ask(node: str, blocks: list[BlockRows]) -> ray.ObjectRef | None:
         if node not in _servers:
             _servers[node] = ray.get_actor(_name(node))
         return _servers[node].rows.remote(blocks)
-    except (ValueError, RayError):
+    except (ValueError, RayActorError):
         return None
 
 
@@ -102,7 +105,7 @@ def _answered(node: str, answer: ray.ObjectRef | None) -> pa.Table | None:
     """A server's answer; None where it is gone."""
     try:
         return None if answer is None else ray.get(answer)
-    except RayError:
+    except GONE:
         _servers.pop(node, None)
         return None
 

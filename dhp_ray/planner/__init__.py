@@ -84,8 +84,8 @@ def plan_batch(
     cost: seconds and bytes of work and messages, of conf/cost/ or of your own measurements; every time of the plan
     is in seconds of it.
     planner: a name of PLANNERS. sync: `step`, ranks meet once a step, or `micro_batch`, all meet in every micro-batch.
-    pool: the process groups that exist already, least recently used first; of plans that take hardly longer the one
-    that makes fewest others is taken.
+    pool: the process groups that exist already, least recently used first; they are used again where that makes the
+    plan hardly longer.
 
     Raises:
         SequenceTooLongError: a sequence is beyond the whole cluster.

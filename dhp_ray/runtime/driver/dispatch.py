@@ -1,7 +1,7 @@
 """The way of a batch to the workers: take it from the stream, plan it, write the plan down, send each rank its slice and its references.
 
     driver       collects step n ........................| takes n+1, launches it
-    two threads  batch n+1 -> plan n+1 -> plans/ -> send  |
+    threads      batch n+1 -> plan n+1 -> plans/ -> send -> answers
     workers      run n, prefetch n+1                      |
 
 Where the plan is not there when the workers are done, the driver makes one by the planner's last resort, a fast valid plan, and sends that once waiting
@@ -160,7 +160,7 @@ class Dispatcher:
         """
         merged: dict[str, str] = {}
         wait([dispatched.answers], timeout=ANSWERS_S)
-        if dispatched.answers.done() and not dispatched.answers.cancelled() and not dispatched.answers.exception():
+        if dispatched.answers.done() and not dispatched.answers.exception():
             found = dispatched.answers.result()
         else:
             with self.group.waits.on(self._named("the images", dispatched.step)):
