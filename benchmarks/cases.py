@@ -19,11 +19,15 @@ LOSS_TOLERANCE, PARAMETER_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-4, 2e-2
 CLIP_NORM = 0.1
 
 SITUATIONS: dict[str, tuple[str, ...]] = {
-    "as they come": (), "recomputation": ("train.activation_checkpointing=true",), "vision frozen": ("train.freeze=[vision]",),
-    "language frozen": ("train.freeze=[language]",), "clipping": (f"train.clip_norm={CLIP_NORM}",), "text only": (), "with and without images": (),
+    "as they come": (), "recomputation": ("train.activation_checkpointing=true",),
+    "vision frozen": ("train.freeze=[vision]",),
+    "language frozen": ("train.freeze=[language]",), "clipping": (f"train.clip_norm={CLIP_NORM}",), "text only": (),
+    "with and without images": (),
     "a rank without a pack": (), "a rank all masked": (), "bf16": ("train.precision=bf16",),
 }
-"""Name of a situation and the settings that it takes. The rest of it is made of the batches and plans (`Matrix._prepare`)."""
+"""Name of a situation and the settings that it takes. The rest of it is made of the batches and plans
+(`Matrix._prepare`).
+"""
 OF_THE_RANKS_ALONE = ("recomputation", "bf16")
 """Situations that the reference run is not in: recomputation changes nothing, and bf16 is held against fp32."""
 
@@ -44,7 +48,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What a case came to; errors are the largest of all steps (loss) and of all tensors (parameters, relative to a tensor's largest element)."""
+    """What a case came to; errors are the largest of all steps (loss) and of all tensors (parameters, relative to a
+    tensor's largest element).
+    """
 
     case: Case
     loss_error: float
@@ -57,7 +63,8 @@ class Row:
 def full_matrix() -> list[Case]:
     """Every combination as they come, and every situation on three ranks."""
     plain = [Case(*values) for values in product((1, 2, 3, 5), ("static", "dhp"), SYNCS, TRANSPORTS)]
-    special = [Case(3, "dhp", sync, transport, situation) for situation in list(SITUATIONS)[1:] for sync in SYNCS for transport in TRANSPORTS]
+    special = [Case(3, "dhp", sync, transport, situation) for situation in list(SITUATIONS)[1:] for sync in SYNCS
+               for transport in TRANSPORTS]
     return plain + special
 
 
@@ -77,7 +84,8 @@ class Matrix:
         reference = self._reference(case, corpus)
         settings = [*SITUATIONS[case.situation], f"comm.transport={case.transport}", f"planner.sync={case.sync}"]
         outcome = train_world(load([*self.overrides, *BASE, *settings]), plans, corpus, case.num_ranks)
-        loss_error = max(abs(found - wanted) / (abs(wanted) or 1.0) for found, wanted in zip(outcome.losses, reference.losses, strict=True))
+        loss_error = max(abs(found - wanted) / (abs(wanted) or 1.0)
+                         for found, wanted in zip(outcome.losses, reference.losses, strict=True))
         parameter_error = max(_error(outcome.parameters[name], wanted) for name, wanted in reference.parameters.items())
         degrees = tuple(sorted({degree for plan in plans for degree in plan.degrees()}))
         faults = _faults(case, plans, corpus, outcome, reference)
@@ -110,7 +118,13 @@ class Matrix:
         """The same samples on one rank, in fp32."""
         alone = case.situation in OF_THE_RANKS_ALONE
         # What is masked depends on the plan, so that case's reference is its own.
-        key = str(case) if case.situation == "a rank all masked" else "as they come" if alone or case.situation == "a rank without a pack" else case.situation
+        key = (
+            str(case)
+            if case.situation == "a rank all masked"
+            else "as they come"
+            if alone or case.situation == "a rank without a pack"
+            else case.situation
+        )
         if key not in self._references:
             settings = () if alone else SITUATIONS[case.situation]
             plans = plans_of(corpus.batches(self.num_steps, self.batch_size), 1, "static", "step")
@@ -154,7 +168,8 @@ def _faults(case: Case, plans: Sequence[Plan], corpus: Corpus, outcome: Outcome,
     if case.situation == "with and without images" and not any(_side_by_side(plan) for plan in plans):
         faults.append("no pack without images beside one with")
     if case.situation == "a rank all masked":
-        masked = [bool(found) and all((corpus.payloads[sample.id].labels == -100).all() for sample in found) for found in map(_samples_of_a_rank, plans)]
+        masked = [bool(found) and all((corpus.payloads[sample.id].labels == -100).all() for sample in found)
+                  for found in map(_samples_of_a_rank, plans)]
         if sum(masked) < len(plans) / 2 or not all(step.num_valid_tokens for step in outcome.steps):
             faults.append("no rank is masked in most steps, or all are in one")
     return faults
@@ -162,7 +177,8 @@ def _faults(case: Case, plans: Sequence[Plan], corpus: Corpus, outcome: Outcome,
 
 def _side_by_side(plan: Plan) -> bool:
     """Whether two packs on different ranks are the first of their ranks, one with images and one without."""
-    first = {rank: next((group for group in plan.groups if rank in group.ranks), None) for rank in range(plan.cluster.num_ranks)}
+    first = {rank: next((group for group in plan.groups if rank in group.ranks), None)
+             for rank in range(plan.cluster.num_ranks)}
     return len({bool(group.encoders) for group in first.values() if group is not None}) == 2
 
 

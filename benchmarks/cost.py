@@ -53,7 +53,8 @@ def adapter() -> Any:
 
 def features(parts: list[list[Any]]) -> list[float]:
     """quadratic, linear, vision quadratic, vision linear, pack: what multiplies each constant."""
-    lengths = [sum(part if isinstance(part, int) else part[1] * part[2] // 4 + 2 for part in sample) for sample in parts]
+    lengths = [sum(part if isinstance(part, int) else part[1] * part[2] // 4 + 2 for part in sample)
+               for sample in parts]
     patches = [part[1] * part[2] for sample in parts for part in sample if not isinstance(part, int)]
     return [sum(n * n for n in lengths), sum(lengths), sum(p * p for p in patches), sum(patches), 1.0]
 
@@ -121,21 +122,29 @@ def main(argv: list[str]) -> int:
     from tests.ranks import run_ranks
 
     torch.set_num_threads(1)
-    packs: list[list[list[Any]]] = [[[length] for length in lengths] for lengths in TEXT] + [[[20, *[grid] * count, 20]] for count, grid in IMAGES]
+    packs: list[list[list[Any]]] = [[[length] for length in lengths]
+                                    for lengths in TEXT] + [[[20, *[grid] * count, 20]] for count, grid in IMAGES]
     times = []
     for number, parts in enumerate(packs, 1):
         times.append(pack_seconds(parts))
-        print(f"pack {number}/{len(packs)}: {features(parts)[1]:.0f} tokens, {features(parts)[3]:.0f} patches, {1e3 * times[-1]:.1f} ms", flush=True)
+        print(
+            f"pack {number}/{len(packs)}: {features(parts)[1]:.0f} tokens, {features(parts)[3]:.0f} patches, "
+            f"{1e3 * times[-1]:.1f} ms",
+            flush=True,
+        )
     names = ["quadratic_s", "linear_s", "vision_quadratic_s", "vision_linear_s", "pack_s"]
     constants = dict(zip(names, non_negative_fit([features(parts) for parts in packs], times)))
-    errors = [abs(sum(value * feature for value, feature in zip(constants.values(), features(parts))) / time - 1) for parts, time in zip(packs, times)]
+    errors = [abs(sum(value * feature for value, feature in zip(constants.values(), features(parts))) / time - 1)
+              for parts, time in zip(packs, times)]
 
     text = adapter().module.config.text_config
-    exchanges = 3 * text.num_hidden_layers  # of a ring step: keys and values forward, again backward, and their gradients
+    # of a ring step: keys and values forward, again backward, and their gradients
+    exchanges = 3 * text.num_hidden_layers
     key_value_bytes = 2 * 4 * text.num_key_value_heads * text.hidden_size // text.num_attention_heads
     seconds = run_ranks(message_seconds, 2)[0]
     bandwidth, latency = np.polyfit(MESSAGE_BYTES, seconds, 1)
-    constants |= {"comm_bytes_per_token": float(exchanges * key_value_bytes), "latency_s": exchanges * max(float(latency), min(seconds)),
+    constants |= {"comm_bytes_per_token": float(exchanges * key_value_bytes),
+                  "latency_s": exchanges * max(float(latency), min(seconds)),
                   "fixed_s": update_seconds()}
     lines = [f"{name}: {value:.4g}" for name, value in constants.items()]
     rate = 1 / float(bandwidth)
@@ -143,9 +152,15 @@ def main(argv: list[str]) -> int:
     print("\n".join(lines))
     print(f"relative error of the fit: median {100 * median(errors):.0f} %, worst {100 * max(errors):.0f} %")
     if out := options.get("out"):
-        head = ["# The tiny preset on one core a rank, gloo on one machine, forward and backward in fp32. Fitted by benchmarks/cost.py to measured packs.",
-                "name: cpu_tiny", "communication: ring", "overlap: 0.0           # gloo's threads share the cores with the kernels",
-                "memory_bytes_per_token: 40000   # rough", "resident_bytes: 8.0e+6"]
+        head = [
+            "# The tiny preset on one core a rank, gloo on one machine, forward and backward in fp32. Fitted by "
+            "benchmarks/cost.py to measured packs.",
+            "name: cpu_tiny",
+            "communication: ring",
+            "overlap: 0.0           # gloo's threads share the cores with the kernels",
+            "memory_bytes_per_token: 40000   # rough",
+            "resident_bytes: 8.0e+6",
+        ]
         Path(out).write_text("\n".join([*head, *lines]) + "\n")
         print(f"written: {out}")
     return 0

@@ -1,10 +1,15 @@
-"""Whether data keeps up: rows a second of the stream, the driver's memory, and steps that wait. `python benchmarks/data.py [rows] [memory] [waits] [index]`
+"""Whether data keeps up: rows a second of the stream, the driver's memory, and steps that wait. `python
+benchmarks/data.py [rows] [memory] [waits] [index]`
 
     rows     pyarrow  every row group read into memory, columns as they are: nothing tokenized, no header read
-             stream   `dhp_ray.data.stream.Stream` to its last batch: headers, chat template, tokens, labels, blocks in Ray's object store
-             model    forward and backward of the tiny model on one rank, one sample after the other, images decoded as a worker does
-    memory   the resident memory of the process that takes batches from the stream, over samples with a picture of 4 kB each, then of 4 MB
-    index    the resident memory of a process that indexes JSONL, with ids and without, and of one that finds the index kept
+             stream   `dhp_ray.data.stream.Stream` to its last batch: headers, chat template, tokens, labels,
+                      blocks in Ray's object store
+             model    forward and backward of the tiny model on one rank, one sample after the other,
+                      images decoded as a worker does
+    memory   the resident memory of the process that takes batches from the stream, over samples with a picture
+             of 4 kB each, then of 4 MB
+    index    the resident memory of a process that indexes JSONL, with ids and without, and of one that finds the
+             index kept
     waits    a run of `jobs/train.py`: the steps whose start waited, for their batch, their plan or their decoded images
 
 All of them on data made here in a temporary folder: the synthetic set (jobs/prepare_data.py's), and pictures of noise.
@@ -48,17 +53,21 @@ SECTIONS = ("rows", "memory", "waits", "index")
 PICTURES = {"4 kB": (36, 36), "4 MB": (1180, 1180)}
 """Sides of pictures of noise, which stored as they are take so much."""
 WAIT_SHARE, WAIT_S = 0.01, 0.005
-"""A step has waited when its start came so much later than the end of the step before: this share of its own time, but at least so many seconds."""
+"""A step has waited when its start came so much later than the end of the step before: this share of its own time, but
+at least so many seconds.
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"any of {', '.join(SECTIONS)}; all of them by default")
+    parser.add_argument("sections", nargs="*", metavar="section",
+                        help=f"any of {', '.join(SECTIONS)}; all of them by default")
     parser.add_argument("--samples", type=int, default=1024, help="rows: samples of the synthetic set")
     parser.add_argument("--model-samples", type=int, default=48, help="rows: samples that the model is timed on")
     parser.add_argument("--pictures", type=int, default=2000, help="memory: samples of each size")
     parser.add_argument("--steps", type=int, default=40, help="waits: steps of the run")
-    parser.add_argument("--step-samples", type=int, default=48, help="waits: samples of a step, which should take half a second or more")
+    parser.add_argument("--step-samples", type=int, default=48,
+                        help="waits: samples of a step, which should take half a second or more")
     parser.add_argument("--index-rows", type=int, default=10_000_000, help="index: rows of the file")
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
@@ -71,7 +80,8 @@ def main() -> None:
             compare_indexes(Path(folder), options.index_rows)
     if set(sections) == {"index"}:
         return
-    ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, configure_logging=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, configure_logging=False,
+             log_to_driver=False)
     with tempfile.TemporaryDirectory(prefix="dhp_ray_data_") as folder:
         if "rows" in sections:
             compare_rates(Path(folder), options.samples, options.model_samples)
@@ -93,7 +103,8 @@ def compare_rates(folder: Path, num_samples: int, num_model_samples: int) -> Non
     stream.close()
     print(f"The stream's first batch took {first_s:.1f} s (its reading tasks start).\n")
     print(f"| {num_samples} samples | rows/s |\n|---|---|\n| plain pyarrow | {plain:.0f} |\n"
-          f"| stream, after the first batch | {len(samples) / epoch_s:.0f} |\n| tiny model, one rank | {model:.1f} |\n", flush=True)
+          f"| stream, after the first batch | {len(samples) / epoch_s:.0f} |\n| tiny model, one rank | {model:.1f} |\n",
+          flush=True)
 
 
 def plain_seconds(path: Path) -> float:
@@ -108,7 +119,9 @@ Payload = dict[str, tuple[ray.ObjectRef, int]]
 
 
 def stream_seconds(stream: Stream) -> tuple[float, float, list[Sample], Payload]:
-    """Seconds to the first batch and from there to the last, the samples after the first batch, and where their payload lies."""
+    """Seconds to the first batch and from there to the last, the samples after the first batch, and where their payload
+    lies.
+    """
     begun = time.perf_counter()
     stream.next_batch(BATCH)
     first_s, begun = time.perf_counter() - begun, time.perf_counter()
@@ -125,23 +138,33 @@ def model_seconds(samples: list[Sample], blocks: Payload, data: Data) -> float:
     processor = ProcessorSpec.of(Model(preset="tiny"), data).load()
     adapter = build_model("tiny", "", processor.token_ids, 0)
     link = Link((0,), 0, None)
-    packs = [RankPack(number, (0,), (sample,), (0,) * len(sample.vision_grids), 0.0) for number, sample in enumerate(samples)]
+    packs = [RankPack(number, (0,), (sample,), (0,) * len(sample.vision_grids), 0.0)
+             for number, sample in enumerate(samples)]
     begun = time.perf_counter()
     for pack in packs:
         reference, row = blocks[pack.samples[0].id]
-        payloads, failures = load_payloads(RankPlan(1, 0, (), (pack,)), [BlockRows([reference], [row])], processor, adapter)
+        payloads, failures = load_payloads(RankPlan(1, 0, (), (pack,)), [BlockRows([reference], [row])], processor,
+                                           adapter)
         assert not failures
         pack_loss(adapter, collate(pack, payloads, 0, adapter), link).backward()
     return time.perf_counter() - begun
 
 
 def compare_memory(folder: Path, num_samples: int) -> None:
-    print(f"| {num_samples} samples with a picture of | image bytes read | resident at the first batch | most after it | growth |\n|---|---|---|---|---|")
+    print(
+        f"| {num_samples} samples with a picture of | image bytes read | resident at the first batch | most after it | "
+        "growth |\n|---|---|---|---|---|"
+    )
     for name, size in PICTURES.items():
         path = folder / name.replace(" ", "_")
         num_bytes = write_pictures(path, size, num_samples)
-        first, most = driver_memory(Stream(Data(format="llava", path=str(path / "rows.jsonl")), Model(preset="tiny"), seed=0), num_samples)
-        print(f"| {name} | {num_bytes / 1e6:,.0f} MB | {first / 1e6:.0f} MB | {most / 1e6:.0f} MB | {(most - first) / 1e6:.0f} MB |", flush=True)
+        first, most = driver_memory(Stream(Data(format="llava", path=str(path / "rows.jsonl")), Model(preset="tiny"),
+                                           seed=0), num_samples)
+        print(
+            f"| {name} | {num_bytes / 1e6:,.0f} MB | {first / 1e6:.0f} MB | {most / 1e6:.0f} MB | "
+            f"{(most - first) / 1e6:.0f} MB |",
+            flush=True,
+        )
     print(flush=True)
 
 
@@ -152,13 +175,16 @@ def write_pictures(folder: Path, size: tuple[int, int], num_samples: int) -> int
         noise = np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8)
         Image.fromarray(noise).save(folder / f"{number}.png", compress_level=0)
     talk = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "Noise."}]
-    rows = (json.dumps({"id": f"{row:06d}", "image": f"{row % 8}.png", "conversations": talk}) for row in range(num_samples))
+    rows = (json.dumps({"id": f"{row:06d}", "image": f"{row % 8}.png", "conversations": talk})
+            for row in range(num_samples))
     (folder / "rows.jsonl").write_text("\n".join(rows))
     return sum((folder / f"{row % 8}.png").stat().st_size for row in range(num_samples))
 
 
 def driver_memory(stream: Stream, num_samples: int) -> tuple[int, int]:
-    """Resident bytes of this process at the first batch, and the most at any later one. Like the driver, it keeps a batch and the one that follows."""
+    """Resident bytes of this process at the first batch, and the most at any later one. Like the driver, it keeps a
+    batch and the one that follows.
+    """
     kept: list[Batch] = []
     resident: list[int] = []
     count = 0
@@ -172,7 +198,8 @@ def driver_memory(stream: Stream, num_samples: int) -> tuple[int, int]:
 
 
 def resident_bytes() -> int:
-    return next(1024 * int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return next(1024 * int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("VmRSS"))
 
 
 INDEX_ONCE = """
@@ -189,17 +216,23 @@ print(found.num_rows, peak, usage.ru_utime + usage.ru_stime)
 def compare_indexes(folder: Path, num_rows: int) -> None:
     """In a process each; the peak is the kernel's, and counts the pages of the file that are mapped."""
     print(f"| {num_rows:,} rows | file | peak resident | CPU |\n|---|---|---|---|")
-    for name, row in {"with ids": '{"id": "photograph-%012d", "conversations": []}\n', "without": '{"conversations": [], "n": %d}\n'}.items():
+    for name, row in {"with ids": '{"id": "photograph-%012d", "conversations": []}\n',
+                      "without": '{"conversations": [], "n": %d}\n'}.items():
         path = folder / "rows.jsonl"
         with open(path, "w") as file:
             for first in range(0, num_rows, 100_000):
                 file.write("".join(row % number for number in range(first, min(first + 100_000, num_rows))))
         for form in (name, "kept"):
             environment = os.environ | {"DHP_RAY_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
-            output = subprocess.run([sys.executable, "-c", INDEX_ONCE, str(path)], check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
+            output = subprocess.run([sys.executable, "-c", INDEX_ONCE, str(path)], check=True, env=environment,
+                                    stdout=subprocess.PIPE, text=True).stdout
             rows, peak, seconds = output.split()
             assert int(rows) == num_rows
-            print(f"| {form} | {path.stat().st_size / 1e6:,.0f} MB | {int(peak) * 1024 / 1e6:,.0f} MB | {float(seconds):.0f} s |", flush=True)
+            print(
+                f"| {form} | {path.stat().st_size / 1e6:,.0f} MB | {int(peak) * 1024 / 1e6:,.0f} MB | "
+                f"{float(seconds):.0f} s |",
+                flush=True,
+            )
     print(flush=True)
 
 
@@ -207,28 +240,42 @@ def count_waits(folder: Path, num_steps: int, batch_size: int) -> None:
     path, run_dir = folder / "waits.parquet", folder / "run"
     num_samples = num_steps * batch_size
     write(path, Data(path=str(path), synthetic=Synthetic(num_samples=num_samples)), 0)
-    settings = [f"run.dir={run_dir}", f"run.steps={num_steps}", f"data.path={path}", f"data.synthetic.num_samples={num_samples}",
-                f"batch.global_samples={batch_size}", "cluster.num_workers=2", "cluster.cpus_per_worker=0.5", "planner.tokens_per_rank=1000"]
+    settings = [f"run.dir={run_dir}", f"run.steps={num_steps}", f"data.path={path}",
+                f"data.synthetic.num_samples={num_samples}",
+                f"batch.global_samples={batch_size}", "cluster.num_workers=2", "cluster.cpus_per_worker=0.5",
+                "planner.tokens_per_rank=1000"]
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    subprocess.run([sys.executable, str(ROOT / "jobs" / "train.py"), *settings], check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, str(ROOT / "jobs" / "train.py"), *settings], check=True, cwd=ROOT, env=environment,
+                   stdout=subprocess.DEVNULL)
     step_s = [json.loads(line)["step_time_s"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     waited_s, late_plans = waits_of(run_dir)
-    waiting = [step for step, (waited, took) in enumerate(zip(waited_s, step_s, strict=True), 1) if waited > max(WAIT_S, WAIT_SHARE * took)]
-    print(f"| {num_steps} steps of {batch_size} samples, jobs/train.py | |\n|---|---|\n| median step | {statistics.median(step_s):.2f} s |\n"
-          f"| steps that waited more than {100 * WAIT_SHARE:.0f} % of their time (at least {1e3 * WAIT_S:.0f} ms) | {len(waiting)} "
-          f"({100 * len(waiting) / num_steps:.1f} %): {', '.join(map(str, waiting)) or 'none'} |\n"
-          f"| median wait | {1e3 * statistics.median(waited_s):.1f} ms |\n| longest wait after step 1 | {1e3 * max(waited_s[1:]):.0f} ms |\n"
-          f"| plans that came late | {late_plans} |")
+    waiting = [step for step, (waited, took) in enumerate(zip(waited_s, step_s, strict=True), 1)
+               if waited > max(WAIT_S, WAIT_SHARE * took)]
+    print(
+        f"| {num_steps} steps of {batch_size} samples, jobs/train.py | |\n|---|---|\n| median step | "
+        f"{statistics.median(step_s):.2f} s |\n"
+        f"| steps that waited more than {100 * WAIT_SHARE:.0f} % of their time (at least {1e3 * WAIT_S:.0f} ms) | "
+        f"{len(waiting)} "
+        f"({100 * len(waiting) / num_steps:.1f} %): {', '.join(map(str, waiting)) or 'none'} |\n"
+        f"| median wait | {1e3 * statistics.median(waited_s):.1f} ms |\n| longest wait after step 1 | "
+        f"{1e3 * max(waited_s[1:]):.0f} ms |\n"
+        f"| plans that came late | {late_plans} |"
+    )
 
 
 def waits_of(run_dir: Path) -> tuple[list[float], int]:
-    """Seconds that each step of a run waited, before its start and in its slowest rank; and the plans that the planner's last resort replaced."""
+    """Seconds that each step of a run waited, before its start and in its slowest rank; and the plans that the
+    planner's last resort replaced.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
-    driver, ranks = ([point.value for point in events.Scalars(tag)] for tag in ("data/data_wait_s", "data/prefetch_wait_s"))
-    return [before + inside for before, inside in zip(driver, ranks, strict=True)], int(sum(point.value for point in events.Scalars("plan/late")))
+    driver, ranks = ([point.value for point in events.Scalars(tag)]
+                     for tag in ("data/data_wait_s", "data/prefetch_wait_s"))
+    return [before + inside for before, inside in zip(driver, ranks,
+                                                      strict=True)], int(sum(point.value
+                                                                             for point in events.Scalars("plan/late")))
 
 
 if __name__ == "__main__":

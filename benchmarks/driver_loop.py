@@ -1,11 +1,14 @@
-"""What the driver does for a step of many ranks: its real loop, with its records, curves and plans, and actor handles that answer at once.
+"""What the driver does for a step of many ranks: its real loop, with its records, curves and plans, and actor handles
+that answer at once.
 
     python benchmarks/driver_loop.py                        1,024 ranks, 2,048 samples a step
     python benchmarks/driver_loop.py --ranks 256 --samples 512
-    python benchmarks/driver_loop.py --actors 4             the handles are those of 4 real actors, in turn: what Ray's own calls cost
+    python benchmarks/driver_loop.py --actors 4             the handles are those of 4 real actors, in turn:
+                                                            what Ray's own calls cost
 
-The main thread is what stands between two steps; planning and sending go on beside the step. CPU milliseconds of a thread do not
-count what it waits for. With handles that answer at once, results come from memory as those of real calls do, and calls cost nothing.
+The main thread is what stands between two steps; planning and sending go on beside the step. CPU milliseconds of a
+thread do not count what it waits for. With handles that answer at once, results come from memory as those of real calls
+do, and calls cost nothing.
 """
 
 from __future__ import annotations
@@ -57,8 +60,10 @@ WAITING = "waiting for the plan, as for a step"
 RAY = "Ray: waiting for answers, unpickling them"
 PARTS = (
     (WorkerGroup, "start", "calls to the ranks"), (WorkerGroup, "collect", "their answers, by rank"),
-    (Dispatcher, "_plan", "planning"), (Dispatcher, "_send", "slices, and calls that send them"), (RunRecords, "plan", "the plan file"),
-    (RunRecords, "commit", "metrics and ledger"), (ScalarLog, "step", "TensorBoard"), (Commits, "commit", "the rest of a commit"),
+    (Dispatcher, "_plan", "planning"), (Dispatcher, "_send", "slices, and calls that send them"),
+    (RunRecords, "plan", "the plan file"),
+    (RunRecords, "commit", "metrics and ledger"), (ScalarLog, "step", "TensorBoard"),
+    (Commits, "commit", "the rest of a commit"),
     (Session, "leaving", "who leaves"))
 """Methods, and what the table calls the time in each that is not in another of them."""
 
@@ -104,7 +109,8 @@ class Handle:
         self._results, self._others = results, {"prefetch": no_failures, "mirrored": nothing}
         self.calls: Counter[str] = Counter()
 
-        self.run, self.prefetch, self.mirrored = (SimpleNamespace(remote=functools.partial(self._answer, name)) for name in ("run", "prefetch", "mirrored"))
+        self.run, self.prefetch, self.mirrored = (SimpleNamespace(remote=functools.partial(self._answer, name))
+                                                  for name in ("run", "prefetch", "mirrored"))
 
     def _answer(self, method: str, *arguments: Any) -> ray.ObjectRef:
         self.calls[method] += 1
@@ -137,7 +143,8 @@ class Batches:
     def __init__(self, samples: list[Sample]) -> None:
         payload = {sample.id: (ray.put(number), 0) for number, sample in enumerate(samples[::64])}
         blocks = list(payload.values())
-        self.batch = Batch(0, samples, {sample.id: (blocks[number // 64][0], number % 64) for number, sample in enumerate(samples)}, [], {"epoch": 0})
+        self.batch = Batch(0, samples, {sample.id: (blocks[number // 64][0], number % 64)
+                                        for number, sample in enumerate(samples)}, [], {"epoch": 0})
 
     def next_batch(self, num_samples: int) -> Batch:
         return self.batch
@@ -153,7 +160,8 @@ def main(argv: list[str]) -> int:
     ray.init("local", num_cpus=1, include_dashboard=False, configure_logging=False, log_to_driver=False)
     with tempfile.TemporaryDirectory(prefix="dhp_ray_loop_") as folder:
         handles_of = functools.partial(real_handles, arguments.actors) if arguments.actors else prepared_handles
-        driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, arguments.steps + WARM_UP, handles_of)
+        driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, arguments.steps + WARM_UP,
+                                    handles_of)
         assert driver.session is not None
         watch = Stopwatch()
         watch.time(driver.session.current.dispatcher, "begin", WAITING)
@@ -168,8 +176,8 @@ def main(argv: list[str]) -> int:
 
 
 def times_between_steps() -> list[tuple[float, float]]:
-    """From here on, CPU and wall milliseconds of the main thread in which no rank has work: from the last answer of a step to the next step's calls,
-    without the wait for its plan."""
+    """From here on, CPU and wall milliseconds of the main thread in which no rank has work: from the last answer of a
+    step to the next step's calls, without the wait for its plan."""
     between: list[tuple[float, float]] = []
     collect, launch, ended = WorkerGroup.collect, Driver._launch, []
 
@@ -189,22 +197,33 @@ def times_between_steps() -> list[tuple[float, float]]:
     return between
 
 
-def ready_driver(folder: Path, num_ranks: int, num_samples: int, num_steps: int, handles_of: Callable[[Plan, int], list[Any]]) -> tuple[Driver, Plan]:
-    """A driver before its first step, whose ranks have the handles that `handles_of(plan, steps)` makes; and the plan that every step has."""
-    config = load(["data.format=synthetic", "data.path=unused", f"run.dir={folder}", f"run.steps={num_steps}", f"batch.global_samples={num_samples}",
-                   f"planner.tokens_per_rank={TOKENS_PER_RANK}", f"planner.max_sequence_tokens={16 * TOKENS_PER_RANK}", "checkpoint.every_steps=0"])
+def ready_driver(
+    folder: Path, num_ranks: int, num_samples: int, num_steps: int, handles_of: Callable[[Plan, int], list[Any]]
+) -> tuple[Driver, Plan]:
+    """A driver before its first step, whose ranks have the handles that `handles_of(plan, steps)` makes; and the plan
+    that every step has.
+    """
+    config = load(["data.format=synthetic", "data.path=unused", f"run.dir={folder}", f"run.steps={num_steps}",
+                   f"batch.global_samples={num_samples}",
+                   f"planner.tokens_per_rank={TOKENS_PER_RANK}", f"planner.max_sequence_tokens={16 * TOKENS_PER_RANK}",
+                   "checkpoint.every_steps=0"])
     compiled: Future[float] = Future()
     compiled.set_result(warm_up())
     cost, cluster = CostModel.load(str(CONF / "cost" / "cpu.yaml")), ClusterSpec(num_ranks, 8, TOKENS_PER_RANK)
-    lengths = np.minimum(np.random.default_rng(0).lognormal(6.0, 1.5, num_samples), min(num_ranks, 16) * TOKENS_PER_RANK - 1).astype(int)
-    samples = [Sample(f"shard-{number // 1000:05d}/{number:09d}", int(length) + 1) for number, length in enumerate(lengths)]
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6.0, 1.5, num_samples),
+                         min(num_ranks, 16) * TOKENS_PER_RANK - 1).astype(int)
+    samples = [Sample(f"shard-{number // 1000:05d}/{number:09d}", int(length) + 1)
+               for number, length in enumerate(lengths)]
     plan = plan_batch(samples, cluster, cost)
     driver = Driver(config, dict(enumerate(handles_of(plan, num_steps))), ("", 0), going_on=False)
     for rank, member in enumerate(driver.group.members):
-        member.described = {"pid": rank, "node_id": f"node-{rank // 8}", "device": "cpu", "memory_bytes": 1, "num_parameters": 1, "resident_bytes": 1}
+        member.described = {"pid": rank, "node_id": f"node-{rank // 8}", "device": "cpu", "memory_bytes": 1,
+                            "num_parameters": 1, "resident_bytes": 1}
     storage = Folder(str(folder))
-    session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), ScalarLog(storage.child("tensorboard"), 1),
-                      Watch(storage, 0), cost, Batches(samples), None, Arrivals("cpu"), num_steps, compiled)  # type: ignore[arg-type]
+    session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1),
+                      ScalarLog(storage.child("tensorboard"), 1),
+                      Watch(storage, 0), cost, Batches(samples), None, Arrivals("cpu"), num_steps,
+                      compiled)  # type: ignore[arg-type]
     session.enter(1)
     driver.session, driver.commits = session, Commits(session)
     driver.commits.save = lambda step: None  # type: ignore[method-assign]  # the last step's: no rank here has a state
@@ -244,15 +263,18 @@ def prepared_handles(plan: Plan, num_steps: int) -> list[Any]:
         return each
 
     results = results_of(plan)
-    by_step = [answers.remote([result._replace(step=step, plan_id=f"1.{step}.{step}") for result in results]) for step in range(1, num_steps + 1)]
+    by_step = [answers.remote([result._replace(step=step, plan_id=f"1.{step}.{step}") for result in results])
+               for step in range(1, num_steps + 1)]
     nothing, no_failures = answers.remote([None] * num_ranks), answers.remote([{}] * num_ranks)
     ray.get([references[0] for references in (*by_step, nothing, no_failures)])
-    return [Handle([references[rank] for references in by_step], nothing[rank], no_failures[rank]) for rank in range(num_ranks)]
+    return [Handle([references[rank] for references in by_step], nothing[rank], no_failures[rank])
+            for rank in range(num_ranks)]
 
 
 def real_handles(num_actors: int, plan: Plan, num_steps: int) -> list[Any]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    actor: Any = ray.remote(num_cpus=0, concurrency_groups={"prefetch": 1, "control": 1})(Ranks)  # type: ignore[call-overload]
+    actor: Any = ray.remote(num_cpus=0,
+                            concurrency_groups={"prefetch": 1, "control": 1})(Ranks)  # type: ignore[call-overload]
     actors = [actor.remote() for _ in range(num_actors)]
     ray.get([each.answer_as.remote(results_of(plan)[0]) for each in actors])
     return [actors[rank % num_actors] for rank in range(plan.cluster.num_ranks)]
@@ -271,28 +293,43 @@ def results_of(plan: Plan) -> list[StepResult]:
             times[rank].append(PackTime(index, begin_s, begin_s + group.predicted_time_s, blocked_s))
             free_s[rank] = begin_s + group.predicted_time_s
     pool = {"hits": 9, "creates": 3, "evictions": 1, "overflows": 0}
-    return [StepResult(1, rank, 2.0, 100, 1.0, 1e-4, True, 1, max(free_s), 0.01, tuple(times[rank]), pool) for rank in range(len(free_s))]
+    return [StepResult(1, rank, 2.0, 100, 1.0, 1e-4, True, 1, max(free_s), 0.01, tuple(times[rank]), pool)
+            for rank in range(len(free_s))]
 
 
-def report(watch: Stopwatch, times: list[tuple[float, float]], between: list[tuple[float, float]], plan: Plan, arguments: argparse.Namespace) -> int:
+def report(
+    watch: Stopwatch,
+    times: list[tuple[float, float]],
+    between: list[tuple[float, float]],
+    plan: Plan,
+    arguments: argparse.Namespace,
+) -> int:
     steps = len(times)
     answers = f"{arguments.actors} actors answer for all" if arguments.actors else "answers are there at once"
-    print(f"{arguments.ranks} ranks, {arguments.samples} samples, {len(plan.groups)} packs, {len(plan.process_groups())} process groups; {answers}; "
-          f"plan file {len(json.dumps(plan.to_json())) / 1e3:.0f} kB; {steps} steps")
+    print(
+        f"{arguments.ranks} ranks, {arguments.samples} samples, {len(plan.groups)} packs, {len(plan.process_groups())} "
+        f"process groups; {answers}; "
+        f"plan file {len(json.dumps(plan.to_json())) / 1e3:.0f} kB; {steps} steps"
+    )
     print("| milliseconds a step | main thread: CPU | wall | beside the step: CPU | wall |")
     print("|---|---|---|---|---|")
     for part in [WAITING, RAY, *dict.fromkeys(part for _, _, part in PARTS)]:
-        columns = [table["main" if place < 2 else "planning", part] / steps for place, table in enumerate((watch.cpu_ms, watch.wall_ms) * 2)]
+        columns = [table["main" if place < 2 else "planning", part] / steps
+                   for place, table in enumerate((watch.cpu_ms, watch.wall_ms) * 2)]
         print(f"| {part} | " + " | ".join(f"{value:.1f}" if value else "-" for value in columns) + " |")
     cpu = statistics.mean(cpu for _, cpu in times)
     wall = statistics.mean(wall for wall, _ in times) - watch.wall_ms["main", WAITING] / steps
     print(f"a step of the main thread: {cpu:.1f} ms of CPU, {wall:.1f} ms without that wait")
-    print("while no rank has work, from a step's last answer to the next step's calls: "
-          f"{statistics.mean(cpu for cpu, _ in between):.1f} ms of CPU, {statistics.mean(wall for _, wall in between):.1f} ms")
+    print(
+        "while no rank has work, from a step's last answer to the next step's calls: "
+        f"{statistics.mean(cpu for cpu, _ in between):.1f} ms of CPU, "
+        f"{statistics.mean(wall for _, wall in between):.1f} ms"
+    )
     if arguments.actors:
         return 0
     own = cpu - watch.cpu_ms["main", RAY] / steps
-    print("ok  " if own <= LIMIT_MS else "FAIL", f"at most {LIMIT_MS:g} ms of the main thread's CPU are the driver's own: {own:.1f}, the rest is Ray's")
+    print("ok  " if own <= LIMIT_MS else "FAIL",
+          f"at most {LIMIT_MS:g} ms of the main thread's CPU are the driver's own: {own:.1f}, the rest is Ray's")
     return int(own > LIMIT_MS)
 
 

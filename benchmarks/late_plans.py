@@ -1,11 +1,13 @@
 """Planning that is slowed at random: which plans run, what they cost beside `dhp`'s, and whether files and ranks agree.
 
-    python benchmarks/late_plans.py                200 steps of a run of 2 workers, preset tiny, then the same modelled at 64 and 512 ranks
+    python benchmarks/late_plans.py                200 steps of a run of 2 workers, preset tiny, then the same
+                                                   modelled at 64 and 512 ranks
     python benchmarks/late_plans.py --steps 12     a shorter run; --steps 0: modelled alone
 
-Live, the planner of the driver waits before it plans, by a seeded draw: half of the times not at all, else up to twice the median step. Every plan file is held
-against the plan ids that the ranks report, the ledger against the files. Modelled, the same policy (`planning.patience_s`) decides with predicted seconds as
-measured ones, without Ray. Ratios are predicted makespans over `dhp`'s of the same batch, late plans included.
+Live, the planner of the driver waits before it plans, by a seeded draw: half of the times not at all, else up to twice
+the median step. Every plan file is held against the plan ids that the ranks report, the ledger against the files.
+Modelled, the same policy (`planning.patience_s`) decides with predicted seconds as measured ones, without Ray. Ratios
+are predicted makespans over `dhp`'s of the same batch, late plans included.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ class SlowDriver(Driver):
         reported = Path(self.config.run.dir) / "reported.jsonl"
 
         def slow(problem: Any) -> Any:
-            step_s = statistics.median(self.session.history.step_times_s) if self.session and self.session.history.step_times_s else 0.0
+            step_s = (
+                statistics.median(self.session.history.step_times_s)
+                if self.session and self.session.history.step_times_s
+                else 0.0
+            )
             time.sleep(delay_s(draw, step_s))
             return planned(problem)
 
@@ -91,7 +97,8 @@ def live(folder: Path, steps: int) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     driver_module.Driver = SlowDriver  # type: ignore[misc]
     run_dir = folder / "run"
-    config = load([*data_overrides("", folder, 96), "model=tiny", "batch.global_samples=7", "cluster.num_workers=2", "cluster.cpus_per_worker=0.5",
+    config = load([*data_overrides("", folder, 96), "model=tiny", "batch.global_samples=7", "cluster.num_workers=2",
+                   "cluster.cpus_per_worker=0.5",
                    "checkpoint.every_steps=0", f"run.steps={steps}", f"run.dir={run_dir}"])
     if train(config, Ending()):
         raise SystemExit("the run failed")
@@ -102,10 +109,15 @@ def live(folder: Path, steps: int) -> None:
     inexact = [line["step"] for line, file in zip(ledger, files, strict=True)
                if sorted(line["sample_ids"]) != sorted(sample["id"] for sample in file["inputs"]["samples"])]
     plans = [Plan.from_json(file) for file in files]
-    ratios = [plan.predicted_time_s / plan_batch(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), sync=plan.sync).predicted_time_s
+    ratios = [plan.predicted_time_s / plan_batch(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]),
+                                                 sync=plan.sync).predicted_time_s
               for plan in plans]
-    row(f"{steps} live steps, 2 ranks; plan files that differ from what ran: {len(differ)}, ledger lines that are not exact: {len(inexact)}",
-        [file["late"] for file in files], ratios)
+    row(
+        f"{steps} live steps, 2 ranks; plan files that differ from what ran: {len(differ)}, ledger lines that are not "
+        f"exact: {len(inexact)}",
+        [file["late"] for file in files],
+        ratios,
+    )
 
 
 def modelled(num_ranks: int, count: int, steps: int) -> None:
@@ -124,7 +136,8 @@ def modelled(num_ranks: int, count: int, steps: int) -> None:
 
 
 def row(name: str, late: Sequence[bool], ratios: Sequence[float]) -> None:
-    print(f"| {name} | {100 * sum(late) / len(late):.0f} % | {statistics.mean(ratios):.4f} | {max(ratios):.4f} |", flush=True)
+    print(f"| {name} | {100 * sum(late) / len(late):.0f} % | {statistics.mean(ratios):.4f} | {max(ratios):.4f} |",
+          flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Workers and nodes taken from a run, what each loss cost it, and the table of that: the part of benchmarks/recovery.py that is the same for every way."""
+"""Workers and nodes taken from a run, what each loss cost it, and the table of that: the part of benchmarks/recovery.py
+that is the same for every way.
+"""
 
 from __future__ import annotations
 
@@ -73,21 +75,32 @@ def until(way: Any, what: Callable[[], object], timeout_s: float = 300.0) -> Non
 
 
 def report(found: dict[str, list[Loss]]) -> int:
-    print("| medians, seconds | lost | seen after | group stands, after it was seen | goes on, after the loss | survivors in the same process |")
+    print(
+        "| medians, seconds | lost | seen after | group stands, after it was seen | goes on, after the loss | "
+        "survivors in the same process |"
+    )
     print("|---|---|---|---|---|---|")
     passed = True
     for way, losses in found.items():
         for what in dict.fromkeys(loss.what for loss in losses):
             here = [loss for loss in losses if loss.what == what]
             seen = [loss.seen_s for loss in here if loss.seen_s is not None]
-            formed = [loss.formed_s - loss.seen_s for loss in here if loss.formed_s is not None and loss.seen_s is not None]
+            formed = [loss.formed_s - loss.seen_s for loss in here if loss.formed_s is not None
+                      and loss.seen_s is not None]
             kept, survivors = sum(loss.kept for loss in here), sum(loss.survivors for loss in here)
             columns = seen, formed, [loss.goes_on_s for loss in here]
-            words = [f"{statistics.median(values):.2f} (most {max(values):.2f})" if values else "-" for values in columns]
-            print(f"| {way} | {what}, {len(here)} times | {words[0]} | {words[1]} | {words[2]} | {kept} of {survivors} |")
+            words = [f"{statistics.median(values):.2f} (most {max(values):.2f})" if values else "-"
+                     for values in columns]
+            print(
+                f"| {way} | {what}, {len(here)} times | {words[0]} | {words[1]} | {words[2]} | {kept} of {survivors} |"
+            )
             if way == "dhp_ray":
                 passed &= kept == survivors and max(seen) <= DETECTION_S and max(formed) <= LIMITS_S[what]
     if "dhp_ray" in found:
-        print("ok  " if passed else "FAIL", f"seen within {DETECTION_S:g} s, a group within {LIMITS_S['worker']:g} s of that (a node: {LIMITS_S['node']:g} s), "
-              "every survivor in its process")
+        print(
+            "ok  " if passed else "FAIL",
+            f"seen within {DETECTION_S:g} s, a group within {LIMITS_S['worker']:g} s of that (a node: "
+            f"{LIMITS_S['node']:g} s), "
+            "every survivor in its process",
+        )
     return int(not passed)

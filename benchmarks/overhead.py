@@ -3,9 +3,10 @@
     python benchmarks/overhead.py               5 blocks of 6 steps each way, on 2 workers, preset small
     python benchmarks/overhead.py --steps 3 --blocks 10
 
-Blocks take turns. Each way's step is timed from its end to the end of the one before, so all that the driver does between two steps counts;
-a block's first steps do not, in which processes still start. The plain ranks are the worker's own `Rank` object and their plans the run's files; a
-thread of each decodes its images a step ahead, as the worker's does. Neither side mirrors its state (benchmarks/recovery.py measures that).
+Blocks take turns. Each way's step is timed from its end to the end of the one before, so all that the driver does
+between two steps counts; a block's first steps do not, in which processes still start. The plain ranks are the worker's
+own `Rank` object and their plans the run's files; a thread of each decodes its images a step ahead, as the worker's
+does. Neither side mirrors its state (benchmarks/recovery.py measures that).
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--blocks", type=int, default=5, help="blocks each way")
     parser.add_argument("--steps", type=int, default=6, help="steps of a block that count")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of a block before them")
-    parser.add_argument("--samples", type=int, default=12, help="samples of a step; a step should take a second or more")
+    parser.add_argument("--samples", type=int, default=12,
+                        help="samples of a step; a step should take a second or more")
     arguments = parser.parse_args(argv)
 
     from benchmarks.worlds import data_overrides, rows_of
@@ -64,7 +66,11 @@ def main(argv: list[str]) -> int:
         ray_cpu_s: dict[str, float] = {}
         plain_cpu_s = 0.0
         per_block = arguments.steps + arguments.warm_up
-        print(f"{NUM_RANKS} ranks, {arguments.samples} samples a step, blocks of {arguments.steps} steps; seconds of a step", flush=True)
+        print(
+            f"{NUM_RANKS} ranks, {arguments.samples} samples a step, blocks of {arguments.steps} steps; seconds of a "
+            "step",
+            flush=True,
+        )
         for block in range(arguments.blocks):
             first, last = block * per_block + 1, (block + 1) * per_block
             times, cpu_s = ray_block(overrides, last, arguments.steps)
@@ -76,20 +82,29 @@ def main(argv: list[str]) -> int:
             plain_s += times[-arguments.steps :]
             plain_cpu_s += seconds
             recent = list(zip(ray_s, plain_s))[-arguments.steps :]
-            print(f"block {block + 1}: ray/plain", " ".join(f"{ray:.2f}/{plain:.2f}" for ray, plain in recent), flush=True)
+            print(f"block {block + 1}: ray/plain", " ".join(f"{ray:.2f}/{plain:.2f}" for ray, plain in recent),
+                  flush=True)
     ratio = statistics.median(ray / plain for ray, plain in zip(ray_s, plain_s))
     difference_s = statistics.median(ray - plain for ray, plain in zip(ray_s, plain_s))
-    print(f"{len(ray_s)} steps each way: ray {sum(ray_s):.1f} s, plain {sum(plain_s):.1f} s; of the same step: ratio {ratio:.3f}, difference "
-          f"{1e3 * difference_s:.0f} ms (medians)")
+    print(
+        f"{len(ray_s)} steps each way: ray {sum(ray_s):.1f} s, plain {sum(plain_s):.1f} s; of the same step: ratio "
+        f"{ratio:.3f}, difference "
+        f"{1e3 * difference_s:.0f} ms (medians)"
+    )
     print(table(ray_cpu_s | {"plain ranks": plain_cpu_s}, len(ray_s)))
-    print(f"CPU beside what plain ranks use: {1e3 * (sum(ray_cpu_s.values()) - plain_cpu_s) / len(ray_s):.0f} ms a step")
+    print(
+        f"CPU beside what plain ranks use: {1e3 * (sum(ray_cpu_s.values()) - plain_cpu_s) / len(ray_s):.0f} ms a step"
+    )
     return 0
 
 
 def ray_block(overrides: list[str], last_step: int, counted: int) -> tuple[list[float], dict[str, float]]:
-    """Go on with the run to `last_step`; seconds between the lines of its steps, and CPU seconds of the last `counted` by kind of process."""
+    """Go on with the run to `last_step`; seconds between the lines of its steps, and CPU seconds of the last `counted`
+    by kind of process.
+    """
     command = [sys.executable, str(ROOT / "jobs" / "train.py"), *overrides, f"run.steps={last_step}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                               env=os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"})
     assert process.stdout is not None
     ends: list[float] = []
     moments = {}
@@ -112,7 +127,9 @@ def plan_of(run_dir: Path, step: int) -> Plan:
 
 
 def plain_block(config: Config, rows: dict[str, Any], plans: list[Plan], counted: int) -> tuple[list[float], float]:
-    """Run the plans on ranks without Ray; seconds between the ends of their steps, and CPU seconds of the last `counted`."""
+    """Run the plans on ranks without Ray; seconds between the ends of their steps, and CPU seconds of the last
+    `counted`.
+    """
     from tests.ranks import run_processes
 
     found: list[list[tuple[float, float]]] = run_processes(_run, NUM_RANKS, config, plans, rows, timeout_s=600)

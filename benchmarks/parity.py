@@ -4,8 +4,9 @@
     python benchmarks/parity.py bf16 frozen     only the cases whose line holds one of these words
     python benchmarks/parity.py --steps 5
 
-Each case trains the tiny model on real conversations (`DHP_RAY_TEST_DATA`; without it, on the synthetic set) on ranks that are processes
-over gloo, and is held against one rank in fp32: the loss of every step, and the parameters at the end. Exit status 1 when a case fails.
+Each case trains the tiny model on real conversations (`DHP_RAY_TEST_DATA`; without it, on the synthetic set) on ranks
+that are processes over gloo, and is held against one rank in fp32: the loss of every step, and the parameters at the
+end. Exit status 1 when a case fails.
 """
 
 from __future__ import annotations
@@ -30,22 +31,34 @@ def main(argv: list[str]) -> int:
     from benchmarks.worlds import corpus_of, data_overrides
     from dhp_ray.config import load
 
-    cases = [case for case in full_matrix() if not arguments.words or any(word in str(case) for word in arguments.words)]
+    cases = [case for case in full_matrix() if not arguments.words
+             or any(word in str(case) for word in arguments.words)]
     with tempfile.TemporaryDirectory(prefix="dhp_ray_parity_") as folder:
         overrides = data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), Path(folder))
         corpus = corpus_of(load(overrides), arguments.steps * arguments.batch)
         matrix = Matrix(overrides, corpus, arguments.steps, arguments.batch)
         lengths = [sample.num_tokens for sample in corpus.samples]
-        print(f"{arguments.steps} steps of {arguments.batch} samples, {min(lengths)} to {max(lengths)} tokens each; {len(cases)} cases", flush=True)
-        print(f"{'case':>4} {'ranks':>5} {'planner':<7} {'sync':<11} {'transport':<9} {'situation':<24} {'loss':>8} {'params':>8} {'s':>6}  degrees")
+        print(
+            f"{arguments.steps} steps of {arguments.batch} samples, {min(lengths)} to {max(lengths)} tokens each; "
+            f"{len(cases)} cases",
+            flush=True,
+        )
+        print(
+            f"{'case':>4} {'ranks':>5} {'planner':<7} {'sync':<11} {'transport':<9} {'situation':<24} {'loss':>8} "
+            f"{'params':>8} {'s':>6}  degrees"
+        )
         degrees, failed = set(), 0
         for number, case in enumerate(cases, 1):
             row = matrix.run(case)
             degrees |= set(row.degrees)
             failed += bool(row.faults)
-            print(f"{number:>4} {case.num_ranks:>5} {case.planner:<7} {case.sync:<11} {case.transport:<9} {case.situation:<24} {row.loss_error:>8.1e} "
-                  f"{row.parameter_error:>8.1e} {row.seconds:>6.1f}  {' '.join(map(str, row.degrees))}{''.join(f'  FAILED: {fault}' for fault in row.faults)}",
-                  flush=True)
+            print(
+                f"{number:>4} {case.num_ranks:>5} {case.planner:<7} {case.sync:<11} {case.transport:<9} "
+                f"{case.situation:<24} {row.loss_error:>8.1e} "
+                f"{row.parameter_error:>8.1e} {row.seconds:>6.1f}  "
+                f"{' '.join(map(str, row.degrees))}{''.join(f'  FAILED: {fault}' for fault in row.faults)}",
+                flush=True,
+            )
     missing = {2, 3, 5} - degrees if not arguments.words else set()
     if missing:
         print(f"error: no pack of degree {', '.join(map(str, sorted(missing)))}", file=sys.stderr)

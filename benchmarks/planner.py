@@ -1,9 +1,11 @@
-"""The planner's figures: modelled step times beside its peers', the gap to the lower bound, planning times, reuse of groups.
+"""The planner's figures: modelled step times beside its peers', the gap to the lower bound, planning times, reuse of
+groups.
 
-    DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 python benchmarks/planner.py [peers] [gap] [mode] [time] [speeds] [pool]   (none: all)
+    export DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+    python benchmarks/planner.py [peers] [gap] [mode] [time] [speeds] [pool]    (none: all)
 
-FOLDER holds `cost/flexsp_gpt7b_a800.yaml` and `lengths/`. Times are seconds of the cost model, tokens_per_rank 8192, 8 ranks a node, unless said otherwise.
-The baselines are in benchmarks/comparisons.py.
+FOLDER holds `cost/flexsp_gpt7b_a800.yaml` and `lengths/`. Times are seconds of the cost model, tokens_per_rank 8192, 8
+ranks a node, unless said otherwise. The baselines are in benchmarks/comparisons.py.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ from dhp_ray.planner import LAST_RESORT, ClusterSpec, CostModel, Plan, Sample, p
 FOLDER = Path(os.environ.get("DHP_RAY_TEST_DATA", "data"))
 TOKENS_PER_RANK = 8192
 
-# Modelled seconds of one run of each peer under the same cost file: Megatron main, Megatron dev, the DHP reference, FlexSP (5 s of MILP).
-# Megatron main's plans hold up to 4.8 times the token cap.
-PEERS = {(128, 8): (20.39, 21.42, 21.84, 22.13), (128, 64): (4.86, 4.86, 5.01, 5.20), (512, 64): (8.91, 8.62, 9.26, 9.77),
-         (2048, 64): (63.86, 73.63, 73.77, 86.03), (512, 512): (4.00, 4.00, 1.84, 2.39), (2048, 512): (15.86, 12.88, 11.94, 12.16),
+# Modelled seconds of one run of each peer under the same cost file: Megatron main, Megatron dev, the DHP reference,
+# FlexSP (5 s of MILP). Megatron main's plans hold up to 4.8 times the token cap.
+PEERS = {(128, 8): (20.39, 21.42, 21.84, 22.13), (128, 64): (4.86, 4.86, 5.01, 5.20),
+         (512, 64): (8.91, 8.62, 9.26, 9.77),
+         (2048, 64): (63.86, 73.63, 73.77, 86.03), (512, 512): (4.00, 4.00, 1.84, 2.39),
+         (2048, 512): (15.86, 12.88, 11.94, 12.16),
          (512, 1024): (4.00, 2.91, 1.30, 1.60), (2048, 1024): (9.23, 9.23, 6.13, 7.26)}
 
 
-SKETCH = {(128, 8): 17.92, (128, 64): 4.23, (512, 64): 6.34, (2048, 64): 60.14, (512, 512): 1.72, (2048, 512): 8.31, (2048, 1024): 4.70}
+SKETCH = {(128, 8): 17.92, (128, 64): 4.23, (512, 64): 6.34, (2048, 64): 60.14, (512, 512): 1.72, (2048, 512): 8.31,
+          (2048, 1024): 4.70}
 """Modelled seconds of the first sketch of a planner for sync=step."""
 
 
@@ -59,15 +64,27 @@ def drawn(name: str, count: int, num_ranks: int, seed: int) -> np.ndarray:
         lengths = np.maximum(4, np.ceil(generator.uniform(chosen[:, 0], chosen[:, 1]))).astype(int) * 256 + 60
     else:
         files = {"wikipedia": ["wikipedia_sample"], "internvl": ["internvl_ai2d", "internvl_chartqa"]}[name]
-        known = np.concatenate([np.loadtxt(folder / f"{file}.csv", skiprows=1, delimiter=",", dtype=int, usecols=0) for file in files])
+        known = np.concatenate([np.loadtxt(folder / f"{file}.csv", skiprows=1, delimiter=",", dtype=int, usecols=0)
+                                for file in files])
         lengths = generator.choice(known, count)
     return np.minimum(lengths, TOKENS_PER_RANK * num_ranks)
 
 
-def planned(lengths: np.ndarray, num_ranks: int, cost: CostModel, *, tokens_per_rank: int = TOKENS_PER_RANK, speeds: tuple[float, ...] = (),
-            pool: tuple[tuple[int, ...], ...] = (), planner: str = "dhp", sync: str = "step", images: int = 0) -> Plan:
+def planned(
+    lengths: np.ndarray,
+    num_ranks: int,
+    cost: CostModel,
+    *,
+    tokens_per_rank: int = TOKENS_PER_RANK,
+    speeds: tuple[float, ...] = (),
+    pool: tuple[tuple[int, ...], ...] = (),
+    planner: str = "dhp",
+    sync: str = "step",
+    images: int = 0,
+) -> Plan:
     samples = [Sample(str(row), int(length), 0, ((1, 16, 16),) * images) for row, length in enumerate(lengths)]
-    return plan_batch(samples, ClusterSpec(num_ranks, 8, tokens_per_rank, speeds), cost, planner=planner, sync=sync, pool=pool)
+    return plan_batch(samples, ClusterSpec(num_ranks, 8, tokens_per_rank, speeds), cost, planner=planner, sync=sync,
+                      pool=pool)
 
 
 def gap_of(plan: Plan, cost: CostModel) -> float:
@@ -77,13 +94,22 @@ def gap_of(plan: Plan, cost: CostModel) -> float:
 
 def peers(cost: CostModel) -> None:
     print("\n## Beside the peers' own planners: sync=micro_batch, 8,192 tokens a rank\n")
-    print("The peers' packs are as their planners make them. Megatron main's hold up to 4.8 times the tokens, so it is no part of the ratio.\n")
-    print("| sequences/ranks | Megatron main | Megatron dev | DHP reference | FlexSP | dhp (bound) | dhp over the best of the last three |")
+    print(
+        "The peers' packs are as their planners make them. Megatron main's hold up to 4.8 times the tokens, so it is "
+        "no part of the ratio.\n"
+    )
+    print(
+        "| sequences/ranks | Megatron main | Megatron dev | DHP reference | FlexSP | dhp (bound) | dhp over the best "
+        "of the last three |"
+    )
     print("|---|---|---|---|---|---|---|")
     for (count, num_ranks), others in PEERS.items():
         plan = planned(bimodal(count, num_ranks), num_ranks, cost, sync="micro_batch")
-        print(f"| {count}/{num_ranks} | {' | '.join(f'{other:.2f}' for other in others)} | {plan.predicted_time_s:.2f} ({plan.lower_bound_s:.2f}) "
-              f"| {plan.predicted_time_s / min(others[1:]):.2f} |")
+        print(
+            f"| {count}/{num_ranks} | {' | '.join(f'{other:.2f}' for other in others)} | {plan.predicted_time_s:.2f} "
+            f"({plan.lower_bound_s:.2f}) "
+            f"| {plan.predicted_time_s / min(others[1:]):.2f} |"
+        )
 
 
 def gap(cost: CostModel) -> None:
@@ -91,7 +117,8 @@ def gap(cost: CostModel) -> None:
     print("| lengths | sequences a rank | 8 ranks | 64 ranks | 512 ranks | allowed |\n|---|---|---|---|---|---|")
     for name in ("bimodal", "wikipedia", "internvl", "internvid"):
         for each, allowed in ((2, 15), (4, 10), (8, 1), (16, 1)):
-            cells = [max(gap_of(planned(drawn(name, each * num_ranks, num_ranks, seed), num_ranks, cost), cost) for seed in range(5))
+            cells = [max(gap_of(planned(drawn(name, each * num_ranks, num_ranks, seed), num_ranks, cost), cost)
+                         for seed in range(5))
                      for num_ranks in (8, 64, 512)]
             print(f"| {name} | {each} | {' | '.join(f'{100 * cell:.2f} %' for cell in cells)} | {allowed} % |")
 
@@ -99,16 +126,23 @@ def gap(cost: CostModel) -> None:
 def mode(cost: CostModel) -> None:
     memory, tokens = CostModel.load(CONF / "cost" / "cuda.yaml"), 32768
     micro_batch_tokens = memory.tokens_at_equal_memory(tokens, "step", "micro_batch")
-    print(f"\n## What sync=step itself gains on devices of {memory.memory_bytes(tokens, 1, 'step') / 1e9:.0f} GB: step / micro_batch seconds of dhp\n")
-    print(f"`resident_bytes` plus `memory_bytes_per_token` of conf/cost/cuda.yaml leave room for {tokens:,} tokens a rank in `step` "
-          f"and {micro_batch_tokens:,} in")
+    print(
+        f"\n## What sync=step itself gains on devices of {memory.memory_bytes(tokens, 1, 'step') / 1e9:.0f} GB: step / "
+        "micro_batch seconds of dhp\n"
+    )
+    print(
+        f"`resident_bytes` plus `memory_bytes_per_token` of conf/cost/cuda.yaml leave room for {tokens:,} tokens a "
+        "rank in `step` "
+        f"and {micro_batch_tokens:,} in"
+    )
     print("`micro_batch`. Per pack: this share of fixed_s for each pack, in both modes.\n")
     print("| sequences/ranks | fixed_s alone | 10 % per pack | 50 % per pack | 100 % per pack |\n|---|---|---|---|---|")
     for count, num_ranks in PEERS:
         lengths, cells = bimodal(count, num_ranks), []
         for share in (0.0, 0.1, 0.5, 1.0):
             charged = replace(cost, pack_s=share * cost.fixed_s, _cache={})
-            step_s, micro_batch_s = (planned(lengths, num_ranks, charged, tokens_per_rank=room, sync=sync).predicted_time_s
+            step_s, micro_batch_s = (planned(lengths, num_ranks, charged, tokens_per_rank=room,
+                                             sync=sync).predicted_time_s
                                   for sync, room in (("step", tokens), ("micro_batch", micro_batch_tokens)))
             cells.append(f"{step_s:.2f} / {micro_batch_s:.2f} = {step_s / micro_batch_s:.2f}")
         print(f"| {count}/{num_ranks} | {' | '.join(cells)} |")
@@ -116,18 +150,26 @@ def mode(cost: CostModel) -> None:
 
 def time_it(cost: CostModel) -> None:
     print("\n## Planning time, median (least) of 20 after the first call [ms]\n")
-    print(f"Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. With images: four a sequence. Last resort: the planner for when time is up.\n")
-    print("| sequences/ranks | step | micro_batch | allowed | step: 5 % spread of speeds | step: with images | step: a pool of 32 groups "
-          "| last resort: step / micro_batch | last resort: step, 5 % spread |\n|---|---|---|---|---|---|---|---|---|")
+    print(
+        f"Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. With images: four a sequence. Last resort: "
+        "the planner for when time is up.\n"
+    )
+    print(
+        "| sequences/ranks | step | micro_batch | allowed | step: 5 % spread of speeds | step: with images | step: a "
+        "pool of 32 groups "
+        "| last resort: step / micro_batch | last resort: step, 5 % spread |\n|---|---|---|---|---|---|---|---|---|"
+    )
     seeing = replace(cost, vision_linear_s=1e-5, _cache={})
     for count, num_ranks, allowed in ((512, 64, 3), (2048, 512, 10), (2048, 1024, 20), (16384, 4096, 60)):
         lengths = bimodal(count, num_ranks)
         spread = tuple(np.clip(np.random.default_rng(1).normal(1, 0.05, num_ranks), 0.7, 1.3))
         known = planned(bimodal(count, num_ranks, 1), num_ranks, cost).process_groups()[-32:]
-        cells = [median_ms(lengths, num_ranks, cost), median_ms(lengths, num_ranks, cost, sync="micro_batch"), str(allowed),
+        cells = [median_ms(lengths, num_ranks, cost), median_ms(lengths, num_ranks, cost, sync="micro_batch"),
+                 str(allowed),
                  median_ms(lengths, num_ranks, cost, speeds=spread), median_ms(lengths, num_ranks, seeing, images=4),
                  median_ms(lengths, num_ranks, cost, pool=known),
-                 " / ".join(median_ms(lengths, num_ranks, cost, planner=LAST_RESORT, sync=sync) for sync in ("step", "micro_batch")),
+                 " / ".join(median_ms(lengths, num_ranks, cost, planner=LAST_RESORT, sync=sync)
+                            for sync in ("step", "micro_batch")),
                  median_ms(lengths, num_ranks, cost, planner=LAST_RESORT, speeds=spread)]
         print(f"| {count}/{num_ranks} | {' | '.join(cells)} |")
 
@@ -143,7 +185,8 @@ def speeds(cost: CostModel) -> None:
     for name in ("bimodal", "wikipedia", "internvl", "internvid"):
         for each in (4, 8, 16):
             slow = (1.0,) * 5 + (1 / 3,) + (1.0,) * 2
-            third = max(gap_of(planned(drawn(name, each * 8, 8, seed), 8, cost, speeds=slow), cost) for seed in range(5))
+            third = max(gap_of(planned(drawn(name, each * 8, 8, seed), 8, cost, speeds=slow), cost)
+                        for seed in range(5))
             spread = max(gap_of(planned(drawn(name, each * 64, 64, seed), 64, cost, speeds=tuple(
                 np.clip(np.random.default_rng(seed + 100).normal(1, 0.05, 64), 0.7, 1.3))), cost) for seed in range(5))
             print(f"| {name} | {each} | {100 * third:.2f} % | {100 * spread:.2f} % |")
@@ -151,14 +194,19 @@ def speeds(cost: CostModel) -> None:
 
 def pool(cost: CostModel) -> None:
     print("\n## Reuse of groups: 200 batches of Wikipedia lengths, 64 ranks, a pool of 32 (least recently used goes)\n")
-    print("| sequences a batch | uses after 20 batches | hits | makespan over placement without reuse |\n|---|---|---|---|")
+    print(
+        "| sequences a batch | uses after 20 batches | hits | makespan over placement without reuse "
+        "|\n|---|---|---|---|"
+    )
     for count in (128, 256, 512, 1024):
         uses, hits, longer = reused(count, 200, cost)
         print(f"| {count} | {uses} | {100 * hits / uses:.1f} % | {100 * longer:+.2f} % |")
 
 
 def reused(count: int, batches: int, cost: CostModel) -> tuple[int, int, float]:
-    """Uses of groups of two ranks and more after the first 20 batches, how many of them hit the pool, and by what share all batches got longer."""
+    """Uses of groups of two ranks and more after the first 20 batches, how many of them hit the pool, and by what share
+    all batches got longer.
+    """
     known: list[tuple[int, ...]] = []
     uses, hits, time_s, alone_s = 0, 0, 0.0, 0.0
     for batch in range(batches):

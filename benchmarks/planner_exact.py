@@ -2,8 +2,9 @@
 
     python benchmarks/planner_exact.py [cases=0-199]
 
-The exact model: every sequence by itself, on any number of ranks that holds it, at any time; at most N ranks busy at once. Where communication adds up (all to
-all) and a pack costs nothing by itself, packing cannot beat that, so its optimum is the optimum.
+The exact model: every sequence by itself, on any number of ranks that holds it, at any time; at most N ranks busy at
+once. Where communication adds up (all to all) and a pack costs nothing by itself, packing cannot beat that, so its
+optimum is the optimum.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ QUICK = (0,)
 
 
 class Result(NamedTuple):
-    """A case: the plan's gap above the optimum; the planner's bound, and the optimum at least and at most, in seconds; whether the optimum is proven."""
+    """A case: the plan's gap above the optimum; the planner's bound, and the optimum at least and at most, in seconds;
+    whether the optimum is proven.
+    """
 
     gap: float
     bound_s: float
@@ -43,7 +46,8 @@ class Result(NamedTuple):
 def optimum_s(problem: Problem, makespan_s: float, limit_s: float = 60.0) -> tuple[float, float, bool]:
     """The shortest makespan, at least and at most, and whether it is proven; `makespan_s` is one that can be had.
 
-    Times are rounded down to ticks, so the optimum of the model is below the true one, by less than a tick for each sequence.
+    Times are rounded down to ticks, so the optimum of the model is below the true one, by less than a tick for each
+    sequence.
     """
     from ortools.sat.python import cp_model
 
@@ -73,7 +77,8 @@ def optimum_s(problem: Problem, makespan_s: float, limit_s: float = 60.0) -> tup
     solver.parameters.max_time_in_seconds = limit_s
     solver.parameters.num_workers = 8
     status = solver.solve(model)
-    return solver.best_objective_bound * tick_s, (solver.objective_value + len(items)) * tick_s, status == cp_model.OPTIMAL
+    return solver.best_objective_bound * tick_s, (solver.objective_value
+                                                  + len(items)) * tick_s, status == cp_model.OPTIMAL
 
 
 def compare(seed: int) -> Result:
@@ -89,8 +94,14 @@ def main(cases: range) -> None:
     gaps = np.array([result.gap for result in results])
     slack = np.array([result.least_s / result.bound_s - 1 for result in results])
     wrong = sum(result.bound_s > result.most_s for result in results)
-    print(f"{len(cases)} cases, {sum(result.proven for result in results)} proven optimal, {time.perf_counter() - begin:.0f} s")
-    print(f"plan above the optimum:  mean {100 * gaps.mean():.2f} %, worst {100 * gaps.max():.2f} % (seed {cases[gaps.argmax()]})")
+    print(
+        f"{len(cases)} cases, {sum(result.proven for result in results)} proven optimal, "
+        f"{time.perf_counter() - begin:.0f} s"
+    )
+    print(
+        f"plan above the optimum:  mean {100 * gaps.mean():.2f} %, worst {100 * gaps.max():.2f} % (seed "
+        f"{cases[gaps.argmax()]})"
+    )
     print(f"optimum above the bound: mean {100 * slack.mean():.2f} %; the bound is above it in {wrong} cases")
 
 

@@ -1,4 +1,6 @@
-"""CPU seconds by kind of process: what a run's processes, Ray's own among them, have used so far. Linux only: /proc is read."""
+"""CPU seconds by kind of process: what a run's processes, Ray's own among them, have used so far. Linux only: /proc is
+read.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ from collections import defaultdict
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
-KINDS = {"ray::Driver": "driver", "ray::Worker": "workers", "ray::IDLE": "other tasks", "jobs/train.py": "job's process", "gcs_server": "Ray's GCS",
-         "raylet/raylet": "Ray's raylet", "dashboard": "Ray's dashboard and agents", "/agent": "Ray's dashboard and agents", "log_monitor": "Ray's log monitor",
+KINDS = {"ray::Driver": "driver", "ray::Worker": "workers", "ray::IDLE": "other tasks",
+         "jobs/train.py": "job's process", "gcs_server": "Ray's GCS",
+         "raylet/raylet": "Ray's raylet", "dashboard": "Ray's dashboard and agents",
+         "/agent": "Ray's dashboard and agents", "log_monitor": "Ray's log monitor",
          "monitor.py": "Ray's autoscaler monitor", "ray::": "other tasks", "default_worker.py": "starting workers"}
 """What a command line holds, first match, and what the process is then called."""
 
@@ -55,4 +59,5 @@ def between(before: Used, after: Used) -> dict[str, float]:
 def table(seconds: dict[str, float], steps: int) -> str:
     """Milliseconds of CPU a step, most first."""
     rows = sorted(seconds.items(), key=lambda item: -item[1])
-    return "\n".join(["| CPU ms a step | |", "|---|---|", *(f"| {kind} | {1e3 * used_s / steps:.0f} |" for kind, used_s in rows)])
+    return "\n".join(["| CPU ms a step | |", "|---|---|",
+                      *(f"| {kind} | {1e3 * used_s / steps:.0f} |" for kind, used_s in rows)])

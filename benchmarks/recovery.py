@@ -1,11 +1,14 @@
-"""What a lost worker and a lost node cost: dhp_ray beside Ray Train's elastic TorchTrainer, on one cluster and with one model.
+"""What a lost worker and a lost node cost: dhp_ray beside Ray Train's elastic TorchTrainer, on one cluster and with one
+model.
 
     python benchmarks/recovery.py                       3 workers killed and 3 nodes lost each way
     python benchmarks/recovery.py --repeats 1 --only dhp_ray
-    python benchmarks/recovery.py --mirroring           what copies of the state in other workers' memory cost a step, and what memory
+    python benchmarks/recovery.py --mirroring           what copies of the state in other workers' memory cost a step,
+                                                        and what memory
 
-Two nodes (raylets of this machine) with two workers each. After each loss the run gets all four workers back before the next. `goes on` is the time from the
-loss to the end of the first step that the new group has run; Ray Train says nothing of when it notices.
+Two nodes (raylets of this machine) with two workers each. After each loss the run gets all four workers back before the
+next. `goes on` is the time from the loss to the end of the first step that the new group has run; Ray Train says
+nothing of when it notices.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.outages import NODE_CPUS, NUM_RANKS, losses_of, report  # noqa: E402
 
 WORKER_CPUS = 1.3
-SETTINGS = ["data.max_pixels=40000", "planner.tokens_per_rank=512", "planner.max_sequence_tokens=512", "train.schedule=constant", "batch.global_samples=6",
-            f"cluster.cpus_per_worker={WORKER_CPUS}", "cluster.start_timeout_s=60", f"cluster.num_workers={NUM_RANKS}", "run.steps=1000000"]
+SETTINGS = ["data.max_pixels=40000", "planner.tokens_per_rank=512", "planner.max_sequence_tokens=512",
+            "train.schedule=constant", "batch.global_samples=6",
+            f"cluster.cpus_per_worker={WORKER_CPUS}", "cluster.start_timeout_s=60", f"cluster.num_workers={NUM_RANKS}",
+            "run.steps=1000000"]
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +59,8 @@ def main(argv: list[str]) -> int:
         os.environ["RAY_ADDRESS"] = nodes.address
         for _ in range(2):
             nodes.add(NODE_CPUS)
-        common = [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), Path(folder)), *SETTINGS, f"planner.sync={arguments.sync}",
+        common = [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), Path(folder)), *SETTINGS,
+                  f"planner.sync={arguments.sync}",
                   f"model.preset={arguments.preset}"]
         if arguments.mirroring:
             return mirroring(Path(folder), common, arguments)
@@ -62,7 +68,8 @@ def main(argv: list[str]) -> int:
         if arguments.only != "ray_train":
             found["dhp_ray"] = losses_of(DhpRay(Path(folder) / "run", common), nodes, arguments.repeats, draw)
         if arguments.only != "dhp_ray":
-            found["Ray Train"] = losses_of(RayTrain(Path(folder) / "ray_train", arguments.preset), nodes, arguments.repeats, draw)
+            found["Ray Train"] = losses_of(RayTrain(Path(folder) / "ray_train", arguments.preset), nodes,
+                                           arguments.repeats, draw)
     return report(found)
 
 
@@ -108,8 +115,10 @@ class RayTrain:
         folder.mkdir()
         self.folder = folder
         with (folder / "log").open("w") as log:
-            self.process = subprocess.Popen([sys.executable, str(Path(__file__).resolve()), "--train-function", str(folder), "--preset", preset],
-                                            cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"RAY_TRAIN_V2_ENABLED": "1"})
+            self.process = subprocess.Popen([sys.executable, str(Path(__file__).resolve()), "--train-function",
+                                             str(folder), "--preset", preset],
+                                            cwd=ROOT, stdout=log, stderr=log,
+                                            env=os.environ | {"RAY_TRAIN_V2_ENABLED": "1"})
 
     def check(self) -> None:
         assert self.process.poll() is None, (self.folder / "log").read_text()[-3000:]
@@ -157,8 +166,10 @@ def fit(folder: Path, preset: str) -> int:
     ray.init(log_to_driver=False)
     trainer = TorchTrainer(
         train_function, train_loop_config={"folder": str(folder), "preset": preset},
-        scaling_config=ScalingConfig(num_workers=(1, NUM_RANKS), resources_per_worker={"CPU": WORKER_CPUS}, elastic_resize_monitor_interval_s=5.0),
-        run_config=RunConfig(name="elastic", storage_path=str(folder / "storage"), failure_config=FailureConfig(max_failures=40)))
+        scaling_config=ScalingConfig(num_workers=(1, NUM_RANKS), resources_per_worker={"CPU": WORKER_CPUS},
+                                     elastic_resize_monitor_interval_s=5.0),
+        run_config=RunConfig(name="elastic", storage_path=str(folder / "storage"),
+                             failure_config=FailureConfig(max_failures=40)))
     trainer.fit()
     return 0
 
@@ -194,7 +205,8 @@ def train_function(settings: dict[str, Any]) -> None:
     start = torch.tensor([int(time.time() * 1000)])
     dist.broadcast(start, 0)
     while True:
-        tokens = torch.randint(0, 256, (1, 480), generator=torch.Generator().manual_seed(step * 100 + context.get_world_rank()))
+        tokens = torch.randint(0, 256, (1, 480),
+                               generator=torch.Generator().manual_seed(step * 100 + context.get_world_rank()))
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
@@ -213,11 +225,14 @@ def train_function(settings: dict[str, Any]) -> None:
 
 
 def mirroring(folder: Path, common: list[str], arguments: Any) -> int:
-    """Every fourth step's state is mirrored: the step that begins the copies and the one beside which they travel, against the other two."""
+    """Every fourth step's state is mirrored: the step that begins the copies and the one beside which they travel,
+    against the other two.
+    """
     from tests.integration.faults import Run
 
     every = 4
-    run = Run(folder / "run", *common, f"run.steps={arguments.steps}", "checkpoint.every_steps=0", f"elastic.mirror_every_steps={every}",
+    run = Run(folder / "run", *common, f"run.steps={arguments.steps}", "checkpoint.every_steps=0",
+              f"elastic.mirror_every_steps={every}",
               f"batch.global_samples={arguments.samples}")
     assert run.wait(3600) == 0, run.said()
     metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()][8:]
@@ -229,11 +244,20 @@ def mirroring(folder: Path, common: list[str], arguments: Any) -> int:
     elements = sum(math.prod(shape) for shape in parameters.values())
     rank_mb = 2 * 3 * 4 * elements / NUM_RANKS / 2**20
     tokens = statistics.mean(line["num_tokens"] for line in metrics)
-    print(f"{len(metrics)} steps of {NUM_RANKS} ranks and {tokens:.0f} tokens, model {arguments.preset} ({elements / 1e6:.2f} M parameters), "
-          f"mirrored every {every} steps")
-    print(f"steps with mirroring {statistics.median(own):.3f} of their prediction, without {statistics.median(others):.3f}: "
-          f"mirroring every step takes {ratio:.3f} of the time without, at most 1.05")
-    print(f"copies of another rank's shard: {rank_mb:.1f} MB of host memory a rank (two versions of fp32 parameters and both moments)")
+    print(
+        f"{len(metrics)} steps of {NUM_RANKS} ranks and {tokens:.0f} tokens, model {arguments.preset} "
+        f"({elements / 1e6:.2f} M parameters), "
+        f"mirrored every {every} steps"
+    )
+    print(
+        f"steps with mirroring {statistics.median(own):.3f} of their prediction, without "
+        f"{statistics.median(others):.3f}: "
+        f"mirroring every step takes {ratio:.3f} of the time without, at most 1.05"
+    )
+    print(
+        f"copies of another rank's shard: {rank_mb:.1f} MB of host memory a rank (two versions of fp32 parameters and "
+        "both moments)"
+    )
     print("ok  " if ratio <= 1.05 else "FAIL", "mirroring")
     return int(ratio > 1.05)
 

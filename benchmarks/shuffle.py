@@ -1,9 +1,12 @@
 """How well a window of rows mixes, and what it costs. `python benchmarks/shuffle.py [mixing] [bytes]`
 
-    mixing   rows sorted by four sources, in row groups of 100, with a picture of 100 kB each: the most frequent source's share of a batch, with a window
-             of a tenth and without one (row group after row group), over a perfect shuffle's; the time to the first batch, rows a second, the driver's memory;
-             and whether a stream that is restored in the middle goes on with the same rows
-    bytes    two nodes on this machine with a rank on each: the bytes that came into a rank's node in a step, over those of its own rows there
+    mixing   rows sorted by four sources, in row groups of 100, with a picture of 100 kB each: the most frequent
+             source's share of a batch, with a window
+             of a tenth and without one (row group after row group), over a perfect shuffle's; the time to the first
+             batch, rows a second, the driver's memory; and whether a stream that is restored in the middle goes on with
+             the same rows
+    bytes    two nodes on this machine with a rank on each: the bytes that came into a rank's node in a step,
+             over those of its own rows there
 
 On data made here in a temporary folder (4 GB for 40,000 rows).
 """
@@ -44,7 +47,8 @@ STILL_S = 4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"any of {', '.join(SECTIONS)}; all of them by default")
+    parser.add_argument("sections", nargs="*", metavar="section",
+                        help=f"any of {', '.join(SECTIONS)}; all of them by default")
     parser.add_argument("--rows", type=int, default=40_000, help="mixing: rows of the set")
     parser.add_argument("--steps", type=int, default=5, help="bytes: steps measured")
     options = parser.parse_args()
@@ -54,7 +58,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="dhp_ray_shuffle_") as folder:
         if "mixing" in (options.sections or SECTIONS):
             path = write_rows(Path(folder) / "rows.parquet", options.rows)
-            ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, configure_logging=False, log_to_driver=False)
+            ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, configure_logging=False,
+                     log_to_driver=False)
             compare_mixing(path, options.rows)
             ray.shutdown()
         if "bytes" in (options.sections or SECTIONS):
@@ -66,14 +71,17 @@ def write_rows(path: Path, num_rows: int) -> Path:
     pictures = []
     for number in range(2 * GROUP_ROWS):
         picture = io.BytesIO()
-        Image.fromarray(np.random.default_rng(number).integers(0, 256, (*PICTURE, 3), np.uint8)).save(picture, "png", compress_level=0)
+        Image.fromarray(np.random.default_rng(number).integers(0, 256, (*PICTURE, 3),
+                                                               np.uint8)).save(picture, "png", compress_level=0)
         pictures.append(picture.getvalue())
     talk = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "Noise."}]
-    schema = pa.schema([("id", pa.string()), ("image", pa.binary()), ("conversations", pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())])))])
+    schema = pa.schema([("id", pa.string()), ("image", pa.binary()),
+                        ("conversations", pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())])))])
     with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
         for first in range(0, num_rows, GROUP_ROWS):
             rows = range(first, min(first + GROUP_ROWS, num_rows))
-            writer.write_table(pa.table([[f"{row * SOURCES // num_rows}-{row:06d}" for row in rows], [pictures[row % len(pictures)] for row in rows],
+            writer.write_table(pa.table([[f"{row * SOURCES // num_rows}-{row:06d}" for row in rows],
+                                         [pictures[row % len(pictures)] for row in rows],
                                          [talk for _ in rows]], schema=schema))
     return path
 
@@ -81,8 +89,12 @@ def write_rows(path: Path, num_rows: int) -> Path:
 def compare_mixing(path: Path, num_rows: int) -> None:
     open_stream(path, num_rows // 10).next_batch(1)  # processes that read are there, and the file is in memory
     perfect = share_of([f"{row * SOURCES // num_rows}-" for row in np.random.default_rng(0).permutation(num_rows)])
-    print(f"| {num_rows} rows, batches of {BATCH} | most frequent source over a perfect shuffle's | first batch | rows/s after it | "
-          "resident at the first batch | most after it |\n|---|---|---|---|---|---|", flush=True)
+    print(
+        f"| {num_rows} rows, batches of {BATCH} | most frequent source over a perfect shuffle's | first batch | rows/s "
+        "after it | "
+        "resident at the first batch | most after it |\n|---|---|---|---|---|---|",
+        flush=True,
+    )
     for name, window in (("row group after row group", 0), ("window of a tenth", num_rows // 10)):
         stream = open_stream(path, window)
         begun = time.perf_counter()
@@ -111,7 +123,11 @@ def compare_mixing(path: Path, num_rows: int) -> None:
             assert again is not None
             assert [sample.id for sample in again.samples] == expected
         took_s = time.perf_counter() - begun
-        print(f"|   restored in the middle: the next {RESUMED_BATCHES} batches are the same | | {took_s:.2f} s for all | | | |", flush=True)
+        print(
+            f"|   restored in the middle: the next {RESUMED_BATCHES} batches are the same | | {took_s:.2f} s for all | "
+            "| | |",
+            flush=True,
+        )
         restored.close()
     print(flush=True)
 
@@ -123,11 +139,13 @@ def open_stream(path: Path, window: int) -> Stream:
 def share_of(ids: list[str]) -> float:
     """The most frequent source's share of a batch, in the mean."""
     sources = np.array([int(name[0]) for name in ids])
-    return float(np.mean([np.bincount(sources[start : start + BATCH]).max() / BATCH for start in range(0, len(sources), BATCH)]))
+    return float(np.mean([np.bincount(sources[start : start + BATCH]).max() / BATCH
+                          for start in range(0, len(sources), BATCH)]))
 
 
 def resident_bytes() -> int:
-    return next(1024 * int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return next(1024 * int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("VmRSS"))
 
 
 @ray.remote(num_cpus=0)
@@ -136,7 +154,8 @@ class Reader:
 
     def fetch(self, blocks: list[BlockRows]) -> int:
         """Bytes of the rows themselves."""
-        return sum(row["input_ids"].nbytes + row["labels"].nbytes + sum(map(len, row["images"])) for row in fetch_rows(blocks))
+        return sum(row["input_ids"].nbytes + row["labels"].nbytes + sum(map(len, row["images"]))
+                   for row in fetch_rows(blocks))
 
 
 def count_bytes(path: Path, num_steps: int) -> None:
@@ -147,9 +166,11 @@ def count_bytes(path: Path, num_steps: int) -> None:
     ray.init(address=cluster.address, configure_logging=False, log_to_driver=False)
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        ranks = [Reader.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote() for node in nodes]
+        ranks = [Reader.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
+                 for node in nodes]
         stream = open_stream(path, 10 * GROUP_ROWS)
-        print(f"| step of {BATCH} samples on two nodes | " + " | ".join(f"rank {rank}: received over its rows that lay elsewhere" for rank in range(len(ranks)))
+        print(f"| step of {BATCH} samples on two nodes | "
+              + " | ".join(f"rank {rank}: received over its rows that lay elsewhere" for rank in range(len(ranks)))
               + " | the whole blocks would be |\n|---|" + "---|" * (len(ranks) + 1), flush=True)
         for step in range(1, num_steps + 1):
             for _ in range(3):
@@ -160,9 +181,11 @@ def count_bytes(path: Path, num_steps: int) -> None:
                 blocks = blocks_of(batch, number, len(ranks))
                 before = settled_bytes(node)
                 own = ray.get(rank.fetch.remote(blocks))
-                far = sum(len(block.rows) for block in blocks if block.node != node["NodeID"]) / sum(len(block.rows) for block in blocks)
+                far = sum(len(block.rows) for block in blocks
+                          if block.node != node["NodeID"]) / sum(len(block.rows) for block in blocks)
                 ratios.append((settled_bytes(node) - before) / (far * own) if far else 0.0)
-            whole = sum(ray.get(block_bytes.remote([reference])) for reference in batch.nodes) / (BATCH / len(ranks) * 100e3)
+            whole = sum(ray.get(block_bytes.remote([reference]))
+                        for reference in batch.nodes) / (BATCH / len(ranks) * 100e3)
             print(f"| {step} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + f" | {whole:.1f} |", flush=True)
         stream.close()
     finally:
@@ -185,7 +208,9 @@ def block_bytes(reference: list[ray.ObjectRef]) -> int:
 
 
 def settled_bytes(node: dict[str, Any]) -> int:
-    """All bytes that a node's object store has ever taken in, once that stands still for some seconds: reading ahead is done."""
+    """All bytes that a node's object store has ever taken in, once that stands still for some seconds: reading ahead is
+    done.
+    """
     from ray._private.internal_api import node_stats
 
     seen: list[int] = []

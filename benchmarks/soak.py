@@ -1,13 +1,16 @@
-"""One run and many faults: workers killed and stopped, nodes that vanish and come, drivers killed, two things at once, in any phase of a step.
+"""One run and many faults: workers killed and stopped, nodes that vanish and come, drivers killed, two things at once,
+in any phase of a step.
 
     python benchmarks/soak.py                                60 faults over 320 steps
     python benchmarks/soak.py --faults 6 --steps 24 --seed 2 the short one of make test
     python benchmarks/soak.py --sync micro_batch --seed 2
-    python benchmarks/soak.py --churn                        one membership after the other, to see that nothing piles up in a survivor
+    python benchmarks/soak.py --churn                        one membership after the other, to see that nothing
+                                                             piles up in a survivor
 
-Nodes are raylets of this machine, with room for two workers each. What happens, when and to whom follows from the seed; the moment within a step does not.
-The run must end by itself, its ledger must be that of an undisturbed run, and so must its losses: within 1e-4 in the first 50 steps, and then, since
-rounding alone drives runs on other numbers of ranks apart, within 3 times what two undisturbed runs on 3 and 5 workers differ by (means of 20 steps).
+Nodes are raylets of this machine, with room for two workers each. What happens, when and to whom follows from the seed;
+the moment within a step does not. The run must end by itself, its ledger must be that of an undisturbed run, and so
+must its losses: within 1e-4 in the first 50 steps, and then, since rounding alone drives runs on other numbers of ranks
+apart, within 3 times what two undisturbed runs on 3 and 5 workers differ by (means of 20 steps).
 """
 
 from __future__ import annotations
@@ -34,16 +37,22 @@ from tests.integration.faults import Run, children, kill, seconds_since  # noqa:
 from tests.integration.jobs import ledger, lines, losses  # noqa: E402
 from tests.integration.nodes import Nodes  # noqa: E402
 
-SETTINGS = ["data.max_pixels=40000", "planner.tokens_per_rank=512", "planner.max_sequence_tokens=512", "train.adam_eps=1e-6", "train.learning_rate=1e-3",
-            "train.schedule=constant", "cluster.cpus_per_worker=1.3", "cluster.start_timeout_s=60", "batch.global_samples=6", "seed=5"]
+SETTINGS = ["data.max_pixels=40000", "planner.tokens_per_rank=512", "planner.max_sequence_tokens=512",
+            "train.adam_eps=1e-6", "train.learning_rate=1e-3",
+            "train.schedule=constant", "cluster.cpus_per_worker=1.3", "cluster.start_timeout_s=60",
+            "batch.global_samples=6", "seed=5"]
 HEAD_CPUS, NODE_CPUS = 1, 3
 """No worker fits on the head, two fit on a node; what is left is for tasks that read data. Ray wants whole numbers."""
 
 KINDS = {"kill": 4, "stop": 2, "node lost": 2, "node added": 2, "driver": 2, "two": 2}
-"""How often each happens, beside the others, once all have happened. The last node is not lost: one is added then, and lost where none is missing."""
+"""How often each happens, beside the others, once all have happened. The last node is not lost: one is added then, and
+lost where none is missing.
+"""
 
 ALARMS = ("broken", "worker_lost", "newcomer_lost")
-"""Events that an undisturbed run has none of. `slow` is not among them: ranks that share cores are slow at times, and it only tells."""
+"""Events that an undisturbed run has none of. `slow` is not among them: ranks that share cores are slow at times, and
+it only tells.
+"""
 
 COMPARED = 50
 WINDOW = 20
@@ -64,7 +73,8 @@ class Fault:
 
     def __str__(self) -> str:
         seen, over = (f"{seconds:6.1f}" if seconds is not None else "     -" for seconds in (self.seen_s, self.over_s))
-        return f"{self.number:3d}  step {self.step:4d}  {self.kind:<11} seen after {seen} s, over after {over} s  {self.target}"
+        deed = f"{self.number:3d}  step {self.step:4d}  {self.kind:<11}"
+        return f"{deed} seen after {seen} s, over after {over} s  {self.target}"
 
 
 @dataclass
@@ -78,7 +88,8 @@ class Soak:
     def inflict(self, kind: str) -> Fault:
         """Do it, or what can be done in its place."""
         if kind in ("node lost", "node added"):
-            kind = "node added" if len(self.nodes.nodes) < (2 if kind == "node lost" else self.num_nodes) else "node lost"
+            kind = "node added" if len(self.nodes.nodes) < (2 if kind == "node lost"
+                                                            else self.num_nodes) else "node lost"
         pids, step = self.run.pids, self.run.step
         match kind:
             case "kill":
@@ -131,16 +142,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="faults to draw from")
     parser.add_argument("--samples", type=int, default=6, help="samples of a step")
     parser.add_argument("--churn", action="store_true")
-    parser.add_argument("--reference", nargs="*", default=[], help="run folders of undisturbed runs under SETTINGS, no shorter; none is made then")
+    parser.add_argument("--reference", nargs="*", default=[],
+                        help="run folders of undisturbed runs under SETTINGS, no shorter; none is made then")
     parser.add_argument("--folder", default="", help="keep the runs here")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="dhp_ray_soak_") as scratch:
         folder = Path(arguments.folder or scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        common = [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), folder), *SETTINGS, f"batch.global_samples={arguments.samples}"]
+        common = [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), folder), *SETTINGS,
+                  f"batch.global_samples={arguments.samples}"]
         with Nodes(HEAD_CPUS) as nodes:
             os.environ["RAY_ADDRESS"] = nodes.address
-            return churn(nodes, folder, common, arguments) if arguments.churn else soak(nodes, folder, common, arguments)
+            return churn(nodes, folder, common,
+                         arguments) if arguments.churn else soak(nodes, folder, common, arguments)
 
 
 def soak(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
@@ -148,7 +162,8 @@ def soak(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     for _ in range(max(arguments.nodes, 3 if steps > COMPARED and not arguments.reference else 0)):
         nodes.add(NODE_CPUS)
     numbers = [] if arguments.reference else [3, 5] if steps > COMPARED else [3]
-    calm = [undisturbed(folder / f"calm{number}", number, common, steps) for number in numbers] or [Path(folder) for folder in arguments.reference]
+    calm = [undisturbed(folder / f"calm{number}", number, common, steps)
+            for number in numbers] or [Path(folder) for folder in arguments.reference]
     while len(nodes.nodes) > arguments.nodes:
         nodes.vanish(nodes.nodes[-1])
     draw = random.Random(arguments.seed)
@@ -156,7 +171,8 @@ def soak(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     kinds = draw.sample(names, len(names)) + draw.choices(names, [KINDS[name] for name in names], k=arguments.faults)
     # A fault may come while the run still recovers from the one before: some share a step.
     when = sorted(draw.randint(2, max(3, steps - 8)) for _ in range(arguments.faults))
-    run = Run(folder / "soak", *common, f"run.steps={steps}", f"cluster.num_workers={2 * arguments.nodes}", f"planner.sync={arguments.sync}",
+    run = Run(folder / "soak", *common, f"run.steps={steps}", f"cluster.num_workers={2 * arguments.nodes}",
+              f"planner.sync={arguments.sync}",
               "checkpoint.every_steps=10")
     state = Soak(run, nodes, draw, arguments.nodes)
     begun = time.time()
@@ -200,24 +216,42 @@ def report(state: Soak, calm: list[Path], steps: int, seconds: float) -> int:
         of_kind = [fault for fault in state.faults if fault.kind == kind]
         medians = [statistics.median([seconds for seconds in found if seconds is not None] or [float("nan")])
                    for found in ([fault.seen_s for fault in of_kind], [fault.over_s for fault in of_kind])]
-        print(f"{kind:<11} {len(of_kind):3d} times, median: seen after {medians[0]:.1f} s, over after {medians[1]:.1f} s")
+        print(
+            f"{kind:<11} {len(of_kind):3d} times, median: seen after {medians[0]:.1f} s, over after {medians[1]:.1f} s"
+        )
     rollbacks = run.events("rollback")
-    print(f"{steps} steps in {seconds:.0f} s, {len(run.events('generation'))} generations, {len(rollbacks)} times back to an earlier step")
+    print(
+        f"{steps} steps in {seconds:.0f} s, {len(run.events('generation'))} generations, {len(rollbacks)} times back "
+        "to an earlier step"
+    )
     ended = run.process.returncode == 0
     exact = run.ledger == ledger(calm[0])[:steps]
     compared = min(COMPARED, steps)
-    apart = max((abs(mine - calm) / abs(calm) for mine, calm in zip(run.losses[:compared], reference)), default=float("inf"))
+    apart = max((abs(mine - calm) / abs(calm) for mine, calm in zip(run.losses[:compared], reference)),
+                default=float("inf"))
     checks = [(f"ends by itself (exit status {run.process.returncode})", ended),
               (f"ledger: {len(run.ledger)} lines, those of the undisturbed run", exact and len(run.ledger) == steps),
-              (f"loss: {apart:.1e} from the undisturbed run's in the first {compared} steps, at most 1e-4", apart <= 1e-4)]
+              (f"loss: {apart:.1e} from the undisturbed run's in the first {compared} steps, at most 1e-4",
+               apart <= 1e-4)]
     if len(calm) > 1:
         between, mine = distance(reference, losses(calm[1])), distance(reference, run.losses)
-        checks.append((f"means of {WINDOW} steps: {mine:.2e} from the undisturbed run's, at most 3 times {between:.2e} (undisturbed, 3 and 5 workers)",
-                       mine <= 3 * between))
+        checks.append(
+            (
+                f"means of {WINDOW} steps: {mine:.2e} from the undisturbed run's, at most 3 times {between:.2e} "
+                "(undisturbed, 3 and 5 workers)",
+                mine <= 3 * between,
+            )
+        )
     kinds = [event["kind"] for folder in calm for event in lines(folder, "events.jsonl")]
     alarms = [kind for kind in kinds if kind in ALARMS]
-    checks.append((f"false alarms in {sum(len(losses(folder)) for folder in calm)} undisturbed steps: {len(alarms)} (ranks called slow for a while: "
-                   f"{kinds.count('slow')})", not alarms))
+    checks.append(
+        (
+            f"false alarms in {sum(len(losses(folder)) for folder in calm)} undisturbed steps: {len(alarms)} (ranks "
+            "called slow for a while: "
+            f"{kinds.count('slow')})",
+            not alarms,
+        )
+    )
     for words, passed in checks:
         print("ok  " if passed else "FAIL", words)
     if not all(passed for _, passed in checks):
@@ -238,7 +272,8 @@ def churn(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     steps = arguments.steps or 500
     for _ in range(arguments.nodes):
         nodes.add(NODE_CPUS)
-    run = Run(folder / "churn", *common, f"run.steps={steps}", f"cluster.num_workers={2 * arguments.nodes}", f"planner.sync={arguments.sync}",
+    run = Run(folder / "churn", *common, f"run.steps={steps}", f"cluster.num_workers={2 * arguments.nodes}",
+              f"planner.sync={arguments.sync}",
               "checkpoint.every_steps=50")
     held: list[tuple[int, int, int, int, float]] = []
     try:
@@ -249,7 +284,8 @@ def churn(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
             changes = run.cluster["generation"] - 1
             if not held or changes > held[-1][1]:
                 held.append((run.step, changes, *held_by(survivor)))
-                print("step {} after {} changes: {} file descriptors, {} threads, {:.0f} MB".format(*held[-1]), flush=True)
+                print("step {} after {} changes: {} file descriptors, {} threads, {:.0f} MB".format(*held[-1]),
+                      flush=True)
             others = [pid for pid in run.pids if pid != survivor]
             if others:
                 kill(others[len(held) % len(others)])
@@ -263,7 +299,8 @@ def churn(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     print(f"{steps} steps, {changes} changes of membership, one every {steps / max(1, changes):.1f} steps")
     print("| of a survivor | after the first | at the end |\n|---|---|---|")
     grown = False
-    for column, (name, slack) in enumerate((("file descriptors", 8.0), ("threads", 4.0), ("memory, MB", 64.0)), start=2):
+    for column, (name, slack) in enumerate((("file descriptors", 8.0), ("threads", 4.0), ("memory, MB", 64.0)),
+                                           start=2):
         before, after = (statistics.median(row[column] for row in rows) for rows in (early, late))
         grown |= after > before + slack
         print(f"| {name} | {before:.0f} | {after:.0f} |")

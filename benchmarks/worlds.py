@@ -1,4 +1,5 @@
-"""Training without Ray: real samples, real plans, and ranks that are processes of this machine, each with the worker's own `Rank` object.
+"""Training without Ray: real samples, real plans, and ranks that are processes of this machine, each with the worker's
+own `Rank` object.
 
     corpus_of(config, n)    samples and payloads, read by the data path; patches lie in a file that all ranks map
     plans_of(...)           a plan a step, by the planner
@@ -38,7 +39,9 @@ from tests.ranks import run_processes
 
 @dataclass
 class Corpus:
-    """Samples in the order of reading, and their payloads. `patches` is the file of all images' patches; its folder goes when the corpus does."""
+    """Samples in the order of reading, and their payloads. `patches` is the file of all images' patches; its folder
+    goes when the corpus does.
+    """
 
     samples: list[Sample]
     payloads: dict[str, Payload]
@@ -56,7 +59,8 @@ class Corpus:
 
     def masked(self, ids: set[str]) -> Corpus:
         """The same with every label of some samples masked."""
-        payloads = {name: replace(payload, labels=np.full_like(payload.labels, -100)) if name in ids else payload for name, payload in self.payloads.items()}
+        payloads = {name: replace(payload, labels=np.full_like(payload.labels, -100)) if name in ids else payload
+                    for name, payload in self.payloads.items()}
         return replace(self, payloads=payloads)
 
     def without_images(self, ids: set[str]) -> Corpus:
@@ -67,7 +71,8 @@ class Corpus:
                 payload = payloads[sample.id]
                 keep = ~np.isin(payload.input_ids, list(self.vision_ids))
                 samples[row] = Sample(sample.id, int(keep.sum()))
-                payloads[sample.id] = Payload(input_ids=payload.input_ids[keep], labels=payload.labels[keep], grids=np.zeros((0, 3), np.int64), pixels=[])
+                payloads[sample.id] = Payload(input_ids=payload.input_ids[keep], labels=payload.labels[keep],
+                                              grids=np.zeros((0, 3), np.int64), pixels=[])
         return replace(self, samples=samples, payloads=payloads)
 
     def rank_payloads(self, plan: RankPlan) -> dict[str, Payload]:
@@ -77,7 +82,8 @@ class Corpus:
             for sample, encoded_here in zip(pack.samples, encoded_images(pack, plan.rank)):
                 payload, first, pixels = self.payloads[sample.id], self.first_patch[sample.id], []
                 for (time, height, width), here in zip(sample.vision_grids, encoded_here):
-                    pixels.append(np.array(self._all_patches()[first : first + time * height * width]) if here else None)
+                    pixels.append(np.array(self._all_patches()[first : first + time * height * width]) if here
+                                  else None)
                     first += time * height * width
                 found[sample.id] = replace(payload, pixels=pixels)
         return found
@@ -87,7 +93,9 @@ class Corpus:
 
 
 def data_overrides(test_data: str, folder: Path, num_rows: int = 854) -> list[str]:
-    """The first real conversations from the folder of test data, or the synthetic set (rendered into `folder`) where that is not given."""
+    """The first real conversations from the folder of test data, or the synthetic set (rendered into `folder`) where
+    that is not given.
+    """
     if test_data:
         nlvr = Path(test_data) / "nlvr"
         rows = json.loads((nlvr / "conversations.json").read_text())[:num_rows]
@@ -108,7 +116,8 @@ def corpus_of(config: Config, num_samples: int, max_tokens: int = 0) -> Corpus:
     samples, payloads, first_patch, place = [], {}, {}, 0
     patches = [np.zeros((0, processor.patch_dim), np.float32)]
     for row in rows:
-        sample = Sample(row["id"], row["text_tokens"], row["vision_tokens"], tuple((int(t), int(h), int(w)) for t, h, w in row["grids"]))
+        sample = Sample(row["id"], row["text_tokens"], row["vision_tokens"],
+                        tuple((int(t), int(h), int(w)) for t, h, w in row["grids"]))
         samples.append(sample)
         payload = payload_of(row, [True] * len(sample.vision_grids), processor)
         patches += [pixels for pixels in payload.pixels if pixels is not None]
@@ -127,8 +136,10 @@ def rows_of(config: Config, num_samples: int, max_tokens: int = 0) -> list[dict[
     for position, number in enumerate(fragment_order(config.seed, 0, len(fragments)).tolist()):
         item = {"position": position, "epoch": 0, "number": number, "fragment": pickle.dumps(fragments[number])}
         block = reader(pa.Table.from_pylist([item]))
-        lengths = [text + vision for text, vision in zip(block["text_tokens"].to_pylist(), block["vision_tokens"].to_pylist())]
-        rows += read_payloads(block, [row for row, length in enumerate(lengths) if length and not 0 < max_tokens < length])
+        lengths = [text + vision for text, vision in zip(block["text_tokens"].to_pylist(),
+                                                         block["vision_tokens"].to_pylist())]
+        rows += read_payloads(block, [row for row, length in enumerate(lengths) if length
+                                      and not 0 < max_tokens < length])
         if len(rows) >= num_samples:
             return rows[:num_samples]
     raise ValueError(f"{config.data.path}: {len(rows)} usable samples; {num_samples} are needed")
@@ -138,7 +149,9 @@ def _vision_ids(processor: Processor) -> frozenset[int]:
     return frozenset(processor.token_ids[name] for name in ("image", "vision_start", "vision_end"))
 
 
-def plans_of(batches: Sequence[Sequence[Sample]], num_ranks: int, planner: str, sync: str, tokens_per_rank: int = 0) -> list[Plan]:
+def plans_of(
+    batches: Sequence[Sequence[Sample]], num_ranks: int, planner: str, sync: str, tokens_per_rank: int = 0
+) -> list[Plan]:
     """A plan a batch. By default the longest sample of all just fits on all ranks together."""
     longest = max(sample.num_tokens for batch in batches for sample in batch)
     cluster = ClusterSpec(num_ranks, num_ranks, tokens_per_rank or -(-longest // num_ranks))
@@ -160,7 +173,9 @@ class Outcome:
         return [step.loss_sum / step.num_valid_tokens if step.num_valid_tokens else 0.0 for step in self.steps]
 
 
-def train_world(config: Config, plans: Sequence[Plan], corpus: Corpus, num_ranks: int, timeout_s: float = 300.0) -> Outcome:
+def train_world(
+    config: Config, plans: Sequence[Plan], corpus: Corpus, num_ranks: int, timeout_s: float = 300.0
+) -> Outcome:
     """One step a plan on `num_ranks` processes, from the weights of `config.seed`."""
     begin = perf_counter()
     results = run_processes(_train, num_ranks, num_ranks, config, list(plans), corpus.shared(), timeout_s=timeout_s)
@@ -174,7 +189,8 @@ def _train(rank: int, port: int, num_ranks: int, config: Config, plans: list[Pla
     steps = []
     for step, plan in enumerate(plans, 1):
         rank_plan = plan.rank_plan(step, rank)
-        steps.append(member.stepper.run(rank_plan, corpus.rank_payloads(rank_plan), member.learning_rate_factor(step, len(plans))))
+        steps.append(member.stepper.run(rank_plan, corpus.rank_payloads(rank_plan),
+                                        member.learning_rate_factor(step, len(plans))))
     parameters = {name: tensor.numpy() for name, tensor in member.engine.full_parameters().items()}
     pool = member.stepper.transport.counters()
     member.close()

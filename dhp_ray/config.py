@@ -29,7 +29,8 @@ EITHER = (("model.preset", "model.path"), ("data.path", "data.sources"))
 
 
 def load(argv: list[str], default_file: Path = CONF / "train.yaml") -> Config:
-    """The configuration that `argv` (`--config FILE` and `key=value`) asks for. URIs in it show no credentials (dhp_ray/credentials.py).
+    """The configuration that `argv` (`--config FILE` and `key=value`) asks for. URIs in it show no credentials
+    (dhp_ray/credentials.py).
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
@@ -40,7 +41,8 @@ def load(argv: list[str], default_file: Path = CONF / "train.yaml") -> Config:
     pairs = [_pair(text) for text in overrides]
     names |= {name: value for name, value in pairs if name in CHOICES}
     layers = [(str(path), tree)]
-    layers += [(f"{group}={names[group]}", _read(_choice_file(group, names[group]))) for group in CHOICES if group in names]
+    layers += [(f"{group}={names[group]}", _read(_choice_file(group, names[group])))
+               for group in CHOICES if group in names]
     config = OmegaConf.structured(Config)
     for origin, layer in layers:
         for dotted, value in _leaves(layer):
@@ -84,7 +86,8 @@ def dump(config: Config) -> str:
 
 def help_text(command: str, purpose: str) -> str:
     """The page that `--help` prints."""
-    lines = [f"usage: {command} [--config FILE] [model=NAME] [data=NAME] [cluster=NAME] [key=value ...]", "", purpose, ""]
+    lines = [f"usage: {command} [--config FILE] [model=NAME] [data=NAME] [cluster=NAME] [key=value ...]", "", purpose,
+             ""]
     for group in CHOICES:
         lines.append(f"  {group}=NAME  one of: {', '.join(_choice_names(group)) or '(none)'}")
     for dotted, value, spec in walk(Config()):
@@ -139,12 +142,15 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _value(name: str, text: str) -> Any:
-    """The value of an override, read as YAML (so that lists and numbers work); text that stands for a string is taken as it is."""
+    """The value of an override, read as YAML (so that lists and numbers work); text that stands for a string is taken
+    as it is.
+    """
     kind = _types().get(name)
     if not text:
         return [] if kind not in (int, float, str, bool) else "" if kind is str else None
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]),
+                                       resolve=False)["value"]  # type: ignore[index,call-overload]
     except Exception as error:  # as in _read
         if kind is str:
             return text
@@ -171,7 +177,8 @@ def _set(config: Any, dotted: str, value: Any, origin: str) -> None:
         if inside:
             raise ConfigError(f"{dotted}: a section, not a key ({origin}); allowed: {', '.join(inside)}")
         section = dotted.rpartition(".")[0]
-        near = [name for name in types if section and name.rpartition(".")[0] == section] or sorted({name.split(".")[0] for name in types})
+        near = [name for name in types if section
+                and name.rpartition(".")[0] == section] or sorted({name.split(".")[0] for name in types})
         raise ConfigError(f"{dotted}: no such key ({origin}); allowed: {', '.join(near)}")
     kind = types[dotted]
     allowed = _allowed(dotted, kind)
@@ -180,10 +187,12 @@ def _set(config: Any, dotted: str, value: Any, origin: str) -> None:
     if any("${" in text or text == "???" for text in texts(value)):
         raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: a plain value, without ${{...}} or ???")
     mixed = kind in (bool, int, float) and isinstance(value, bool) != (kind is bool) and not isinstance(value, str)
-    if mixed or (kind is int and isinstance(value, float)):  # OmegaConf would turn true into 1, 2 into true and 1.0 into 1
+    # OmegaConf would turn true into 1, 2 into true and 1.0 into 1
+    if mixed or (kind is int and isinstance(value, float)):
         raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: {allowed}")
     try:
-        OmegaConf.update(config, dotted, value, merge=True)  # merging turns the mappings of a list into its dataclass; a list replaces a list
+        # merging turns the mappings of a list into its dataclass; a list replaces a list
+        OmegaConf.update(config, dotted, value, merge=True)
     except (OmegaConfBaseException, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{dotted}: got {brief(value)} ({origin}); allowed: {allowed}") from None
 
@@ -200,7 +209,8 @@ def _allowed(dotted: str, kind: Any) -> str:
     choices = {name: spec["choices"] for name, _, spec in walk(Config())}[dotted]
     if choices:
         return ", ".join(choices)
-    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list[str]: "a list of names"}
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false",
+             list[str]: "a list of names"}
     return names.get(kind, "a list of {path: ..., weight: ..., format: ...}")
 
 

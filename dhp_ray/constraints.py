@@ -27,43 +27,68 @@ def check(config: Config) -> None:
             raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
     check_device(config)
     if config.data.path and config.data.sources:
-        raise ConfigError(f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: at most one of the two")
+        raise ConfigError(
+            f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: at most one "
+            "of the two"
+        )
     if config.data.format != "synthetic" and not (config.data.path or config.data.sources):
         raise ConfigError(f"data.path: got nothing with data.format={config.data.format}; allowed: a file or folder")
     if bool(config.model.preset) == bool(config.model.path):
-        raise ConfigError(f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: exactly one of the two")
+        raise ConfigError(
+            f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: exactly one of "
+            "the two"
+        )
     tokens = config.planner.tokens_per_rank
     if tokens != "auto" and not re.fullmatch(r"[1-9][0-9]{0,17}", tokens):
         raise ConfigError(f"planner.tokens_per_rank: got {tokens!r}; allowed: auto, or a whole number of at least 1")
     if config.data.min_pixels > config.data.max_pixels:
-        raise ConfigError(f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels ({config.data.max_pixels})")
+        raise ConfigError(
+            f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "
+            f"({config.data.max_pixels})"
+        )
     for part in config.train.freeze:
         if part not in ("vision", "language"):
             raise ConfigError(f"train.freeze: got {part!r}; allowed: vision, language")
     if len(set(config.train.freeze)) == 2:
-        raise ConfigError("train.freeze: got vision and language; allowed: at most one of the two, or nothing is left to train")
+        raise ConfigError(
+            "train.freeze: got vision and language; allowed: at most one of the two, or nothing is left to train"
+        )
     if config.cluster.max_workers and config.cluster.max_workers < config.cluster.num_workers:
-        raise ConfigError(f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least cluster.num_workers ({config.cluster.num_workers})")
+        raise ConfigError(
+            f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least cluster.num_workers "
+            f"({config.cluster.num_workers})"
+        )
     if config.cluster.min_workers > config.cluster.num_workers:
-        raise ConfigError(f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers ({config.cluster.num_workers})")
+        raise ConfigError(
+            f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers "
+            f"({config.cluster.num_workers})"
+        )
     if bool(config.eval.path) != bool(config.eval.every_steps):
-        raise ConfigError(f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or neither")
+        raise ConfigError(
+            f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or "
+            "neither"
+        )
     if not config.run.dir:
         raise ConfigError("run.dir: got nothing; allowed: a folder or URI that every node reaches")
 
 
 def check_device(config: Config) -> None:
-    """Refuse what the workers' device cannot do; where `cluster.device` is auto, call it again once the device is known.
+    """Refuse what the workers' device cannot do; where `cluster.device` is auto, call it again once the device is
+    known.
 
     Raises:
         ConfigError: fp32 on a GPU: the attention kernels there compute in bf16 alone.
     """
     if config.cluster.device == "cuda" and config.train.precision == "fp32":
-        raise ConfigError("train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; master weights stay fp32)")
+        raise ConfigError(
+            "train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; "
+            "master weights stay fp32)"
+        )
 
 
 def run_folder_warning(config: Config, working_folder: Path) -> str:
-    """What to tell of a run folder inside the upload of a submitted job: each node has a copy of its own, and Ray deletes them. Empty: it is not there.
+    """What to tell of a run folder inside the upload of a submitted job: each node has a copy of its own, and Ray
+    deletes them. Empty: it is not there.
 
     The job's working folder tells, and not that it was submitted: a job may have changed to a folder that stays.
     """
@@ -95,7 +120,9 @@ def texts(value: Any) -> list[str]:
 
 def _check_value(dotted: str, value: Any, spec: dict[str, Any]) -> None:
     if any("://" in text and MASK in text and not isinstance(text, Uri) for text in texts(value)):
-        raise ConfigError(f"{dotted}: got {value!r}, a URI as it is shown; allowed: the whole URI, with its credentials")
+        raise ConfigError(
+            f"{dotted}: got {value!r}, a URI as it is shown; allowed: the whole URI, with its credentials"
+        )
     if spec["choices"] and value not in spec["choices"]:
         raise ConfigError(f"{dotted}: got {value!r}; allowed: {', '.join(spec['choices'])}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -109,7 +136,9 @@ def _check_value(dotted: str, value: Any, spec: dict[str, Any]) -> None:
 
 
 def brief(value: Any) -> str:
-    """A value as an error shows it; a number of a thousand digits would drown the message (and Python refuses to print it)."""
+    """A value as an error shows it; a number of a thousand digits would drown the message (and Python refuses to print
+    it).
+    """
     if isinstance(value, int) and abs(value) >= 2**63:
         return "a number of more than 18 digits"
     return repr(value)

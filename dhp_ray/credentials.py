@@ -10,9 +10,11 @@ import re
 from typing import Any
 
 MASK = "***"
-# USER:SECRET@, from the scheme to the last @ of the word: a secret that was not quoted may hold / and @. A port (host:9000/) is none.
+# USER:SECRET@, from the scheme to the last @ of the word: a secret that was not quoted may hold / and @. A port
+# (host:9000/) is none.
 _USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^\s/@:]*:(?!\d{1,5}(?:[/?\s]|$))\S*@")
-_OPTION = re.compile(r"([?&][^\s=&]*(?:secret|password|passwd|token|credential|signature|key|sig)[^\s=&]*=)[^\s&'\"]+", re.IGNORECASE)
+_OPTION = re.compile(r"([?&][^\s=&]*(?:secret|password|passwd|token|credential|signature|key|sig)[^\s=&]*=)[^\s&'\"]+",
+                     re.IGNORECASE)
 
 
 def masked(text: str) -> str:
@@ -23,7 +25,9 @@ def masked(text: str) -> str:
 
 
 class Uri(str):
-    """A URI that reads, prints, compares and is written without its credentials; `full` has them. Copies and pickles keep both."""
+    """A URI that reads, prints, compares and is written without its credentials; `full` has them. Copies and pickles
+    keep both.
+    """
 
     full: str
 
@@ -37,7 +41,9 @@ class Uri(str):
 
 
 def concealed(value: Any) -> Any:
-    """A value of the configuration: strings with credentials in them as Uri, also inside lists; everything else as it is."""
+    """A value of the configuration: strings with credentials in them as Uri, also inside lists; everything else as it
+    is.
+    """
     if isinstance(value, list):
         return [concealed(inner) for inner in value]
     return Uri(value) if isinstance(value, str) and MASK in _shown(value) and MASK not in value else value

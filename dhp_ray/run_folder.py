@@ -6,7 +6,13 @@ import re
 
 CONFIG_FILE, CLUSTER_FILE = "config.yaml", "cluster.json"
 METRICS_FILE, LEDGER_FILE, SKIPPED_FILE, EVENTS_FILE = "metrics.jsonl", "ledger.jsonl", "skipped.jsonl", "events.jsonl"
-PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDER = "plans", "trace", "checkpoints", "tensorboard", "model"
+PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDER = (
+    "plans",
+    "trace",
+    "checkpoints",
+    "tensorboard",
+    "model",
+)
 MANIFEST_FILE = "manifest.json"
 """In the folder of a checkpoint, which is whole once it has one."""
 

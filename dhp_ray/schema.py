@@ -18,10 +18,19 @@ class ConfigError(ValueError):
         super().__init__(" ".join(masked(message).split()))  # one line, whatever the value was
 
 
-def key(default: Any, text: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, above: float | None = None,
-        maximum: float | None = None, below: float | None = None) -> Any:
+def key(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
     """A field of the schema: its default, its line in `--help`, and the values that it admits."""
-    metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum,
+                "below": below}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -44,7 +53,8 @@ class Run:
     dir: str = key("runs/default", "folder or URI of the run's files; every node must reach it")
     steps: int = key(0, "optimizer steps in all; 0: as many as `run.epochs` take", minimum=0)
     epochs: int = key(1, "passes over the data when run.steps is 0", minimum=1)
-    resume: str = key("auto", "auto continues the run in run.dir; never refuses a folder that holds one", choices=("auto", "never"))
+    resume: str = key("auto", "auto continues the run in run.dir; never refuses a folder that holds one",
+                      choices=("auto", "never"))
 
 
 @dataclass(kw_only=True)
@@ -71,23 +81,34 @@ class Data:
     format: str = key("synthetic", "layout of the samples", choices=FORMATS)
     path: str = key("", "file or folder of the samples")
     image_root: str = key("", "folder that image names are relative to; empty: the folder of data.path")
-    sources: list[Source] = key([], "several sources mixed by weight, in place of data.path: [{path: a, weight: 1}, ...]")
+    sources: list[Source] = key([],
+                                "several sources mixed by weight, in place of data.path: [{path: a, weight: 1}, ...]")
     min_pixels: int = key(3136, "an image with fewer pixels is scaled up to this many", minimum=1, maximum=10**9)
     max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1, maximum=10**9)
-    max_decoded_pixels: int = key(64_000_000, "an image, or a video's frames, with more pixels than this is refused, before it is decoded", minimum=1)
+    max_decoded_pixels: int = key(
+        64_000_000,
+        "an image, or a video's frames, with more pixels than this is refused, before it is decoded",
+        minimum=1,
+    )
     max_file_mb: float = key(512.0, "a larger image or video file is refused", above=0)
     video_fps: float = key(2.0, "frames a second taken from a video", above=0)
     max_frames: int = key(768, "frames taken from a video at most; a longer one's are further apart", minimum=4)
     max_video_seconds: float = key(3600.0, "a longer video is refused", above=0)
-    shuffle_window: int = key(4096, "rows that lie open at a time, from which batches are mixed; 0: rows are shuffled within fragments alone", minimum=0)
+    shuffle_window: int = key(
+        4096,
+        "rows that lie open at a time, from which batches are mixed; 0: rows are shuffled within fragments alone",
+        minimum=0,
+    )
     shuffle_window_mb: float = key(2048.0, "and about so much payload at most: larger rows shorten the window", above=0)
-    on_error: str = key("skip", "a bad sample is left out and listed in skipped.jsonl, or ends the run", choices=("skip", "fail"))
+    on_error: str = key("skip", "a bad sample is left out and listed in skipped.jsonl, or ends the run",
+                        choices=("skip", "fail"))
     synthetic: Synthetic = field(default_factory=Synthetic)
 
 
 @dataclass(kw_only=True)
 class Batch:
-    global_samples: int = key(16, "samples of one optimizer step (per device x accumulation x devices elsewhere)", minimum=1)
+    global_samples: int = key(16, "samples of one optimizer step (per device x accumulation x devices elsewhere)",
+                              minimum=1)
     drop_last: bool = key(False, "leave out an epoch's last batch when it is not full")
 
 
@@ -101,24 +122,33 @@ class Model:
 class Cluster:
     num_workers: int = key(2, "workers (ranks) at start", minimum=1, maximum=100_000)
     min_workers: int = key(1, "a run already going waits for capacity below this many", minimum=1)
-    max_workers: int = key(0, "a run already going grows to at most this many; 0: cluster.num_workers", minimum=0, maximum=100_000)
+    max_workers: int = key(0, "a run already going grows to at most this many; 0: cluster.num_workers", minimum=0,
+                           maximum=100_000)
     device: str = key("auto", "where workers compute", choices=("auto", "cpu", "cuda", "npu"))
     cpus_per_worker: float = key(1.0, "CPUs that each worker reserves", minimum=0.0001, maximum=10_000)
-    start_timeout_s: float = key(10.0, "seconds to wait for room for num_workers (600 with an autoscaler)", above=0, maximum=MONTH_S)
+    start_timeout_s: float = key(10.0, "seconds to wait for room for num_workers (600 with an autoscaler)", above=0,
+                                 maximum=MONTH_S)
 
 
 @dataclass(kw_only=True)
 class Planner:
     name: str = key("dhp", "planner", choices=PLANNERS)
-    sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch", choices=("step", "micro_batch"))
+    sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch",
+                    choices=("step", "micro_batch"))
     cost: str = key("", "cost file; empty: conf/cost/<device>.yaml")
-    tokens_per_rank: str = key("auto", "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
-    max_sequence_tokens: int = key(0, "longest sequence admitted, fixed for the run; 0: tokens_per_rank x cluster.num_workers at its first start", minimum=0)
+    tokens_per_rank: str = key("auto",
+                               "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
+    max_sequence_tokens: int = key(
+        0,
+        "longest sequence admitted, fixed for the run; 0: tokens_per_rank x cluster.num_workers at its first start",
+        minimum=0,
+    )
 
 
 @dataclass(kw_only=True)
 class Comm:
-    transport: str = key("pool", "process groups made for each plan, or the ring over one parent group", choices=("pool", "parent"))
+    transport: str = key("pool", "process groups made for each plan, or the ring over one parent group",
+                         choices=("pool", "parent"))
     pool_groups: int = key(64, "process groups kept at most; a plan's further ones use the parent group", minimum=1)
     timeout_s: float = key(600.0, "seconds after which a collective counts as stuck", above=0, maximum=MONTH_S)
 
@@ -127,8 +157,12 @@ class Comm:
 class Checkpoint:
     every_steps: int = key(20, "save after this many steps; 0: only at the end", minimum=0)
     keep: int = key(2, "newest checkpoints kept", minimum=1)
-    scratch: str = key("", "folder of each node from which checkpoints are uploaded to an object store; empty: the system's temporary one. Not used where "
-                           "run.dir is a folder")
+    scratch: str = key(
+        "",
+        "folder of each node from which checkpoints are uploaded to an object store; empty: the system's temporary "
+        "one. Not used where "
+        "run.dir is a folder",
+    )
 
 
 @dataclass(kw_only=True)
@@ -139,22 +173,37 @@ class Eval:
 
 @dataclass(kw_only=True)
 class Elastic:
-    mirror_every_steps: int = key(1, "copy each rank's state to another rank after so many steps; 0: never, a lost worker then costs a rollback", minimum=0)
+    mirror_every_steps: int = key(
+        1,
+        "copy each rank's state to another rank after so many steps; 0: never, a lost worker then costs a rollback",
+        minimum=0,
+    )
     hang_s: float = key(10.0, "a step counts as hung at the earliest after so many seconds", above=0, maximum=MONTH_S)
     hang_factor: float = key(5.0, "and after so many times its predicted seconds", minimum=1)
-    evict_below: float = key(0.2, "a worker slower than this share of the others' speed is replaced, once in its place; 0: never", minimum=0, below=1)
+    evict_below: float = key(
+        0.2,
+        "a worker slower than this share of the others' speed is replaced, once in its place; 0: never",
+        minimum=0,
+        below=1,
+    )
     patience: int = key(20, "steps in a row that it must be so slow for", minimum=1)
 
 
 @dataclass(kw_only=True)
 class Watch:
-    every_steps: int = key(20, "show the plan and what really happened in TensorBoard and trace/ at step 1 and after this many steps; 0: never", minimum=0)
+    every_steps: int = key(
+        20,
+        "show the plan and what really happened in TensorBoard and trace/ at step 1 and after this many steps; "
+        "0: never",
+        minimum=0,
+    )
 
 
 @dataclass(kw_only=True)
 class Train:
     learning_rate: float = key(1e-3, "peak learning rate", above=0, maximum=LARGEST)
-    vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate", minimum=0, maximum=LARGEST)
+    vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate",
+                                      minimum=0, maximum=LARGEST)
     warmup_steps: int = key(0, "steps of linear warm-up", minimum=0)
     schedule: str = key("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
     min_learning_rate_ratio: float = key(0.1, "where the cosine ends, as a share of the peak", minimum=0, maximum=1)

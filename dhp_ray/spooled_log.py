@@ -62,7 +62,9 @@ class SpooledLog:
                 yield line
 
     def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Leave only the lines that `keep` admits. The file is replaced at once, and only when a line goes. A line at a time is in memory."""
+        """Leave only the lines that `keep` admits. The file is replaced at once, and only when a line goes. A line at a
+        time is in memory.
+        """
         if all(keep(line) for line in self.lines()):
             return
         with storage_errors(str(self._path), "cannot be written"):

@@ -62,18 +62,21 @@ class Folder:
 
     def child(self, name: str) -> Folder:
         """The folder `name` inside this one."""
-        base, mark, options = full_uri(self.uri).partition("?")  # an object store's options follow the path: s3://bucket/runs?region=...
+        # an object store's options follow the path: s3://bucket/runs?region=...
+        base, mark, options = full_uri(self.uri).partition("?")
         return Folder(f"{base.rstrip('/')}/{_checked(name)}{mark}{options}")
 
     def read(self, name: str) -> bytes:
-        with storage_errors(self._full(name), "cannot be read"), self._files.open_input_stream(self._at(name)) as stream:
+        with storage_errors(self._full(name),
+                            "cannot be read"), self._files.open_input_stream(self._at(name)) as stream:
             return bytes(stream.read())
 
     def write(self, name: str, content: bytes) -> None:
         """Put the whole file in place at once: a reader, or a crash, finds the old content or the new, never a part."""
         with storage_errors(self._full(name), "cannot be written"):
             if self._local is None:
-                with self._files.open_output_stream(self._at(name)) as stream:  # an object appears when its upload is complete
+                # an object appears when its upload is complete
+                with self._files.open_output_stream(self._at(name)) as stream:
                     stream.write(content)
             else:
                 retry_when_full(lambda: self._replace(name, content))
@@ -98,7 +101,9 @@ class Folder:
                 self._files.delete_file(self._at(name))
 
     def upload(self, local_path: str | Path, name: str) -> None:
-        """Copy the local file or folder to `name`; each file appears whole, and files that are already there are replaced."""
+        """Copy the local file or folder to `name`; each file appears whole, and files that are already there are
+        replaced.
+        """
         source = Path(local_path)
         for file, target in _pairs(source, name):
             with storage_errors(self._full(target), f"cannot be copied from {file}"):
@@ -141,11 +146,14 @@ def _pairs(source: Path, name: str) -> list[tuple[Path, str]]:
     """(local file, name in the folder) of one file, or of every file below a local folder."""
     if not source.is_dir():
         return [(source, name)]
-    return [(file, f"{name}/{file.relative_to(source).as_posix()}") for file in sorted(source.rglob("*")) if file.is_file()]
+    return [(file, f"{name}/{file.relative_to(source).as_posix()}") for file in sorted(source.rglob("*"))
+            if file.is_file()]
 
 
 def retry_when_full(write: Callable[[], None]) -> None:
-    """Write something small, and wait for room where there is none: a save that fills the disk gives its room back when it fails."""
+    """Write something small, and wait for room where there is none: a save that fills the disk gives its room back when
+    it fails.
+    """
     deadline = time.monotonic() + ROOM_PATIENCE_S
     while True:
         try:
@@ -189,7 +197,8 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network and user-space file systems have no such call
+        # some network and user-space file systems have no such call
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(handle)

@@ -20,11 +20,12 @@ HELP = """usage: python jobs/plan.py lengths=FILE.csv num_ranks=N [key=value ...
 
 Plans one global batch, prints a table, and writes the plan.
 
-  lengths=FILE.csv       one sequence a row; column num_tokens, and vision_tokens (part of num_tokens) where there is one
+  lengths=FILE.csv       one sequence a row; column num_tokens, and vision_tokens (part of num_tokens) if there is one
   replay=FILE.json       plan again from the inputs of a plan file, in place of lengths=
   num_ranks=N            ranks of the cluster
   ranks_per_node=8       ranks of a node
-  nodes=                 ranks of each node, comma-separated, where nodes differ: nodes=8,8,4 in place of num_ranks= and ranks_per_node=
+  nodes=                 ranks of each node, comma-separated, where nodes differ: nodes=8,8,4
+                         in place of num_ranks= and ranks_per_node=
   tokens_per_rank=8192   most tokens of one pack on one rank
   speeds=                speed of each rank, comma-separated (1.0 = nominal); empty: all 1.0
   sync=step              step: ranks meet at the end of the step; micro_batch: after each micro-batch
@@ -35,7 +36,8 @@ Plans one global batch, prints a table, and writes the plan.
 
 Exit status: 0 on success, 2 on a bad argument or batch, 1 on failure."""
 
-DEFAULTS = {"lengths": "", "replay": "", "num_ranks": "", "ranks_per_node": "8", "nodes": "", "tokens_per_rank": "8192", "speeds": "", "sync": "step",
+DEFAULTS = {"lengths": "", "replay": "", "num_ranks": "", "ranks_per_node": "8", "nodes": "", "tokens_per_rank": "8192",
+            "speeds": "", "sync": "step",
             "planner": "dhp", "cost": "", "out": "", "picture": ""}
 
 
@@ -64,7 +66,9 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print_table(plan)
-    print(f"compiling:       {compile_s:.1f} s before it, once a process: compiled code is read from its cache, or made")
+    print(
+        f"compiling:       {compile_s:.1f} s before it, once a process: compiled code is read from its cache, or made"
+    )
     return 0
 
 
@@ -81,7 +85,9 @@ def read_arguments(argv: list[str]) -> dict[str, str]:
 
 
 def planned(inputs: dict[str, Any]) -> tuple[Plan, float]:
-    """The plan, and the seconds that compiled code took to be there. Those are no part of the planning time, and a wrong argument does not wait for them."""
+    """The plan, and the seconds that compiled code took to be there. Those are no part of the planning time, and a
+    wrong argument does not wait for them.
+    """
     from dhp_ray.planner import checked_problem, plan_batch, warm_up
 
     checked_problem(**inputs)
@@ -97,9 +103,11 @@ def given(arguments: dict[str, str]) -> dict[str, Any]:
     if arguments["nodes"]:
         cluster = ClusterSpec.of_nodes(nodes_of(arguments), tokens_per_rank, speeds)
     else:
-        cluster = ClusterSpec(whole(arguments, "num_ranks"), whole(arguments, "ranks_per_node"), tokens_per_rank, speeds)
+        cluster = ClusterSpec(whole(arguments, "num_ranks"), whole(arguments, "ranks_per_node"), tokens_per_rank,
+                              speeds)
     cost = CostModel.load(arguments["cost"] or Path(__file__).resolve().parent.parent / "conf" / "cost" / "cuda.yaml")
-    return {"samples": read_lengths(arguments["lengths"]), "cluster": cluster, "cost": cost, "planner": arguments["planner"], "sync": arguments["sync"]}
+    return {"samples": read_lengths(arguments["lengths"]), "cluster": cluster, "cost": cost,
+            "planner": arguments["planner"], "sync": arguments["sync"]}
 
 
 def recorded(path: str) -> dict[str, Any]:
@@ -122,7 +130,10 @@ def read_lengths(path: str) -> list[Any]:
         with open(path, newline="") as file:
             rows = csv.DictReader(file)
             if "num_tokens" not in (rows.fieldnames or ()):
-                raise ArgumentError(f"lengths: {path} has columns {', '.join(rows.fieldnames or ()) or '(none)'}; a column num_tokens is needed")
+                raise ArgumentError(
+                    f"lengths: {path} has columns {', '.join(rows.fieldnames or ()) or '(none)'}; a column num_tokens "
+                    "is needed"
+                )
             for index, row in enumerate(rows):
                 where = f"lengths: {path} line {rows.line_num}"
                 tokens = count(row["num_tokens"], f"{where}: num_tokens")
@@ -153,7 +164,9 @@ def nodes_of(arguments: dict[str, str]) -> list[int]:
     """The node of each rank, from the sizes of the nodes."""
     nodes = [node for node, size in enumerate(arguments["nodes"].split(",")) for _ in range(count(size, "nodes"))]
     if arguments["num_ranks"] and whole(arguments, "num_ranks") != len(nodes):
-        raise ArgumentError(f"num_ranks: got {arguments['num_ranks']}; nodes={arguments['nodes']} has {len(nodes)} ranks")
+        raise ArgumentError(
+            f"num_ranks: got {arguments['num_ranks']}; nodes={arguments['nodes']} has {len(nodes)} ranks"
+        )
     return nodes
 
 
@@ -173,10 +186,16 @@ def print_table(plan: Plan) -> None:
         groups = [group for group in plan.groups if group.degree == degree]
         tokens = [plan.samples[row].num_tokens for group in groups for row in group.pack.sequences]
         times = [group.predicted_time_s for group in groups]
-        print(f"{degree:>6} {packs:>7} {len(tokens):>10} {sum(tokens):>11} {max(tokens):>8} {sum(times) / packs:>9.4f} {max(times):>9.4f}")
+        print(
+            f"{degree:>6} {packs:>7} {len(tokens):>10} {sum(tokens):>11} {max(tokens):>8} {sum(times) / packs:>9.4f} "
+            f"{max(times):>9.4f}"
+        )
     gap = plan.predicted_time_s / plan.lower_bound_s - 1 if plan.lower_bound_s else 0.0
     print(f"planner:         {plan.planner}, sync={plan.sync}")
-    print(f"batch:           {len(plan.samples)} sequences, {sum(sample.num_tokens for sample in plan.samples)} tokens, {plan.cluster.num_ranks} ranks")
+    print(
+        f"batch:           {len(plan.samples)} sequences, {sum(sample.num_tokens for sample in plan.samples)} tokens, "
+        f"{plan.cluster.num_ranks} ranks"
+    )
     print(f"micro-batches:   {len({group.micro_batch for group in plan.groups})}")
     print(f"process groups:  {len(plan.process_groups())}")
     print(f"predicted time:  {plan.predicted_time_s:.4f} s")

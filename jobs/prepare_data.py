@@ -10,7 +10,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.config import Config, ConfigError, help_text, load
 
-PURPOSE = "Write the synthetic training set (data.synthetic.*) to data.path. Does nothing when the same set is there already."
+PURPOSE = (
+    "Write the synthetic training set (data.synthetic.*) to data.path. Does nothing when the same set is there already."
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -61,18 +63,25 @@ def prepare(path: Path, config: Config) -> None:
     if path.exists():
         stored = stored_parameters(path)
         if stored is None:
-            raise ValueError(f"data.path: {path} holds other data; allowed: a name that is free, or a set written by this program")
+            raise ValueError(
+                f"data.path: {path} holds other data; allowed: a name that is free, or a set written by this program"
+            )
         if stored == wanted:
             print(f"{path}: {wanted['num_samples']} samples are there already")
             return
         changed = next(key for key in wanted | stored if stored.get(key) != wanted.get(key))
-        print(f"{path}: replacing a set with {changed}={stored.get(changed)} by one with {changed}={wanted.get(changed)}")
+        print(
+            f"{path}: replacing a set with {changed}={stored.get(changed)} by one with {changed}={wanted.get(changed)}"
+        )
     started = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True) as progress:
         task = progress.add_task("rendering samples", total=wanted["num_samples"])
         write(path, config.data, config.seed, lambda done: progress.update(task, completed=done))
-    print(f"{path}: {wanted['num_samples']} samples, {path.stat().st_size / 1e6:.1f} MB, written in {time.monotonic() - started:.1f} s")
+    print(
+        f"{path}: {wanted['num_samples']} samples, {path.stat().st_size / 1e6:.1f} MB, written in "
+        f"{time.monotonic() - started:.1f} s"
+    )
 
 
 if __name__ == "__main__":

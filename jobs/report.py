@@ -11,12 +11,15 @@ from dhp_ray.config import ConfigError, load
 
 HELP = """usage: python jobs/report.py [--config FILE] run.dir=FOLDER
 
-Writes FOLDER/report.html: one page without anything to fetch, with loss, throughput, what planning gained over static layouts, degrees, data and events.
+Writes FOLDER/report.html: one page without anything to fetch, with loss, throughput, what planning gained over
+static layouts, degrees, data and events.
 Works while the run is going, on a folder or a URI (s3://, gs://, hdfs://).
 
-  run.dir=FOLDER  the run's folder; without it, the one of conf/train.yaml or of --config FILE (a run's config.yaml, for example)
+  run.dir=FOLDER  the run's folder; without it, the one of conf/train.yaml or of --config FILE
+                  (a run's config.yaml, for example)
 
-Exit status: 0 on success, 2 on a bad argument or where no run is, 1 on failure (also where a run has not finished a step)."""
+Exit status: 0 on success, 2 on a bad argument or where no run is, 1 on failure (also where a run has not finished a
+step)."""
 
 
 def main(argv: list[str]) -> int:

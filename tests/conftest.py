@@ -1,4 +1,6 @@
-"""What tests of several packages need from outside: a local Ray cluster, a bare configuration, test data, an S3 server; skips for what a machine lacks."""
+"""What tests of several packages need from outside: a local Ray cluster, a bare configuration, test data, an S3 server;
+skips for what a machine lacks.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ import pytest
 from dhp_ray.storage import Folder
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # as in cluster.yaml
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a local ray.init would leave a token file behind that later clusters demand
+# a local ray.init would leave a token file behind that later clusters demand
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background commands so, and every process that a test starts would inherit it
+# a shell starts background commands so, and every process that a test starts would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests run on two processes, file by file: all files that need Ray on one of them, so that there is one cluster."""
+    """Tests run on two processes, file by file: all files that need Ray on one of them, so that there is one cluster.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class OneCluster(LoadScopeScheduling):
@@ -78,7 +83,9 @@ def test_data() -> Path:
 
 @pytest.fixture(scope="session")
 def object_store() -> Iterator[str]:
-    """The options that a URI `s3://bucket/...` needs to reach an S3 server that runs for the tests; skips where moto is not installed."""
+    """The options that a URI `s3://bucket/...` needs to reach an S3 server that runs for the tests; skips where moto is
+    not installed.
+    """
     pytest.importorskip("moto.server", reason="moto is not installed: no S3 server to test against")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -86,7 +93,8 @@ def object_store() -> Iterator[str]:
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_EC2_METADATA_DISABLED": "true"}
     before = {name: os.environ.get(name) for name in keys}
     os.environ.update(keys)
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while True:
@@ -120,7 +128,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MB, in memory; skips where this user may not mount one."""
     place = tmp_path / "small_disk"
     place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True,
+                          text=True, check=False)
     if done.returncode:
         pytest.skip(f"no file system can be mounted: {done.stderr.strip()}")
     yield place

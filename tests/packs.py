@@ -1,4 +1,6 @@
-"""Small samples with images, packs of them, and what plain transformers computes for them: the reference of the model's tests."""
+"""Small samples with images, packs of them, and what plain transformers computes for them: the reference of the model's
+tests.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ class Film:
     pieces: tuple[Grid, ...]
 
 
-def make_sample(name: str, parts: Sequence[int | Grid | Film], first_label: int | None = None) -> tuple[Sample, Payload]:
-    """A sample of text runs (their length), images (their grid) and videos; labels count from `first_label`, by default every third token is masked."""
+def make_sample(
+    name: str, parts: Sequence[int | Grid | Film], first_label: int | None = None
+) -> tuple[Sample, Payload]:
+    """A sample of text runs (their length), images (their grid) and videos; labels count from `first_label`, by default
+    every third token is masked.
+    """
     random = np.random.default_rng(sum(map(ord, name)))
     ids: list[int] = []
     grids: list[Grid] = []
@@ -38,7 +44,8 @@ def make_sample(name: str, parts: Sequence[int | Grid | Film], first_label: int 
         if isinstance(part, int):
             ids += random.integers(0, 256, part).tolist()
             continue
-        pieces, lasts, token = (part.pieces, part.seconds, "video") if isinstance(part, Film) else ((part,), 0.0, "image")
+        pieces, lasts, token = (part.pieces, part.seconds,
+                                "video") if isinstance(part, Film) else ((part,), 0.0, "image")
         ids.append(TOKEN_IDS["vision_start"])
         for time, height, width in pieces:
             pixels.append(random.standard_normal((time * height * width, 3 * 2 * 14 * 14), dtype=np.float32))
@@ -59,7 +66,9 @@ def make_sample(name: str, parts: Sequence[int | Grid | Film], first_label: int 
                     media=np.array(media, np.int64), seconds=np.array(seconds)))
 
 
-def make_pack(index: int, ranks: Sequence[int], samples: Sequence[Sample], encoders: Sequence[int] | None = None) -> RankPack:
+def make_pack(
+    index: int, ranks: Sequence[int], samples: Sequence[Sample], encoders: Sequence[int] | None = None
+) -> RankPack:
     """A pack on `ranks`; by default its images are encoded by the members in turn."""
     images = sum(len(sample.vision_grids) for sample in samples)
     members = tuple(image % len(ranks) for image in range(images)) if encoders is None else tuple(encoders)
@@ -102,14 +111,18 @@ def plain_loss(module: Qwen2_5_VLForConditionalGeneration, payload: Payload) -> 
             if values is not None:
                 patches[bool(is_video)].append(values)
         if patches[False]:
-            inputs |= {"pixel_values": torch.from_numpy(np.concatenate(patches[False])), "image_grid_thw": grids[seconds == 0]}
+            inputs |= {"pixel_values": torch.from_numpy(np.concatenate(patches[False])),
+                       "image_grid_thw": grids[seconds == 0]}
         if patches[True]:
-            inputs |= {"pixel_values_videos": torch.from_numpy(np.concatenate(patches[True])), "video_grid_thw": grids[seconds > 0],
+            inputs |= {"pixel_values_videos": torch.from_numpy(np.concatenate(patches[True])),
+                       "video_grid_thw": grids[seconds > 0],
                        "second_per_grid_ts": seconds[seconds > 0].float()}
     return module(input_ids=ids, labels=labels, **inputs).loss, int((labels[:, 1:] != -100).sum())
 
 
-def plain_gradients(module: Qwen2_5_VLForConditionalGeneration, payloads: Sequence[Payload]) -> tuple[float, dict[str, Tensor]]:
+def plain_gradients(
+    module: Qwen2_5_VLForConditionalGeneration, payloads: Sequence[Payload]
+) -> tuple[float, dict[str, Tensor]]:
     """Token-sum loss and its gradients, sample by sample; zeros where nothing flows."""
     module.zero_grad()
     total = 0.0
@@ -118,12 +131,16 @@ def plain_gradients(module: Qwen2_5_VLForConditionalGeneration, payloads: Sequen
         if count:
             (mean * count).backward()
             total += mean.item() * count
-    return total, {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone() for name, parameter in module.named_parameters()}
+    return total, {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                   for name, parameter in module.named_parameters()}
 
 
 def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Largest difference over the largest element, of each tensor of `wanted`; the difference itself where that is zero."""
-    return {name: ((found[name] - tensor).abs().max() / (tensor.abs().max() or 1.0)).item() for name, tensor in wanted.items()}
+    """Largest difference over the largest element, of each tensor of `wanted`; the difference itself where that is
+    zero.
+    """
+    return {name: ((found[name] - tensor).abs().max() / (tensor.abs().max() or 1.0)).item()
+            for name, tensor in wanted.items()}
 
 
 def own_payloads(pack: RankPack, payloads: Mapping[str, Payload], rank: int) -> dict[str, Payload]:
@@ -133,5 +150,6 @@ def own_payloads(pack: RankPack, payloads: Mapping[str, Payload], rank: int) -> 
         encoders = pack.encoders[first:first + len(sample.vision_grids)]
         first += len(encoders)
         payload = payloads[sample.id]
-        own[sample.id] = replace(payload, pixels=[patches if encoder == member else None for patches, encoder in zip(payload.pixels, encoders)])
+        own[sample.id] = replace(payload, pixels=[patches if encoder == member else None
+                                                  for patches, encoder in zip(payload.pixels, encoders)])
     return own

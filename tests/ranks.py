@@ -9,16 +9,22 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "dhp_ray.model.build", "dhp_ray.runtime.worker.rank"]
+PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "dhp_ray.model.build",
+           "dhp_ray.runtime.worker.rank"]
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Call `function(rank, *arguments)` on `num_ranks` ranks of one gloo world; the results, by rank. Fails as `run_processes` does."""
+    """Call `function(rank, *arguments)` on `num_ranks` ranks of one gloo world; the results, by rank. Fails as
+    `run_processes` does.
+    """
     return run_processes(_in_world, num_ranks, num_ranks, timeout_s, function, arguments, timeout_s=timeout_s)
 
 
-def run_processes(function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 60.0, mortal: Collection[int] = ()) -> list[Any]:
-    """Call `function(rank, port, *arguments)` in `num_ranks` processes that can meet at a store on `port` of this machine; the results, by rank.
+def run_processes(
+    function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 60.0, mortal: Collection[int] = ()
+) -> list[Any]:
+    """Call `function(rank, port, *arguments)` in `num_ranks` processes that can meet at a store on `port` of this
+    machine; the results, by rank.
 
     `function` must be importable (defined at a module's top level). Processes are forked from a server that has
     imported torch once, so that a call takes a fraction of a second. Fails when a rank raises, dies or is late;
@@ -28,11 +34,13 @@ def run_processes(function: Callable[..., Any], num_ranks: int, *arguments: Any,
     context.set_forkserver_preload(PRELOAD)
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # ours until all ranks are done: no port is picked before it is taken
+    # ours until all ranks are done: no port is picked before it is taken
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_process_main, args=(theirs, function, rank, store.port, arguments), daemon=True)
+        process = context.Process(target=_process_main, args=(theirs, function, rank, store.port, arguments),
+                                  daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -71,7 +79,9 @@ def _collect(pipes: list[Connection], timeout_s: float, mortal: Collection[int])
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _process_main(pipe: Connection, function: Callable[..., Any], rank: int, port: int, arguments: tuple[Any, ...]) -> None:
+def _process_main(
+    pipe: Connection, function: Callable[..., Any], rank: int, port: int, arguments: tuple[Any, ...]
+) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -81,7 +91,9 @@ def _process_main(pipe: Connection, function: Callable[..., Any], rank: int, por
         pipe.send((True, traceback.format_exc()))
 
 
-def _in_world(rank: int, port: int, num_ranks: int, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _in_world(
+    rank: int, port: int, num_ranks: int, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_s)

@@ -32,6 +32,7 @@ def the_block(language: str, words: str) -> str:
 
 def jobs(name: str, among: list[str] = COMMANDS) -> list[list[str]]:
     """The arguments of every `python jobs/NAME` that is shown, also behind `ray job submit ... --`."""
-    found = [shlex.split(line.partition(f"jobs/{name}")[2], comments=True) for line in among if f"python jobs/{name}" in line]
+    found = [shlex.split(line.partition(f"jobs/{name}")[2], comments=True)
+             for line in among if f"python jobs/{name}" in line]
     assert found, name
     return found

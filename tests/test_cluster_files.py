@@ -1,4 +1,6 @@
-"""The files that start clusters: Ray's own schema and preparation, KubeRay's keys, the commands in them, and what must not be in them."""
+"""The files that start clusters: Ray's own schema and preparation, KubeRay's keys, the commands in them, and what must
+not be in them.
+"""
 
 from __future__ import annotations
 
@@ -48,18 +50,25 @@ TEXT, NUMBER, FLAG, ANY = {"type": "string"}, {"type": "integer", "minimum": 0},
 TEXTS = {"type": "object", "additionalProperties": TEXT}  # start parameters, resources: numbers must be quoted
 CONTAINER = only("name image resources", name=TEXT, image=TEXT, env=some(only("name value", name=TEXT, value=TEXT)),
                  ports=some(only("containerPort name", containerPort=NUMBER, name={"type": "string", "maxLength": 15})),
-                 resources=only("requests limits", requests=TEXTS, limits=TEXTS), volumeMounts=some(only("name mountPath", name=TEXT, mountPath=TEXT)))
-VOLUME = only("name", name=TEXT, persistentVolumeClaim=only("claimName", claimName=TEXT), emptyDir=only(medium={"enum": ["Memory"]}, sizeLimit=TEXT))
+                 resources=only("requests limits", requests=TEXTS, limits=TEXTS),
+                 volumeMounts=some(only("name mountPath", name=TEXT, mountPath=TEXT)))
+VOLUME = only("name", name=TEXT, persistentVolumeClaim=only("claimName", claimName=TEXT),
+              emptyDir=only(medium={"enum": ["Memory"]}, sizeLimit=TEXT))
 POD = only("spec", spec=only("containers", containers=some(CONTAINER), volumes=some(VOLUME)))
 CLUSTER = only(
-    "rayVersion headGroupSpec workerGroupSpecs", rayVersion=TEXT, enableInTreeAutoscaling=FLAG, authOptions=only("mode", mode={"enum": ["disabled", "token"]}),
-    autoscalerOptions=only(version={"enum": ["v1", "v2"]}, upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]}, idleTimeoutSeconds=NUMBER),
+    "rayVersion headGroupSpec workerGroupSpecs", rayVersion=TEXT, enableInTreeAutoscaling=FLAG,
+    authOptions=only("mode", mode={"enum": ["disabled", "token"]}),
+    autoscalerOptions=only(version={"enum": ["v1", "v2"]},
+                           upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
+                           idleTimeoutSeconds=NUMBER),
     networkPolicy=only("mode", mode={"enum": ["DenyAll", "DenyAllIngress", "DenyAllEgress"]}),
     headGroupSpec=only("template", serviceType={"enum": ["ClusterIP"]}, rayStartParams=TEXTS, template=POD),
-    workerGroupSpecs=some(only("groupName minReplicas maxReplicas template", groupName=TEXT, replicas=NUMBER, minReplicas=NUMBER, maxReplicas=NUMBER,
+    workerGroupSpecs=some(only("groupName minReplicas maxReplicas template", groupName=TEXT, replicas=NUMBER,
+                               minReplicas=NUMBER, maxReplicas=NUMBER,
                                rayStartParams=TEXTS, template=POD)))
 SPECS = {"RayCluster": CLUSTER,
-         "RayJob": only("entrypoint rayClusterSpec", entrypoint=TEXT, submissionMode={"enum": ["K8sJobMode", "HTTPMode"]}, backoffLimit=NUMBER,
+         "RayJob": only("entrypoint rayClusterSpec", entrypoint=TEXT,
+                        submissionMode={"enum": ["K8sJobMode", "HTTPMode"]}, backoffLimit=NUMBER,
                         shutdownAfterJobFinishes=FLAG, ttlSecondsAfterFinished=NUMBER, rayClusterSpec=CLUSTER)}
 
 
@@ -68,7 +77,8 @@ def check_manifest(manifest: dict[str, Any]) -> None:
                   metadata=only("name namespace", name=TEXT, namespace=TEXT), spec=SPECS.get(manifest["kind"], ANY))
     jsonschema.validate(manifest, schema)
     cluster = manifest["spec"].get("rayClusterSpec", manifest["spec"])
-    _derive_autoscaling_config_from_ray_cr({"metadata": manifest["metadata"], "spec": cluster})  # Ray's reading of it; it ends with validate_config
+    # Ray's reading of it; it ends with validate_config
+    _derive_autoscaling_config_from_ray_cr({"metadata": manifest["metadata"], "spec": cluster})
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         pod = group["template"]["spec"]
         mounted = {mount["name"] for container in pod["containers"] for mount in container.get("volumeMounts", [])}
@@ -106,7 +116,8 @@ def test_ray_takes_the_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RAY_UP, ids=name)
-@pytest.mark.parametrize("place", [(), ("auth",), ("provider", "head_ip"), ("head_start_ray_commands",), ("max_workers",)], ids=str)
+@pytest.mark.parametrize("place", [(), ("auth",), ("provider", "head_ip"), ("head_start_ray_commands",),
+                                   ("max_workers",)], ids=str)
 def test_a_planted_mistake_fails(path: Path, place: tuple[str, ...]) -> None:
     config = tree(path)
     match place:
@@ -115,7 +126,9 @@ def test_a_planted_mistake_fails(path: Path, place: tuple[str, ...]) -> None:
         case ("auth",):
             config["auth"]["ssh_usr"] = "root"
         case ("provider", key):
-            config["provider"].pop(key) if key in config["provider"] else config["available_node_types"]["head"].update(max_worker=1)
+            config["provider"].pop(key) if key in config["provider"] else config["available_node_types"]["head"].update(
+                max_worker=1
+            )
         case ("head_start_ray_commands",):
             config["head_start_ray_commands"][1] += " --dashboard-adress=127.0.0.1"
         case ("max_workers",):
@@ -153,7 +166,9 @@ def test_a_planted_mistake_in_a_manifest_fails(path: Path, place: str) -> None:
 
 
 def submitted(path: Path) -> list[list[str]]:
-    """The arguments of every `jobs/train.py` of a file: of the commands in its comments, and of a RayJob's entrypoint. The image's checkout is this one."""
+    """The arguments of every `jobs/train.py` of a file: of the commands in its comments, and of a RayJob's entrypoint.
+    The image's checkout is this one.
+    """
     comments = "\n".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
     lines = comments.replace("\\\n", " ").splitlines()
     if path in KUBERAY:
@@ -179,7 +194,8 @@ def test_what_is_submitted_suits_a_real_model(path: Path, monkeypatch: pytest.Mo
 def test_a_planted_demo_setting_shows(tmp_path: Path) -> None:
     """What submits without `--config conf/finetune.yaml` is refused, or has the demo's settings."""
     planted = tmp_path / "nvidia.yaml"
-    planted.write_text((CONF / "cluster" / "launch" / "nvidia.yaml").read_text().replace("--config conf/finetune.yaml ", ""))
+    planted.write_text((CONF / "cluster" / "launch"
+                        / "nvidia.yaml").read_text().replace("--config conf/finetune.yaml ", ""))
     [arguments] = submitted(planted)
     with pytest.raises(ConfigError, match=r"train\.precision: got 'fp32' with cluster\.device=cuda"):
         load(arguments)
@@ -190,7 +206,10 @@ def test_a_job_asks_for_the_workers_that_its_cluster_has() -> None:
     path = CONF / "cluster" / "launch" / "kuberay_job.yaml"
     assert tree(path)["spec"]["entrypoint"].startswith("python /home/ray/dhp_ray/jobs/train.py ")
     groups = tree(path)["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    gpus = sum(group["replicas"] * int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for group in groups)
+    gpus = sum(
+        group["replicas"] * int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+        for group in groups
+    )
     assert load(submitted(path)[0]).cluster.num_workers == gpus
 
 
@@ -207,7 +226,8 @@ def test_what_is_the_users_own_stays_here() -> None:
 def test_versions_are_pinned_and_the_projects(path: Path) -> None:
     text = path.read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {line.name: line for line in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["npu"]])}
+    wanted = {line.name: line for line in map(Requirement,
+                                              [*project["dependencies"], *project["optional-dependencies"]["npu"]])}
     pins = {match[1]: match[2] for match in re.finditer(r'"(\w+)(?:\[[\w,]+\])?==([\w.]+)"', text)}
     if path in KUBERAY:
         manifest = tree(path)
@@ -238,7 +258,9 @@ def test_nothing_is_open_and_nothing_is_secret(path: Path) -> None:
         assert cluster["authOptions"] == {"mode": "token"}
         assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
         assert cluster["networkPolicy"] == {"mode": "DenyAllIngress"}
-        assert "featureGates[0].name=RayClusterNetworkPolicy" in text, "KubeRay 1.7 refuses networkPolicy without its gate"
+        assert "featureGates[0].name=RayClusterNetworkPolicy" in text, (
+            "KubeRay 1.7 refuses networkPolicy without its gate"
+        )
 
 
 def test_ascend_nodes_get_their_environment() -> None:
@@ -247,7 +269,8 @@ def test_ascend_nodes_get_their_environment() -> None:
     for variable in ("HCCL_IF_IP", "HCCL_SOCKET_IFNAME", "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_BUFFSIZE"):
         assert f"export {variable}=" in environment
     assert any("torch_npu" in command for command in config["worker_setup_commands"])
-    assert not any("torch_npu" in command for command in config["setup_commands"]), "without CANN, torch_npu breaks the head's torch"
+    assert not any("torch_npu" in command
+                   for command in config["setup_commands"]), "without CANN, torch_npu breaks the head's torch"
 
 
 @pytest.mark.parametrize("path", RAY_UP, ids=name)
@@ -261,7 +284,8 @@ def test_the_shell_can_read_every_command(path: Path, tmp_path: Path) -> None:
     (tmp_path / "ip").chmod(0o755)
     environment = next(command for command in config["setup_commands"] if "dhp_ray_environment" in command)
     program = f"{environment}\n. ~/dhp_ray_environment\nprintenv PRIVATE_IP GLOO_SOCKET_IFNAME RAY_AUTH_MODE"
-    done = subprocess.run(["bash", "-c", program], env={"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", "-c", program], env={"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"},
+                          capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["192.0.2.11", "eth0", "token"]
 
 
@@ -272,6 +296,8 @@ def test_the_files_that_cluster_chooses_are_configuration(path: Path) -> None:
 
 def test_each_file_is_of_one_kind() -> None:
     """conf/cluster/*.yaml are chosen by cluster=NAME; launch/ holds what starts clusters."""
-    assert {path.name for path in LAUNCH} == {"nvidia.yaml", "aws_spot.yaml", "kuberay_cluster.yaml", "kuberay_job.yaml"}
-    assert sorted(path.relative_to(CONF / "cluster").as_posix() for path in (CONF / "cluster").rglob("*.yaml")) == sorted(
+    assert {path.name for path in LAUNCH} == {"nvidia.yaml", "aws_spot.yaml", "kuberay_cluster.yaml",
+                                              "kuberay_job.yaml"}
+    assert sorted(path.relative_to(CONF / "cluster").as_posix()
+                  for path in (CONF / "cluster").rglob("*.yaml")) == sorted(
         [*(path.name for path in (CONF / "cluster").glob("*.yaml")), *(f"launch/{path.name}" for path in LAUNCH)])

@@ -1,4 +1,6 @@
-"""The comparisons in README.md and benchmarks/README.md agree with each other, and with what benchmarks/comparisons.py computes."""
+"""The comparisons in README.md and benchmarks/README.md agree with each other, and with what benchmarks/comparisons.py
+computes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.readme import ROOT, rows_of
 
 TABLES = (ROOT / "benchmarks" / "README.md").read_text()
 BEST, LAST, MODE = "best baseline over dhp", "last resort over dhp", "mode"
-needs_data = pytest.mark.skipif("DHP_RAY_TEST_DATA" not in os.environ, reason="DHP_RAY_TEST_DATA names no folder with cost/")
+needs_data = pytest.mark.skipif("DHP_RAY_TEST_DATA" not in os.environ,
+                                reason="DHP_RAY_TEST_DATA names no folder with cost/")
 
 
 def table_after(words: str) -> list[dict[str, str]]:
@@ -43,14 +46,16 @@ def test_every_table_has_every_mix_and_its_ratios(sync: str) -> None:
         rows = mixes(sync, tokens)
         assert [row["sequences/ranks"] for row in rows] == [f"{count}/{num_ranks}" for count, num_ranks in PEERS]
         for row in rows:
-            dhp_s, baselines = float(row["dhp"].split()[0]), [float(row[name]) for name in ("static", "static_best", "pow2", "dhp_paper")]
+            dhp_s, baselines = float(row["dhp"].split()[0]), [float(row[name]) for name in ("static", "static_best",
+                                                                                            "pow2", "dhp_paper")]
             assert float(row[BEST]) == pytest.approx(min(baselines) / dhp_s, abs=0.011)
             assert float(row[LAST]) == pytest.approx(float(row["last resort"]) / dhp_s, abs=0.011)
 
 
 def test_the_summary_is_the_tables() -> None:
     rows = table_after("## Planner beside its baselines")
-    assert [(row["mode"], row["tokens a rank"]) for row in rows] == [(sync, f"{tokens:,}") for sync in SYNCS for tokens in MEMORIES]
+    assert [(row["mode"], row["tokens a rank"])
+            for row in rows] == [(sync, f"{tokens:,}") for sync in SYNCS for tokens in MEMORIES]
     for row in rows:
         memory = (int(row["tokens a rank"].replace(",", "")),)
         assert (row[BEST], row[LAST]) == (reach(BEST, row["mode"], memory), reach(LAST, row["mode"], memory))
@@ -62,14 +67,17 @@ def test_readme_says_what_the_tables_say() -> None:
     assert found == [reach(BEST, "step"), reach(BEST, "micro_batch")]
     assert re.findall(r"[\d.]+ to [\d.]+", cells["what `step` itself gains"]) == [reach(MODE, "step")]
     ratios = [row["dhp over the best of the last three"] for row in table_after("The peers' own planners")]
-    assert re.findall(r"[\d.]+ to [\d.]+", cells["modelled step time, beside other planners"]) == [f"{min(ratios)} to {max(ratios)}"]
+    assert re.findall(r"[\d.]+ to [\d.]+",
+                      cells["modelled step time, beside other planners"]) == [f"{min(ratios)} to {max(ratios)}"]
 
 
 def test_the_command_runs_in_a_checkout() -> None:
     """Whether or not the folder of benchmarks is on the caller's path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = subprocess.run([sys.executable, "benchmarks/comparisons.py", "sometimes"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert (found.returncode, found.stderr) == (2, "comparisons.py: sometimes: allowed: step, micro_batch, 8192, 32768, 131072\n")
+    found = subprocess.run([sys.executable, "benchmarks/comparisons.py", "sometimes"], cwd=ROOT, env=environment,
+                           capture_output=True, text=True)
+    assert (found.returncode,
+            found.stderr) == (2, "comparisons.py: sometimes: allowed: step, micro_batch, 8192, 32768, 131072\n")
 
 
 @needs_data
@@ -77,7 +85,9 @@ def test_the_command_runs_in_a_checkout() -> None:
 def test_the_tables_are_what_is_computed(sync: str, count: int, num_ranks: int) -> None:
     row = row_of(count, num_ranks, 8192, sync, published_cost())
     [shown] = [row for row in mixes(sync, 8192) if row["sequences/ranks"] == f"{count}/{num_ranks}"]
-    seconds_of = {"static": row.static_s, **dict(zip(("static_best", "pow2", "dhp_paper"), row.tuned_s)), "last resort": row.last_resort_s}
-    assert {name: f"{seconds:.2f}" for name, seconds in seconds_of.items()} == {name: shown[name] for name in seconds_of}
+    seconds_of = {"static": row.static_s, **dict(zip(("static_best", "pow2", "dhp_paper"), row.tuned_s)),
+                  "last resort": row.last_resort_s}
+    assert {name: f"{seconds:.2f}"
+            for name, seconds in seconds_of.items()} == {name: shown[name] for name in seconds_of}
     assert shown["dhp"] == f"{row.dhp_s:.2f} ({row.bound_s:.2f})"
     assert shown[BEST] == f"{row.over_dhp:.2f}"

@@ -27,18 +27,23 @@ def refused(argv: list[str]) -> str:
 
 
 def test_every_name_of_the_contract_is_a_key() -> None:
-    contract = """run.dir run.steps run.epochs run.resume seed data.format data.path data.image_root data.sources data.max_pixels data.on_error
-        batch.global_samples batch.drop_last model.preset model.path cluster.num_workers cluster.min_workers cluster.max_workers cluster.device
-        cluster.cpus_per_worker cluster.start_timeout_s planner.name planner.sync planner.cost planner.tokens_per_rank comm.transport
-        checkpoint.every_steps eval.path eval.every_steps train.learning_rate train.vision_learning_rate train.weight_decay train.adam_eps
-        train.clip_norm train.precision train.freeze train.activation_checkpointing"""
+    contract = """
+        run.dir run.steps run.epochs run.resume seed data.format data.path data.image_root data.sources
+        data.max_pixels data.on_error batch.global_samples batch.drop_last model.preset model.path
+        cluster.num_workers cluster.min_workers cluster.max_workers cluster.device cluster.cpus_per_worker
+        cluster.start_timeout_s planner.name planner.sync planner.cost planner.tokens_per_rank comm.transport
+        checkpoint.every_steps eval.path eval.every_steps train.learning_rate train.vision_learning_rate
+        train.weight_decay train.adam_eps train.clip_norm train.precision train.freeze
+        train.activation_checkpointing"""
     assert set(contract.split()) <= set(KEYS)
     assert list(_types()) == KEYS
 
 
 def test_overrides_win_and_keep_their_types(bare: list[str]) -> None:
-    config = load([*bare, "run.steps=7", "train.learning_rate=3e-4", "batch.drop_last=true", "train.freeze=[vision]", "planner.tokens_per_rank=480",
-                   "run.dir=s3://bucket/x?region=a", "cluster.cpus_per_worker=1", "run.steps=8", "train.weight_decay=0"])
+    config = load([*bare, "run.steps=7", "train.learning_rate=3e-4", "batch.drop_last=true", "train.freeze=[vision]",
+                   "planner.tokens_per_rank=480",
+                   "run.dir=s3://bucket/x?region=a", "cluster.cpus_per_worker=1", "run.steps=8",
+                   "train.weight_decay=0"])
     assert config.run.steps == 8  # the last of two
     assert config.train.learning_rate == 3e-4
     assert config.batch.drop_last is True
@@ -49,7 +54,8 @@ def test_overrides_win_and_keep_their_types(bare: list[str]) -> None:
     assert config.train.weight_decay == 0.0
 
 
-@pytest.mark.parametrize("text", ["1e3", "007", "true", "2020-01-01", "a: b", "[half", "{x", "a=b", "ü ö", "1_000", "C:\\runs", "-", "0x1F"])
+@pytest.mark.parametrize("text", ["1e3", "007", "true", "2020-01-01", "a: b", "[half", "{x", "a=b", "ü ö", "1_000",
+                                  "C:\\runs", "-", "0x1F"])
 def test_text_for_a_string_is_taken_as_it_is(bare: list[str], text: str) -> None:
     assert load([*bare, f"run.dir={text}"]).run.dir == text
 
@@ -80,13 +86,16 @@ def test_sources(bare: list[str]) -> None:
     assert config.data.sources == [Source(path="a", weight=3.0), Source(path="b", weight=1.0)]
     assert load([*bare, "data.path=x", "data.sources="]).data.path == "x"
     for text, said in [("[{path: a, weight: 0}]", "data.sources[0].weight: got 0.0; allowed: more than 0"),
-                       ("[{path: a}, {weight: 1}]", "data.sources[1].path: got nothing"), ("[{pth: a}]", "a list of {path: ..., weight: ..., format: ...}"),
-                       ("[a]", "a list of {path: ..., weight: ..., format: ...}"), ("a", "a list of {path: ..., weight: ..., format: ...}"),
+                       ("[{path: a}, {weight: 1}]", "data.sources[1].path: got nothing"),
+                       ("[{pth: a}]", "a list of {path: ..., weight: ..., format: ...}"),
+                       ("[a]", "a list of {path: ..., weight: ..., format: ...}"),
+                       ("a", "a list of {path: ..., weight: ..., format: ...}"),
                        ("{path: a}", "a list of {path: ..., weight: ..., format: ...}")]:
         message = refused([*bare, f"data.sources={text}"])
         assert message.startswith("data.sources")
         assert said in message
-    assert refused([*bare, "data.path=x", "data.sources=[{path: a}]"]).startswith("data.sources: got 1 with data.path='x'")
+    assert refused([*bare, "data.path=x",
+                    "data.sources=[{path: a}]"]).startswith("data.sources: got 1 with data.path='x'")
 
 
 @pytest.mark.parametrize(("word", "key", "said"), [
@@ -108,12 +117,14 @@ def test_sources(bare: list[str]) -> None:
     ("train.learning_rate=0", "train.learning_rate", "got 0.0; allowed: more than 0 and at most 1e+30"),
     ("train.learning_rate=1e39", "train.learning_rate", "got 1e+39; allowed: more than 0 and at most 1e+30"),
     ("cluster.num_workers=1000000000", "cluster.num_workers", "got 1000000000; allowed: at least 1 and at most 100000"),
-    ("cluster.cpus_per_worker=1e-9", "cluster.cpus_per_worker", "got 1e-09; allowed: at least 0.0001 and at most 10000"),
+    ("cluster.cpus_per_worker=1e-9", "cluster.cpus_per_worker",
+     "got 1e-09; allowed: at least 0.0001 and at most 10000"),
     ("comm.timeout_s=1e18", "comm.timeout_s", "got 1e+18; allowed: more than 0 and at most 2592000"),
     ("train.learning_rate=.nan", "train.learning_rate", "got nan; allowed: more than 0"),
     ("train.learning_rate=.inf", "train.learning_rate", "got inf; allowed: more than 0"),
     ("train.adam_beta1=1", "train.adam_beta1", "got 1.0; allowed: at least 0 and less than 1"),
-    ("train.min_learning_rate_ratio=1.5", "train.min_learning_rate_ratio", "got 1.5; allowed: at least 0 and at most 1"),
+    ("train.min_learning_rate_ratio=1.5", "train.min_learning_rate_ratio",
+     "got 1.5; allowed: at least 0 and at most 1"),
     ("batch.drop_last=2", "batch.drop_last", "got 2 (the command line); allowed: true or false"),
     ("batch.drop_last=maybe", "batch.drop_last", "got 'maybe' (the command line); allowed: true or false"),
     ("batch.global_samples=0", "batch.global_samples", "got 0; allowed: at least 1"),
@@ -143,7 +154,8 @@ def test_sources(bare: list[str]) -> None:
     ("data.format=webdataset", "data.path", "got nothing with data.format=webdataset; allowed: a file or folder"),
     ("data.sources=[{path: a, format: csv}]", "data.sources[0].format", "got 'csv'; allowed: , llava, parquet"),
     ("cluster.device=cuda", "train.precision", "got 'fp32' with cluster.device=cuda; allowed: bf16"),
-    ("run.dir=s3://***@bucket/x", "run.dir", "got 's3://***@bucket/x', a URI as it is shown; allowed: the whole URI, with its credentials"),
+    ("run.dir=s3://***@bucket/x", "run.dir",
+     "got 's3://***@bucket/x', a URI as it is shown; allowed: the whole URI, with its credentials"),
     ("run.steps=s3://KEY:secret@bucket", "run.steps", "got 's3://***@bucket' (the command line)"),
     ("data.format=llava", "data.path", "got nothing with data.format=llava; allowed: a file or folder"),
     ("model=huge", "model", "got 'huge'; allowed: "),
@@ -162,17 +174,23 @@ def test_what_is_wrong_is_said_in_one_line_with_the_key(bare: list[str], word: s
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("run: {stepz: 3}", "run.stepz: no such key ("), ("run: 3", "run: a section, not a key ("), ("run: {steps: x}", "run.steps: got 'x' ("),
-    ("[1, 2]", "allowed: sections with keys"), ("just text", "no such key ("), ("a: [", "is not YAML"), ("a: 1\na: 2", "is not YAML"),
+    ("run: {stepz: 3}", "run.stepz: no such key ("), ("run: 3", "run: a section, not a key ("),
+    ("run: {steps: x}", "run.steps: got 'x' ("),
+    ("[1, 2]", "allowed: sections with keys"), ("just text", "no such key ("), ("a: [", "is not YAML"),
+    ("a: 1\na: 2", "is not YAML"),
     ("\x00", "--config: "),
-    ("choices: tiny", "choices: got 'tiny'; allowed: model, data, cluster"), ("choices: {modle: tiny}", "choices.modle: no such choice"),
-    ("choices: {model: huge}", "model: got 'huge'; allowed: "), ("choices: {model: [tiny]}", "model: got ['tiny']; allowed: "),
-    ("run: {dir: '${seed}'}", "run.dir: got '${seed}'"), ("run: {dir: '${'}", ""), ("seed:", "seed: got nothing"), ("1: 2", "1: no such key"),
+    ("choices: tiny", "choices: got 'tiny'; allowed: model, data, cluster"),
+    ("choices: {modle: tiny}", "choices.modle: no such choice"),
+    ("choices: {model: huge}", "model: got 'huge'; allowed: "),
+    ("choices: {model: [tiny]}", "model: got ['tiny']; allowed: "),
+    ("run: {dir: '${seed}'}", "run.dir: got '${seed}'"), ("run: {dir: '${'}", ""), ("seed:", "seed: got nothing"),
+    ("1: 2", "1: no such key"),
     ("run: {1: 2}", "run.1: no such key"), ("run: {dir: {a: 1}}", "run.dir.a: no such key"),
 ])
 def test_a_bad_file_is_one_line(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "bad.yaml"
-    path.write_text(text + ("" if "model" in text else "\nmodel: {preset: tiny}\n" if ":" in text and "[" not in text else ""))
+    path.write_text(text + ("" if "model" in text else "\nmodel: {preset: tiny}\n" if ":" in text and "[" not in text
+                            else ""))
     assert said in refused(["--config", str(path)])
 
 
@@ -187,7 +205,9 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 def test_later_layers_win(tmp_path: Path) -> None:
     """Schema, then the file, then the choices, then the command line."""
     path = tmp_path / "run.yaml"
-    path.write_text("choices: {cluster: local}\nmodel: {preset: tiny}\nseed: 3\ncluster: {num_workers: 9, min_workers: 2}\n")
+    path.write_text(
+        "choices: {cluster: local}\nmodel: {preset: tiny}\nseed: 3\ncluster: {num_workers: 9, min_workers: 2}\n"
+    )
     local = yaml.safe_load((CONF / "cluster" / "local.yaml").read_text())["cluster"]
     config = load(["--config", str(path)])
     assert (config.seed, config.cluster.num_workers, config.cluster.min_workers) == (3, local["num_workers"], 2)
@@ -220,8 +240,10 @@ def test_every_choice_loads(bare: list[str], path: Path) -> None:
 
 
 def test_dump_and_load_give_the_same_back(bare: list[str], tmp_path: Path) -> None:
-    config = load([*bare, "run.dir=s3://b/x?region=a", "train.adam_eps=1e-12", "train.learning_rate=2.5e-5", "train.freeze=[language]",
-                   "data.sources=[{path: '1e3', weight: 0.1}, {path: 'no'}]", "planner.tokens_per_rank=480", "model.path=yes"])
+    config = load([*bare, "run.dir=s3://b/x?region=a", "train.adam_eps=1e-12", "train.learning_rate=2.5e-5",
+                   "train.freeze=[language]",
+                   "data.sources=[{path: '1e3', weight: 0.1}, {path: 'no'}]", "planner.tokens_per_rank=480",
+                   "model.path=yes"])
     path = tmp_path / "config.yaml"
     path.write_text(dump(config))
     assert load(["--config", str(path)]) == config
@@ -236,18 +258,26 @@ def test_the_device_that_auto_finds_is_checked_too(bare: list[str]) -> None:
 
 
 def test_credentials_reach_storage_and_no_text(bare: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what the configuration writes of itself, nor what it says of a value; and it takes nothing from the environment."""
+    """Neither what the configuration writes of itself, nor what it says of a value; and it takes nothing from the
+    environment.
+    """
     monkeypatch.setenv("ANY_SECRET", "from-the-environment")
-    config = load([*bare, "run.dir=s3://KEY:secret@bucket/x?region=a", "data.sources=[{path: 's3://KEY:secret@b/y'}]", "data.path="])
+    config = load([*bare, "run.dir=s3://KEY:secret@bucket/x?region=a", "data.sources=[{path: 's3://KEY:secret@b/y'}]",
+                   "data.path="])
     config = pickle.loads(pickle.dumps(config))
     assert full_uri(config.run.dir) == "s3://KEY:secret@bucket/x?region=a"
-    assert "secret" not in dump(config) + repr(config) + str(asdict(config)) + f"{config.run.dir} {config.data.sources[0].path}"
+    assert (
+        "secret"
+        not in dump(config) + repr(config) + str(asdict(config)) + f"{config.run.dir} {config.data.sources[0].path}"
+    )
     assert yaml.safe_load(dump(config))["run"]["dir"] == "s3://***@bucket/x?region=a"
-    for word in ("run.dir=${oc.env:ANY_SECRET}", "run.dir=x-${oc.env:ANY_SECRET}", "train.freeze=['${oc.env:ANY_SECRET}']", "run.steps=${oc.env:ANY_SECRET}"):
+    for word in ("run.dir=${oc.env:ANY_SECRET}", "run.dir=x-${oc.env:ANY_SECRET}",
+                 "train.freeze=['${oc.env:ANY_SECRET}']", "run.steps=${oc.env:ANY_SECRET}"):
         message = refused([*bare, word])
         assert "from-the-environment" not in message
         assert "allowed: a plain value, without ${...}" in message
-    for word in ("s3://KEY:secret@b", "x=s3://KEY:secret@b", "run.dirr=s3://KEY:secret@b", "data.format=s3://KEY:secret@b", "--config=s3://KEY:secret@b",
+    for word in ("s3://KEY:secret@b", "x=s3://KEY:secret@b", "run.dirr=s3://KEY:secret@b",
+                 "data.format=s3://KEY:secret@b", "--config=s3://KEY:secret@b",
                  "train.freeze=['s3://KEY:secret@b']", "model=s3://KEY:secret@b", "data.sources=[s3://KEY:secret@b]"):
         assert "secret" not in refused([*bare, word])
 

@@ -15,15 +15,21 @@ from dhp_ray.config import CHOICES, Config, ConfigError, check, dump, load
 from dhp_ray.constraints import walk
 from tests.test_config import KEYS
 
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.dates(), st.sampled_from(["${x}", "???", "${", "auto"]))
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.dates(),
+                    st.sampled_from(["${x}", "???", "${", "auto"]))
 inner_names = st.one_of(st.text(max_size=5), st.integers())
-values = st.recursive(scalars, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(inner_names, inner, max_size=3)), max_leaves=5)
-names = st.one_of(st.sampled_from([*KEYS, *CHOICES, "run", "data.synthetic", "choices", "choices.model"]), st.text(max_size=12))
-fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+values = st.recursive(scalars, lambda inner: st.one_of(st.lists(inner, max_size=3),
+                                                       st.dictionaries(inner_names, inner, max_size=3)), max_leaves=5)
+names = st.one_of(st.sampled_from([*KEYS, *CHOICES, "run", "data.synthetic", "choices", "choices.model"]),
+                  st.text(max_size=12))
+fuzz = settings(max_examples=100, deadline=None,
+                suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def loads_or_is_refused(argv: list[str]) -> Config | None:
-    """A valid configuration, or None after an error of one line that begins with a key. Any other exception fails the test."""
+    """A valid configuration, or None after an error of one line that begins with a key. Any other exception fails the
+    test.
+    """
     said = ""
     try:
         config = load(argv)
@@ -39,7 +45,8 @@ def loads_or_is_refused(argv: list[str]) -> Config | None:
 
 
 @fuzz
-@given(name=names, text=st.one_of(st.text(max_size=20), values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())))
+@given(name=names, text=st.one_of(st.text(max_size=20),
+                                  values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())))
 def test_any_override_loads_or_is_one_line(bare: list[str], tmp_path: Path, name: str, text: str) -> None:
     config = loads_or_is_refused([*bare, f"{name}={text}"])
     if config:

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from tests.test_config_fuzz import names, values
 
 ROOT = Path(__file__).parent.parent
-PLAN_ARGUMENTS = ["num_ranks", "ranks_per_node", "nodes", "speeds", "sync", "planner", "cost", "out", "lengths", "replay"]
+PLAN_ARGUMENTS = ["num_ranks", "ranks_per_node", "nodes", "speeds", "sync", "planner", "cost", "out", "lengths",
+                  "replay"]
 texts = st.text(max_size=20) | values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())
-words = st.builds("{}={}".format, names, texts) | st.text(max_size=20) | st.builds("--config={}".format, st.text(max_size=8))
+words = st.builds("{}={}".format, names,
+                  texts) | st.text(max_size=20) | st.builds("--config={}".format, st.text(max_size=8))
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -42,7 +44,8 @@ def ended(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, 
 
 @pytest.mark.parametrize("name", ["train", "prepare_data"])
 @fuzz
-@given(argv=st.lists(words.filter(lambda word: word not in ("-h", "--help")), max_size=4), last=st.sampled_from(["run.steps=-1", "seed=x", "run.resume=maybe"]))
+@given(argv=st.lists(words.filter(lambda word: word not in ("-h", "--help")), max_size=4),
+       last=st.sampled_from(["run.steps=-1", "seed=x", "run.resume=maybe"]))
 def test_any_overrides_end_in_one_line(name: str, argv: list[str], last: str) -> None:
     """Among them one that is wrong, and comes last, so that nothing starts."""
     status, output, errors = ended(entry(name).main, [*argv, last])
@@ -53,7 +56,8 @@ def test_any_overrides_end_in_one_line(name: str, argv: list[str], last: str) ->
 
 
 @fuzz
-@given(argv=st.lists(st.builds("{}={}".format, st.sampled_from(PLAN_ARGUMENTS), st.text(max_size=12)) | st.text(max_size=12), min_size=1, max_size=4))
+@given(argv=st.lists(st.builds("{}={}".format, st.sampled_from(PLAN_ARGUMENTS), st.text(max_size=12))
+                     | st.text(max_size=12), min_size=1, max_size=4))
 def test_any_arguments_of_a_plan_end_in_one_line(argv: list[str]) -> None:
     status, output, errors = ended(entry("plan").main, [word for word in argv if word not in ("-h", "--help")] or ["x"])
     assert (status, output) == (2, "")

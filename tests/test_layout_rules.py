@@ -17,6 +17,7 @@ JOBS = sorted((ROOT / "jobs").glob("*.py"))
 COVERED_BY = {
     "constraints.py": "test_config.py",
     "schema.py": "test_config.py",
+    "data/chat_template.py": "data/test_processor.py",
     "data/clip.py": "data/test_video.py",
     "data/conversation.py": "data/test_processor.py",
     "data/errors.py": "data/test_untrusted.py",
@@ -33,6 +34,7 @@ COVERED_BY = {
     "report/figures.py": "report/test_page.py",
     "report/plan_picture.py": "report/test_step_picture.py",
     "runtime/messages.py": "runtime/job/test_console.py",
+    "runtime/driver/batch_reader.py": "runtime/driver/test_dispatch.py",
     "runtime/driver/commit.py": "integration/test_train.py",
     "runtime/driver/evaluation.py": "integration/test_evaluation.py",
     "runtime/driver/nodes.py": "integration/test_drain.py",
@@ -44,6 +46,7 @@ COVERED_BY = {
     "runtime/job/head.py": "runtime/job/test_connect.py",
     "runtime/job/job.py": "runtime/job/test_connect.py",
     "runtime/job/roster.py": "integration/test_capacity.py",
+    "runtime/worker/failures.py": "integration/test_error_lines.py",
     "runtime/worker/rank.py": "train/test_random_plans.py",
     "runtime/worker/worker.py": "integration/test_faults.py",
     "train/collectives.py": "train/test_sharded_engine.py",
@@ -54,9 +57,12 @@ COVERED_BY = {
     "train/state/intervals.py": "train/state/test_checkpoint.py",
     "train/state/optimizer.py": "train/test_flat_engine.py",
 }
-"""Modules without a test file of their own, and the file that covers each. The planner's are tested together, mode by mode."""
+"""Modules without a test file of their own, and the file that covers each. The planner's are tested together, mode by
+mode.
+"""
 
-SOURCES = sorted(path for folder in ("dhp_ray", "jobs", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(path for folder in ("dhp_ray", "jobs", "benchmarks", "tests")
+                 for path in (ROOT / folder).rglob("*.py"))
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.stem)
@@ -72,7 +78,8 @@ def test_help_comes_at_once(job: Path) -> None:
     times = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        finished = subprocess.run([sys.executable, str(job), "--help"], capture_output=True, text=True, timeout=60, check=False)
+        finished = subprocess.run([sys.executable, str(job), "--help"], capture_output=True, text=True, timeout=60,
+                                  check=False)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert finished.returncode == 0, finished.stderr
         assert finished.stdout.startswith("usage: ")
@@ -83,33 +90,41 @@ def test_help_comes_at_once(job: Path) -> None:
 
 
 def test_imports_go_one_way() -> None:
-    finished = subprocess.run([str(Path(sys.executable).with_name("lint-imports")), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    finished = subprocess.run([str(Path(sys.executable).with_name("lint-imports")), "--no-cache"], cwd=ROOT,
+                              capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout
 
 
 def test_files_are_named_for_what_they_hold() -> None:
     vague = re.compile(r"utils?|helpers?|managers?|handlers?|common|misc")
-    found = [str(path.relative_to(ROOT)) for path in SOURCES if any(vague.fullmatch(word) for word in path.stem.split("_"))]
+    found = [str(path.relative_to(ROOT))
+             for path in SOURCES if any(vague.fullmatch(word) for word in path.stem.split("_"))]
     assert found == []
 
 
 def test_no_file_outgrows_itself() -> None:
     """Past 300 lines a file is asking to be split."""
-    found = {str(path.relative_to(ROOT)): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > 300}
+    found = {str(path.relative_to(ROOT)): lines
+             for path in SOURCES if (lines := len(path.read_text().splitlines())) > 300}
     assert found == {}
 
 
 def test_every_module_and_job_says_what_it_is() -> None:
     found = []
     for path in SOURCES:
-        if path.name != "__init__.py" and not path.is_relative_to(ROOT / "tests") and ast.get_docstring(ast.parse(path.read_text())) is None:
+        if (
+            path.name != "__init__.py"
+            and not path.is_relative_to(ROOT / "tests")
+            and ast.get_docstring(ast.parse(path.read_text())) is None
+        ):
             found.append(str(path.relative_to(ROOT)))
     assert found == []
 
 
 def test_tests_mirror_the_package() -> None:
     """Every module has its test file, or is named above with the one that covers it."""
-    modules = {path.relative_to(ROOT / "dhp_ray") for path in SOURCES if path.is_relative_to(ROOT / "dhp_ray") and path.name != "__init__.py"}
+    modules = {path.relative_to(ROOT / "dhp_ray") for path in SOURCES if path.is_relative_to(ROOT / "dhp_ray")
+               and path.name != "__init__.py"}
     own = {str(module) for module in modules if (ROOT / "tests" / module.with_name(f"test_{module.name}")).is_file()}
     others = {str(module) for module in modules if module.parts[0] != "planner"} - own
     assert sorted(others) == sorted(COVERED_BY)

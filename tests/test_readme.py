@@ -1,4 +1,6 @@
-"""What README.md shows, tried: its commands are read by the code that they go to, its examples are data and programs that work, its errors are ours."""
+"""What README.md shows, tried: its commands are read by the code that they go to, its examples are data and programs
+that work, its errors are ours.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ AUTO_TOKENS = int(2**32 / CostModel.load(CONF / "cost" / "cpu.yaml").memory_byte
 
 @pytest.fixture
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder `my` with the one picture of the examples, below the working directory, which has `conf` as the checkout does."""
+    """A user's folder `my` with the one picture of the examples, below the working directory, which has `conf` as the
+    checkout does.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").symlink_to(CONF)
     (tmp_path / "my" / "images").mkdir(parents=True)
@@ -54,10 +58,13 @@ def training_on(path: str) -> Config:
 
 
 def rows_read(config: Config, tokens_per_rank: int = AUTO_TOKENS) -> tuple[list[str], list[str]]:
-    """Ids and errors of the rows of a data set, each read, tokenized and with its pictures looked at, as a run does it."""
+    """Ids and errors of the rows of a data set, each read, tokenized and with its pictures looked at, as a run does it.
+    """
     data = config.data
-    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)} for number, fragment in enumerate(index_fragments(data))]
-    read = ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data), 0, tokens_per_rank * config.cluster.num_workers, tokens_per_rank)
+    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)}
+             for number, fragment in enumerate(index_fragments(data))]
+    read = ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data), 0,
+                         tokens_per_rank * config.cluster.num_workers, tokens_per_rank)
     block = read(pa.Table.from_pylist(items))
     return block["id"].to_pylist(), [error for error in block["error"].to_pylist() if error]
 
@@ -88,7 +95,8 @@ def test_every_run_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(ROOT)
     folders = [load(arguments).run.dir for arguments in OWN_DATA]
     assert len(folders) == 6
-    assert len({*folders, load([]).run.dir, load(["--config", "conf/finetune.yaml", "model.path=m", "data.path=d"]).run.dir}) == len(folders) + 2
+    assert len({*folders, load([]).run.dir,
+                load(["--config", "conf/finetune.yaml", "model.path=m", "data.path=d"]).run.dir}) == len(folders) + 2
 
 
 def test_the_other_commands_are_ones() -> None:
@@ -103,7 +111,8 @@ def test_targets_files_and_links_are_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in {match[1] for line in COMMANDS for match in re.finditer(r"^make ([a-z-]+)", line)}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for name in {*re.findall(r"\]\(([^):]+)\)", README), *re.findall(r"ray up (\S+\.yaml)", README), *re.findall(r"apply -f (\S+\.yaml)", README)}:
+    for name in {*re.findall(r"\]\(([^):]+)\)", README), *re.findall(r"ray up (\S+\.yaml)", README),
+                 *re.findall(r"apply -f (\S+\.yaml)", README)}:
         assert (ROOT / name).exists(), name
     for cell in [row[0] for row in rows_of("Layout")[1:]]:
         paths = re.findall(r"`([^`]+)`", cell)
@@ -122,17 +131,22 @@ def test_conversations_as_shown_are_read(user_folder: Path) -> None:
 
 
 def test_ordinary_photos_are_used(user_folder: Path) -> None:
-    """By every command of the section; a rank of the demo's size has no room for them, and Troubleshoot has the words that it leaves them out with."""
+    """By every command of the section; a rank of the demo's size has no room for them, and Troubleshoot has the words
+    that it leaves them out with.
+    """
     rows = json.loads(the_block("json", "conversations"))
     sizes = ((800, 600), (1600, 1200), (4000, 3000))
     for width, height in sizes:
         (user_folder / "my" / "images" / f"{width}.jpg").write_bytes(picture(width, height, "JPEG"))
-    (user_folder / "my" / "chat.json").write_text(json.dumps([rows[0] | {"id": str(width), "image": f"images/{width}.jpg"} for width, _ in sizes]))
+    (user_folder / "my" / "chat.json").write_text(
+        json.dumps([rows[0] | {"id": str(width), "image": f"images/{width}.jpg"} for width, _ in sizes])
+    )
     config = training_on("my/chat.json")
     assert sorted(usable(config)) == sorted(str(width) for width, _ in sizes)
     assert rows_read(config, 2048)[1] == [], "the number that Troubleshoot names"
     [line] = [cell.strip("`") for cell, _ in rows_of("Troubleshoot") if "a rank holds at most" in cell]
-    assert [line in error for error in rows_read(replace(config, cluster=load([]).cluster), DEMO_TOKENS)[1]] == [True] * 3
+    assert [line in error for error in rows_read(replace(config, cluster=load([]).cluster),
+                                                 DEMO_TOKENS)[1]] == [True] * 3
     assert {load(arguments).planner.tokens_per_rank for arguments in OWN_DATA} == {"auto"}
 
 
@@ -160,7 +174,8 @@ def test_saved_sets_as_shown_are_read(user_folder: Path) -> None:
 
 def test_planning_as_shown_works() -> None:
     program = the_block("python", "plan_batch") + "import sys\nassert not {'torch', 'ray'} & set(sys.modules)\n"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, check=True)
     assert re.search(r"\(\d+, \d+.*\) \['clip'", done.stdout), "the long one has several ranks"
 
 
@@ -168,7 +183,8 @@ def test_a_batch_is_planned_as_shown(tmp_path: Path) -> None:
     """The job as a user at the checkout starts it; what it writes lies elsewhere."""
     (tmp_path / "jobs").symlink_to(ROOT / "jobs")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-e", "-c", the_block("", "jobs/plan.py")], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", "-e", "-c", the_block("", "jobs/plan.py")], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "512 sequences" in done.stdout
     assert json.loads((tmp_path / "plan.json").read_text())["num_ranks"] == 64
@@ -177,10 +193,13 @@ def test_a_batch_is_planned_as_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_attention_as_shown_works(num_ranks: int, tmp_path: Path) -> None:
-    said = f"open({str(tmp_path)!r} + f'/rank{{rank}}', 'w').write(f'{{out.shape[1]}} {{bool(q.grad.isfinite().all())}}')\n"
+    said = f"open({str(tmp_path)!r} + f'/rank{{rank}}', 'w')"
+    said += ".write(f'{out.shape[1]} {bool(q.grad.isfinite().all())}')\n"
     (tmp_path / "example.py").write_text(the_block("python", "ring_attention") + said)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), str(tmp_path / "example.py")]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
+               str(tmp_path / "example.py")]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True, timeout=240,
                           check=False)
     assert done.returncode == 0, done.stderr
     found = [path.read_text().split() for path in tmp_path.glob("rank*")]
@@ -200,9 +219,12 @@ def test_keys_to_tune_are_keys_with_these_defaults() -> None:
 
 
 def literals() -> str:
-    """Every text of the code but docstrings, one a line; what an f-string fills in is {}. Python joins neighbouring ones when it parses."""
+    """Every text of the code but docstrings, one a line; what an f-string fills in is {}. Python joins neighbouring
+    ones when it parses.
+    """
     found: list[str] = []
-    for tree in (ast.parse(path.read_text()) for folder in ("dhp_ray", "jobs") for path in (ROOT / folder).rglob("*.py")):
+    for tree in (ast.parse(path.read_text()) for folder in ("dhp_ray", "jobs")
+                 for path in (ROOT / folder).rglob("*.py")):
         documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
@@ -231,27 +253,33 @@ def test_what_a_run_leaves_is_listed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_from_a_clone_to_a_model_of_ones_own(tmp_path: Path) -> None:
-    """The five commands of the README on a folder of twenty pictures, from a repository with the files of this checkout.
+    """The five commands of the README on a folder of twenty pictures, from a repository with the files of this
+    checkout.
 
-    Between the first and the second the clone gets the pictures, and this environment in place of the one that `make train` would install for minutes.
+    Between the first and the second the clone gets the pictures, and this environment in place of the one that `make
+    train` would install for minutes.
     """
     commands = the_block("", "python jobs/report.py").splitlines()
     assert len(commands) == 5
     repository, beside = publish(tmp_path / "published"), tmp_path / "beside"
     (beside / "my" / "images").mkdir(parents=True)
     rows = json.loads(the_block("json", "conversations"))
-    for number, (width, height) in enumerate([*((100 + 10 * number, 120) for number in range(18)), (1600, 1200), (4000, 3000)]):
+    for number, (width, height) in enumerate([*((100 + 10 * number, 120) for number in range(18)), (1600, 1200),
+                                              (4000, 3000)]):
         (beside / "my" / "images" / f"{number}.png").write_bytes(picture(width, height))
     chat = [rows[0] | {"id": f"cat-{number}", "image": f"images/{number}.png"} for number in range(20)]
     (beside / "my" / "chat.json").write_text(json.dumps(chat))
     (beside / ".venv").mkdir()
     for name in ("bin", "lib", "pyvenv.cfg"):
         (beside / ".venv" / name).symlink_to(Path(sys.prefix) / name)
-    program = "\n".join([commands[0].replace("REPOSITORY", str(repository)), f"cp -a {beside}/. . && touch .venv/installed", *commands[1:]])
+    program = "\n".join([commands[0].replace("REPOSITORY", str(repository)),
+                         f"cp -a {beside}/. . && touch .venv/installed", *commands[1:]])
     checkout = tmp_path / "dhp_ray"
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "VIRTUAL_ENV")}
-    environment |= {"PYTHONPATH": str(checkout), "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray_")}  # else a head that runs on this machine would be joined
-    done = subprocess.run(["bash", "-e", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    # else a head that runs on this machine would be joined
+    environment |= {"PYTHONPATH": str(checkout), "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray_")}
+    done = subprocess.run(["bash", "-e", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                          timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
     assert all((checkout / "runs" / "mine" / name).exists() for name in ("report.html", "trace/step_000001.json"))
@@ -266,6 +294,7 @@ def publish(folder: Path) -> Path:
     """A bare repository with the files of this checkout as they are now."""
     copy_checkout(folder / "files")
     git = ["git", "-c", "user.name=a stranger", "-c", "user.email=stranger@example.com", "-c", "commit.gpgsign=false"]
-    for command in ("init --quiet", "add --all", "commit --quiet --message copy", "clone --quiet --bare . ../repository.git"):
+    for command in ("init --quiet", "add --all", "commit --quiet --message copy",
+                    "clone --quiet --bare . ../repository.git"):
         subprocess.run([*git, *command.split()], cwd=folder / "files", check=True)
     return folder / "repository.git"

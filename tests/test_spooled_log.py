@@ -53,13 +53,17 @@ def test_a_line_that_a_crash_cut_short_is_dropped(folder: Folder) -> None:
 
 def test_a_line_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     """A real limit on the size of files, in a process of its own; Python gets an error there, not the signal."""
-    program = ("import resource, sys; from dhp_ray.spooled_log import SpooledLog; from dhp_ray.storage import Folder, StorageError\n"
-               "log = SpooledLog(Folder(sys.argv[1]), 'log'); log.append({'step': 1})\n"
-               "resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))\n"
-               "for line in ({'text': 'x' * 100}, {'step': 2}, {'text': 'x' * 100}):\n"
-               "    try: log.append(line)\n"
-               "    except StorageError as error: print(error)")
-    finished = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
+    program = (
+        "import resource, sys; from dhp_ray.spooled_log import SpooledLog; from dhp_ray.storage import Folder, "
+        "StorageError\n"
+        "log = SpooledLog(Folder(sys.argv[1]), 'log'); log.append({'step': 1})\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))\n"
+        "for line in ({'text': 'x' * 100}, {'step': 2}, {'text': 'x' * 100}):\n"
+        "    try: log.append(line)\n"
+        "    except StorageError as error: print(error)"
+    )
+    finished = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parent.parent,
+                              capture_output=True, text=True, check=True)
     assert finished.stdout.splitlines() == [f"{tmp_path}/log: cannot be written: File too large"] * 2
     assert list(SpooledLog(Folder(str(tmp_path)), "log").lines()) == [{"step": 1}, {"step": 2}]
 
@@ -88,7 +92,8 @@ def test_a_local_line_is_there_at_once_and_an_object_after_flush(folder: Folder)
 
 
 def test_json_has_no_nan() -> None:
-    line = json_text({"loss": float("nan"), "norms": [float("inf"), 1.0], "inner": {"x": float("-inf")}, "none": None, "flag": True})
+    line = json_text({"loss": float("nan"), "norms": [float("inf"), 1.0], "inner": {"x": float("-inf")}, "none": None,
+                      "flag": True})
     assert json.loads(line) == {"loss": None, "norms": [None, 1.0], "inner": {"x": None}, "none": None, "flag": True}
 
 

@@ -58,7 +58,11 @@ def test_files_and_folders_go_in_and_come_out(folder: Folder, tmp_path: Path) ->
     folder.upload(source / "inner" / "empty", "alone/weights.tag")
     folder.download("model", tmp_path / "back" / "model")
     folder.download("alone/weights", tmp_path / "single" / "weights")
-    assert (tmp_path / "back/model/weights").read_bytes() == (source / "weights").read_bytes() == (tmp_path / "single/weights").read_bytes()
+    assert (
+        (tmp_path / "back/model/weights").read_bytes()
+        == (source / "weights").read_bytes()
+        == (tmp_path / "single/weights").read_bytes()
+    )
     assert (tmp_path / "back/model/inner/empty").read_bytes() == b""
     assert folder.names("alone") == ["weights", "weights.tag"]
 
@@ -87,7 +91,8 @@ def test_probe_leaves_nothing(folder: Folder) -> None:
 
 
 def test_a_missing_file_is_one_line_with_its_name(folder: Folder, tmp_path: Path) -> None:
-    for attempt in (lambda: folder.read("plans/missing.json"), lambda: folder.download("plans/missing.json", tmp_path / "x")):
+    for attempt in (lambda: folder.read("plans/missing.json"),
+                    lambda: folder.download("plans/missing.json", tmp_path / "x")):
         with pytest.raises(StorageError, match=r"plans/missing\.json") as caught:
             attempt()
         assert "\n" not in str(caught.value)
@@ -163,11 +168,13 @@ def test_credentials_open_storage_and_are_never_shown() -> None:
     folder = Folder("s3://KEY:sec%2Fret@bucket/run?region=eu-1")
     for again in (folder, pickle.loads(pickle.dumps(folder)), Folder(folder.uri)):
         assert again.uri == "s3://***@bucket/run?region=eu-1"
-        assert (repr(again), repr(again.child("a"))) == ("Folder('s3://***@bucket/run?region=eu-1')", "Folder('s3://***@bucket/run/a?region=eu-1')")
+        assert (repr(again), repr(again.child("a"))) == ("Folder('s3://***@bucket/run?region=eu-1')",
+                                                         "Folder('s3://***@bucket/run/a?region=eu-1')")
         assert full_uri(again.child("a").uri) == "s3://KEY:sec%2Fret@bucket/run/a?region=eu-1"
 
 
-@pytest.mark.parametrize("uri", ["s3://KEY:sec/ret@bucket/x", "s3://KEY:sec ret\n@bucket/x", "nonsense://KEY:secret@bucket/x",
+@pytest.mark.parametrize("uri", ["s3://KEY:sec/ret@bucket/x", "s3://KEY:sec ret\n@bucket/x",
+                                 "nonsense://KEY:secret@bucket/x",
                                  "s3://KEY:secret@bucket/x?no_such_option=1"])
 def test_credentials_of_a_bad_uri_are_not_shown(uri: str) -> None:
     with pytest.raises(StorageError) as caught:

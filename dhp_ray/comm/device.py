@@ -31,7 +31,9 @@ class Accelerator:
     """The environment variable that hides some of them."""
 
     def num_devices(self) -> int:
-        """How many this machine has at most, by the device files: a library that knows takes seconds to import. On the CPU: its cores."""
+        """How many this machine has at most, by the device files: a library that knows takes seconds to import. On the
+        CPU: its cores.
+        """
         if not self.files:
             return os.cpu_count() or 1
         found = len(glob.glob(self.files))

@@ -1,6 +1,7 @@
 """The network interface that a node's address belongs to: gloo must be told which one to listen on.
 
-Left alone, gloo looks up the host's name, which on many machines means the loopback (other nodes then cannot reach the rank), or a public address.
+Left alone, gloo looks up the host's name, which on many machines means the loopback (other nodes then cannot reach the
+rank), or a public address.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ SIOCGIFADDR = 0x8915
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has this IPv4 address; empty where none has it (or the address is of another kind)."""
+    """The name of the interface that has this IPv4 address; empty where none has it (or the address is of another
+    kind).
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -38,7 +41,8 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen_on(address: str) -> None:
-    """Let this process's gloo groups listen on the interface of `address`, unless GLOO_SOCKET_IFNAME names one already."""
+    """Let this process's gloo groups listen on the interface of `address`, unless GLOO_SOCKET_IFNAME names one already.
+    """
     name = interface_of(address)
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -63,7 +63,9 @@ class Link:
         self._events.clear()
         return self._blocked_s
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0) -> Pending:
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
+    ) -> Pending:
         """Start sending each (tensor, member) and receiving into each (tensor, member); all are contiguous.
 
         Tensors without elements are skipped, on both sides: the sizes that two members expect of each other must agree.

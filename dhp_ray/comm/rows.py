@@ -14,7 +14,14 @@ from torch import Tensor
 from dhp_ray.comm.link import Link, Tag
 
 
-def exchange_rows(rows: Tensor, send_index: Sequence[Tensor], receive_counts: Sequence[int], link: Link, *, differentiable: bool = True) -> Tensor:
+def exchange_rows(
+    rows: Tensor,
+    send_index: Sequence[Tensor],
+    receive_counts: Sequence[int],
+    link: Link,
+    *,
+    differentiable: bool = True,
+) -> Tensor:
     """The rows that this member needs: (sum(receive_counts), F), those of member 0 first, its own copied.
 
     rows: (N, F), the rows that this member owns; N may be 0, F and dtype are alike on all members.
@@ -26,9 +33,14 @@ def exchange_rows(rows: Tensor, send_index: Sequence[Tensor], receive_counts: Se
     keep the result in the graph even when it has no rows.
     """
     if len(send_index) != link.size or len(receive_counts) != link.size:
-        raise ValueError(f"exchange of rows: {len(send_index)} send indices and {len(receive_counts)} counts for {link.size} members")
+        raise ValueError(
+            f"exchange of rows: {len(send_index)} send indices and {len(receive_counts)} counts for {link.size} members"
+        )
     if len(send_index[link.index]) != receive_counts[link.index]:
-        raise ValueError(f"exchange of rows: member {link.index} keeps {len(send_index[link.index])} of its own rows and expects {receive_counts[link.index]}")
+        raise ValueError(
+            f"exchange of rows: member {link.index} keeps {len(send_index[link.index])} of its own rows and expects "
+            f"{receive_counts[link.index]}"
+        )
     # A member without images has no input that requires a gradient; the anchor makes autograd call its backward.
     anchor = torch.zeros((), requires_grad=True) if differentiable and not rows.requires_grad else None
     send_index = [index.to(rows.device) for index in send_index]
@@ -38,7 +50,14 @@ def exchange_rows(rows: Tensor, send_index: Sequence[Tensor], receive_counts: Se
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, anchor: Tensor | None, send_index: list[Tensor], receive_counts: tuple[int, ...], link: Link) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        anchor: Tensor | None,
+        send_index: list[Tensor],
+        receive_counts: tuple[int, ...],
+        link: Link,
+    ) -> Tensor:
         ctx.send_index, ctx.receive_counts, ctx.link, ctx.num_rows = send_index, receive_counts, link, rows.shape[0]
         received = rows.new_empty((sum(receive_counts), rows.shape[1]))
         sent = [rows[index] for index in send_index]
@@ -62,6 +81,7 @@ class _ExchangeRows(torch.autograd.Function):
 def _exchange(sent: list[Tensor], received: list[Tensor], link: Link, tag: Tag) -> None:
     """Send `sent[member]` to, and fill `received[member]` from, every member; copy what stays here meanwhile."""
     others = [member for member in range(link.size) if member != link.index]
-    pending = link.exchange([(sent[member], member) for member in others], [(received[member], member) for member in others], tag)
+    pending = link.exchange([(sent[member], member) for member in others],
+                            [(received[member], member) for member in others], tag)
     received[link.index].copy_(sent[link.index])
     pending.wait()

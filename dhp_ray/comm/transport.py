@@ -77,7 +77,9 @@ class PoolTransport:
         self._parent.close()
 
 
-def open_transport(name: str, rank: int, world_size: int, accelerator: Accelerator, capacity: int, timeout: timedelta) -> Transport:
+def open_transport(
+    name: str, rank: int, world_size: int, accelerator: Accelerator, capacity: int, timeout: timedelta
+) -> Transport:
     """The transport called `name` (pool or parent); every rank calls this alike, after `init_process_group`.
 
     The parent is a group of its own, apart from the sharding's: its messages must not be ordered against collectives.

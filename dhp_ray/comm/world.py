@@ -1,13 +1,15 @@
 """One generation of the group: its torch world over a rendezvous store that outlives the ranks.
 
     store       one TCPStore for the whole run, in a process that is no rank; keys begin with the generation
-    rendezvous  every rank says that it is there and waits for the others; they stop waiting when the generation is called off
+    rendezvous  every rank says that it is there and waits for the others; they stop waiting when the generation is
+                called off
     world       the default process group, and the groups that are made from it
 
 A rank may come late, to the rendezvous as to any later group: the others wait for it as long as a collective may take.
 They do not wait for a rank that has died: whoever finds that out frees them.
 
-A rank whose peer has died sees its collectives raise. It leaves at once: closed sockets free the ranks that wait for it.
+A rank whose peer has died sees its collectives raise. It leaves at once: closed sockets free the ranks that wait for
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from dhp_ray.comm.ranks import own_rank, torch_ranks
 
 POLL_S = 0.01
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""For connections to the store, and of gloo groups whose members are all there: one that dies just then would be waited for."""
+"""For connections to the store, and of gloo groups whose members are all there: one that dies just then would be waited
+for.
+"""
 
 
 class RendezvousError(RuntimeError):
@@ -36,7 +40,9 @@ class RendezvousError(RuntimeError):
 
 
 def open_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Connect to the rendezvous store. From then on this process's gloo groups listen only on the network that leads there."""
+    """Connect to the rendezvous store. From then on this process's gloo groups listen only on the network that leads
+    there.
+    """
     listen_on(address_towards(host, port))
     store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT_TIMEOUT)
     store.set_timeout(timeout)  # NCCL and HCCL wait there for the rank that begins a group
@@ -57,7 +63,14 @@ def close_store_connections(host: str, port: int) -> None:
                         connection.shutdown(socket.SHUT_RDWR)
 
 
-def rendezvous(store: dist.Store, generation: int, rank: int, world_size: int, timeout_s: float, called_off: Callable[[], bool] = lambda: False) -> None:
+def rendezvous(
+    store: dist.Store,
+    generation: int,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    called_off: Callable[[], bool] = lambda: False,
+) -> None:
     """Return once all ranks of a generation have called this.
 
     Raises:
@@ -78,22 +91,29 @@ def rendezvous(store: dist.Store, generation: int, rank: int, world_size: int, t
         time.sleep(POLL_S)
 
 
-def init_world(store: dist.Store, generation: int, rank: int, world_size: int, accelerator: Accelerator, timeout: timedelta) -> None:
-    """Make the default process group of a generation. Every rank calls this after `rendezvous`, and waits `timeout` for the others.
+def init_world(
+    store: dist.Store, generation: int, rank: int, world_size: int, accelerator: Accelerator, timeout: timedelta
+) -> None:
+    """Make the default process group of a generation. Every rank calls this after `rendezvous`, and waits `timeout` for
+    the others.
 
     Raises:
         RendezvousError: not all of them came.
     """
     _gather(dist.PrefixStore(f"generation-{generation}", store), "world", tuple(range(world_size)), timeout)
-    dist.distributed_c10d._world.group_count = 0  # part of the group's keys in the store; an attempt that failed has left it counted up, here alone
+    # part of the group's keys in the store; an attempt that failed has left it counted up, here alone
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
-        accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store), timeout=_connecting(accelerator.backend, timeout), rank=rank,
-        world_size=world_size, **({"device_id": accelerator.torch_device()} if accelerator.name == "cuda" else {}))  # type: ignore[arg-type]
+        accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store),
+        timeout=_connecting(accelerator.backend, timeout), rank=rank,
+        world_size=world_size, **({"device_id": accelerator.torch_device()} if accelerator.name == "cuda"
+                                  else {}))  # type: ignore[arg-type]
     _allow(timeout, dist.group.WORLD, accelerator.backend)
 
 
 def make_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of its own with these ranks of the plan; every rank of the world calls this, also one that is not among them.
+    """A group of its own with these ranks of the plan; every rank of the world calls this, also one that is not among
+    them.
 
     Members wait `timeout` for one another.
 
@@ -138,7 +158,9 @@ def _allow(timeout: timedelta, group: dist.ProcessGroup | None, backend: str) ->
 
 
 def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: bool) -> None:
-    """Destroy every group of this process; `close` drops what else refers to them. Collectives with dead peers may be under way (`broken`)."""
+    """Destroy every group of this process; `close` drops what else refers to them. Collectives with dead peers may be
+    under way (`broken`).
+    """
     close()
     gc.collect()  # a group that is still referred to keeps its sockets open, and a peer waiting
     if dist.is_initialized():
@@ -149,7 +171,8 @@ def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: b
     gc.collect()
 
 
-PEER_LOSS = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "timed out", "timeout", "gloo", "nccl", "hccl",
+PEER_LOSS = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "timed out",
+             "timeout", "gloo", "nccl", "hccl",
              "socket", "process group", "aborted", "communicator")
 """What backends say of a peer that is gone; all of them raise RuntimeError."""
 

@@ -1,7 +1,7 @@
 """Blocks in the object store, read in part: rows and columns are taken out on the node where a block lies.
 
-A block has the rows of many ranks and steps; brought here whole, it would be many times what is needed of it. Every node
-with blocks has a server for that, an actor that stays: a task would wait seconds for Ray to start a process.
+A block has the rows of many ranks and steps; brought here whole, it would be many times what is needed of it. Every
+node with blocks has a server for that, an actor that stays: a task would wait seconds for Ray to start a process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class BlockServer:
 
 
 GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)
-"""A server has died, cannot be started, or its answer was lost: with its node, most likely. Ray makes the block again somewhere."""
+"""A server has died, cannot be started, or its answer was lost: with its node, most likely. Ray makes the block again
+somewhere.
+"""
 
 _servers: dict[str, ActorHandle] = {}
 """By node: those that this process has started or asked. A server lives as long as the process that started it."""
@@ -59,7 +61,8 @@ def start_server(node: str) -> ActorHandle:
 
 
 def columns_of(reference: ray.ObjectRef, node: str, names: list[str]) -> pa.Table:
-    """These columns of a block, and nothing else of it, by the server of its node or, where that is gone, by the one here.
+    """These columns of a block, and nothing else of it, by the server of its node or, where that is gone, by the one
+    here.
 
     Starts a server that is not there. Where none answers, the block comes whole.
     """

@@ -1,4 +1,6 @@
-"""What a video consists of, and which of its frames a model sees: as `Qwen2VLVideoProcessor.sample_frames` (transformers) takes them."""
+"""What a video consists of, and which of its frames a model sees: as `Qwen2VLVideoProcessor.sample_frames`
+(transformers) takes them.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,23 @@ class Clip:
         return math.ceil(self.num_frames / self._interval(limits, temporal_patch_size))
 
     def sampled(self, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
-        """Numbers of the frames that are taken, ascending, evenly over the video (imports torch, whose rounding decides)."""
+        """Numbers of the frames that are taken, ascending, evenly over the video (imports torch, whose rounding
+        decides).
+        """
         import torch
 
-        numbers = torch.arange(0, self.num_frames, self._interval(limits, temporal_patch_size), dtype=torch.float32).int()
+        numbers = torch.arange(0, self.num_frames, self._interval(limits, temporal_patch_size),
+                               dtype=torch.float32).int()
         return numbers.clamp_(max=self.num_frames - 1).tolist()  # rounding can step on one frame too many
 
     def _interval(self, limits: MediaLimits, temporal_patch_size: int) -> float:
         """Frames from one that is taken to the next."""
         most = min(limits.max_frames, self.num_frames) // temporal_patch_size * temporal_patch_size
-        wanted = min(max(self.num_frames / self.frames_per_second * limits.video_fps, MIN_FRAMES), most, self.num_frames)
+        wanted = min(max(self.num_frames / self.frames_per_second * limits.video_fps, MIN_FRAMES), most,
+                     self.num_frames)
         return self.num_frames / max(1, math.floor(wanted / temporal_patch_size) * temporal_patch_size)
 
     def seconds_per_step(self, limits: MediaLimits, temporal_patch_size: int) -> float:
         """Seconds between two steps in time of the grid."""
-        return temporal_patch_size * self.num_frames / (self.num_sampled(limits, temporal_patch_size) * self.frames_per_second)
+        return temporal_patch_size * self.num_frames / (self.num_sampled(limits,
+                                                                         temporal_patch_size) * self.frames_per_second)

@@ -3,8 +3,9 @@
     LLaVA    [{"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]
     OpenAI   [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, ...]
 
-Calls of tools are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and turns of `tool` (data/tools.py).
-A mark (`<image>`, `<video>`) or a part without a source stands for the row's next image or video; a part may also name its own.
+Calls of tools are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and turns of `tool`
+(data/tools.py). A mark (`<image>`, `<video>`) or a part without a source stands for the row's next image or video; a
+part may also name its own.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from dhp_ray.errors import first_line
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 MARKS = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
 MEDIA = tuple(MARKS.values())
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant", "observation": "tool", "tool": "tool",
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant",
+         "observation": "tool", "tool": "tool",
          "system": "system", "developer": "system"}
 _MARK = re.compile("|".join(f"({re.escape(mark)})" for mark in MARKS))
 
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a turn: `kind` is text, image or video. `source` is where an image or video comes from, None for the row's next one."""
+    """A piece of a turn: `kind` is text, image or video. `source` is where an image or video comes from, None for the
+    row's next one.
+    """
 
     kind: str
     text: str = ""
@@ -55,14 +59,16 @@ class Turn:
         """The turn as chat templates take it, images and videos as parts between the texts around them."""
         if not self.media:
             return {"role": self.role, "content": self.text}
-        return {"role": self.role, "content": [{"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind} for part in self.parts]}
+        return {"role": self.role, "content": [{"type": "text", "text": part.text} if part.kind == "text"
+                                               else {"type": part.kind} for part in self.parts]}
 
 
 def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] = ()) -> list[Turn]:
     """The turns of a conversation in either form.
 
     Raises:
-        RowError: an empty conversation, an unknown role, nothing that the assistant says, images that someone else than the
+        RowError: an empty conversation, an unknown role, nothing that the assistant says, images that someone else than
+        the
             user shows, or a text that spells one of the `reserved` tokens.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
@@ -77,7 +83,8 @@ def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] 
 
 
 def offering(turns: Sequence[Turn], tools: Any, default_system: str, reserved: Sequence[str] = ()) -> list[Turn]:
-    """The turns of a conversation in which the assistant may call `tools`: the system turn says so; without one, after what the template says by default.
+    """The turns of a conversation in which the assistant may call `tools`: the system turn says so; without one, after
+    what the template says by default.
 
     Raises:
         RowError: tools that are none, or a signature that spells one of the `reserved` tokens.
@@ -102,7 +109,9 @@ def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
 
 def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
     if not isinstance(turn, Mapping):
-        raise RowError(f"turn {number} holds {type(turn).__name__}; allowed: an object with from and value, or role and content")
+        raise RowError(
+            f"turn {number} holds {type(turn).__name__}; allowed: an object with from and value, or role and content"
+        )
     openai = turn.get("role") is not None and turn.get("from") is None
     role, content = (turn.get("role"), turn.get("content")) if openai else (turn.get("from"), turn.get("value"))
     if not isinstance(role, str) or role not in ROLES:
@@ -126,7 +135,9 @@ def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
     result = Turn(ROLES[role], tuple(parts))
     _check_text(f"turn {number}", result.text, reserved)
     if result.media and result.role not in ("user", "tool"):
-        raise RowError(f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of the user")
+        raise RowError(
+            f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of the user"
+        )
     return result
 
 
@@ -141,10 +152,15 @@ def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:
         if role != "tool":
             found += group
         elif not found or found[-1].role != "assistant":
-            raise RowError("a tool answers where the assistant has not called one; allowed: turns of tools after one of the assistant")
+            raise RowError(
+                "a tool answers where the assistant has not called one; allowed: turns of tools after one of the "
+                "assistant"
+            )
         else:
-            answers = [(ContentPart("text", RESPONSE_BEGIN), *turn.parts, ContentPart("text", RESPONSE_END)) for turn in group]
-            parts = [part for number, answer in enumerate(answers) for part in ((ContentPart("text", "\n"), *answer) if number else answer)]
+            answers = [(ContentPart("text", RESPONSE_BEGIN), *turn.parts, ContentPart("text", RESPONSE_END))
+                       for turn in group]
+            parts = [part for number, answer in enumerate(answers)
+                     for part in ((ContentPart("text", "\n"), *answer) if number else answer)]
             found.append(Turn("user", tuple(parts)))
     return found
 
@@ -161,11 +177,14 @@ def _check_text(where: str, text: str, reserved: Sequence[str]) -> None:
 
 def _marked(text: str) -> list[ContentPart]:
     """Text and marks in their order."""
-    return [ContentPart(MARKS[piece]) if piece in MARKS else ContentPart("text", piece) for piece in _MARK.split(text) if piece]
+    return [ContentPart(MARKS[piece]) if piece in MARKS else ContentPart("text", piece) for piece in _MARK.split(text)
+            if piece]
 
 
 def _part(number: int, item: Any) -> ContentPart:
-    """One part of OpenAI's content: {"type": "text" | "image" | "image_url" | "video", ...}; keys that hold null count as absent."""
+    """One part of OpenAI's content: {"type": "text" | "image" | "image_url" | "video", ...}; keys that hold null count
+    as absent.
+    """
     if isinstance(item, str):
         return ContentPart("text", item)
     if not isinstance(item, Mapping):
@@ -180,7 +199,8 @@ def _part(number: int, item: Any) -> ContentPart:
             raise RowError(f"turn {number} has a part {kind} without url")
         return ContentPart(kind.removesuffix("_url"), source={"url": url})
     if kind in MEDIA:
-        return ContentPart(kind, source=next((item[name] for name in (kind, "path", "bytes") if item.get(name) is not None), None))
+        return ContentPart(kind, source=next((item[name] for name in (kind, "path", "bytes")
+                                              if item.get(name) is not None), None))
     raise RowError(f"turn {number} has a part of the type {_brief(kind)}; allowed: text, image, image_url, video")
 
 

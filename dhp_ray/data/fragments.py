@@ -1,4 +1,5 @@
-"""Fragments: the units in which a data set is shuffled and read; and their table, made once for a data set and kept on disk.
+"""Fragments: the units in which a data set is shuffled and read; and their table, made once for a data set and kept on
+disk.
 
 The table is an Arrow file that is mapped, not read: a process that uses it holds the rows that it touches.
 """
@@ -21,7 +22,8 @@ import pyarrow as pa
 
 FORM = 4  # raised when the same files would give another table
 _SCHEMA = pa.schema([
-    ("file", pa.int32()), ("first_row", pa.int64()), ("num_rows", pa.int32()), ("num_bytes", pa.int64()), ("row_group", pa.int32()), ("offset", pa.int64()),
+    ("file", pa.int32()), ("first_row", pa.int64()), ("num_rows", pa.int32()), ("num_bytes", pa.int64()),
+    ("row_group", pa.int32()), ("offset", pa.int64()),
     ("starts", pa.list_(pa.int64())), ("stops", pa.list_(pa.int64())),
     ("renamed", pa.list_(pa.int32())), ("names", pa.list_(pa.large_string()))])
 _PLAIN = ("file", "first_row", "num_rows", "num_bytes", "row_group", "offset")
@@ -31,8 +33,9 @@ _PLAIN = ("file", "first_row", "num_rows", "num_bytes", "row_group", "offset")
 class Fragment:
     """Rows [first_row, first_row + num_rows) of a file; `names` replaces ids, by offset within the fragment.
 
-    json, tar: `spans` are the rows' byte ranges. parquet: the rows are those of `row_group` from `offset` on. arrow: `spans` is
-    the byte range of a record batch, and the rows are those from `offset` on. `num_bytes` is about what the rows take as stored.
+    json, tar: `spans` are the rows' byte ranges. parquet: the rows are those of `row_group` from `offset` on. arrow:
+    `spans` is the byte range of a record batch, and the rows are those from `offset` on. `num_bytes` is about what the
+    rows take as stored.
     """
 
     path: str
@@ -51,7 +54,8 @@ class Fragments(Sequence[Fragment]):
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        self._files: list[tuple[str, str]] = [(path, kind) for path, kind in json.loads(table.schema.metadata[b"files"])]
+        self._files: list[tuple[str, str]] = [(path, kind)
+                                              for path, kind in json.loads(table.schema.metadata[b"files"])]
         self.sizes: np.ndarray = np.asarray(table["num_rows"], np.int64)
         """(number of fragments,): rows of each."""
         self.num_bytes: np.ndarray = np.asarray(table["num_bytes"], np.int64)
@@ -69,7 +73,8 @@ class Fragments(Sequence[Fragment]):
             return [self[number] for number in range(*place.indices(len(self)))]
         row = self._table.slice(range(len(self))[place], 1).to_pylist()[0]
         path, kind = self._files[row["file"]]
-        return Fragment(path, kind, **{name: row[name] for name in _PLAIN[1:]}, spans=tuple(zip(row["starts"], row["stops"])),
+        return Fragment(path, kind, **{name: row[name] for name in _PLAIN[1:]},
+                        spans=tuple(zip(row["starts"], row["stops"])),
                         names=tuple(zip(row["renamed"], row["names"])))
 
     @property
@@ -103,9 +108,12 @@ class FragmentWriter:
     def table(self) -> pa.Table:
         """The fragments so far. It shares the writer's memory: add nothing afterwards."""
         columns = [_values(self._numbers[name], pa.int64()).cast(_SCHEMA.field(name).type) for name in _PLAIN]
-        columns += [pa.ListArray.from_arrays(_values(self._spans, pa.int32()), _values(self._numbers[name], pa.int64())) for name in ("starts", "stops")]
-        names = pa.LargeStringArray.from_buffers(len(self._renamed), pa.py_buffer(self._name_ends), pa.py_buffer(self._names))
-        columns += [pa.ListArray.from_arrays(_values(self._renames, pa.int32()), values) for values in (_values(self._renamed, pa.int32()), names)]
+        columns += [pa.ListArray.from_arrays(_values(self._spans, pa.int32()), _values(self._numbers[name], pa.int64()))
+                    for name in ("starts", "stops")]
+        names = pa.LargeStringArray.from_buffers(len(self._renamed), pa.py_buffer(self._name_ends),
+                                                 pa.py_buffer(self._names))
+        columns += [pa.ListArray.from_arrays(_values(self._renames, pa.int32()), values)
+                    for values in (_values(self._renamed, pa.int32()), names)]
         return pa.table(columns, schema=_SCHEMA.with_metadata({"files": json.dumps(list(self._files))}))
 
 

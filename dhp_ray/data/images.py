@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from dhp_ray.data.processor import Processor
 
 MAX_DECODED_PIXELS = MediaLimits().max_decoded_pixels
-_READS_AVIF = "avif" in features.modules and features.check("avif")  # Pillow from 11.3 on, where it was built with libavif
+# Pillow from 11.3 on, where it was built with libavif
+_READS_AVIF = "avif" in features.modules and features.check("avif")
 # Raster formats only: Pillow also opens documents, whose pixels an outside program would have to draw.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(("AVIF",) if _READS_AVIF else ()))
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `image_size` refuses earlier; Pillow's own error, at twice its limit, stays
+# `image_size` refuses earlier; Pillow's own error, at twice its limit, stays
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
 def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, int]:
-    """(width, height) in pixels of an encoded image, upright as its EXIF orientation says. Reads headers, decodes no pixel.
+    """(width, height) in pixels of an encoded image, upright as its EXIF orientation says. Reads headers, decodes no
+    pixel.
 
     Raises:
         RowError: the header cannot be read, or tells of more than `max_pixels` pixels.
@@ -43,7 +46,8 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
             turned = turned and image.format != "TIFF"  # Pillow has turned the size of these itself
     except RowError:
         raise
-    except Exception as error:  # image readers raise errors of many kinds on foreign bytes; each makes this row a bad one
+    # image readers raise errors of many kinds on foreign bytes; each makes this row a bad one
+    except Exception as error:
         reason = _foreign(data) if isinstance(error, Image.UnidentifiedImageError) else first_line(error)
         raise RowError(f"header cannot be read: {reason}; allowed: {', '.join(FORMATS)}") from None
     return (height, width) if turned else (width, height)
@@ -59,7 +63,9 @@ def decode(data: bytes, processor: Processor) -> np.ndarray:
     """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if image.width * image.height > processor.limits.max_decoded_pixels:
-            raise ValueError(f"{image.width}x{image.height} pixels; allowed: at most {processor.limits.max_decoded_pixels}")
+            raise ValueError(
+                f"{image.width}x{image.height} pixels; allowed: at most {processor.limits.max_decoded_pixels}"
+            )
         upright = ImageOps.exif_transpose(image).convert("RGB")
     values = processor.image_processor(images=[upright], return_tensors="np")["pixel_values"]
     return np.asarray(values, dtype=np.float32)

@@ -1,8 +1,9 @@
-"""The index of a data set: one pass over its files finds the fragments, before any training, and is kept for later starts.
+"""The index of a data set: one pass over its files finds the fragments, before any training, and is kept for later
+starts.
 
-A fragment of parquet is a row group, or up to 256 rows of it; of JSON and of tar shards, up to 32 rows with their byte ranges, so
-that reading it touches no other row; of an Arrow stream, up to 32 rows of a record batch. The pass also gives a name of its own to every
-row whose id is missing or taken.
+A fragment of parquet is a row group, or up to 256 rows of it; of JSON and of tar shards, up to 32 rows with their byte
+ranges, so that reading it touches no other row; of an Arrow stream, up to 32 rows of a record batch. The pass also
+gives a name of its own to every row whose id is missing or taken.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Progress = Callable[[int, int], None]
 
 
 def index_fragments(data: Data, progress: Progress = lambda done, total: None) -> Fragments:
-    """The fragments of `data.path`, files by name and rows in order. Kept (data/fragments.py) where there is much to read.
+    """The fragments of `data.path`, files by name and rows in order. Kept (data/fragments.py) where there is much to
+    read.
 
     Raises:
         DataError: a file that is missing, of another form, or without the columns that are needed.
@@ -53,7 +55,8 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
 
 
 def check_form(data: Data) -> None:
-    """Refuse what the first rows tell: that there are none, that they are of another form, or that they lack columns. Milliseconds, whatever the size.
+    """Refuse what the first rows tell: that there are none, that they are of another form, or that they lack columns.
+    Milliseconds, whatever the size.
 
     Raises:
         DataError: as `index_fragments`.
@@ -80,7 +83,8 @@ def _after(done: int, total: int, progress: Progress) -> Callable[[int], None]:
 
 def sources_of(data: Data) -> list[Data]:
     """The data itself, or each of `data.sources` as if it were all the data."""
-    return [replace(data, path=source.path, format=source.format or data.format, sources=[]) for source in data.sources] or [data]
+    return [replace(data, path=source.path, format=source.format or data.format, sources=[])
+            for source in data.sources] or [data]
 
 
 def held_out(data: Data, path: str) -> Data:
@@ -106,7 +110,10 @@ def data_files(data: Data) -> list[str]:
     suffixes = suffixes_of(data.format)
     found = sorted(name for name in os.listdir(path) if name.endswith(suffixes) and not name.startswith((".", "_")))
     if not found:
-        raise DataError(f"data.path: {data.path} holds no file of the format {data.format}; allowed: names ending in {' or '.join(suffixes)}")
+        raise DataError(
+            f"data.path: {data.path} holds no file of the format {data.format}; allowed: names ending in "
+            f"{' or '.join(suffixes)}"
+        )
     return [os.path.join(path, name) for name in found]
 
 

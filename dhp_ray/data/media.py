@@ -1,4 +1,6 @@
-"""Encoded images and videos of a row, from wherever it says that they are. Nothing outside the image root is ever opened."""
+"""Encoded images and videos of a row, from wherever it says that they are. Nothing outside the image root is ever
+opened.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class MediaLimits:
 
     @classmethod
     def of(cls, data: Data) -> MediaLimits:
-        return cls(data.max_decoded_pixels, int(data.max_file_mb * 2**20), data.video_fps, data.max_frames, data.max_video_seconds)
+        return cls(data.max_decoded_pixels, int(data.max_file_mb * 2**20), data.video_fps, data.max_frames,
+                   data.max_video_seconds)
 
 
 def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, max_file_bytes: int,
@@ -72,9 +75,12 @@ def column_of(fields: Mapping[str, Any], kind: str) -> list[Any]:
 
 def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
     """Bytes of the files that the columns of a row, or its turns, name; those that are not there count nothing."""
-    turns: list[Any] = next((fields[name] for name in ("conversations", "messages") if isinstance(fields.get(name), list)), [])
-    parts = [part for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("content"), list) for part in turn["content"]]
-    own = [part.get(name) for part in parts if isinstance(part, Mapping) for name in (*MEDIA, *(f"{kind}_url" for kind in MEDIA))]
+    turns: list[Any] = next((fields[name] for name in ("conversations", "messages")
+                             if isinstance(fields.get(name), list)), [])
+    parts = [part for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("content"), list)
+             for part in turn["content"]]
+    own = [part.get(name) for part in parts if isinstance(part, Mapping)
+           for name in (*MEDIA, *(f"{kind}_url" for kind in MEDIA))]
     total = 0
     for value in [value for kind in MEDIA for value in column_of(fields, kind)] + own:
         name = value.get("url") or value.get("path") if isinstance(value, Mapping) else value
@@ -108,7 +114,9 @@ def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[
         value = value.get("bytes") or value.get("path")
     if members is not None and isinstance(value, str):
         if value not in members:
-            raise RowError(f"{masked(value)[:200]} is no member of the sample; it has {', '.join(sorted(members)[:6]) or 'none'}")
+            raise RowError(
+                f"{masked(value)[:200]} is no member of the sample; it has {', '.join(sorted(members)[:6]) or 'none'}"
+            )
         value = members[value]
     if isinstance(value, bytes):
         _check_size("it", len(value), max_file_bytes)
@@ -143,4 +151,6 @@ def _from_data_uri(text: str) -> bytes:
 
 def _check_size(name: str, num_bytes: int, limit: int) -> None:
     if num_bytes > limit:
-        raise RowError(f"{name[:200]} has {num_bytes / 2**20:.1f} MB; allowed: at most {limit / 2**20:g} (data.max_file_mb)")
+        raise RowError(
+            f"{name[:200]} has {num_bytes / 2**20:.1f} MB; allowed: at most {limit / 2**20:g} (data.max_file_mb)"
+        )

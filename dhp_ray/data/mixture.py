@@ -1,8 +1,8 @@
 """Several sources as one stream, mixed row by row by their weights.
 
-The next row comes from the source that is furthest behind its share, so any stretch of rows has every source in its share.
-A source whose rows are used up begins anew, in a new order; all of its rows are seen before any is seen again. An epoch is as
-many rows as all sources hold together; the next one goes on where it ended.
+The next row comes from the source that is furthest behind its share, so any stretch of rows has every source in its
+share. A source whose rows are used up begins anew, in a new order; all of its rows are seen before any is seen again.
+An epoch is as many rows as all sources hold together; the next one goes on where it ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def open_stream(data: Data, model: Model, seed: int, max_tokens: int = 0, drop_l
 class Mixture:
     """Batches of `data.sources`, as `Stream` has those of `data.path`. Ray must be initialised.
 
-    A sample's id begins with the number of its source, and ends with the pass over that source from the second on: `0/cat`, `1/dog~2`.
+    A sample's id begins with the number of its source, and ends with the pass over that source from the second on:
+    `0/cat`, `1/dog~2`.
 
     Raises:
         DataError: a source cannot be used at all.
@@ -38,7 +39,8 @@ class Mixture:
     def __init__(self, data: Data, model: Model, seed: int, max_tokens: int = 0, drop_last: bool = False) -> None:
         self._shares = shares([source.weight for source in data.sources])
         self._sources = [SourceStream(source, model, seed + number, f"{number}/", share)
-                         for number, (source, share) in enumerate(zip(sources_of(data), self._shares.tolist(), strict=True))]
+                         for number, (source, share) in enumerate(zip(sources_of(data), self._shares.tolist(),
+                                                                      strict=True))]
         self._path = ", ".join(source.path for source in data.sources)
         self._drop_last = drop_last
         self.num_rows = sum(source.num_rows for source in self._sources)
@@ -92,7 +94,8 @@ class Mixture:
         check_cursor(cursor, self.num_rows, f"data.sources: {self._path}")
         for number, source in enumerate(self._sources):
             source.file_bytes = cursor[f"file_bytes_{number}"]
-        self._start(cursor["epoch"], np.array([cursor[f"source_{number}"] for number in range(len(self._sources))], np.int64))
+        self._start(cursor["epoch"], np.array([cursor[f"source_{number}"] for number in range(len(self._sources))],
+                                              np.int64))
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""

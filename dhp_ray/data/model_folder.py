@@ -10,7 +10,8 @@ from dhp_ray.data.errors import DataError
 from dhp_ray.errors import first_line
 
 PRESET_IMAGE_SETTINGS: dict[str, Any] = {
-    "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3, "rescale_factor": 1 / 255,
+    "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3,
+    "rescale_factor": 1 / 255,
     "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
     "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
@@ -39,7 +40,10 @@ def chat_template_of(folder: Path) -> str:
     if template is None and (folder / "tokenizer_config.json").is_file():
         template = read_json(folder / "tokenizer_config.json").get("chat_template")
     if not isinstance(template, str):
-        raise DataError(f"model.path: {folder} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json")
+        raise DataError(
+            f"model.path: {folder} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in "
+            "tokenizer_config.json"
+        )
     return template
 
 
@@ -50,7 +54,10 @@ def check_processor_files(folder: Path) -> None:
         DataError: tokenizer, chat template or image settings are missing, or those of another family.
     """
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
-        raise DataError(f"model.path: {folder} has no tokenizer; allowed: a folder with {' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}")
+        raise DataError(
+            f"model.path: {folder} has no tokenizer; allowed: a folder with "
+            f"{' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}"
+        )
     chat_template_of(folder)
     folder_image_settings(folder)
 
@@ -66,7 +73,9 @@ def folder_image_settings(folder: Path) -> dict[str, Any]:
         raise DataError(f"model.path: {folder} has no preprocessor_config.json")
     kind = str(settings.get("image_processor_type", ""))
     if not kind.startswith("Qwen2VLImageProcessor") and not kind.startswith("Qwen2_5_VLImageProcessor"):
-        raise DataError(f"model.path: {folder} has the image processor {kind or '(none)'}; allowed: Qwen2VLImageProcessor")
+        raise DataError(
+            f"model.path: {folder} has the image processor {kind or '(none)'}; allowed: Qwen2VLImageProcessor"
+        )
     known = set(PRESET_IMAGE_SETTINGS)
     return PRESET_IMAGE_SETTINGS | {name: value for name, value in settings.items() if name in known}
 

@@ -1,4 +1,6 @@
-"""A name for every row of a data set, no name twice. Bounded: 12 to 24 bytes a row while an index is made, 36 at the moment when its table grows."""
+"""A name for every row of a data set, no name twice. Bounded: 12 to 24 bytes a row while an index is made, 36 at the
+moment when its table grows.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Names:
 
 
 class HashSet:
-    """Numbers from 1 to 2**64 - 1, in a table with linear probing: 8 bytes a slot, where a Python set of ids takes a hundred."""
+    """Numbers from 1 to 2**64 - 1, in a table with linear probing: 8 bytes a slot, where a Python set of ids takes a
+    hundred.
+    """
 
     def __init__(self) -> None:
         self._slots, self._count = array("Q", bytes(8 * 2**10)), 0

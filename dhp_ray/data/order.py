@@ -1,15 +1,18 @@
-"""The order of an epoch: fragments are read in a random order, and the rows of those that are open at a time, a window of them, come interleaved.
+"""The order of an epoch: fragments are read in a random order, and the rows of those that are open at a time, a window
+of them, come interleaved.
 
-Fragments lie on a line, each as long as the share of the window that it takes. A fragment's rows are spread over the stretch that
-begins where the fragment does and is a window long, evenly and with some chance; the epoch's rows come by their places on the line:
+Fragments lie on a line, each as long as the share of the window that it takes. A fragment's rows are spread over the
+stretch that begins where the fragment does and is a window long, evenly and with some chance; the epoch's rows come by
+their places on the line:
 
     fragment 0  |x  x   x |
     fragment 1      |x  x    x  |
     fragment 2          | x    x    x |         the first stretches are shorter: a first batch needs no whole window
     fragment 3              |x     x   x |
 
-So a fragment is needed only while its stretch lasts, and where one begins all rows before that place are known. The order is a
-function of seed, epoch, the fragments' sizes and the window: neither workers nor the moment at which anything is read change it.
+So a fragment is needed only while its stretch lasts, and where one begins all rows before that place are known. The
+order is a function of seed, epoch, the fragments' sizes and the window: neither workers nor the moment at which
+anything is read change it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ class ShuffleWindow:
 
 
 class EpochOrder:
-    """The order in which an epoch gives the rows of fragments: `sizes` and `num_bytes`, (fragments,) each, are their rows and the bytes of these."""
+    """The order in which an epoch gives the rows of fragments: `sizes` and `num_bytes`, (fragments,) each, are their
+    rows and the bytes of these.
+    """
 
     def __init__(self, seed: int, epoch: int, sizes: np.ndarray, num_bytes: np.ndarray, window: ShuffleWindow) -> None:
         self._seed = [seed, epoch]
@@ -57,7 +62,9 @@ class EpochOrder:
         return np.minimum(begin + (stop - begin) * (np.arange(size) + chance) / size, np.nextafter(stop, begin))
 
     def start_at(self, num_rows: int) -> tuple[int, float, int]:
-        """How to go on after so many rows: read from the fragment at a position, leave out rows that lie before a place, then so many more."""
+        """How to go on after so many rows: read from the fragment at a position, leave out rows that lie before a
+        place, then so many more.
+        """
         low, high = 0, len(self) - 1  # the last fragment before whose beginning no more rows lie than have been given
         while low < high:
             middle = (low + high + 1) // 2
@@ -71,7 +78,8 @@ class EpochOrder:
     def _rows_until(self, position: int) -> int:
         """How many rows lie before the beginning of the fragment at `position`."""
         first = self._first_open(position)
-        return int(self._rows_before[first]) + sum(int((self.places(number) < self.begins[position]).sum()) for number in range(first, position))
+        return int(self._rows_before[first]) + sum(int((self.places(number) < self.begins[position]).sum())
+                                                   for number in range(first, position))
 
 
 def fragment_order(seed: int, epoch: int, num_fragments: int) -> np.ndarray:

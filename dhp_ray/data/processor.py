@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dhp_ray.data.chat_template import ChatTemplate
 from dhp_ray.data.clip import MIN_FRAMES, Clip
 from dhp_ray.data.conversation import Turn, check_counts, offering, turns_of
 from dhp_ray.data.errors import DataError, RowError
@@ -30,7 +31,9 @@ from dhp_ray.schema import Data, Model
 IGNORE = -100
 MAX_ASPECT_RATIO = 200
 SLICE_TOKENS = 4096
-"""A longer video is cut in time into entries of at most so many tokens, for several members to encode: a frame pair's patches see no other's."""
+"""A longer video is cut in time into entries of at most so many tokens, for several members to encode: a frame pair's
+patches see no other's.
+"""
 
 Size = tuple[int, int] | Clip
 """Of an image (width, height) in pixels, or of a video."""
@@ -38,10 +41,11 @@ Size = tuple[int, int] | Clip
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A sequence as the model sees it: ids and labels int32 of length L (labels unshifted, -100 masked), grids of its images.
+    """A sequence as the model sees it: ids and labels int32 of length L (labels unshifted, -100 masked), grids of its
+    images.
 
-    A long video has several grids, one after the other in time. For each grid, `media` is the number of its image or video
-    in the text, and `seconds` is what one step in time of a video lasts; 0 for an image.
+    A long video has several grids, one after the other in time. For each grid, `media` is the number of its image or
+    video in the text, and `seconds` is what one step in time of a video lasts; 0 for an image.
     """
 
     input_ids: np.ndarray
@@ -92,8 +96,9 @@ class Processor:
         self.token_ids = special_token_ids(self.tokenizer)
         present = set(self.tokenizer.get_vocab())
         named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token)
-        self._reserved = tuple(token for token in dict.fromkeys((*STRUCTURE_TOKENS, *named)) if token and token in present)
-        self._opening, self._closing = self._answer_frame()
+        self._reserved = tuple(token for token in dict.fromkeys((*STRUCTURE_TOKENS, *named)) if token
+                               and token in present)
+        self._template = ChatTemplate(self.tokenizer, self.chat_template)
 
     @property
     def patch_dim(self) -> int:
@@ -105,8 +110,10 @@ class Processor:
         """The image processor of the Qwen2-VL family, on Pillow (imports torch)."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-        settings = {name: value for name, value in self.image_settings.items() if name not in ("size", "min_pixels", "max_pixels")}
-        return Qwen2VLImageProcessorPil(**settings, size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels})
+        settings = {name: value for name, value in self.image_settings.items()
+                    if name not in ("size", "min_pixels", "max_pixels")}
+        return Qwen2VLImageProcessorPil(**settings,
+                                        size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels})
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """(height, width) in pixels that an image or a frame of this many pixels is scaled to.
@@ -122,16 +129,18 @@ class Processor:
         return (1, rows // self.patch_size, columns // self.patch_size)
 
     def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
-        """The turns of a conversation, whose texts spell no special token. `tools` are those that the assistant may call.
+        """The turns of a conversation, whose texts spell no special token. `tools` are those that the assistant may
+        call.
 
         Raises:
             RowError: roles, texts or tools that cannot be encoded.
         """
         turns = turns_of(conversation, self._reserved)
-        return offering(turns, tools, self._default_system, self._reserved) if holds_any(tools) else turns
+        return offering(turns, tools, self._template.default_system, self._reserved) if holds_any(tools) else turns
 
     def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:
-        """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in their order.
+        """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in their
+        order.
 
         Labels are the ids of the assistant's turns with their end token, and -100 elsewhere.
 
@@ -143,12 +152,16 @@ class Processor:
         return self.encode_turns(turns, sizes)
 
     def encode_turns(self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS) -> Encoded:
-        """As `encode`, of turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens, or one step in time."""
+        """As `encode`, of turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens, or
+        one step in time.
+        """
         pieces = [piece for number, size in enumerate(sizes) for piece in self._pieces(number, size, slice_tokens)]
         grids = tuple(grid for grid, _, _ in pieces)
-        counts = np.bincount([number for _, number, _ in pieces], [math.prod(grid) // self.merge_size**2 for grid in grids], len(sizes)).astype(np.int64)
-        text, spans = self._render(turns)
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
+        counts = np.bincount([number for _, number, _ in pieces],
+                             [math.prod(grid) // self.merge_size**2 for grid in grids], len(sizes)).astype(np.int64)
+        text, spans = self._template.render(turns)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+                                  return_attention_mask=False)
         ids = np.asarray(encoding["input_ids"], np.int32)
         starts, stops = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2).T
         labels = np.full_like(ids, IGNORE)
@@ -158,7 +171,10 @@ class Processor:
         # The template writes one token an image or video; the model wants one for every merged patch.
         marks = (ids == self.token_ids["image"]) | (ids == self.token_ids["video"])
         if ids[marks].tolist() != [self.token_ids[_kind(size)] for size in sizes]:
-            raise RowError(f"{int(marks.sum())} image and video tokens after the chat template, for {len(sizes)} images and videos, or in another order")
+            raise RowError(
+                f"{int(marks.sum())} image and video tokens after the chat template, for {len(sizes)} images and "
+                "videos, or in another order"
+            )
         repeats = np.ones_like(ids)
         repeats[marks] = counts
         return Encoded(np.repeat(ids, repeats), np.repeat(labels, repeats), grids, int(counts.sum()),
@@ -175,74 +191,31 @@ class Processor:
         return [((min(length, steps - first), rows, columns), number, seconds) for first in range(0, steps, length)]
 
     def save(self, folder: str | Path) -> None:
-        """Write every file that `AutoProcessor`, `AutoTokenizer` and `AutoImageProcessor` read from a model's folder."""
+        """Write every file that `AutoProcessor`, `AutoTokenizer` and `AutoImageProcessor` read from a model's folder.
+        """
         target = Path(folder)
         self.tokenizer.chat_template = self.chat_template
         self.tokenizer.save_pretrained(str(target))
-        settings = {name: value for name, value in self.image_settings.items() if name not in ("min_pixels", "max_pixels")}
+        settings = {name: value for name, value in self.image_settings.items()
+                    if name not in ("min_pixels", "max_pixels")}
         size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
         processor = {"processor_class": "Qwen2_5_VLProcessor"}
-        write_json(target / "preprocessor_config.json", settings | processor | {"image_processor_type": "Qwen2VLImageProcessor", "size": size})
-        sampling = {"do_sample_frames": True, "fps": self.limits.video_fps, "min_frames": MIN_FRAMES, "max_frames": self.limits.max_frames,
+        write_json(target / "preprocessor_config.json",
+                   settings | processor | {"image_processor_type": "Qwen2VLImageProcessor", "size": size})
+        sampling = {"do_sample_frames": True, "fps": self.limits.video_fps, "min_frames": MIN_FRAMES,
+                    "max_frames": self.limits.max_frames,
                     "cap_pixels_per_frame": False}
         video = settings | processor | sampling | {"video_processor_type": "Qwen2VLVideoProcessor", "size": size}
-        write_json(target / "video_preprocessor_config.json", {name: value for name, value in video.items() if name != "image_processor_type"})
+        write_json(target / "video_preprocessor_config.json",
+                   {name: value for name, value in video.items() if name != "image_processor_type"})
         write_json(target / "processor_config.json", processor)
         # Older readers know the template by this file only.
         write_json(target / "chat_template.json", {"chat_template": self.chat_template})
 
-    def _render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the chat template, and the [start, stop) of every answer with its end token in it."""
-        text = self._template([turn.message() for turn in turns], prompt=False)
-        answers = [turn.text for turn in turns if turn.role == "assistant"]
-        if text.count(self._opening) != len(answers):
-            raise RowError(f"the chat template writes {text.count(self._opening)} turns of the assistant; the conversation has {len(answers)}")
-        spans, position = [], 0
-        for answer in answers:
-            start = text.index(self._opening, position) + len(self._opening)
-            written = next((form for form in (answer, answer.strip()) if text.startswith(form + self._closing, start)), None)
-            if written is None:
-                raise RowError("the chat template changes an answer; allowed: a template that writes it as it is, or stripped")
-            position = start + len(written) + len(self._closing)
-            spans.append((start, position))
-        return text, spans
 
-    def _answer_frame(self) -> tuple[str, str]:
-        """What the template writes before an answer (its prompt for one) and as the answer's end.
-
-        Learnt from a probe: an answer is what the text gains, beyond the prompt, once the answer is known.
-        """
-        messages: list[dict[str, Any]] = []
-        frames = set()
-        for number in range(2):
-            messages.append({"role": "user", "content": f"question {number}"})
-            asked, prompt = self._template(messages, prompt=False), self._template(messages, prompt=True)
-            messages.append({"role": "assistant", "content": f"answer {number}"})
-            answered = self._template(messages, prompt=False)
-            start = len(prompt) + len(f"answer {number}")
-            if not prompt.startswith(asked) or not answered.startswith(f"{prompt}answer {number}"):
-                raise DataError("model.path: its chat template rewrites earlier turns; allowed: a template that only appends")
-            frames.add((prompt[len(asked) :], answered[start:].rstrip()))
-        opening, closing = frames.pop()
-        if frames or not opening:
-            raise DataError("model.path: its chat template writes answers in different ways; allowed: one opening and one end for all")
-        return opening, closing
-
-    @cached_property
-    def _default_system(self) -> str:
-        """What the template's system turn says where a conversation has none; empty: there is no such turn. Learnt from a probe."""
-        asked = {"role": "user", "content": "question"}
-        given, default = self._template([{"role": "system", "content": "instruction"}, asked], prompt=False), self._template([asked], prompt=False)
-        before, _, after = given.partition("instruction")
-        return default[len(before) : len(default) - len(after)] if default.startswith(before) and default.endswith(after) else ""
-
-    def _template(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
-        text = self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=prompt)
-        assert isinstance(text, str)
-        return text
-
-
-def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int, limits: MediaLimits | None = None) -> Processor:
+def load_processor(
+    preset: str, path: str, min_pixels: int, max_pixels: int, limits: MediaLimits | None = None
+) -> Processor:
     """The processor of a preset (byte-level tokenizer), or of the model in a local folder.
 
     Raises:
@@ -271,14 +244,17 @@ def load_processor(preset: str, path: str, min_pixels: int, max_pixels: int, lim
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in multiples of `factor`, near the picture's shape, with pixels between the bounds (Qwen2-VL, section 2.1).
+    """(height, width) in multiples of `factor`, near the picture's shape, with pixels between the bounds (Qwen2-VL,
+    section 2.1).
 
     Raises:
         RowError: the aspect ratio is above 200.
     """
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
-        raise RowError(f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most {MAX_ASPECT_RATIO}")
+        raise RowError(
+            f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most {MAX_ASPECT_RATIO}"
+        )
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:
         shrink = math.sqrt((height * width) / max_pixels)

@@ -33,7 +33,8 @@ PAYLOAD = pa.schema([
     ("id", pa.string()),
     ("text_tokens", pa.int64()),
     ("vision_tokens", pa.int64()),
-    ("grids", pa.list_(pa.list_(pa.int32()))),  # (time, height, width) in patches of every image, and of every piece of a video
+    # (time, height, width) in patches of every image, and of every piece of a video
+    ("grids", pa.list_(pa.list_(pa.int32()))),
     ("error", pa.string()),  # why the row cannot be used; empty when it can
     ("input_ids", pa.list_(pa.int32())),
     ("labels", pa.list_(pa.int32())),
@@ -48,7 +49,9 @@ UNREADABLE = -1
 
 @dataclass(frozen=True)
 class ReadFragments:
-    """Maps items {position, number, epoch, fragment} to blocks of `PAYLOAD`, rows in the order of (seed, epoch, number)."""
+    """Maps items {position, number, epoch, fragment} to blocks of `PAYLOAD`, rows in the order of (seed, epoch,
+    number).
+    """
 
     processor: ProcessorSpec
     image_root: str
@@ -64,13 +67,16 @@ class ReadFragments:
             fragment: Fragment = pickle.loads(item["fragment"])
             try:
                 rows = read_rows(fragment)
-            except Exception as error:  # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
+            # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
+            except Exception as error:
                 # Told as data: an error raised here would reach the driver as text, in several layers.
-                records = [_unusable(fragment.path, description(error)) | {"position": item["position"], "row": UNREADABLE}]
+                records = [_unusable(fragment.path,
+                                     description(error)) | {"position": item["position"], "row": UNREADABLE}]
                 blocks.append(_block(records))
                 continue
             order = row_order(self.seed, item["epoch"], item["number"], len(rows))
-            records = [{"position": item["position"], "row": place} | self._record(self._named(rows[row], item["epoch"]), processor)
+            records = [{"position": item["position"],
+                        "row": place} | self._record(self._named(rows[row], item["epoch"]), processor)
                        for place, row in enumerate(order)]
             blocks.append(_block(records))
         return pa.concat_tables(blocks).combine_chunks()
@@ -84,7 +90,8 @@ class ReadFragments:
             return {"id": row.id, "error": ""} | self._payload(row, processor)
         except RowError as error:
             reason = str(error)
-        except Exception as error:  # foreign rows fail in ways that no list names; a bad row must not take its block with it
+        # foreign rows fail in ways that no list names; a bad row must not take its block with it
+        except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
         # On one line, and as text that a log can hold: names of files and roles are quoted as they came.
         return _unusable(row.id, " ".join(masked(reason).encode("utf-8", "backslashreplace").decode().split()))
@@ -99,7 +106,8 @@ class ReadFragments:
         for part, data in zip((part for turn in turns for part in turn.media), images):
             numbers[part.kind] += 1
             try:
-                sizes.append(clip_of(data, processor.limits) if part.kind == "video" else image_size(data, processor.limits.max_decoded_pixels))
+                sizes.append(clip_of(data, processor.limits) if part.kind == "video"
+                             else image_size(data, processor.limits.max_decoded_pixels))
             except RowError as error:
                 raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
         encoded = processor.encode_turns(turns, sizes, min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS))
@@ -109,22 +117,31 @@ class ReadFragments:
         for number, grid in zip(encoded.media, encoded.grids):
             image_tokens = math.prod(grid) // processor.merge_size**2
             if self.max_image_tokens and image_tokens > self.max_image_tokens:
-                raise RowError(f"image {number + 1} alone takes {image_tokens} tokens; a rank holds at most {self.max_image_tokens}")
-        return {"text_tokens": encoded.text_tokens, "vision_tokens": encoded.vision_tokens, "grids": [list(grid) for grid in encoded.grids],
-                "input_ids": encoded.input_ids, "labels": encoded.labels, "images": images, "media": encoded.media, "seconds": encoded.seconds}
+                raise RowError(
+                    f"image {number + 1} alone takes {image_tokens} tokens; a rank holds at most "
+                    f"{self.max_image_tokens}"
+                )
+        return {"text_tokens": encoded.text_tokens, "vision_tokens": encoded.vision_tokens,
+                "grids": [list(grid) for grid in encoded.grids],
+                "input_ids": encoded.input_ids, "labels": encoded.labels, "images": images, "media": encoded.media,
+                "seconds": encoded.seconds}
 
 
 def read_payloads(table: pa.Table, rows: list[int]) -> list[dict[str, Any]]:
-    """Payload of these rows of a block: numpy ids (L,), labels (L,), grids (N, 3), media (N,) and seconds (N,), encoded images and videos as bytes."""
+    """Payload of these rows of a block: numpy ids (L,), labels (L,), grids (N, 3), media (N,) and seconds (N,), encoded
+    images and videos as bytes.
+    """
     found = []
     for row in rows:
         record = {name: table[name][row] for name in table.column_names}
         found.append({
             "id": record["id"].as_py(), "error": record["error"].as_py(),
             "text_tokens": record["text_tokens"].as_py(), "vision_tokens": record["vision_tokens"].as_py(),
-            "input_ids": np.array(record["input_ids"].values, np.int32), "labels": np.array(record["labels"].values, np.int32),
+            "input_ids": np.array(record["input_ids"].values, np.int32),
+            "labels": np.array(record["labels"].values, np.int32),
             "grids": np.array(record["grids"].as_py(), np.int64).reshape(-1, 3), "images": record["images"].as_py(),
-            "media": np.array(record["media"].as_py(), np.int64), "seconds": np.array(record["seconds"].as_py(), np.float64)})
+            "media": np.array(record["media"].as_py(), np.int64),
+            "seconds": np.array(record["seconds"].as_py(), np.float64)})
     return found
 
 

@@ -17,7 +17,9 @@ MEDIA_WITHIN_BYTES = 16 * 2**10
 
 
 def mean_file_bytes(fragments: Fragments, image_root: str) -> int:
-    """Bytes of the image and video files that a row names, on average over a few rows from everywhere in the set. What cannot be read counts nothing."""
+    """Bytes of the image and video files that a row names, on average over a few rows from everywhere in the set. What
+    cannot be read counts nothing.
+    """
     if fragments.num_bytes.sum() >= MEDIA_WITHIN_BYTES * fragments.num_rows:
         return 0
     found = []
@@ -26,7 +28,8 @@ def mean_file_bytes(fragments: Fragments, image_root: str) -> int:
         if fragment.kind == "tar":
             return 0
         if fragment.kind == "json":
-            fragment = replace(fragment, num_rows=min(ROWS_OF_EACH, fragment.num_rows), spans=fragment.spans[:ROWS_OF_EACH])
+            fragment = replace(fragment, num_rows=min(ROWS_OF_EACH, fragment.num_rows),
+                               spans=fragment.spans[:ROWS_OF_EACH])
         try:
             found += [file_bytes(row.fields, image_root) for row in read_rows(fragment)[:ROWS_OF_EACH]]
         except (OSError, pa.ArrowException):  # a file that is gone or damaged: whoever reads its rows says so

@@ -1,4 +1,5 @@
-"""The rows of one source, in an order set by seed and epoch alone: lengths and references here, payload in the object store.
+"""The rows of one source, in an order set by seed and epoch alone: lengths and references here, payload in the object
+store.
 
     fragments, shuffled by (seed, epoch)        numbers in the driver
       -> Ray Data: from_items, map_batches      reading tasks; one block of payload a fragment, order kept
@@ -38,7 +39,8 @@ from dhp_ray.schema import Data, Model
 
 PART_FRAGMENTS = 32
 # Ray Data reports every execution, one a part of the epoch here, and that its progress bars are off.
-_LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
+_LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING,
+               "ray.data._internal.progress": logging.ERROR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,10 @@ class Entry:
 class SourceStream:
     """The rows of `data.path`, one after the other. Ray must be initialised.
 
-    Responsibilities: the reading stage and its limits, rows in the order of an epoch. A sample of more than `max_tokens` tokens, or
-    with an image of more than `max_image_tokens`, is a bad row (0: no limit); both may be set until the first row is asked for.
-    Ids begin with `prefix`; with one, they also end with the number of the epoch from the second on. `share`: the part of the window that this source has.
+    Responsibilities: the reading stage and its limits, rows in the order of an epoch. A sample of more than
+    `max_tokens` tokens, or with an image of more than `max_image_tokens`, is a bad row (0: no limit); both may be set
+    until the first row is asked for. Ids begin with `prefix`; with one, they also end with the number of the epoch from
+    the second on. `share`: the part of the window that this source has.
 
     Raises:
         DataError: the data cannot be used at all (found before anything is read).
@@ -112,13 +115,15 @@ class SourceStream:
         """Read a part of the epoch ahead, and the next part from the middle of this one on."""
         while self._planned < len(self._order) and self._planned - self._fetched <= self._part_size // 2:
             tasks = max(1, int(ray.cluster_resources().get("CPU", 1)) // 4)
-            within = np.searchsorted(np.cumsum(self._bytes[self._planned : self._planned + PART_FRAGMENTS]), self._window.num_bytes / 2, side="right")
+            within = np.searchsorted(np.cumsum(self._bytes[self._planned : self._planned + PART_FRAGMENTS]),
+                                     self._window.num_bytes / 2, side="right")
             stop = min(self._planned + max(tasks, int(within)), len(self._order))
             self._parts.append(self._blocks(range(self._planned, stop), tasks))
             self._planned, self._part_size = stop, stop - self._planned
 
     def _fetch(self) -> None:
-        """Take the next block's reference and the lengths of its rows; rows that no later block's can precede are next."""
+        """Take the next block's reference and the lengths of its rows; rows that no later block's can precede are next.
+        """
         while (found := next(self._parts[0], None)) is None:
             self._parts.popleft()
         reference, node = found
@@ -128,8 +133,10 @@ class SourceStream:
         assert all(entry["position"] == self._fetched for entry in lengths), "Ray Data returned blocks out of order"
         for place, (entry, where) in enumerate(zip(lengths, self._order.places(self._fetched).tolist(), strict=True)):
             if where >= self._from:
-                sample = Sample(entry["id"], entry["text_tokens"], entry["vision_tokens"], tuple((t, h, w) for t, h, w in entry["grids"]))
-                heapq.heappush(self._open, (where, self._fetched, place, Entry(reference, node, place, sample, entry["error"])))
+                sample = Sample(entry["id"], entry["text_tokens"], entry["vision_tokens"],
+                                tuple((t, h, w) for t, h, w in entry["grids"]))
+                heapq.heappush(self._open, (where, self._fetched, place,
+                                            Entry(reference, node, place, sample, entry["error"])))
         self._fetched += 1
         known = self._order.begins[self._fetched] if self._fetched < len(self._order) else math.inf
         while self._open and self._open[0][0] < known:
@@ -140,12 +147,14 @@ class SourceStream:
                 self._entries.append(row)
 
     def _blocks(self, positions: range, tasks: int) -> Iterator[tuple[ray.ObjectRef, str]]:
-        """Start reading these places of the epoch's order; the references of their blocks, in order, and the nodes where they were made.
+        """Start reading these places of the epoch's order; the references of their blocks, in order, and the nodes
+        where they were made.
 
         The one place that uses an internal call of Ray Data: public iterators bring the blocks themselves here.
         """
         numbers = {position: int(self._order.fragments[position]) for position in positions}
-        items = [{"position": position, "epoch": self.epoch, "number": number, "fragment": pickle.dumps(self.fragments[number])}
+        items = [{"position": position, "epoch": self.epoch, "number": number,
+                  "fragment": pickle.dumps(self.fragments[number])}
                  for position, number in numbers.items()]
         dataset = ray.data.from_items(items, override_num_blocks=len(items))
         dataset.context.execution_options.preserve_order = True
@@ -153,6 +162,8 @@ class SourceStream:
         dataset.context.print_on_execution_start = False
         dataset.context.target_max_block_size = None  # one block a fragment, however large
         reader = replace(self._reader, max_tokens=self.max_tokens, max_image_tokens=self.max_image_tokens)
-        blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0, compute=ray.data.TaskPoolStrategy(size=tasks))
+        blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0,
+                                     compute=ray.data.TaskPoolStrategy(size=tasks))
         entries = (entry for bundle in blocks.iter_internal_ref_bundles() for entry in bundle.blocks)
-        return ((entry.ref, entry.metadata.exec_stats.node_id if entry.metadata.exec_stats else "") for entry in entries)
+        return ((entry.ref, entry.metadata.exec_stats.node_id if entry.metadata.exec_stats else "")
+                for entry in entries)

@@ -1,4 +1,5 @@
-"""The stream of samples: batches of lengths and references for the driver, payload in the object store for the workers."""
+"""The stream of samples: batches of lengths and references for the driver, payload in the object store for the workers.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ class Skipped:
 class Batch:
     """Samples of one global batch.
 
-    `payload` maps a sample's id to the reference of its block and its row there, `nodes` a block to the node where it was made.
-    `skipped` are the bad rows passed on the way. `cursor` is where the next batch begins; give it to `Stream.restore`.
+    `payload` maps a sample's id to the reference of its block and its row there, `nodes` a block to the node where it
+    was made. `skipped` are the bad rows passed on the way. `cursor` is where the next batch begins; give it to
+    `Stream.restore`.
     """
 
     epoch: int
@@ -75,7 +77,8 @@ class BatchBuilder:
 class Stream:
     """Batches of `data.path`, in an order set by seed and epoch alone. Ray must be initialised.
 
-    Responsibilities: batches and the cursor. Not its concern: what a skipped row means for the run (`data.on_error`). MediaLimits as in `SourceStream`.
+    Responsibilities: batches and the cursor. Not its concern: what a skipped row means for the run (`data.on_error`).
+    MediaLimits as in `SourceStream`.
 
     Raises:
         DataError: the data cannot be used at all (found before anything is read).
@@ -109,7 +112,8 @@ class Stream:
         self._rows.max_image_tokens = limit
 
     def next_batch(self, num_samples: int) -> Batch | None:
-        """The next `num_samples` samples, at an epoch's end fewer (or, with drop_last, none); None when the epoch is over.
+        """The next `num_samples` samples, at an epoch's end fewer (or, with drop_last, none); None when the epoch is
+        over.
 
         Bad rows that follow the last sample belong to the batch too, so that no epoch ends in a batch without samples.
 
@@ -128,7 +132,8 @@ class Stream:
     @property
     def cursor(self) -> Cursor:
         """Where the next batch begins: the epoch, and how many rows it has given."""
-        return {"order": ORDER, "epoch": self.epoch, "row": self._rows.row, "num_rows": self.num_rows, "file_bytes": self._rows.file_bytes}
+        return {"order": ORDER, "epoch": self.epoch, "row": self._rows.row, "num_rows": self.num_rows,
+                "file_bytes": self._rows.file_bytes}
 
     def restore(self, cursor: Cursor) -> None:
         """Go on where a batch's cursor points.
@@ -152,6 +157,9 @@ class Stream:
 def check_cursor(cursor: Cursor, num_rows: int, where: str) -> None:
     """Refuse a cursor with which the rows would not go on where they ended."""
     if cursor.get("order") != ORDER:
-        raise DataError(f"{where}: the saved run's version gave the rows in another order; allowed: another run.dir, or that version of dhp_ray")
+        raise DataError(
+            f"{where}: the saved run's version gave the rows in another order; allowed: another run.dir, or that "
+            "version of dhp_ray"
+        )
     if cursor["num_rows"] != num_rows:
         raise DataError(f"{where}: {num_rows} rows, the saved run's had {cursor['num_rows']}; allowed: the same data")

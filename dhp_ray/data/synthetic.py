@@ -35,7 +35,8 @@ from dhp_ray.schema import Data
 CELL = 28  # pixels of a merged patch
 LETTER_WIDTH, LINE_HEIGHT = 6, 14
 WORDS = ("sun", "moon", "star", "tree", "leaf", "bird", "fish", "stone", "sand", "wind", "rain", "snow")
-COLOURS = {"red": (214, 39, 40), "blue": (31, 119, 180), "green": (44, 160, 44), "gold": (230, 180, 30), "black": (30, 30, 30)}
+COLOURS = {"red": (214, 39, 40), "blue": (31, 119, 180), "green": (44, 160, 44), "gold": (230, 180, 30),
+           "black": (30, 30, 30)}
 KINDS = ("document", "chart", "clip")
 BOARD = 3  # a clip's square moves over BOARD x BOARD cells
 FORM = 1  # raised when the same parameters would give other samples
@@ -57,7 +58,8 @@ class Pictures:
 
 def parameters(data: Data, seed: int) -> dict[str, Any]:
     """All that the samples depend on; stored in the file."""
-    return asdict(data.synthetic) | {"seed": seed, "min_pixels": data.min_pixels, "max_pixels": data.max_pixels, "form": FORM}
+    return asdict(data.synthetic) | {"seed": seed, "min_pixels": data.min_pixels, "max_pixels": data.max_pixels,
+                                     "form": FORM}
 
 
 def stored_parameters(path: str | Path) -> dict[str, Any] | None:
@@ -111,14 +113,16 @@ def sample(index: int, data: Data, seed: int, processor: Processor) -> dict[str,
     shortest = len(processor.encode(_conversation(pictures, "."), pictures.sizes).input_ids) - 1
     title = _words(random, max(3, num_tokens - shortest))
     drawn = pictures.draw(title)
-    return {"id": f"{kind}-{index:06d}", "images": [_encode(image) for image in drawn], "conversations": _conversation(pictures, title)}
+    return {"id": f"{kind}-{index:06d}", "images": [_encode(image) for image in drawn],
+            "conversations": _conversation(pictures, title)}
 
 
 def target_tokens(random: np.random.Generator, data: Data) -> int:
     """The length that a sample should have, in tokens."""
     shape = data.synthetic
     is_long = random.random() < shape.long_fraction
-    median, sigma = (shape.long_median_tokens, shape.long_sigma) if is_long else (shape.short_median_tokens, shape.short_sigma)
+    median, sigma = (shape.long_median_tokens,
+                     shape.long_sigma) if is_long else (shape.short_median_tokens, shape.short_sigma)
     return min(shape.max_tokens, round(math.exp(random.normal(math.log(median), sigma))))
 
 
@@ -194,7 +198,8 @@ def _words(random: np.random.Generator, length: int) -> str:
 
 def _conversation(pictures: Pictures, title: str) -> list[dict[str, str]]:
     marks = IMAGE_MARK * len(pictures.sizes)
-    return [{"from": "human", "value": f"{marks}{pictures.question}"}, {"from": "gpt", "value": f"{title}{pictures.answer}"}]
+    return [{"from": "human", "value": f"{marks}{pictures.question}"},
+            {"from": "gpt", "value": f"{title}{pictures.answer}"}]
 
 
 def _encode(image: Image.Image) -> bytes:

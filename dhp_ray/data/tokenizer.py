@@ -9,7 +9,8 @@ from dhp_ray.data.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+                  "<|video_pad|>")
 STRUCTURE_TOKENS = (*SPECIAL_TOKENS, "<|vision_pad|>")
 """Tokens that mark turns and images. Text of a user that spells one would change what a sequence consists of."""
 
@@ -46,16 +47,20 @@ CHAT_TEMPLATE = """
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer in which every byte of UTF-8 text is one token, whose id is the byte; special tokens follow from 256 on."""
+    """A tokenizer in which every byte of UTF-8 text is one token, whose id is the byte; special tokens follow from 256
+    on.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())},
+                                     merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=list(SPECIAL_TOKENS[1:]),
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        extra_special_tokens=list(SPECIAL_TOKENS[1:]),
         chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False, model_max_length=1 << 30)
 
 
@@ -65,12 +70,16 @@ def special_token_ids(tokenizer: Any) -> dict[str, int]:
     Raises:
         DataError: the tokenizer has no token for images or videos.
     """
-    names = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>",
+    names = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>",
+             "vision_end": "<|vision_end|>",
              "bos": "<|endoftext|>", "eos": "<|im_end|>", "pad": "<|endoftext|>"}
     vocabulary = tokenizer.get_vocab()
     for token in names.values():
         if token not in vocabulary:
-            raise DataError(f"model.path: its tokenizer has no token {token}; allowed: the tokenizer of a Qwen2-VL or Qwen2.5-VL model")
+            raise DataError(
+                f"model.path: its tokenizer has no token {token}; allowed: the tokenizer of a Qwen2-VL or Qwen2.5-VL "
+                "model"
+            )
     return {purpose: int(vocabulary[token]) for purpose, token in names.items()}
 
 

@@ -4,7 +4,8 @@
     assistant   what it says\\n<tool_call>\\n{"name": "zoom", "arguments": {"factor": 2}}\\n</tool_call>
     user        <tool_response>\\nwhat the tool answers\\n</tool_response>
 
-Qwen2.5's template for text renders tools so; those of its vision models, made for pictures, leave calls out. As text of the turns they are the same for both.
+Qwen2.5's template for text renders tools so; those of its vision models, made for pictures, leave calls out. As text of
+the turns they are the same for both.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from dhp_ray.data.errors import RowError
 from dhp_ray.errors import first_line
 
 RESPONSE_BEGIN, RESPONSE_END = "<tool_response>\n", "\n</tool_response>"
-_TOOLS = ("# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-          "You are provided with function signatures within <tools></tools> XML tags:\n<tools>{tools}\n</tools>\n\n"
-          "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
-          '<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>')
+_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>{tools}\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
+    "tags:\n"
+    '<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
+)
 
 
 def calls_text(calls: Any) -> str:
     """What the assistant writes to call tools: one call or several, as JSON text or objects.
 
-    {"name": ..., "arguments": {...} or JSON text}, alone, or as the `function` of one of OpenAI's tool_calls. Keys that hold null count as absent, except in
-    JSON text: columns of structs give every call the arguments of all.
+    {"name": ..., "arguments": {...} or JSON text}, alone, or as the `function` of one of OpenAI's tool_calls. Keys that
+    hold null count as absent, except in JSON text: columns of structs give every call the arguments of all.
 
     Raises:
         RowError: no JSON, or a call without name or arguments.
@@ -39,7 +43,8 @@ def calls_text(calls: Any) -> str:
 def tools_text(system: str, tools: Any) -> str:
     """The system turn of a conversation that offers tools: what it says otherwise, then their signatures.
 
-    `tools`: a list of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}, or such a list as JSON text; nulls as in calls.
+    `tools`: a list of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}, or such a
+    list as JSON text; nulls as in calls.
 
     Raises:
         RowError: something else.
@@ -60,12 +65,14 @@ def holds_any(value: Any) -> bool:
 
 
 def _call_text(call: Any) -> str:
-    inner: Any = call.get("function") if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else call
+    inner: Any = call.get("function") if isinstance(call,
+                                                    Mapping) and isinstance(call.get("function"), Mapping) else call
     name = inner.get("name") if isinstance(inner, Mapping) else None
     if not isinstance(name, str) or not name:
         raise RowError(f"the call of a tool is {repr(call)[:100]}; allowed: an object with name and arguments")
     given = inner.get("arguments")
-    arguments = _read(given, f"the arguments of {name[:50]}") if isinstance(given, str) else {} if given is None else given
+    arguments = _read(given, f"the arguments of {name[:50]}") if isinstance(given,
+                                                                            str) else {} if given is None else given
     if not isinstance(arguments, Mapping):
         raise RowError(f"the arguments of {name[:50]} are {repr(arguments)[:100]}; allowed: an object")
     return f"<tool_call>\n{_json({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -85,7 +92,9 @@ def _present(value: Any) -> Any:
     """Without the keys that hold null."""
     if isinstance(value, Mapping):
         return {name: _present(inner) for name, inner in value.items() if inner is not None}
-    return [_present(inner) for inner in value] if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else value
+    return [_present(inner) for inner in value] if isinstance(value,
+                                                              Sequence) and not isinstance(value,
+                                                                                           (str, bytes)) else value
 
 
 def _json(tree: Any) -> str:

@@ -1,7 +1,9 @@
-"""Videos: their frames counted from the container, the frames that a model sees, and their patches as Qwen2-VL's video processor makes them.
+"""Videos: their frames counted from the container, the frames that a model sees, and their patches as Qwen2-VL's video
+processor makes them.
 
-Which frames are taken follows `Qwen2VLVideoProcessor.sample_frames` (transformers), the patches its `patchify`; both are
-written anew here because that class needs torchvision. A video is as the container stores it: not turned by its display matrix.
+Which frames are taken follows `Qwen2VLVideoProcessor.sample_frames` (transformers), the patches its `patchify`; both
+are written anew here because that class needs torchvision. A video is as the container stores it: not turned by its
+display matrix.
 """
 
 from __future__ import annotations
@@ -42,18 +44,28 @@ def clip_of(data: bytes, limits: MediaLimits) -> Clip:
     except Exception as error:  # as for images: foreign bytes make readers raise errors of many kinds
         raise RowError(f"not a video that can be read: {first_line(error)}; allowed: {CONTAINERS}") from None
     if min(clip.width, clip.height, clip.num_frames) < 1 or not 0 < clip.frames_per_second < math.inf:
-        raise RowError(f"a video of {clip.num_frames} frames of {clip.width}x{clip.height} pixels, {clip.frames_per_second:g} a second; "
-                       "allowed: at least one frame, and a rate")
+        raise RowError(
+            f"a video of {clip.num_frames} frames of {clip.width}x{clip.height} pixels, {clip.frames_per_second:g} a "
+            "second; "
+            "allowed: at least one frame, and a rate"
+        )
     if clip.width * clip.height > limits.max_decoded_pixels:
-        raise RowError(f"frames of {clip.width}x{clip.height} pixels; allowed: at most {limits.max_decoded_pixels} pixels (data.max_decoded_pixels)")
+        raise RowError(
+            f"frames of {clip.width}x{clip.height} pixels; allowed: at most {limits.max_decoded_pixels} pixels "
+            "(data.max_decoded_pixels)"
+        )
     seconds = max(clip.num_frames / clip.frames_per_second, clip.num_frames / MAX_FRAMES_PER_SECOND)
     if seconds > limits.max_video_seconds:
-        raise RowError(f"a video of {seconds:.0f} s ({clip.num_frames} frames); allowed: at most {limits.max_video_seconds:g} s (data.max_video_seconds)")
+        raise RowError(
+            f"a video of {seconds:.0f} s ({clip.num_frames} frames); allowed: at most {limits.max_video_seconds:g} s "
+            "(data.max_video_seconds)"
+        )
     return clip
 
 
 def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
-    """Patches, float32 of shape (P, patch_dim), of each range of steps in time of the video's grid, which was planned with `num_steps`.
+    """Patches, float32 of shape (P, patch_dim), of each range of steps in time of the video's grid, which was planned
+    with `num_steps`.
 
     Raises:
         ValueError: the frames that come out are not those that the container announced, or are damaged.
@@ -64,16 +76,22 @@ def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num
     if -(-len(sampled) // temporal) != num_steps:
         raise ValueError(f"the video gives {len(sampled)} frames; planned: {num_steps * temporal}")
     # A last step that lacks frames repeats the last one.
-    numbers = [[sampled[min(place, len(sampled) - 1)] for place in range(steps.start * temporal, steps.stop * temporal)] for steps in ranges]
+    numbers = [[sampled[min(place, len(sampled) - 1)] for place in range(steps.start * temporal, steps.stop * temporal)]
+               for steps in ranges]
     rows, columns = processor.resized(clip.width, clip.height)
-    frames = {number: _normalised(frame, rows, columns, processor) for number, frame in _frames(data, clip, {n for part in numbers for n in part})}
-    return [patches(np.stack([frames[number] for number in part]), temporal, processor.patch_size, processor.merge_size) for part in numbers]
+    frames = {number: _normalised(frame, rows, columns, processor)
+              for number, frame in _frames(data, clip, {n for part in numbers for n in part})}
+    return [patches(np.stack([frames[number] for number in part]), temporal, processor.patch_size, processor.merge_size)
+            for part in numbers]
 
 
 def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge_size: int) -> np.ndarray:
-    """Frames (T, 3, H, W), T a multiple of `temporal_patch_size`, to patches (P, 3 x temporal_patch_size x patch_size x patch_size)."""
+    """Frames (T, 3, H, W), T a multiple of `temporal_patch_size`, to patches (P, 3 x temporal_patch_size x patch_size x
+    patch_size).
+    """
     time, channels, height, width = frames.shape
-    cut = frames.reshape(time // temporal_patch_size, temporal_patch_size, channels, height // patch_size // merge_size, merge_size, patch_size,
+    cut = frames.reshape(time // temporal_patch_size, temporal_patch_size, channels, height // patch_size // merge_size,
+                         merge_size, patch_size,
                          width // patch_size // merge_size, merge_size, patch_size)
     ordered = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return ordered.reshape(-1, channels * temporal_patch_size * patch_size**2)
@@ -88,7 +106,10 @@ def _frames(data: bytes, clip: Clip, wanted: set[int]) -> Iterator[tuple[int, np
             for number, frame in enumerate(container.decode(stream)):
                 if number in missing:
                     if (frame.width, frame.height) != (clip.width, clip.height):
-                        raise ValueError(f"frame {number} has {frame.width}x{frame.height} pixels; the video's header says {clip.width}x{clip.height}")
+                        raise ValueError(
+                            f"frame {number} has {frame.width}x{frame.height} pixels; the video's header says "
+                            f"{clip.width}x{clip.height}"
+                        )
                     if frame.is_corrupt:
                         raise ValueError(f"frame {number} of the video is damaged")
                     missing.discard(number)
@@ -108,10 +129,12 @@ def _normalised(frame: np.ndarray, rows: int, columns: int, processor: Processor
     if pixels.shape[1:] != (rows, columns):
         import torch  # its bicubic filter is the one that torchvision calls; Pillow's differs by one level in places
 
-        resized = torch.nn.functional.interpolate(torch.from_numpy(pixels)[None], size=(rows, columns), mode="bicubic", align_corners=False, antialias=True)
+        resized = torch.nn.functional.interpolate(torch.from_numpy(pixels)[None], size=(rows, columns), mode="bicubic",
+                                                  align_corners=False, antialias=True)
         pixels = resized[0].numpy()
     scale = np.float32(1.0 / settings["rescale_factor"])
-    mean, deviation = (np.asarray(settings[name], np.float32).reshape(3, 1, 1) * scale for name in ("image_mean", "image_std"))
+    mean, deviation = (np.asarray(settings[name], np.float32).reshape(3, 1, 1) * scale
+                       for name in ("image_mean", "image_std"))
     return (pixels.astype(np.float32) - mean) / deviation
 
 
@@ -119,7 +142,8 @@ def _normalised(frame: np.ndarray, rows: int, columns: int, processor: Processor
 def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream.
 
-    The kind is told from the first bytes and given to FFmpeg: left to guess, it also takes playlists, which name other files and URLs to open.
+    The kind is told from the first bytes and given to FFmpeg: left to guess, it also takes playlists, which name other
+    files and URLs to open.
     """
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free"):
         kind = "mov"

@@ -2,7 +2,8 @@
 
 The step calls the three parts one after the other, so that each can have its own layout over the ranks of a pack:
 
-    encode (pixels of my images) -> features -> [exchange] -> decode (my tokens, the features that land on them) -> hidden -> loss_sum
+    encode (pixels of my images) -> features -> [exchange] -> decode (my tokens, the features that land on them) ->
+    hidden -> loss_sum
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ PARTS = ("vision", "language")
 
 
 class ModelAdapter(Protocol):
-    """One model family. Shapes: L local tokens, N images, P patches, V vision tokens, F feature width, D hidden width."""
+    """One model family. Shapes: L local tokens, N images, P patches, V vision tokens, F feature width, D hidden width.
+    """
 
     module: PreTrainedModel
     """The Hugging Face model; all trainable state is in its `named_parameters()`."""
 
     weights: StoredWeights | None
-    """Where the parameters' values are to be read from, of a module that was built without (on the meta device); None: it has them."""
+    """Where the parameters' values are to be read from, of a module that was built without (on the meta device); None:
+    it has them.
+    """
 
     feature_width: int
     """F: width of a vision feature as it enters the language model."""
@@ -51,7 +55,8 @@ class ModelAdapter(Protocol):
     vocabulary_size: int
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
-        """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3); int64 on the CPU.
+        """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3);
+        int64 on the CPU.
 
         `seconds` (N,) is what one step in time of a video lasts, and 0 for an image; without it, all are images.
         """
@@ -61,16 +66,19 @@ class ModelAdapter(Protocol):
         """Features (V, F) of the images whose patches are `pixels` (P, patch_dim), in the order of `grids` (N, 3)."""
         ...
 
-    def decode(self, token_ids: Tensor, positions: Tensor, vision_token_index: Tensor, features: Tensor, context: PackContext) -> Tensor:
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, vision_token_index: Tensor, features: Tensor, context: PackContext
+    ) -> Tensor:
         """Hidden states (L, D) of a rank's shard of a pack.
 
-        `token_ids` (L,), `positions` (3, L); row i of `features` (K, F) takes the place of local token `vision_token_index[i]`.
-        Every member of the pack must call it: attention exchanges over `context`.
+        `token_ids` (L,), `positions` (3, L); row i of `features` (K, F) takes the place of local token
+        `vision_token_index[i]`. Every member of the pack must call it: attention exchanges over `context`.
         """
         ...
 
     def loss_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Sum, fp32, of the cross entropy of `hidden` (L, D) against `labels` (L,), already shifted; -100 is left out."""
+        """Sum, fp32, of the cross entropy of `hidden` (L, D) against `labels` (L,), already shifted; -100 is left out.
+        """
         ...
 
     def is_vision(self, parameter_name: str) -> bool:
@@ -90,7 +98,9 @@ class ModelAdapter(Protocol):
         ...
 
     def units(self) -> Sequence[Module]:
-        """The submodules whose parameters are gathered on their own where they are sharded, inner ones first; each is only used by calling it."""
+        """The submodules whose parameters are gathered on their own where they are sharded, inner ones first; each is
+        only used by calling it.
+        """
         ...
 
     def set_activation_checkpointing(self) -> None:

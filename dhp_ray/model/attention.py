@@ -61,16 +61,19 @@ class PackContext:
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:
     """Causal attention within each sequence of the pack, over all of its members.
 
-    q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the layout's order (`layout.index(member)` of
-    the pack's); L may be 0. H is a multiple of Hk. scale: what products of queries and keys are multiplied with, commonly
-    D ** -0.5. Returns (1, L, H, D). All members call this alike, forward and backward; README.md has a program that does.
+    q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the layout's order (`layout.index(member)`
+    of the pack's); L may be 0. H is a multiple of Hk. scale: what products of queries and keys are multiplied with,
+    commonly D ** -0.5. Returns (1, L, H, D). All members call this alike, forward and backward; README.md has a program
+    that does.
 
     Raises:
         ValueError: q, k or v are not this member's tokens.
     """
     num_tokens = context.layout.num_tokens(context.member)
     if q.shape[0] != 1 or q.shape[2] != num_tokens or k.shape[2] != num_tokens:
-        raise ValueError(f"ring attention: queries {tuple(q.shape)}, keys {tuple(k.shape)}; wanted (1, heads, {num_tokens}, width)")
+        raise ValueError(
+            f"ring attention: queries {tuple(q.shape)}, keys {tuple(k.shape)}; wanted (1, heads, {num_tokens}, width)"
+        )
     requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
     anchor = torch.zeros((), requires_grad=True) if context.differentiable and not requires_grad else None
     out: Tensor = _RingAttention.apply(*(x[0].transpose(0, 1) for x in (q, k, v)), anchor, scale, context)
@@ -89,17 +92,30 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
 
 
-def _attention_of_transformers(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-                               dropout: float = 0.0, scaling: float | None = None, context: PackContext | None = None,
-                               sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
+def _attention_of_transformers(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    context: PackContext | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     if context is None:
         raise ValueError(f"attention {NAME}: the model was called without context=PackContext(...)")
     if attention_mask is not None or dropout != 0.0 or sliding_window is not None:
-        raise ValueError(f"attention {NAME}: causal attention only, without mask, dropout (got {dropout}) or sliding window (got {sliding_window})")
+        raise ValueError(
+            f"attention {NAME}: causal attention only, without mask, dropout (got {dropout}) or sliding window (got "
+            f"{sliding_window})"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if context.layout.num_tokens(context.member):
         return ring_attention(query, key, value, scale, context), None
-    # A member without a token of the pack brings an idle one, so that its layers can run. No token sees it, and it sees none.
+    # A member without a token of the pack brings an idle one, so that its layers can run. No token sees it, and it sees
+    # none.
     nothing = ring_attention(query[:, :, :0], key[:, :, :0], value[:, :, :0], scale, context)
     return torch.cat((nothing, nothing.new_zeros(1, query.shape[2], *nothing.shape[2:])), 1), None
 
@@ -112,7 +128,9 @@ class _RingAttention(torch.autograd.Function):
     """q: (L, H, D), k and v: (L, Hk, D) -> (L, H, D). Sums over steps are in fp32 whatever the inputs' type."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, anchor: Tensor | None, scale: float, context: PackContext) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, anchor: Tensor | None, scale: float, context: PackContext
+    ) -> Tensor:
         kernel, wide = kernel_for(q.device), torch.promote_types(q.dtype, torch.float32)
         kv = torch.stack((k, v))
         out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
@@ -142,7 +160,8 @@ class _RingAttention(torch.autograd.Function):
             rows, key_rows = segments.query_rows, segments.key_rows
             if len(segments):
                 shard_k, shard_v = shard[:, key_rows]
-                part_q, part_k, part_v = kernel.backward(gradient[rows], q[rows], shard_k, shard_v, out[rows], lse[:, rows], segments, ctx.scale)
+                part_q, part_k, part_v = kernel.backward(gradient[rows], q[rows], shard_k, shard_v, out[rows],
+                                                         lse[:, rows], segments, ctx.scale)
                 add_rows(d_q, rows, part_q)
             if pending is not None:
                 pending.wait()
@@ -176,7 +195,8 @@ def _pass_right(shard: Tensor, source: int, context: PackContext, link: Link, ta
     """Start passing `source`'s shard on; the buffer in which the one before it arrives from the left."""
     num_tokens = context.layout.num_tokens((source - 1) % link.size)
     arriving = shard.new_empty((2, num_tokens, *shard.shape[2:]))
-    return arriving, link.exchange([(shard, (link.index + 1) % link.size)], [(arriving, (link.index - 1) % link.size)], tag)
+    return arriving, link.exchange([(shard, (link.index + 1) % link.size)], [(arriving, (link.index - 1) % link.size)],
+                                   tag)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, segments: Segments) -> None:

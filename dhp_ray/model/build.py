@@ -1,4 +1,6 @@
-"""Builds a model from a preset or from a local Hugging Face folder: the families that there are, by their config's name."""
+"""Builds a model from a preset or from a local Hugging Face folder: the families that there are, by their config's
+name.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
 
 
 def build_on_meta_device(path: str) -> ModelAdapter:
-    """Build the model of a local folder on the meta device; its `weights` read any rows of the parameters from the files.
+    """Build the model of a local folder on the meta device; its `weights` read any rows of the parameters from the
+    files.
 
     Raises:
         ModelError: one line on what is missing or not supported.
@@ -66,7 +69,9 @@ def build_on_meta_device(path: str) -> ModelAdapter:
     return adapter
 
 
-def num_parameters(preset: str, path: str, token_ids: Mapping[str, int] | None, freeze: Sequence[str] = ()) -> tuple[int, int]:
+def num_parameters(
+    preset: str, path: str, token_ids: Mapping[str, int] | None, freeze: Sequence[str] = ()
+) -> tuple[int, int]:
     """Parameters of the model that `build_model` would build, without building it, and how many of them are frozen."""
     config = preset_config(preset, token_ids) if preset else read_config(path)
     with torch.device("meta"):
@@ -84,12 +89,15 @@ def read_config(path: str) -> PreTrainedConfig:
         config: PreTrainedConfig = FAMILIES[name].config_class.from_dict(tree)
     except Exception as error:  # transformers' checks of values raise errors of many kinds
         said = " ".join(str(error).split())[:300]
-        raise ModelError(f"model.path: {Path(path) / 'config.json'} is no configuration of a {name} model: {said}") from None
+        raise ModelError(
+            f"model.path: {Path(path) / 'config.json'} is no configuration of a {name} model: {said}"
+        ) from None
     return config
 
 
 def _quieten() -> None:
-    """Every rank would show its own bars and reports of what it reads and writes; what is wrong is raised as one line."""
+    """Every rank would show its own bars and reports of what it reads and writes; what is wrong is raised as one line.
+    """
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 
@@ -99,7 +107,8 @@ def _family(config: PreTrainedConfig) -> Any:
 
 
 def _load(model_class: Any, path: str) -> PreTrainedModel:
-    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False,
+                               "dtype": torch.float32}
     try:
         module, report = model_class.from_pretrained(path, output_loading_info=True, **options)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:

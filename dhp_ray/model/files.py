@@ -1,4 +1,6 @@
-"""The files of a model's folder that say what it is and hold its weights. Needs neither torch nor transformers, so a wrong folder is told at once."""
+"""The files of a model's folder that say what it is and hold its weights. Needs neither torch nor transformers, so a
+wrong folder is told at once.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class ModelError(ValueError):
 
 
 def check_model_folder(path: str) -> None:
-    """Refuse a folder that holds no model of a known family, or whose safetensors are missing, cut short or something else.
+    """Refuse a folder that holds no model of a known family, or whose safetensors are missing, cut short or something
+    else.
 
     Raises:
         ModelError: one line on what is missing or not supported.
@@ -57,7 +60,8 @@ def weight_files(path: str) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted({os.fspath(file) for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+            names = sorted({os.fspath(file)
+                            for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"model.path: {index} is not an index of safetensors: {error!r}") from None
     else:

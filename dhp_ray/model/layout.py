@@ -61,7 +61,8 @@ class PackLayout:
             _check_cover(self.lengths, self.degree, self.shards)
         else:
             object.__setattr__(self, "shards", zigzag(self.lengths, self.degree))
-        object.__setattr__(self, "_num_tokens", tuple(sum(piece.stop - piece.start for piece in shard) for shard in self.shards))
+        object.__setattr__(self, "_num_tokens",
+                           tuple(sum(piece.stop - piece.start for piece in shard) for shard in self.shards))
 
     def intervals(self, member: int) -> tuple[TokenInterval, ...]:
         return self.shards[member]
@@ -72,7 +73,8 @@ class PackLayout:
     def index(self, member: int) -> torch.Tensor:
         """Positions within the packed sequence of the member's tokens, in local order: (num_tokens(member),), long."""
         firsts = (0, *accumulate(self.lengths))
-        pieces = [torch.arange(firsts[piece.sequence] + piece.start, firsts[piece.sequence] + piece.stop) for piece in self.shards[member]]
+        pieces = [torch.arange(firsts[piece.sequence] + piece.start, firsts[piece.sequence] + piece.stop)
+                  for piece in self.shards[member]]
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
 
     def blocks(self, query_member: int, key_member: int) -> Blocks:
@@ -103,7 +105,8 @@ class PackLayout:
 
 
 def zigzag(lengths: Sequence[int], degree: int) -> tuple[tuple[TokenInterval, ...], ...]:
-    """Intervals of each member, as drawn above. Members' totals differ by one token at most, however short the sequences.
+    """Intervals of each member, as drawn above. Members' totals differ by one token at most, however short the
+    sequences.
 
     A chunk's share is length // (2 x degree); the tokens left over go one by one to the members that hold least so far.
     """
@@ -145,8 +148,14 @@ def _check_cover(lengths: Sequence[int], degree: int, shards: Sequence[Sequence[
             raise ValueError(f"pack layout: member {member}'s intervals are not sorted by sequence and start")
     reached = [0] * len(lengths)
     for interval in sorted(interval for shard in shards for interval in shard):
-        if interval.start != reached[interval.sequence] or not interval.start < interval.stop <= lengths[interval.sequence]:
-            raise ValueError(f"pack layout: {interval} in sequence of {lengths[interval.sequence]} tokens, of which {reached[interval.sequence]} are placed")
+        if (
+            interval.start != reached[interval.sequence]
+            or not interval.start < interval.stop <= lengths[interval.sequence]
+        ):
+            raise ValueError(
+                f"pack layout: {interval} in sequence of {lengths[interval.sequence]} tokens, of which "
+                f"{reached[interval.sequence]} are placed"
+            )
         reached[interval.sequence] = interval.stop
     for sequence, (placed, length) in enumerate(zip(reached, lengths)):
         if placed != length:

@@ -23,7 +23,8 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_elem
     """
     rows = (labels != IGNORED).nonzero()[:, 0]
     num_tokens = max(1, chunk_elements // weight.shape[0])
-    result: Tensor = _CrossEntropySum.apply(hidden.index_select(0, rows), weight, labels[rows], num_tokens, torch.is_grad_enabled())
+    result: Tensor = _CrossEntropySum.apply(hidden.index_select(0, rows), weight, labels[rows], num_tokens,
+                                            torch.is_grad_enabled())
     return result
 
 
@@ -33,7 +34,8 @@ class _CrossEntropySum(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if with_gradients and ctx.needs_input_grad[0] else None
         # Summed over chunks in fp32, whatever the compute type.
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if with_gradients and ctx.needs_input_grad[1] else None
+        weight_gradient = torch.zeros_like(weight,
+                                           dtype=torch.float32) if with_gradients and ctx.needs_input_grad[1] else None
         for start in range(0, hidden.shape[0], chunk):
             part, target = hidden[start:start + chunk], labels[start:start + chunk, None]
             logits = (part @ weight.T).float()  # (chunk, V)

@@ -21,26 +21,35 @@ def small(token_ids: Mapping[str, int]) -> Qwen2_5_VLConfig:
     return _qwen2_5_vl(token_ids, width=256, layers=8, heads=8, vision_width=128, vision_blocks=4)
 
 
-def _qwen2_5_vl(token_ids: Mapping[str, int], width: int, layers: int, heads: int, vision_width: int, vision_blocks: int) -> Qwen2_5_VLConfig:
-    """Heads are 32 wide, two share a key and value. All vision blocks but the last attend inside windows of 4 x 4 vision tokens."""
+def _qwen2_5_vl(
+    token_ids: Mapping[str, int], width: int, layers: int, heads: int, vision_width: int, vision_blocks: int
+) -> Qwen2_5_VLConfig:
+    """Heads are 32 wide, two share a key and value. All vision blocks but the last attend inside windows of 4 x 4
+    vision tokens.
+    """
     assert width == 32 * heads
     return Qwen2_5_VLConfig(
         text_config={
-            "hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers,
+            "num_attention_heads": heads,
             "num_key_value_heads": heads // 2,
-            "vocab_size": vocabulary_size(token_ids), "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+            "vocab_size": vocabulary_size(token_ids), "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+            "initializer_range": 0.02,
             # 16 frequencies of a head: time, height and width take 4, 6 and 6 (Qwen2.5-VL's 16, 24, 24 of 64)
             "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
             # no pad_token_id: an embedding with a padding index drops that token's gradient
             "bos_token_id": token_ids["bos"], "eos_token_id": token_ids["eos"],
         },
         vision_config={
-            "depth": vision_blocks, "hidden_size": vision_width, "intermediate_size": 2 * vision_width, "num_heads": vision_width // 16,
-            "out_hidden_size": width, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+            "depth": vision_blocks, "hidden_size": vision_width, "intermediate_size": 2 * vision_width,
+            "num_heads": vision_width // 16,
+            "out_hidden_size": width, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+            "window_size": 112,
             "fullatt_block_indexes": [vision_blocks - 1], "initializer_range": 0.02,
         },
         image_token_id=token_ids["image"], video_token_id=token_ids["video"],
-        vision_start_token_id=token_ids["vision_start"], vision_end_token_id=token_ids["vision_end"], tie_word_embeddings=True)
+        vision_start_token_id=token_ids["vision_start"], vision_end_token_id=token_ids["vision_end"],
+        tie_word_embeddings=True)
 
 
 PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {"tiny": tiny, "small": small}

@@ -19,7 +19,8 @@ from dhp_ray.model.loss import cross_entropy_sum
 from dhp_ray.model.weights import StoredWeights
 
 ATTENTION = {"text_config": "dhp_ring", "vision_config": "sdpa"}
-# "dynamic" and "longrope" choose frequencies by the longest position that a call sees, so shards of one sequence would differ.
+# "dynamic" and "longrope" choose frequencies by the longest position that a call sees, so shards of one sequence would
+# differ.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
@@ -28,7 +29,8 @@ class Qwen25VL:
 
     model_class = Qwen2_5_VLForConditionalGeneration
     config_class = Qwen2_5_VLConfig
-    stored_names = ((r"^visual\.", "model.visual."), (r"^model\.(?!language_model\.|visual\.)", "model.language_model."))
+    stored_names = ((r"^visual\.", "model.visual."),
+                    (r"^model\.(?!language_model\.|visual\.)", "model.language_model."))
     """Names in the published files, which are older than the module's, and what they are now."""
 
     def __init__(self, module: Qwen2_5_VLForConditionalGeneration) -> None:
@@ -48,11 +50,13 @@ class Qwen25VL:
         self._num_dimensions = {name: parameter.ndim for name, parameter in module.named_parameters()}
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
-        """M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1) of one sequence, by the model's own function: (3, L) int64."""
+        """M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1) of one sequence, by the model's own function: (3, L) int64.
+        """
         if not len(grids):
             return torch.arange(len(input_ids)).expand(3, -1)
         input_ids, grids = input_ids.long(), grids.long()
-        kinds = (input_ids == self.image_token_id).int() + 2 * (input_ids == self.video_token_id).int()  # 0 text, 1 image, 2 video
+        # 0 text, 1 image, 2 video
+        kinds = (input_ids == self.image_token_id).int() + 2 * (input_ids == self.video_token_id).int()
         is_video = seconds > 0 if seconds is not None else torch.zeros(len(grids), dtype=torch.bool)
         positions, _ = self.module.model.get_rope_index(
             input_ids[None], kinds[None], image_grid_thw=grids[~is_video], video_grid_thw=grids[is_video],
@@ -66,16 +70,21 @@ class Qwen25VL:
         features: Tensor = visual(pixels.to(visual.dtype), grid_thw=grids).pooler_output
         return features
 
-    def decode(self, token_ids: Tensor, positions: Tensor, vision_token_index: Tensor, features: Tensor, context: PackContext) -> Tensor:
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, vision_token_index: Tensor, features: Tensor, context: PackContext
+    ) -> Tensor:
         language_model = self.module.model.language_model
         num_tokens = len(token_ids)
-        if not num_tokens:  # transformers' layers cannot reshape (0, D), and every member takes part in every layer: an idle token does, seen by no other
+        # transformers' layers cannot reshape (0, D), and every member takes part in every layer: an idle token does,
+        # seen by no other
+        if not num_tokens:
             token_ids, positions = token_ids.new_zeros(1), positions.new_zeros((3, 1))
         embeddings = language_model.embed_tokens(token_ids)
         # Also without a row to write: it ties this rank's backward pass to the exchange that `features` came from.
         embeddings = embeddings.index_copy(0, vision_token_index, features.to(embeddings.dtype))
         output = language_model(
-            inputs_embeds=embeddings[None], position_ids=positions[:, None], attention_mask={"full_attention": None}, use_cache=False, context=context)
+            inputs_embeds=embeddings[None], position_ids=positions[:, None], attention_mask={"full_attention": None},
+            use_cache=False, context=context)
         hidden: Tensor = output.last_hidden_state[0][:num_tokens]
         return hidden
 
@@ -89,7 +98,8 @@ class Qwen25VL:
         return self._num_dimensions[parameter_name] > 1
 
     def trains(self, part: str) -> bool:
-        return any(parameter.requires_grad for name, parameter in self.module.named_parameters() if self.is_vision(name) == (part == "vision"))
+        return any(parameter.requires_grad for name, parameter in self.module.named_parameters()
+                   if self.is_vision(name) == (part == "vision"))
 
     def freeze(self, parts: Sequence[str]) -> None:
         for part in parts:
@@ -105,8 +115,9 @@ class Qwen25VL:
 
     def set_activation_checkpointing(self) -> None:
         self.module.activation_checkpointing_enable({"use_reentrant": False})
-        # transformers also makes every embedding require a gradient, which only the reentrant kind needs. With a frozen encoder
-        # its features would then want a backward pass on the ranks that have images, and on no other: the exchange would hang.
+        # transformers also makes every embedding require a gradient, which only the reentrant kind needs. With a frozen
+        # encoder its features would then want a backward pass on the ranks that have images, and on no other: the
+        # exchange would hang.
         self.module.disable_input_require_grads()
 
     def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
@@ -131,7 +142,10 @@ def check(config: Qwen2_5_VLConfig) -> None:
     text: Any = config.text_config
     kinds = sorted(set(text.layer_types) - {"full_attention"})
     if text.use_sliding_window or kinds:
-        raise ModelError(f"model: layers of {', '.join(kinds) or 'sliding windows'} (use_sliding_window={text.use_sliding_window}); allowed: full_attention")
+        raise ModelError(
+            f"model: layers of {', '.join(kinds) or 'sliding windows'} (use_sliding_window={text.use_sliding_window}); "
+            "allowed: full_attention"
+        )
     if text.attention_dropout:
         raise ModelError(f"model: attention_dropout is {text.attention_dropout}; allowed: 0")
     rope_type = text.rope_parameters.get("rope_type", "default")

@@ -1,4 +1,6 @@
-"""The safetensors of a model folder, read by rows of one parameter at a time, so that a rank reads its share and no more."""
+"""The safetensors of a model folder, read by rows of one parameter at a time, so that a rank reads its share and no
+more.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ class StoredWeights:
 
     Args:
         files: names of the folder's files.
-        module: gives names and shapes; its parameters may be on the meta device. A tied parameter is stored under one of its names or several.
+        module: gives names and shapes; its parameters may be on the meta device. A tied parameter is stored under one
+        of its names or several.
         renamed: patterns of older names and what takes their place, applied in order.
 
     Raises:
-        ModelError: one line on a file that cannot be read, or a parameter that is missing, quantized or of another shape.
+        ModelError: one line on a file that cannot be read, or a parameter that is missing, quantized or of another
+        shape.
     """
 
-    def __init__(self, path: str, files: Sequence[str], module: nn.Module, renamed: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self, path: str, files: Sequence[str], module: nn.Module, renamed: Sequence[tuple[str, str]] = ()
+    ) -> None:
         self.path = path
         names_of: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -52,9 +58,13 @@ class StoredWeights:
                     entry = stored.get_slice(key)
                     shape, kind = tuple(entry.get_shape()), entry.get_dtype()
                     if kind not in STORED_TYPES:
-                        raise ModelError(f"model.path: {path}: {key} is stored as {kind}; allowed: {', '.join(STORED_TYPES)}")
+                        raise ModelError(
+                            f"model.path: {path}: {key} is stored as {kind}; allowed: {', '.join(STORED_TYPES)}"
+                        )
                     if shape != shapes[name]:
-                        raise ModelError(f"model.path: {path}: {key} has shape {shape}; its config.json says {shapes[name]}")
+                        raise ModelError(
+                            f"model.path: {path}: {key} has shape {shape}; its config.json says {shapes[name]}"
+                        )
                     self._places.append((file, key, name))
                     found.add(name)
         missing = sorted(shapes.keys() - found)
@@ -73,11 +83,15 @@ class StoredWeights:
             start, into = wanted.get(name, RowsOfParameter(0, torch.empty(0)))
             if not into.numel():
                 continue
-            with opened(self.path, file, "pt") as stored:  # for each anew: closing it gives back the pages that were read
+            # for each anew: closing it gives back the pages that were read
+            with opened(self.path, file, "pt") as stored:
                 rows = stored.get_slice(key)[start : start + len(into)]
                 if name in read_as and not torch.equal(into, rows.to(into)):
-                    raise ModelError(f"model.path: {self.path}: {read_as[name]} and {key} differ; its config.json says that they are one "
-                                     "(tie_word_embeddings)")
+                    raise ModelError(
+                        f"model.path: {self.path}: {read_as[name]} and {key} differ; its config.json says that they "
+                        "are one "
+                        "(tie_word_embeddings)"
+                    )
                 into.copy_(rows)
                 read_as[name] = key
                 del rows

@@ -210,7 +210,8 @@ class CostModel:
 
     def image_s(self, sample: Sample) -> list[float]:
         """Number of one rank to encode each image of a sample, in order."""
-        return self.images_s(np.array(sample.vision_grids, dtype=np.float64).reshape(-1, 3)).tolist()  # type: ignore[no-any-return]
+        return self.images_s(np.array(sample.vision_grids,
+                                      dtype=np.float64).reshape(-1, 3)).tolist()  # type: ignore[no-any-return]
 
     def rates(self, max_degree: int) -> Rates:
         """The model by degree: a RATE for each degree from 0 (unused) to `max_degree`; made once."""

@@ -42,7 +42,8 @@ def loss_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
 def throughput_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
     """Tokens a second, and how much of the ranks' time was idle."""
     with svg(10, 4.5, 2, 1) as ((above, below), stream):
-        rates = [{"step": line["step"], "rate": line["num_tokens"] / line["step_time_s"]} for line in metrics if line["step_time_s"]]
+        rates = [{"step": line["step"], "rate": line["num_tokens"] / line["step_time_s"]}
+                 for line in metrics if line["step_time_s"]]
         _curve(above, rates, "rate", "tokens a second")
         _curve(below, metrics, "idle_fraction", "idle share of rank time", color="tab:orange")
         above.set(ylabel="tokens/s", ylim=(0, None))
@@ -68,7 +69,8 @@ def gains_picture(gains: Gains) -> bytes:
         bars = axes.barh(planners, totals, color=["tab:blue"] + ["tab:gray"] * (len(planners) - 1))
         axes.bar_label(bars, [f" {total:.4g} s" for total in totals])
         axes.axvline(gains.lower_bound_s(), color="crimson", linestyle="--", label="lower bound")
-        axes.set(xlabel="time of the compared batches by the cost model, not measured [s]", xlim=(0, 1.15 * max(totals)))
+        axes.set(xlabel="time of the compared batches by the cost model, not measured [s]",
+                 xlim=(0, 1.15 * max(totals)))
         axes.invert_yaxis()
         axes.legend(loc="upper right")
     return stream.getvalue()
@@ -85,7 +87,8 @@ def degrees_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
         widths = [metrics[rows[-1]]["step"] + 0.5 - start for rows, start in zip(groups, left)]
         colours = _shades(len(degrees))
         for degree, colour in zip(degrees, colours):
-            counts = np.array([sum(metrics[row]["degrees"].get(str(degree), 0) for row in rows) for rows in groups]) / np.maximum(totals, 1)
+            counts = np.array([sum(metrics[row]["degrees"].get(str(degree), 0) for row in rows)
+                               for rows in groups]) / np.maximum(totals, 1)
             axes.bar(left, counts, widths, below, align="edge", color=colour, label=f"{degree}")
             below += counts
         axes.set(xlabel="step", ylabel="share of packs", ylim=(0, 1), xlim=(left[0], left[-1] + widths[-1]))
@@ -95,12 +98,15 @@ def degrees_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
 
 
 def lengths_picture(samples: Sequence[Sample]) -> bytes:
-    """Histograms of lengths: all tokens by kind of sample, and by modality the text's and the images' and videos' tokens."""
+    """Histograms of lengths: all tokens by kind of sample, and by modality the text's and the images' and videos'
+    tokens.
+    """
     with svg(10, 6, 2, 1) as ((above, below), stream):
         edges = np.geomspace(1, max(2, *(sample.num_tokens for sample in samples)) * 1.01, 41)
         by_kind = {kind: [sample.num_tokens for sample in samples if kind_of(sample) == kind] for kind in KINDS}
         present = {kind: lengths for kind, lengths in by_kind.items() if lengths}
-        above.hist(list(present.values()), edges, stacked=True, label=[f"{kind} ({len(lengths)})" for kind, lengths in present.items()])
+        above.hist(list(present.values()), edges, stacked=True,
+                   label=[f"{kind} ({len(lengths)})" for kind, lengths in present.items()])
         text = [sample.text_tokens for sample in samples if sample.text_tokens]
         images = [sample.vision_tokens for sample in samples if kind_of(sample) == KINDS[1]]
         videos = [sample.vision_tokens for sample in samples if kind_of(sample) == KINDS[2]]

@@ -1,5 +1,5 @@
-"""What planning gained, modelled: a run's plans beside those that the baselines make of the same batches, in the same mode, with the same memory, under the
-same cost model, each baseline at its best pack cap.
+"""What planning gained, modelled: a run's plans beside those that the baselines make of the same batches, in the same
+mode, with the same memory, under the same cost model, each baseline at its best pack cap.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from dhp_ray.planner.problem import Problem
 RUN = "this run"
 """The plans that ran, late ones included, whichever planner made them."""
 
-OTHERS = {"dhp": "no plan late", "static": "one degree and one pack cap for all of these batches", "static_best": "the best degree and pack cap of each batch",
+OTHERS = {"dhp": "no plan late", "static": "one degree and one pack cap for all of these batches",
+          "static_best": "the best degree and pack cap of each batch",
           "pow2": "degrees of two, four, eight ...", "dhp_paper": "the published method"}
 """What the run is compared with: every baseline at its best pack cap."""
 
 
 @dataclass
 class Compared:
-    """One step: which planner's plan ran, and, for it (RUN) and others, modelled seconds and idle share; a planner that cannot plan the batch is missing.
+    """One step: which planner's plan ran, and, for it (RUN) and others, modelled seconds and idle share; a planner that
+    cannot plan the batch is missing.
 
-    other_mode_s: what `dhp` takes in the other mode on devices of the same memory, where the longest sequence fits there.
+    other_mode_s: what `dhp` takes in the other mode on devices of the same memory, where the longest sequence fits
+    there.
     """
 
     step: int
@@ -62,7 +65,8 @@ class Gains:
     def idle(self, planner: str) -> float:
         """Idle share of rank time, over all steps compared."""
         time_s = self.total_s(planner)
-        return 1.0 - sum((1.0 - step.idle[planner]) * step.times_s[planner] for step in self.steps) / time_s if time_s else 0.0
+        return 1.0 - sum((1.0 - step.idle[planner]) * step.times_s[planner]
+                         for step in self.steps) / time_s if time_s else 0.0
 
     def lower_bound_s(self) -> float:
         return sum(step.plan.lower_bound_s for step in self.steps)
@@ -74,7 +78,9 @@ class Gains:
 
 
 def compare(steps: Sequence[int], read_plan: Callable[[int], dict[str, Any]], budget_s: float = 60.0) -> Gains:
-    """Plan the batches of `steps` again with every baseline, as many as the budget allows (at least one), in the order given."""
+    """Plan the batches of `steps` again with every baseline, as many as the budget allows (at least one), in the order
+    given.
+    """
     gains, problems, begin = Gains(), [], perf_counter()
     for step in steps:
         if gains.steps and perf_counter() - begin > budget_s:
@@ -117,28 +123,37 @@ def problem_of_plan(plan: Plan) -> Problem:
 def other_mode(plan: Plan) -> tuple[str, int]:
     """The mode that a plan is not of, and the tokens that a rank holds in it on the same device."""
     other = "step" if plan.sync == "micro_batch" else "micro_batch"
-    return other, CostModel.from_json(plan.inputs["cost"]).tokens_at_equal_memory(plan.cluster.tokens_per_rank, plan.sync, other)
+    return other, CostModel.from_json(plan.inputs["cost"]).tokens_at_equal_memory(plan.cluster.tokens_per_rank,
+                                                                                  plan.sync, other)
 
 
 def _planned(problem: Problem, name: str) -> Plan:
-    return plan_batch(problem.samples, problem.cluster, problem.cost, planner=name, sync=problem.sync, pool=problem.pool)
+    return plan_batch(problem.samples, problem.cluster, problem.cost, planner=name, sync=problem.sync,
+                      pool=problem.pool)
 
 
 def _on_equal_clusters(problems: Sequence[Problem]) -> list[list[int]]:
-    """Places of the batches that ran on clusters alike but for speeds, in one mode: a static layout is chosen for these together."""
+    """Places of the batches that ran on clusters alike but for speeds, in one mode: a static layout is chosen for these
+    together.
+    """
     places: dict[tuple[ClusterSpec, str], list[int]] = {}
     for place, problem in enumerate(problems):
-        places.setdefault((replace(problem.cluster, speeds=(1.0,) * problem.cluster.num_ranks), problem.sync), []).append(place)
+        places.setdefault((replace(problem.cluster, speeds=(1.0,) * problem.cluster.num_ranks), problem.sync),
+                          []).append(place)
     return list(places.values())
 
 
 def spread(items: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` of the items, evenly spaced, the last one first and then from coarse to fine: cut short anywhere, what is left is spread too."""
+    """At most `limit` of the items, evenly spaced, the last one first and then from coarse to fine: cut short anywhere,
+    what is left is spread too.
+    """
     if not items or limit < 1:
         return []
     count = min(limit, len(items))
-    even = sorted({round(place * (len(items) - 1) / max(count - 1, 1)) for place in range(count)}) if count > 1 else [len(items) - 1]
-    order = sorted(range(len(even)), key=lambda place: (0 if place == len(even) - 1 else 1, _reversed_bits(place, len(even))))
+    even = sorted({round(place * (len(items) - 1) / max(count - 1, 1))
+                   for place in range(count)}) if count > 1 else [len(items) - 1]
+    order = sorted(range(len(even)),
+                   key=lambda place: (0 if place == len(even) - 1 else 1, _reversed_bits(place, len(even))))
     return [items[even[place]] for place in order]
 
 

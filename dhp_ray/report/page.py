@@ -1,6 +1,7 @@
 """The report of a run: one HTML page with everything in it, no script, and nothing fetched.
 
-What comes from samples (ids, reasons, messages) is untrusted: `text` escapes it, and the page's own policy admits pictures in the page and styles alone.
+What comes from samples (ids, reasons, messages) is untrusted: `text` escapes it, and the page's own policy admits
+pictures in the page and styles alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from dhp_ray.report.run_files import RunFiles
 MAX_COMPARED, MAX_PLANS_READ, MAX_ROWS = 32, 200, 200
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; max-width: 62rem; margin: 2rem auto;
+       padding: 0 1rem; }
 h1 { font-size: 1.6rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #d5dae1; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .8rem; }
@@ -46,38 +48,52 @@ def page(run: RunFiles) -> str:
     plans = [Plan.from_json(run.plan(step)) for step in sorted(spread(run.plan_steps, MAX_PLANS_READ))]
     samples = [sample for plan in plans for sample in plan.samples]
     gains = compare(spread(run.plan_steps, MAX_COMPARED), run.plan)
-    parts = [summary(run, gains), curves(run), planning(run, gains), degrees(run, plans), data(run, samples, len(plans)), events(run),
+    parts = [summary(run, gains), curves(run), planning(run, gains), degrees(run, plans),
+             data(run, samples, len(plans)), events(run),
              section("Configuration", f"<pre>{text(run.config)}</pre>")]
     title = text(f"Run {run.folder.uri}")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>{STYLE}</style></head>\n'
-            f"<body><h1>{title}</h1>\n<p class=note>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by dhp_ray's jobs/report.py.</p>\n" + "\n".join(parts)
-            + "\n</body></html>\n")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        f'content="{policy}">'
+        f'<meta name="viewport" content="width=device-width, '
+        f'initial-scale=1"><title>{title}</title><style>{STYLE}</style></head>\n'
+        f"<body><h1>{title}</h1>\n<p class=note>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by dhp_ray's "
+        "jobs/report.py.</p>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
 
 
 def summary(run: RunFiles, gains: Gains) -> str:
-    last, rates = run.metrics[-1], [line["num_tokens"] / line["step_time_s"] for line in run.metrics if line["step_time_s"]]
+    last, rates = run.metrics[-1], [line["num_tokens"] / line["step_time_s"]
+                                    for line in run.metrics if line["step_time_s"]]
     cells = [("steps", f"{last['step']}"), ("samples", f"{sum(line['num_samples'] for line in run.metrics):,}"),
              ("tokens", f"{sum(line['num_tokens'] for line in run.metrics):,}"), ("last loss", _number(last["loss"])),
              ("tokens a second, median", f"{statistics.median(rates):,.0f}" if rates else "unknown"),
-             ("idle, median", f"{100 * statistics.median(line['idle_fraction'] for line in run.metrics):.0f} %"), ("ranks", f"{last['num_ranks']}"),
+             ("idle, median", f"{100 * statistics.median(line['idle_fraction'] for line in run.metrics):.0f} %"),
+             ("ranks", f"{last['num_ranks']}"),
              ("samples left out", f"{len(run.skipped)}")]
     evaluated = [line["eval_loss"] for line in run.metrics if line.get("eval_loss") is not None]
     if evaluated:
         cells.append(("last held-out loss", _number(evaluated[-1])))
     best = gains.best_baseline()
     if best:
-        cells.append((f"best baseline ({best}), modelled", f"{gains.total_s(best) / gains.total_s(RUN):.2f} times as long"))
-    return "<dl>" + "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in cells) + "</dl>"
+        cells.append((f"best baseline ({best}), modelled",
+                      f"{gains.total_s(best) / gains.total_s(RUN):.2f} times as long"))
+    return "<dl>" + "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>"
+                            for name, value in cells) + "</dl>"
 
 
 def curves(run: RunFiles) -> str:
-    return (section("Loss", picture(figures.loss_picture(run.metrics), "loss of each step"))
-            + section("Throughput", picture(figures.throughput_picture(run.metrics), "tokens a second and idle share of each step")
-                      + picture(figures.prediction_picture(run.metrics), "predicted and measured makespan of each step")
-                      + "<p class=note>Idle is rank time without a pack, or blocked in an exchange. The prediction is the plan's, times the run's median of "
-                        "measured over predicted.</p>"))
+    return section("Loss", picture(figures.loss_picture(run.metrics), "loss of each step")) + section(
+        "Throughput",
+        picture(figures.throughput_picture(run.metrics), "tokens a second and idle share of each step")
+        + picture(figures.prediction_picture(run.metrics), "predicted and measured makespan of each step")
+        + "<p class=note>Idle is rank time without a pack, or blocked in an exchange. The prediction is the plan's, "
+          "times the run's median of "
+        "measured over predicted.</p>",
+    )
 
 
 def planning(run: RunFiles, gains: Gains) -> str:
@@ -87,17 +103,25 @@ def planning(run: RunFiles, gains: Gains) -> str:
     modes = ", ".join(sorted({plan.sync for plan in ran}))
     memory = ", ".join(f"{tokens:,}" for tokens in sorted({plan.cluster.tokens_per_rank for plan in ran}))
     own, by = gains.total_s(RUN), ", ".join(f"{count} by {name}" for name, count in gains.ran().items())
-    rows = [(name, OTHERS.get(name, by), _number(gains.total_s(name)), f"{gains.total_s(name) / own:.2f}", f"{100 * gains.idle(name):.0f} %")
+    rows = [(name, OTHERS.get(name, by), _number(gains.total_s(name)), f"{gains.total_s(name) / own:.2f}",
+             f"{100 * gains.idle(name):.0f} %")
             for name in planners]
-    rows.append(("lower bound", "no plan is shorter", _number(gains.lower_bound_s()), f"{gains.lower_bound_s() / own:.2f}", ""))
+    rows.append(("lower bound", "no plan is shorter", _number(gains.lower_bound_s()),
+                 f"{gains.lower_bound_s() / own:.2f}", ""))
     missing = sorted(set().union(*(step.times_s for step in gains.steps)) - set(planners))
-    note = (f"<p>Modelled: {len(gains.steps)} of {len(run.plan_steps)} batches, spread over the run, planned again by each baseline at its best pack cap: on "
-            f"the same ranks, in the same mode (sync={text(modes)}), with the same memory ({memory} tokens a rank), under the same "
-            "cost model. These are the model's seconds; none of the baselines has run. The run's own row has the plans that ran, late ones included.</p>")
+    note = (
+        f"<p>Modelled: {len(gains.steps)} of {len(run.plan_steps)} batches, spread over the run, planned again by each "
+        "baseline at its best pack cap: on "
+        f"the same ranks, in the same mode (sync={text(modes)}), with the same memory ({memory} tokens a rank), under "
+        "the same "
+        "cost model. These are the model's seconds; none of the baselines has run. The run's own row has the plans "
+        "that ran, late ones included.</p>"
+    )
     if missing:
         note += f"<p class=note>Not for every batch, and so not shown: {text(', '.join(missing))}.</p>"
     table_ = table(("planner", "which is", "seconds, modelled", "of this run's", "idle"), rows, numbers=(2, 3, 4))
-    return section("What planning gained", note + picture(figures.gains_picture(gains), "modelled time of each planner") + table_ + mode_gain(gains)
+    return section("What planning gained", note + picture(figures.gains_picture(gains), "modelled time of each planner")
+                   + table_ + mode_gain(gains)
                    + measured(run))
 
 
@@ -105,9 +129,14 @@ def mode_gain(gains: Gains) -> str:
     """What this run's mode gains by itself, modelled: both sides by `dhp`, whatever planner the run had."""
     last = gains.steps[-1].plan
     (other, tokens), there_s = other_mode(last), gains.other_mode_s()
-    words = f"The mode itself, modelled: dhp with sync={other} on devices of the same memory (resident_bytes plus the cost file's bytes a token: "
+    words = (f"The mode itself, modelled: dhp with sync={other} on devices of the same memory "
+             "(resident_bytes plus the cost file's bytes a token: ")
     words += f"{max(tokens, 0):,} tokens a rank there, {last.cluster.tokens_per_rank:,} here)"
-    words += " cannot hold every batch." if there_s is None else f" takes {there_s / gains.total_s('dhp'):.2f} of dhp's seconds here."
+    words += (
+        " cannot hold every batch."
+        if there_s is None
+        else f" takes {there_s / gains.total_s('dhp'):.2f} of dhp's seconds here."
+    )
     return f"<p>{text(words)}</p>"
 
 
@@ -118,11 +147,16 @@ def measured(run: RunFiles) -> str:
         lines.setdefault((line.get("planner") or "not recorded", bool(line.get("late"))), []).append(line)
     rows = []
     for (planner, late), those in lines.items():
-        predicted, clock = (sum(line[name] or 0.0 for line in those) for name in ("predicted_makespan_s", "measured_makespan_s"))
-        rows.append((planner, "late" if late else "in time", len(those), _number(sum(line["step_time_s"] for line in those)), _number(clock),
+        predicted, clock = (sum(line[name] or 0.0 for line in those)
+                            for name in ("predicted_makespan_s", "measured_makespan_s"))
+        rows.append((planner, "late" if late else "in time", len(those),
+                     _number(sum(line["step_time_s"] for line in those)), _number(clock),
                      f"{clock / predicted:.2f}" if predicted else ""))
-    words = ("<p>Measured: every step of the run, by the planner whose plan it ran on. Where a plan came too late for its step, the step ran on a quick "
-             "planner's, and counts as late.</p>")
+    words = (
+        "<p>Measured: every step of the run, by the planner whose plan it ran on. Where a plan came too late for its "
+        "step, the step ran on a quick "
+        "planner's, and counts as late.</p>"
+    )
     head = ("planner", "plans", "steps", "seconds, measured", "of them in packs", "packs over their prediction")
     return words + table(head, rows, numbers=(2, 3, 4, 5))
 
@@ -132,7 +166,8 @@ def degrees(run: RunFiles, plans: Sequence[Plan]) -> str:
     if plans:
         stream, plan = BytesIO(), plans[-1]
         draw_plan(plan, stream)
-        shown += f"<p>The plan of step {run.plan_steps[-1]}:</p>" + picture(stream.getvalue(), "ranks down, time across, packs as boxes")
+        shown += f"<p>The plan of step {run.plan_steps[-1]}:</p>" + picture(stream.getvalue(),
+                                                                            "ranks down, time across, packs as boxes")
     return section("Degrees", "<p>How many ranks the packs ran on.</p>" + shown)
 
 
@@ -144,25 +179,36 @@ def data(run: RunFiles, samples: Sequence[Sample], num_plans: int) -> str:
         lengths = sorted(sample.num_tokens for sample in samples if figures.kind_of(sample) == kind)
         if lengths:
             images = sum(len(sample.vision_grids) for sample in samples if figures.kind_of(sample) == kind)
-            rows.append((kind, f"{len(lengths):,}", f"{images:,}", f"{sum(lengths):,}", f"{lengths[len(lengths) // 2]:,}", f"{lengths[-1]:,}"))
+            rows.append((kind, f"{len(lengths):,}", f"{images:,}", f"{sum(lengths):,}",
+                         f"{lengths[len(lengths) // 2]:,}", f"{lengths[-1]:,}"))
     longest = sorted(samples, key=lambda sample: -sample.num_tokens)[:10]
     seen = f"<p>Lengths of the samples of {num_plans} of {len(run.plan_steps)} batches, spread over the run.</p>"
-    by_kind = table(("kind", "samples", "images or videos", "tokens", "median", "longest"), rows, numbers=(1, 2, 3, 4, 5))
+    by_kind = table(("kind", "samples", "images or videos", "tokens", "median", "longest"), rows,
+                    numbers=(1, 2, 3, 4, 5))
     top = table(("longest samples", "tokens", "of text", "of images or video"),
-                [(sample.id, f"{sample.num_tokens:,}", f"{sample.text_tokens:,}", f"{sample.vision_tokens:,}") for sample in longest], numbers=(1, 2, 3))
+                [(sample.id, f"{sample.num_tokens:,}", f"{sample.text_tokens:,}", f"{sample.vision_tokens:,}")
+                 for sample in longest], numbers=(1, 2, 3))
     left_out = "<p>No sample was left out.</p>" if not run.skipped else f"<p>{len(run.skipped)} left out:</p>" + table(
-        ("sample", "reason", "step"), [(line.get("id"), line.get("reason"), line.get("step")) for line in run.skipped[:MAX_ROWS]]) + _more(run.skipped)
-    return section("Data", seen + picture(figures.lengths_picture(samples), "histograms of lengths by modality") + by_kind + top + left_out)
+        ("sample", "reason", "step"), [(line.get("id"), line.get("reason"), line.get("step"))
+                                       for line in run.skipped[:MAX_ROWS]]) + _more(run.skipped)
+    return section("Data", seen + picture(figures.lengths_picture(samples), "histograms of lengths by modality")
+                   + by_kind + top + left_out)
 
 
 def events(run: RunFiles) -> str:
     last = run.events[-MAX_ROWS:]
-    details = [", ".join(f"{name}={value}" for name, value in line.items() if name not in ("time", "kind")) for line in last]
+    details = [", ".join(f"{name}={value}" for name, value in line.items() if name not in ("time", "kind"))
+               for line in last]
     rows = [(line.get("time"), line.get("kind"), words) for line, words in zip(last, details)]
-    earlier = f"<p class=note>{len(run.events) - len(last)} earlier ones are in events.jsonl.</p>" if len(run.events) > len(last) else ""
+    earlier = (
+        f"<p class=note>{len(run.events) - len(last)} earlier ones are in events.jsonl.</p>"
+        if len(run.events) > len(last)
+        else ""
+    )
     ranks = table(("rank", "node", "process", "device"),
                   [[rank.get(name) for name in ("rank", "node_id", "pid", "device")] for rank in run.ranks[:MAX_ROWS]])
-    return section("Events", table(("time", "event", "details"), rows) + earlier) + section("Ranks", ranks + _more(run.ranks))
+    return section("Events", table(("time", "event", "details"),
+                                   rows) + earlier) + section("Ranks", ranks + _more(run.ranks))
 
 
 def section(title: str, content: str) -> str:
@@ -173,7 +219,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[
     """A table of untrusted cells; the columns in `numbers` stand to the right."""
     mark = [" class=number" if column in numbers else "" for column in range(len(head))]
     top = "".join(f"<th{kind}>{text(name)}</th>" for name, kind in zip(head, mark))
-    body = "".join("<tr>" + "".join(f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row, mark)) + "</tr>\n" for row in rows)
+    body = "".join("<tr>" + "".join(f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row, mark)) + "</tr>\n"
+                   for row in rows)
     return f"<div class=scroll><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>"
 
 
@@ -185,7 +232,8 @@ def picture(content: bytes, words: str) -> str:
 
 def text(value: Any) -> str:
     """Anything as the text of the page: escaped, without credentials, without control characters that could hide it."""
-    plain = "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in masked(str(value)))
+    plain = "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+                    for sign in masked(str(value)))
     return html.escape(plain, quote=True)
 
 

@@ -1,4 +1,6 @@
-"""A plan as a picture: ranks down, time across, packs as boxes coloured by their longest sequence, fixed seconds hatched, what stays blank is idle."""
+"""A plan as a picture: ranks down, time across, packs as boxes coloured by their longest sequence, fixed seconds
+hatched, what stays blank is idle.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,18 @@ def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
     axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=line_width(plan)))
     if plan.fixed_s:
         fixed = [Rectangle((start, -0.5), plan.fixed_s, plan.cluster.num_ranks) for start in fixed_starts(plan)]
-        axes.add_collection(PatchCollection(fixed, facecolors=FIXED, edgecolors="gray", hatch="//", linewidths=0, label=f"fixed {plan.fixed_s:.4g} s"))
+        axes.add_collection(PatchCollection(fixed, facecolors=FIXED, edgecolors="gray", hatch="//", linewidths=0,
+                                            label=f"fixed {plan.fixed_s:.4g} s"))
     axes.axvline(plan.lower_bound_s, color="crimson", linestyle="--", label=f"lower bound {plan.lower_bound_s:.4g} s")
     axes.axvline(makespan, color="black", label=f"makespan {makespan:.4g} s")
-    axes.set(xlim=(0, max(makespan, plan.lower_bound_s) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]", ylabel="rank")
+    axes.set(xlim=(0, max(makespan, plan.lower_bound_s) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5),
+             xlabel="time [s]", ylabel="rank")
     axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_title(f"{plan.planner}, sync={plan.sync}: {len(plan.samples)} sequences in {len(plan.groups)} packs on {plan.cluster.num_ranks} ranks", loc="left")
+    axes.set_title(
+        f"{plan.planner}, sync={plan.sync}: {len(plan.samples)} sequences in {len(plan.groups)} packs on "
+        f"{plan.cluster.num_ranks} ranks",
+        loc="left",
+    )
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
 
 

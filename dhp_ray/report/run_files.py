@@ -6,7 +6,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dhp_ray.run_folder import CLUSTER_FILE, CONFIG_FILE, EVENTS_FILE, METRICS_FILE, PLANS_FOLDER, SKIPPED_FILE, plan_file, step_of
+from dhp_ray.run_folder import (
+    CLUSTER_FILE,
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    PLANS_FOLDER,
+    SKIPPED_FILE,
+    plan_file,
+    step_of,
+)
 from dhp_ray.storage import Folder, StorageError
 
 
@@ -42,18 +51,24 @@ def read_run(folder: Folder) -> RunFiles:
         StorageError: a file cannot be read or is damaged.
     """
     if not folder.exists(CONFIG_FILE):
-        raise NoRunError(f"run.dir: no run in {folder.uri} (it has no {CONFIG_FILE}); allowed: a folder that jobs/train.py has written")
+        raise NoRunError(
+            f"run.dir: no run in {folder.uri} (it has no {CONFIG_FILE}); allowed: a folder that jobs/train.py has "
+            "written"
+        )
     cluster = _json(folder, CLUSTER_FILE) if folder.exists(CLUSTER_FILE) else {}
     steps = [step for name in folder.names(PLANS_FOLDER) if (step := step_of(name, ".json")) is not None]
-    return RunFiles(folder, folder.read(CONFIG_FILE).decode(errors="replace"), _lines(folder, METRICS_FILE), _lines(folder, EVENTS_FILE),
-                    _lines(folder, SKIPPED_FILE), cluster.get("ranks", []) if isinstance(cluster, dict) else [], sorted(steps))
+    return RunFiles(folder, folder.read(CONFIG_FILE).decode(errors="replace"), _lines(folder, METRICS_FILE),
+                    _lines(folder, EVENTS_FILE),
+                    _lines(folder, SKIPPED_FILE), cluster.get("ranks", []) if isinstance(cluster, dict) else [],
+                    sorted(steps))
 
 
 def _lines(folder: Folder, name: str) -> list[dict[str, Any]]:
     if not folder.exists(name):
         return []
     lines = []
-    texts = folder.read(name).decode(errors="replace").split("\n")[:-1]  # what follows the last newline is not written to its end
+    # what follows the last newline is not written to its end
+    texts = folder.read(name).decode(errors="replace").split("\n")[:-1]
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)

@@ -1,4 +1,6 @@
-"""A step as a picture: above what the plan expected, below what the ranks measured, one row a rank, in the same colours."""
+"""A step as a picture: above what the plan expected, below what the ranks measured, one row a rank, in the same
+colours.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ def draw_step(plan: Plan, results: Sequence[StepResult], target: str | Path | IO
 
 
 def draw_measured(axes: Any, plan: Plan, results: Sequence[StepResult], colour: Any) -> None:
-    """Measured times of each rank's packs, each on its own clock from its start of the step. The part of a pack that its rank spent waiting in
-    exchanges is drawn pale, at the pack's end: only its length is known, not when it was."""
+    """Measured times of each rank's packs, each on its own clock from its start of the step. The part of a pack that
+    its rank spent waiting in exchanges is drawn pale, at the pack's end: only its length is known, not when it was."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -46,7 +48,8 @@ def draw_measured(axes: Any, plan: Plan, results: Sequence[StepResult], colour: 
     last_s = max((time.end_s for result in results for time in result.pack_times), default=0.0)
     axes.axvline(last_s, color="black", label=f"last pack {last_s:.4g} s")
     axes.axvline(end_s, color="gray", linestyle=":", label=f"updated {end_s:.4g} s")
-    axes.set(xlim=(0, max(end_s, 1e-9) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]", ylabel="rank")
+    axes.set(xlim=(0, max(end_s, 1e-9) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]",
+             ylabel="rank")
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_title("measured; pale: waiting in exchanges", loc="left")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

@@ -3,8 +3,9 @@
     rank 0   pack 0: 3 sequences, degree 2            | wait | pack 4: ...
              | compute          | exchange            |      | compute ...   | wait | update |
 
-Times are each rank's own, from its start of the step. The format is Chrome's JSON array of complete events ("ph": "X"), in microseconds. Rank r is process
-r + 1: Perfetto keeps number 0, of processes and of threads, for the system's idle ones.
+Times are each rank's own, from its start of the step. The format is Chrome's JSON array of complete events ("ph": "X"),
+in microseconds. Rank r is process r + 1: Perfetto keeps number 0, of processes and of threads, for the system's idle
+ones.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
     """The trace of one step, ready for json.dump: what each rank planned and measured.
 
     Of a pack's exchanges only the sum of the waiting is known, so `exchange` is drawn as one slice at the pack's end.
-    `wait` is time without a pack: before the first and between two (inputs being put together), and after the last until all ranks are done.
-    `update` is the reduction of the gradients and the update of the weights.
+    `wait` is time without a pack: before the first and between two (inputs being put together), and after the last
+    until all ranks are done. `update` is the reduction of the gradients and the update of the weights.
     """
     last_s = max((time.end_s for result in results for time in result.pack_times), default=0.0)
     events = [event for result in results for event in _rank_events(plan, result, last_s)]
@@ -55,9 +56,13 @@ def _rank_events(plan: Plan, result: StepResult, last_s: float) -> Iterator[dict
         yield _slice(rank, "update", "update", max(done_s, free_s), result.step_time_s)
 
 
-def _slice(rank: int, name: str, category: str, start_s: float, end_s: float, details: dict[str, Any] | None = None) -> dict[str, Any]:
-    start_us, end_us = round(1e6 * start_s, 3), round(1e6 * end_s, 3)  # both rounded before the difference: what is inside a pack must end with it
-    return {"name": name, "cat": category, "ph": "X", "pid": rank + 1, "tid": 1, "ts": start_us, "dur": round(end_us - start_us, 3), "args": details or {}}
+def _slice(
+    rank: int, name: str, category: str, start_s: float, end_s: float, details: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    # both rounded before the difference: what is inside a pack must end with it
+    start_us, end_us = round(1e6 * start_s, 3), round(1e6 * end_s, 3)
+    return {"name": name, "cat": category, "ph": "X", "pid": rank + 1, "tid": 1, "ts": start_us,
+            "dur": round(end_us - start_us, 3), "args": details or {}}
 
 
 def _words(plan: Plan, time: PackTime) -> tuple[str, str]:
@@ -69,5 +74,7 @@ def _words(plan: Plan, time: PackTime) -> tuple[str, str]:
 def _pack(plan: Plan, time: PackTime) -> dict[str, Any]:
     group = plan.groups[time.index]
     samples = [plan.samples[row] for row in group.pack.sequences]
-    return {"ranks": list(group.ranks), "degree": group.degree, "micro_batch": group.micro_batch, "num_tokens": sum(sample.num_tokens for sample in samples),
-            "sample_ids": [sample.id for sample in samples], "predicted_time_s": group.predicted_time_s, "blocked_s": time.blocked_s}
+    return {"ranks": list(group.ranks), "degree": group.degree, "micro_batch": group.micro_batch,
+            "num_tokens": sum(sample.num_tokens for sample in samples),
+            "sample_ids": [sample.id for sample in samples], "predicted_time_s": group.predicted_time_s,
+            "blocked_s": time.blocked_s}

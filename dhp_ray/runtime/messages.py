@@ -1,4 +1,6 @@
-"""What driver, workers and the job's process tell one another, and the errors that end a run. Neither torch nor Ray here: the console needs none."""
+"""What driver, workers and the job's process tell one another, and the errors that end a run. Neither torch nor Ray
+here: the console needs none.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class StoppingError(Exception):
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's place in one generation of the group, the rendezvous store, and which rank holds each rank's replica (empty: none)."""
+    """A rank's place in one generation of the group, the rendezvous store, and which rank holds each rank's replica
+    (empty: none).
+    """
 
     rank: int
     world_size: int
@@ -72,9 +76,9 @@ class Ran:
 class Status:
     """A worker's own account, given at any time.
 
-    `generation` is the one that it is in or enters. `call` is what its training thread is at (empty: idle), `stands` the line of code there, `waits`
-    whether that waits for peers. `error` is what it raised, unless a lost peer was the cause. `ran` has its last steps, `steps`
-    the last step that left each state version.
+    `generation` is the one that it is in or enters. `call` is what its training thread is at (empty: idle), `stands`
+    the line of code there, `waits` whether that waits for peers. `error` is what it raised, unless a lost peer was the
+    cause. `ran` has its last steps, `steps` the last step that left each state version.
     """
 
     generation: int = 0
@@ -99,7 +103,8 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepCommitted:
-    """A step is committed. `metrics` is its line in metrics.jsonl, `extra` what only the console and TensorBoard show."""
+    """A step is committed. `metrics` is its line in metrics.jsonl, `extra` what only the console and TensorBoard show.
+    """
 
     metrics: dict[str, Any]
     extra: dict[str, Any]

@@ -1,8 +1,9 @@
 """Turns the payloads of a pack into the inputs of one of its ranks.
 
-Every member computes the layout of the whole pack alike, from token ids and grids alone, so nothing has to be agreed on:
+Every member computes the layout of the whole pack alike, from token ids and grids alone, so nothing has to be agreed
+on:
 
-    packed sequence   t t I I I t | t I I t t t        labels shifted and positions counted per sequence, before sharding
+    packed sequence   t t I I I t | t I I t t t    labels shifted and positions counted per sequence, before sharding
     member 0          ^ ^       ^   ^         ^        its intervals (PackLayout), in local order
     feature rows          0 1 2       3 4              encoded by the members that `RankPack.encoders` names
 """
@@ -28,11 +29,12 @@ class Payload:
     """What one sample brings to a pack: token ids (L,) int32, labels (L,) int32 unshifted with -100 where masked, grids
     (N, 3), and for every image its patches (P, patch_dim) float32, or None where another rank encodes it.
 
-    A grid is an image, or a piece of a video in time. `media` (N,) numbers what the grids are of, so that neighbours with one number are
-    one video; `seconds` (N,) is what one step in time of a video lasts, and 0 for an image. Without the two, every grid is an image.
+    A grid is an image, or a piece of a video in time. `media` (N,) numbers what the grids are of, so that neighbours
+    with one number are one video; `seconds` (N,) is what one step in time of a video lasts, and 0 for an image. Without
+    the two, every grid is an image.
 
-    `masked` makes it a placeholder: its tokens keep their place, its images are not encoded and it adds nothing to the loss.
-    All ranks of the pack must agree on it.
+    `masked` makes it a placeholder: its tokens keep their place, its images are not encoded and it adds nothing to the
+    loss. All ranks of the pack must agree on it.
     """
 
     input_ids: np.ndarray
@@ -56,7 +58,8 @@ class Payload:
 
 @dataclass(kw_only=True)
 class PackInputs:
-    """One rank's part of a pack. L local tokens; P patches and N images that this rank encodes; K local image tokens."""
+    """One rank's part of a pack. L local tokens; P patches and N images that this rank encodes; K local image tokens.
+    """
 
     index: int
     layout: PackLayout
@@ -91,7 +94,8 @@ class PackInputs:
 
 def placeholder(sample: Sample) -> Payload:
     """A payload that keeps a sample's place when the sample cannot be used: as many tokens, none of which counts."""
-    return Payload(input_ids=np.zeros(sample.num_tokens, np.int32), labels=np.full(sample.num_tokens, IGNORED, np.int32),
+    return Payload(input_ids=np.zeros(sample.num_tokens, np.int32),
+                   labels=np.full(sample.num_tokens, IGNORED, np.int32),
                    grids=np.zeros((0, 3), np.int64), pixels=[], masked=True)
 
 
@@ -105,24 +109,36 @@ def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encod
     """
     ids, where = payload.input_ids, f"sample {sample.id}"
     if len(ids) != sample.num_tokens or len(payload.labels) != len(ids):
-        raise ValueError(f"{where}: {len(ids)} token ids and {len(payload.labels)} labels; planned: {sample.num_tokens} of each")
+        raise ValueError(
+            f"{where}: {len(ids)} token ids and {len(payload.labels)} labels; planned: {sample.num_tokens} of each"
+        )
     if payload.masked:
         return
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < adapter.vocabulary_size:
-        raise ValueError(f"{where}: token ids from {ids.min()} to {ids.max()}; the model has 0 to {adapter.vocabulary_size - 1}")
+        raise ValueError(
+            f"{where}: token ids from {ids.min()} to {ids.max()}; the model has 0 to {adapter.vocabulary_size - 1}"
+        )
     grids = tuple((int(time), int(height), int(width)) for time, height, width in payload.grids)
     if grids != tuple(sample.vision_grids) or len(payload.pixels) != len(grids):
-        raise ValueError(f"{where}: {len(payload.pixels)} images of grids {grids}; planned: {tuple(sample.vision_grids)}")
+        raise ValueError(
+            f"{where}: {len(payload.pixels)} images of grids {grids}; planned: {tuple(sample.vision_grids)}"
+        )
     tokens = (adapter.image_token_id, adapter.video_token_id)
-    wanted = [(tokens[int(seconds > 0)], int(np.prod(grid)) // adapter.merge_area) for grid, seconds in zip(*payload.whole())]
+    wanted = [(tokens[int(seconds > 0)], int(np.prod(grid)) // adapter.merge_area)
+              for grid, seconds in zip(*payload.whole())]
     runs = [(token, len(list(group))) for token, group in groupby(ids.tolist()) if token in tokens]
     if runs != wanted:
-        raise ValueError(f"{where}: runs of {[count for _, count in runs]} image or video tokens; its images and videos take "
-                         f"{[count for _, count in wanted]}{', in another order' if sorted(runs) == sorted(wanted) else ''}")
+        raise ValueError(
+            f"{where}: runs of {[count for _, count in runs]} image or video tokens; its images and videos take "
+            f"{[count for _, count in wanted]}{', in another order' if sorted(runs) == sorted(wanted) else ''}"
+        )
     for image, (needed, pixels, (time, height, width)) in enumerate(zip(encoded_here, payload.pixels, grids)):
         expected = (time * height * width, adapter.patch_dim)
         if needed and (pixels is None or pixels.shape != expected):
-            raise ValueError(f"{where}: image {image} has patches {None if pixels is None else pixels.shape}; its grid takes {expected}")
+            raise ValueError(
+                f"{where}: image {image} has patches {None if pixels is None else pixels.shape}; its grid takes "
+                f"{expected}"
+            )
 
 
 def collate(pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: ModelAdapter) -> PackInputs:
@@ -137,13 +153,15 @@ def collate(pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter:
     indices = [layout.index(other) for other in range(degree)]
     mine = indices[member]
 
-    # feature_of[position] is the image token's row among the features of the member that encodes it; owner_of[position] is that member.
+    # feature_of[position] is the image token's row among the features of the member that encodes it; owner_of[position]
+    # is that member.
     owner_of, feature_of = whole.owner_of, whole.feature_of
     send_index = [feature_of[index][owner_of[index] == member] for index in indices]
     received_from = [(owner_of[mine] == other).nonzero()[:, 0] for other in range(degree)]
     labels = whole.labels[mine]
     return PackInputs(
-        index=pack.index, layout=layout, member=member, token_ids=whole.token_ids[mine], labels=labels, positions=whole.positions[:, mine],
+        index=pack.index, layout=layout, member=member, token_ids=whole.token_ids[mine], labels=labels,
+        positions=whole.positions[:, mine],
         pixels=whole.pixels, grids=whole.grids, vision_token_index=torch.cat(received_from), send_index=send_index,
         receive_counts=[len(rows) for rows in received_from],
         num_images=whole.num_images, num_valid_tokens=int((labels != IGNORED).sum()))
@@ -180,7 +198,8 @@ def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapte
         shifted = np.full(len(ids), IGNORED, np.int64)
         shifted[:-1] = payload.labels[1:]
         owner, feature = torch.full_like(ids, -1), torch.full_like(ids, -1)
-        start_of_image = ((ids == adapter.image_token_id) | (ids == adapter.video_token_id)).nonzero()[:, 0] if encoders else ids[:0]
+        start_of_image = ((ids == adapter.image_token_id)
+                          | (ids == adapter.video_token_id)).nonzero()[:, 0] if encoders else ids[:0]
         for grid, encoder, patches in zip(payload.grids, encoders, payload.pixels):
             count = int(np.prod(grid)) // adapter.merge_area
             place, start_of_image = start_of_image[:count], start_of_image[count:]
@@ -198,6 +217,7 @@ def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapte
         owner_of.append(owner)
         feature_of.append(feature)
     return _Whole(
-        token_ids=torch.cat(token_ids), labels=torch.cat(labels), positions=torch.cat(positions, 1), owner_of=torch.cat(owner_of),
+        token_ids=torch.cat(token_ids), labels=torch.cat(labels), positions=torch.cat(positions, 1),
+        owner_of=torch.cat(owner_of),
         feature_of=torch.cat(feature_of), pixels=torch.cat(pixels) if pixels else torch.empty(0, adapter.patch_dim),
         grids=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3), num_images=num_images)

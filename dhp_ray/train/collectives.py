@@ -14,7 +14,8 @@ from torch import Tensor
 class TimedCollective:
     """One kind of collective as FSDP calls it (its `AllGather` and `ReduceScatter`).
 
-    `blocked_s` counts on the CPU alone, where a call returns when it is done. On a device FSDP runs it beside the compute.
+    `blocked_s` counts on the CPU alone, where a call returns when it is done. On a device FSDP runs it beside the
+    compute.
     """
 
     def __init__(self, call: Callable[..., dist.Work | None]) -> None:

@@ -36,11 +36,20 @@ class Update:
 class Engine(ABC):
     """Owns a module's parameters; each rank keeps a shard of the trained ones: fp32 values and both moments of AdamW.
 
-    An engine is of one membership. For the next: `local_shards`, `release`, then a new engine and `load_state` of what `reshard` gives.
+    An engine is of one membership. For the next: `local_shards`, `release`, then a new engine and `load_state` of what
+    `reshard` gives.
     """
 
-    def __init__(self, settings: OptimizerSettings, group: dist.ProcessGroup | None, shapes: dict[str, tuple[int, ...]], pieces: tuple[Piece, ...],
-                 buckets: tuple[Bucket, ...], shard_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: OptimizerSettings,
+        group: dist.ProcessGroup | None,
+        shapes: dict[str, tuple[int, ...]],
+        pieces: tuple[Piece, ...],
+        buckets: tuple[Bucket, ...],
+        shard_size: int,
+        device: torch.device,
+    ) -> None:
         """`pieces` are this rank's, in the order of its shard; `group` None is for a single rank."""
         self.settings, self.group, self.shapes, self.device = settings, group, shapes, device
         self._pieces = pieces
@@ -92,7 +101,8 @@ class Engine(ABC):
         scale = coefficient / max(1, num_valid_tokens)
         self.spare.version = UNFINISHED
         for bucket in self._all_gather(self.spare):
-            self.optimizer.write(bucket, self.current, self.spare, self._reduced_gradient(bucket) * scale, learning_rate_factor)
+            self.optimizer.write(bucket, self.current, self.spare, self._reduced_gradient(bucket) * scale,
+                                 learning_rate_factor)
         self.spare.version = self.current.version + 1
         self.current, self.spare = self.spare, self.current
         return Update(norm, learning_rate, applied=True)
@@ -103,7 +113,8 @@ class Engine(ABC):
             pass
 
     def load_state(self, state: ShardState) -> None:
-        """Replace the state of this rank's shard by another one (on any device). Every rank calls this, with the same version.
+        """Replace the state of this rank's shard by another one (on any device). Every rank calls this, with the same
+        version.
 
         `local_shards` no longer gives what was before: it may be of a history that this state is not of.
         """
@@ -113,11 +124,13 @@ class Engine(ABC):
         self.all_gather_parameters()
 
     def local_shards(self, rank: int) -> list[LocalShard]:
-        """The complete versions of this rank's shard, newest first: the current one and, after an update, the one before it.
+        """The complete versions of this rank's shard, newest first: the current one and, after an update, the one
+        before it.
 
         `rank` is this rank's. The states are the engine's own: they are good until the next `update` or `load_state`.
         """
-        return [LocalShard(rank, state.version, self._pieces, state) for state in (self.current, self.spare) if state.version != UNFINISHED]
+        return [LocalShard(rank, state.version, self._pieces, state) for state in (self.current, self.spare)
+                if state.version != UNFINISHED]
 
     def release(self) -> None:
         """Release all memory and the group, also amid a step that failed; call nothing else afterwards.
@@ -127,7 +140,8 @@ class Engine(ABC):
         self._detach()
         self.current, self.spare = ShardState.zeros(0, self.device), ShardState.zeros(0, self.device)
         self.current.version = self.spare.version = UNFINISHED
-        self.group = self.settings = self.optimizer = cast(Any, None)  # the settings know the model, and FSDP's modules the group
+        # the settings know the model, and FSDP's modules the group
+        self.group = self.settings = self.optimizer = cast(Any, None)
 
     @abstractmethod
     def _detach(self) -> None:

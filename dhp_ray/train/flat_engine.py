@@ -32,16 +32,26 @@ class FlatEngine(Engine):
 
     Shards are fp32 whatever the precision. With "bf16" the resident parameters are bf16 and each backward's gradients
     are added to the fp32 buffer; a parameter's own `.grad` is then None. Parameters that do not require a gradient
-    are left out of all buffers (and are cast to the computing type). A tied parameter counts once, under its first name.
-    `originals` are the frozen ones that this cast has changed, as they came, on the CPU.
+    are left out of all buffers (and are cast to the computing type). A tied parameter counts once, under its first
+    name. `originals` are the frozen ones that this cast has changed, as they came, on the CPU.
     """
 
-    def __init__(self, module: nn.Module, settings: OptimizerSettings, world_group: dist.ProcessGroup | None, world_size: int, rank: int,
-                 precision: str = "fp32", bucket_bytes: int = 64 * 2**20, initialize: bool = True, originals: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: OptimizerSettings,
+        world_group: dist.ProcessGroup | None,
+        world_size: int,
+        rank: int,
+        precision: str = "fp32",
+        bucket_bytes: int = 64 * 2**20,
+        initialize: bool = True,
+        originals: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` are those of fp32 gradients.
 
-        With `initialize` False the values of trained parameters are not looked at, and there is no collective: `load_state` must
-        follow. Over a module whose last engine was released, pass that engine's `originals`.
+        With `initialize` False the values of trained parameters are not looked at, and there is no collective:
+        `load_state` must follow. Over a module whose last engine was released, pass that engine's `originals`.
 
         Raises:
             ValueError: unknown precision, no parameter to train, or several ranks without a group.
@@ -56,8 +66,10 @@ class FlatEngine(Engine):
         self.frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         if not self.parameters:
             raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
-        self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size, bucket_bytes // 4)
-        super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes, self.layout.pieces(rank), self.layout.buckets,
+        self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size,
+                                 bucket_bytes // 4)
+        super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes,
+                         self.layout.pieces(rank), self.layout.buckets,
                          self.layout.shard_size, next(iter(self.parameters.values())).device)
         self.originals = dict(originals or {})
         if initialize:
@@ -105,7 +117,9 @@ class FlatEngine(Engine):
             if self.compute_type == torch.float32:
                 parameter.grad = self._view(self._gradient, name)  # autograd adds to it in place
             else:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(_adder(self._view(self._gradient, name))))
+                self._hooks.append(
+                    parameter.register_post_accumulate_grad_hook(_adder(self._view(self._gradient, name)))
+                )
         for name, parameter in self.frozen.items():
             original = parameter.data
             parameter.data = original.to(self.compute_type)
@@ -118,7 +132,8 @@ class FlatEngine(Engine):
         self._hooks = []
         for parameter in self.parameters.values():
             parameter.grad = None
-            parameter.data = torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape)  # its shape, one element of memory
+            # its shape, one element of memory
+            parameter.data = torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape)
         self._resident = self._gradient = self._shard_gradient = torch.zeros(0, device=self.device)
 
     def _view(self, buffer: Tensor, name: str) -> Tensor:
@@ -134,7 +149,8 @@ class FlatEngine(Engine):
     def _reduce_scatter(self, bucket: Bucket) -> dist.Work | None:
         if self.world_size == 1:
             return None
-        return dist.reduce_scatter_single(self._shard_gradient[bucket.shard], self._gradient[bucket.flat], group=self.group, async_op=True)
+        return dist.reduce_scatter_single(self._shard_gradient[bucket.shard], self._gradient[bucket.flat],
+                                          group=self.group, async_op=True)
 
     def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
         """Bring the resident parameters up to `state`.
@@ -145,7 +161,8 @@ class FlatEngine(Engine):
         for bucket in self.layout.buckets:
             yield bucket
             mine = state.value[bucket.shard].to(self.compute_type)
-            started.append((self._gather_into(self._resident[bucket.flat], mine), mine))  # `mine` lives until it is sent
+            # `mine` lives until it is sent
+            started.append((self._gather_into(self._resident[bucket.flat], mine), mine))
             if len(started) > IN_FLIGHT:
                 _wait(started.popleft()[0])
         for work, _ in started:

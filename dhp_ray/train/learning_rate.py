@@ -7,7 +7,9 @@ import math
 SCHEDULES = ("cosine", "constant")
 
 
-def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, schedule: str = "cosine", minimum: float = 0.0) -> float:
+def learning_rate_factor(
+    step: int, total_steps: int, warmup_steps: int, schedule: str = "cosine", minimum: float = 0.0
+) -> float:
     """Factor (0 to 1) of the peak learning rate at `step`, counted from 1.
 
         step     1 ... warmup_steps     warmup_steps + 1 ............ total_steps, and after

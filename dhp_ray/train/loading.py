@@ -1,4 +1,6 @@
-"""Gives a sharded module its values: each rank reads the rows that it owns from the files, so that the whole is nowhere."""
+"""Gives a sharded module its values: each rank reads the rows that it owns from the files, so that the whole is
+nowhere.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,16 @@ def first_row(num_rows: int, rank: int, world_size: int) -> int:
     return min(-(-num_rows // world_size) * rank, num_rows)
 
 
-def read_shards(root: nn.Module, parameters: Mapping[str, DTensor], weights: StoredWeights, rank: int, world_size: int, device: torch.device) -> None:
-    """Allocate and fill this rank's rows of the sharded `parameters` of `root`, which are on the meta device. Not a collective.
+def read_shards(
+    root: nn.Module,
+    parameters: Mapping[str, DTensor],
+    weights: StoredWeights,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> None:
+    """Allocate and fill this rank's rows of the sharded `parameters` of `root`, which are on the meta device. Not a
+    collective.
 
     Raises:
         ModelError: a file is gone or damaged.
@@ -28,5 +38,6 @@ def read_shards(root: nn.Module, parameters: Mapping[str, DTensor], weights: Sto
     with torch.no_grad():
         for name, buffer in root.named_buffers():
             buffer.copy_(buffers[name])
-    weights.read({name: RowsOfParameter(first_row(parameter.shape[0], rank, world_size), cast(DTensor, parameter.detach()).to_local())
+    weights.read({name: RowsOfParameter(first_row(parameter.shape[0], rank, world_size),
+                                        cast(DTensor, parameter.detach()).to_local())
                   for name, parameter in parameters.items()})

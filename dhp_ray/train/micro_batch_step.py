@@ -2,7 +2,7 @@
 
     micro-batch   0                      1
     rank 0        pack 0, with images    pack 2                 every unit of the model runs on every rank, in the same
-    rank 1        pack 0                 idle                   order, forward and backward: a tiny image where a rank has
+    rank 1        pack 0                 idle                 order, forward and backward: a tiny image where a rank has
     rank 2        pack 1, a tiny image   pack 3                 none to encode, an idle token where it has no token
 """
 
@@ -30,12 +30,15 @@ class MicroBatchStep(RankStep):
 
     def _packs(self, plan: RankPlan) -> Sequence[RankPack]:
         own = {pack.micro_batch: pack for pack in plan.packs}
-        return [own.get(index) or RankPack(-1, (plan.rank,), (IDLE,), (), 0.0, index) for index in range(plan.num_micro_batches)]
+        return [own.get(index) or RankPack(-1, (plan.rank,), (IDLE,), (), 0.0, index)
+                for index in range(plan.num_micro_batches)]
 
     def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
         return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
 
-    def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload], sums: Tensor, start: float) -> PackTime:
+    def _run_pack(
+        self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload], sums: Tensor, start: float
+    ) -> PackTime:
         before = self.engine.blocked_s
         time = super()._run_pack(plan, pack, {**payloads, IDLE.id: placeholder(IDLE)}, sums, start)
         return time._replace(blocked_s=time.blocked_s + self.engine.blocked_s - before)

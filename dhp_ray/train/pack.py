@@ -20,13 +20,15 @@ def pack_loss(adapter: ModelAdapter, inputs: PackInputs, link: Link, encodes: bo
     whether features are exchanged, and so differentiated; by default, where the pack has images.
     """
     encodes = inputs.num_images > 0 if encodes is None else encodes
-    # Whether there is a backward pass upstream of each exchange: from what the pack holds, so the same on all its members.
+    # Whether there is a backward pass upstream of each exchange: from what the pack holds, so the same on all its
+    # members.
     trains_features = torch.is_grad_enabled() and adapter.trains("vision") and encodes
     trains_hidden = trains_features or (torch.is_grad_enabled() and adapter.trains("language"))
     with torch.set_grad_enabled(trains_features):
         features = adapter.encode(inputs.pixels, inputs.grids)
     if encodes:
-        features = exchange_rows(features, inputs.send_index, inputs.receive_counts, link, differentiable=trains_features)
+        features = exchange_rows(features, inputs.send_index, inputs.receive_counts, link,
+                                 differentiable=trains_features)
     context = PackContext(inputs.layout, link, differentiable=trains_hidden)
     hidden = adapter.decode(inputs.token_ids, inputs.positions, inputs.vision_token_index, features, context)
     loss = adapter.loss_sum(hidden, inputs.labels)

@@ -24,8 +24,8 @@ from dhp_ray.train.results import PackTime, StepResult
 class RankStep:
     """Runs the steps of one rank. `world` is the group of all ranks (None: there is one rank).
 
-    `before_update` is called after the packs: once a rank's `totals` returns, it has returned on every rank, and nothing of the state
-    has changed on any. `progress` tells where the step is.
+    `before_update` is called after the packs: once a rank's `totals` returns, it has returned on every rank, and
+    nothing of the state has changed on any. `progress` tells where the step is.
     """
 
     adapter: ModelAdapter
@@ -36,7 +36,9 @@ class RankStep:
     before_update: Callable[[], None] = lambda: None
     progress: str = ""
 
-    def run(self, plan: RankPlan, payloads: Mapping[str, Payload], learning_rate_factor: float, data_wait_s: float = 0.0) -> StepResult:
+    def run(
+        self, plan: RankPlan, payloads: Mapping[str, Payload], learning_rate_factor: float, data_wait_s: float = 0.0
+    ) -> StepResult:
         """Compute losses and gradients of this rank's packs, and update once.
 
         Between `prepare` and `totals` the only collectives are each pack's own exchanges, so ranks run free of one
@@ -55,7 +57,8 @@ class RankStep:
             step=plan.step, rank=plan.rank, loss_sum=loss_sum, num_valid_tokens=int(num_valid_tokens),
             gradient_norm=update.gradient_norm, learning_rate=update.learning_rate, applied=update.applied,
             state_version=self.engine.state_version, step_time_s=perf_counter() - start, data_wait_s=data_wait_s,
-            pack_times=tuple(time for time in times if time.index >= 0), pool=self.transport.counters(), plan_id=plan.plan_id)
+            pack_times=tuple(time for time in times if time.index >= 0), pool=self.transport.counters(),
+            plan_id=plan.plan_id)
 
     @torch.no_grad()
     def evaluate(self, plan: RankPlan, payloads: Mapping[str, Payload]) -> tuple[float, int]:
@@ -74,7 +77,9 @@ class RankStep:
     def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> torch.Tensor:
         return pack_loss(self.adapter, inputs, link)
 
-    def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload], sums: torch.Tensor, start: float) -> PackTime:
+    def _run_pack(
+        self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload], sums: torch.Tensor, start: float
+    ) -> PackTime:
         self.progress = f"step {plan.step}, pack {pack.index}"
         inputs = collate(pack, payloads, plan.rank, self.adapter).to(self.device)
         link = self.transport.link(pack.ranks, pack.index)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class PackTime(NamedTuple):
-    """When a rank ran a pack, in seconds from the rank's start of the step; `blocked_s` was spent waiting in exchanges."""
+    """When a rank ran a pack, in seconds from the rank's start of the step; `blocked_s` was spent waiting in exchanges.
+    """
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
     start_s: float

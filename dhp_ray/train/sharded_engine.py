@@ -1,13 +1,14 @@
-"""The engine of `sync=micro_batch`: every parameter sharded over all ranks, by torch's FSDP2 (ZeRO-3, arXiv 1910.02054, section 5).
+"""The engine of `sync=micro_batch`: every parameter sharded over all ranks, by torch's FSDP2 (ZeRO-3, arXiv 1910.02054,
+section 5).
 
     unit (a block, a layer; the rest is the root's)
     forward     my rows of its parameters -- all-gather --> whole, computed with, dropped again
-    backward    gathered again; whole gradients -- reduce-scatter --> my rows of the gradients, summed over micro-batches
+    backward    gathered again; whole gradients -- reduce-scatter --> my rows of them, summed over micro-batches
     update      my rows -- AdamW --> my rows' version v+1
 
 A unit's forward and backward are collectives of all ranks: every rank runs every unit equally often and in the same
-order (`micro_batch_step.py`). A parameter's rows on a rank are an interval of the flattened parameter, so that checkpoints are
-those of the flat engine.
+order (`micro_batch_step.py`). A parameter's rows on a rank are an interval of the flattened parameter, so that
+checkpoints are those of the flat engine.
 """
 
 from __future__ import annotations
@@ -37,14 +38,21 @@ from dhp_ray.train.state.optimizer import OptimizerSettings, ShardState
 class ShardedEngine(Engine):
     """Shards an adapter's module for good: fp32 rows on each rank, gathered in the computing type, reduced in fp32.
 
-    Frozen parameters are sharded too; they keep the values that they came with. The root, which holds what is in no unit
-    (embedding, head, last norm), stays gathered from its forward to the end of its backward.
+    Frozen parameters are sharded too; they keep the values that they came with. The root, which holds what is in no
+    unit (embedding, head, last norm), stays gathered from its forward to the end of its backward.
     """
 
-    def __init__(self, adapter: ModelAdapter, settings: OptimizerSettings, world_group: dist.ProcessGroup, rank: int, device: torch.device,
-                 precision: str = "fp32") -> None:
-        """Every rank calls this, with equal parameters, which move to `device` unit by unit; or with a model built without weights, of which it reads
-        its rows. `world_group` holds all ranks, also where that is one.
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        settings: OptimizerSettings,
+        world_group: dist.ProcessGroup,
+        rank: int,
+        device: torch.device,
+        precision: str = "fp32",
+    ) -> None:
+        """Every rank calls this, with equal parameters, which move to `device` unit by unit; or with a model built
+        without weights, of which it reads its rows. `world_group` holds all ranks, also where that is one.
 
         Raises:
             ValueError: unknown precision, no parameter to train, or a file of weights that cannot be read.
@@ -59,10 +67,15 @@ class ShardedEngine(Engine):
             if parameter.ndim == 0:
                 raise ValueError(f"parameter {name}: a scalar, which cannot be sharded; allowed with planner.sync=step")
         self._mesh = mesh = DeviceMesh.from_group(world_group, device.type)
-        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32, cast_forward_inputs=False)
-        self._gather, self._scatter = TimedCollective(dist.all_gather_single), TimedCollective(dist.reduce_scatter_single)
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32,
+                                      cast_forward_inputs=False)
+        self._gather, self._scatter = (
+            TimedCollective(dist.all_gather_single),
+            TimedCollective(dist.reduce_scatter_single),
+        )
         for unit in units:
-            sharded = cast(FSDPModule, fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not self.root))
+            sharded = cast(FSDPModule, fully_shard(unit, mesh=mesh, mp_policy=policy,
+                                                   reshard_after_forward=unit is not self.root))
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums over ranks
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
             sharded.set_custom_all_gather(cast(Any, self._gather))
@@ -77,7 +90,8 @@ class ShardedEngine(Engine):
         self._unit_pieces = self._lay_out(units)
         pieces = tuple(piece for found in self._unit_pieces.values() for piece in found)
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        self._buckets = tuple(Bucket(start, found[-1].shard.stop, slice(start, found[-1].shard.stop)) for start, found in self._unit_pieces.items())
+        self._buckets = tuple(Bucket(start, found[-1].shard.stop, slice(start, found[-1].shard.stop))
+                              for start, found in self._unit_pieces.items())
         super().__init__(settings, world_group if self.world_size > 1 else None, shapes, pieces, self._buckets,
                          pieces[-1].shard.stop if pieces else 0, device)
         for piece in pieces:
@@ -106,19 +120,23 @@ class ShardedEngine(Engine):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients summed over all ranks, whole, by name; zero for what no pack used. Every rank calls this."""
-        return {name: torch.zeros(parameter.shape, device=self.device) if parameter.grad is None else cast(DTensor, parameter.grad).full_tensor()
+        return {name: torch.zeros(parameter.shape, device=self.device) if parameter.grad is None
+                else cast(DTensor, parameter.grad).full_tensor()
                 for name, parameter in self.parameters.items()}
 
     def full_parameters(self) -> dict[str, Tensor]:
         found = {}
         for name, parameter in (self.parameters | self.frozen).items():
-            whole = cast(DTensor, parameter.detach()).full_tensor()  # one at a time: no rank but the first holds them all
+            # one at a time: no rank but the first holds them all
+            whole = cast(DTensor, parameter.detach()).full_tensor()
             if self.rank == 0:
                 found[name] = whole.to("cpu", torch.float32, copy=True)
         return found
 
     def _lay_out(self, units: list[Any]) -> dict[int, list[Piece]]:
-        """What this rank owns of each unit, by where it begins in its shard: one piece a parameter; units of which it owns nothing are left out."""
+        """What this rank owns of each unit, by where it begins in its shard: one piece a parameter; units of which it
+        owns nothing are left out.
+        """
         names = {parameter: name for name, parameter in self.parameters.items()}
         laid_out, offset = {}, 0
         for unit in units:
@@ -149,7 +167,8 @@ class ShardedEngine(Engine):
     def _detach(self) -> None:
         """Make the module unusable, so that references to it hold neither memory nor the group.
 
-        FSDP has no call for this: its modules keep the group for life, and so does the mesh, which torch's caches of what DTensors do keep too.
+        FSDP has no call for this: its modules keep the group for life, and so does the mesh, which torch's caches of
+        what DTensors do keep too.
         """
         self._mesh._pg_registry.clear()  # read by torch.compile alone
         for unit in self._units:

@@ -11,7 +11,8 @@ from dhp_ray.comm.device import ACCELERATORS, CPU, CUDA, NPU, choose
 
 
 def test_names_backends_and_resources() -> None:
-    assert [(a.name, a.backend, a.resource) for a in ACCELERATORS.values()] == [("cpu", "gloo", None), ("cuda", "nccl", "GPU"), ("npu", "hccl", "NPU")]
+    assert [(a.name, a.backend, a.resource)
+            for a in ACCELERATORS.values()] == [("cpu", "gloo", None), ("cuda", "nccl", "GPU"), ("npu", "hccl", "NPU")]
 
 
 def test_cpu_is_always_there() -> None:
@@ -37,20 +38,29 @@ def test_an_absent_device_is_one_line() -> None:
 def test_a_missing_extra_is_one_line_that_names_it() -> None:
     if importlib.util.find_spec("torch_npu"):
         pytest.skip("torch_npu is installed")
-    with pytest.raises(ValueError, match=r"^cluster.device: got 'npu', but torch_npu is not installed on this machine \(pip install 'dhp_ray\[npu\]'\); auto"):
+    with pytest.raises(
+        ValueError,
+        match=r"^cluster.device: got 'npu', but torch_npu is not installed on this machine \(pip install "
+              r"'dhp_ray\[npu\]'\); auto",
+    ):
         choose("npu")
 
 
 def test_a_torch_npu_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     """As one does without the driver's libraries: the import fails of what it loads."""
     (tmp_path / "torch_npu.py").write_text("raise OSError('libhccl.so: cannot open shared object file\\nmore of it')\n")
-    program = "from dhp_ray.comm.device import choose\nprint(choose('auto').name)\ntry:\n    choose('npu')\nexcept ValueError as error:\n    print(error)"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    program = "from dhp_ray.comm.device import choose\nprint(choose('auto').name)\n"
+    program += "try:\n    choose('npu')\nexcept ValueError as error:\n    print(error)"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}",
+                   "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     name, line = done.stdout.splitlines()
     assert name in ("cpu", "cuda")
-    assert line == ("cluster.device: got 'npu', but torch_npu cannot be imported on this machine (libhccl.so: cannot open shared object file); it needs CANN; "
-                    "auto takes what there is")
+    assert line == (
+        "cluster.device: got 'npu', but torch_npu cannot be imported on this machine (libhccl.so: cannot open shared "
+        "object file); it needs CANN; "
+        "auto takes what there is"
+    )
 
 
 def test_an_unknown_device_names_those_allowed() -> None:
@@ -60,7 +70,8 @@ def test_an_unknown_device_names_those_allowed() -> None:
 
 def test_importing_it_does_not_import_torch() -> None:
     program = "import sys; import dhp_ray.comm.device as device; print(device.CUDA.resource, 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split() == ["GPU", "False"]
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          check=True).stdout.split() == ["GPU", "False"]
 
 
 @pytest.mark.gpu

@@ -43,13 +43,18 @@ def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gloo_listens_there_alone() -> None:
     """A rank of its own process: every socket that it listens on is at the address."""
-    program = ("import sys, os, torch.distributed as dist; from dhp_ray.comm.interface import listen_on; listen_on('127.0.0.1')\n"
-               "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-               "inodes = {os.readlink(f'/proc/self/fd/{fd}')[8:-1] for fd in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{fd}')\n"
-               "          and os.readlink(f'/proc/self/fd/{fd}').startswith('socket:')}\n"
-               "for kind in ('tcp', 'tcp6'):\n"
-               "    for line in open(f'/proc/net/{kind}').read().splitlines()[1:]:\n"
-               "        words = line.split()\n"
-               "        if words[3] == '0A' and words[9] in inodes: print(words[1].split(':')[0])")
-    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=True)
+    program = (
+        "import sys, os, torch.distributed as dist; from dhp_ray.comm.interface import listen_on; "
+        "listen_on('127.0.0.1')\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "inodes = {os.readlink(f'/proc/self/fd/{fd}')[8:-1] for fd in os.listdir('/proc/self/fd') if "
+        "os.path.exists(f'/proc/self/fd/{fd}')\n"
+        "          and os.readlink(f'/proc/self/fd/{fd}').startswith('socket:')}\n"
+        "for kind in ('tcp', 'tcp6'):\n"
+        "    for line in open(f'/proc/net/{kind}').read().splitlines()[1:]:\n"
+        "        words = line.split()\n"
+        "        if words[3] == '0A' and words[9] in inodes: print(words[1].split(':')[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True,
+                          text=True, timeout=120, check=True)
     assert set(done.stdout.split()) == {"0100007F"}

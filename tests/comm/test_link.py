@@ -44,7 +44,8 @@ def two_packs_at_once(rank: int) -> list[float]:
     """Sent in one order, received in another: packs, and kinds of message within one, are kept apart."""
     first, second = everyone(rank, 0), everyone(rank, 1)
     if rank == 0:
-        sends = [link.exchange([(torch.tensor([value]), 1)], [], tag) for link, tag, value in ((second, 1, 3.0), (second, 0, 2.0), (first, 0, 1.0))]
+        sends = [link.exchange([(torch.tensor([value]), 1)], [], tag)
+                 for link, tag, value in ((second, 1, 3.0), (second, 0, 2.0), (first, 0, 1.0))]
         for pending in sends:  # a send ends when the other side has posted its receive
             pending.wait()
         return []

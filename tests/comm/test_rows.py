@@ -17,7 +17,9 @@ WIDTH = 5
 
 
 def random_needs(num_members: int, seed: int) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Rows of every owner, and needs[owner][reader], the same on all ranks; some own or need nothing, some rows go to many."""
+    """Rows of every owner, and needs[owner][reader], the same on all ranks; some own or need nothing, some rows go to
+    many.
+    """
     generator = torch.Generator().manual_seed(seed)
     counts = [0 if owner == seed % num_members and num_members > 1 else 3 + owner for owner in range(num_members)]
     rows = [torch.randn(count, WIDTH, generator=generator) for count in counts]
@@ -57,7 +59,8 @@ def errors_of_exchange(rank: int, transport_name: str, recompute: bool) -> list[
         assert out.shape == (sum(counts), WIDTH)
         assert mine.grad is not None
         assert whole[me].grad is not None
-        errors += [float((a - b).abs().max()) for a, b in ((out, results[me]), (mine.grad, whole[me].grad)) if a.numel()]
+        errors += [float((a - b).abs().max()) for a, b in ((out, results[me]), (mine.grad, whole[me].grad))
+                   if a.numel()]
     transport.close()
     return errors
 
@@ -75,7 +78,8 @@ def test_exchange_recomputed_in_the_backward() -> None:
 
 
 def one_owner(rank: int) -> list[float]:
-    """Rank 0 owns all rows, rank 1 needs two of them, rank 2 none: every backward runs, or rank 0 would wait for ever."""
+    """Rank 0 owns all rows, rank 1 needs two of them, rank 2 none: every backward runs, or rank 0 would wait for ever.
+    """
     rows = torch.ones(4, WIDTH, requires_grad=True) if rank == 0 else torch.zeros(0, WIDTH)
     send_index = [torch.tensor(wanted if rank == 0 else [], dtype=torch.long) for wanted in ([3], [1, 3], [])]
     out = exchange_rows(rows, send_index, [len([[3], [1, 3], []][rank]), 0, 0], Link((0, 1, 2), rank, dist.group.WORLD))

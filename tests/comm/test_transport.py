@@ -22,7 +22,8 @@ def run_plan(rank: int, name: str, capacity: int) -> tuple[list[float], dict[str
             if rank in ranks:
                 link = transport.link(ranks, pack_index)
                 box = torch.empty(1)
-                link.exchange([(torch.tensor([float(rank)]), (link.index + 1) % link.size)], [(box, (link.index - 1) % link.size)]).wait()
+                link.exchange([(torch.tensor([float(rank)]), (link.index + 1) % link.size)],
+                              [(box, (link.index - 1) % link.size)]).wait()
                 found.append(box.item())
     counters = transport.counters()
     transport.close()

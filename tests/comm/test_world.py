@@ -13,7 +13,15 @@ import torch.distributed as dist
 from dhp_ray.comm import world
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pool import GroupPool
-from dhp_ray.comm.world import RendezvousError, close_store_connections, destroy_world, init_world, is_peer_loss, make_group, open_store
+from dhp_ray.comm.world import (
+    RendezvousError,
+    close_store_connections,
+    destroy_world,
+    init_world,
+    is_peer_loss,
+    make_group,
+    open_store,
+)
 from tests.ranks import run_processes
 
 TIMEOUT = timedelta(seconds=20)

@@ -38,11 +38,20 @@ def talk(*texts: str) -> list[dict[str, str]]:
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
     """As JSON, or JSONL by the file's name."""
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    path.write_text("\n".join(lines) if path.suffix == ".jsonl" else "[\n" + ",\n".join(lines) + "\n]", encoding="utf-8")
+    path.write_text("\n".join(lines) if path.suffix == ".jsonl" else "[\n" + ",\n".join(lines) + "\n]",
+                    encoding="utf-8")
     return path
 
 
-def video(num_frames: int = 20, width: int = 64, height: int = 48, rate: int = 10, form: str = "mp4", codec: str = "mpeg4", pairs: bool = False) -> bytes:
+def video(
+    num_frames: int = 20,
+    width: int = 64,
+    height: int = 48,
+    rate: int = 10,
+    form: str = "mp4",
+    codec: str = "mpeg4",
+    pairs: bool = False,
+) -> bytes:
     """A bright square that moves over a gradient; with `pairs`, every frame comes twice."""
     stream = io.BytesIO()
     background = np.asarray(Image.linear_gradient("L").resize((width, height)).convert("RGB"))
@@ -53,7 +62,8 @@ def video(num_frames: int = 20, width: int = 64, height: int = 48, rate: int = 1
         for number in range(num_frames):
             place = number // 2 if pairs else number
             pixels = background.copy()
-            pixels[(place * 3) % (height - 8) :][:8, (place * 5) % (width - 8) :][:, :8] = (250, 40 + place * 5 % 200, 20)
+            pixels[(place * 3) % (height - 8) :][:8,
+                                                 (place * 5) % (width - 8) :][:, :8] = (250, 40 + place * 5 % 200, 20)
             container.mux(track.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(track.encode())
     return stream.getvalue()
@@ -62,7 +72,8 @@ def video(num_frames: int = 20, width: int = 64, height: int = 48, rate: int = 1
 def damaged_video(form: str = "mp4") -> bytes:
     """A video whose container reads as if all were well; its later frames are zeros."""
     data = bytearray(video(12, 56, 56, form=form))
-    first, stop = (data.index(b"mdat") + 4, data.index(b"moov") - 4) if form == "mp4" else (len(data) // 3, len(data) * 9 // 10)
+    first, stop = (data.index(b"mdat") + 4,
+                   data.index(b"moov") - 4) if form == "mp4" else (len(data) // 3, len(data) * 9 // 10)
     start = first + (stop - first) * 6 // 10
     data[start:stop] = bytes(stop - start)
     return bytes(data)

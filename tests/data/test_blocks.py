@@ -19,8 +19,10 @@ def batch_of(path: Path) -> Batch:
     """64 samples in two blocks, with 20 kB of picture each."""
     from PIL import Image
 
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 80, 3), np.uint8)).save(path / "noise.png", compress_level=0)
-    rows = write_rows(path / "rows.json", [{"id": str(row), "image": "noise.png", "conversations": talk("<image>", "noise")} for row in range(64)])
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 80, 3),
+                                                      np.uint8)).save(path / "noise.png", compress_level=0)
+    rows = write_rows(path / "rows.json", [{"id": str(row), "image": "noise.png",
+                                            "conversations": talk("<image>", "noise")} for row in range(64)])
     stream = Stream(Data(format="llava", path=str(rows)), Model(preset="tiny"), 0)
     batch = stream.next_batch(64)
     stream.close()
@@ -45,7 +47,9 @@ def assert_same_rows(found: Iterable[dict[str, Any]], others: Iterable[dict[str,
         assert all(np.array_equal(row[key], theirs[name][key]) for key in row)
 
 
-def test_rows_are_taken_out_where_their_block_lies(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_taken_out_where_their_block_lies(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = batch_of(tmp_path)
     here = ray.get_runtime_context().get_node_id()
     assert set(batch.nodes) == {reference for reference, _ in batch.payload.values()}
@@ -65,7 +69,9 @@ def test_rows_are_taken_out_where_their_block_lies(ray_cluster: None, tmp_path: 
     assert blocks._servers[here] == server, "a node has one server"
 
 
-def test_a_block_comes_whole_where_its_node_has_no_server(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_comes_whole_where_its_node_has_no_server(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = batch_of(tmp_path)
     here = ray.get_runtime_context().get_node_id()
     near = list(fetch_rows(wanted_of(batch, here)))

@@ -14,7 +14,8 @@ from tests.data.samples import talk, write_rows
 
 
 def test_a_table_holds_what_was_added() -> None:
-    made = [Fragment("a.json", "json", 0, 2, 6, spans=((1, 5), (7, 9)), names=((1, "größer"),)), Fragment("b.parquet", "parquet", 0, 7, 2**40, 3, 256),
+    made = [Fragment("a.json", "json", 0, 2, 6, spans=((1, 5), (7, 9)), names=((1, "größer"),)),
+            Fragment("b.parquet", "parquet", 0, 7, 2**40, 3, 256),
             Fragment("a.json", "json", 2, 1, 2**40, spans=((10, 2**40),))]
     writer = FragmentWriter()
     for fragment in made:
@@ -62,7 +63,9 @@ def test_a_damaged_index_is_made_again(cache: Path, tmp_path: Path) -> None:
         assert list(index_fragments(data)) == expected
 
 
-def test_a_cache_that_cannot_be_written_is_no_hindrance(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_is_no_hindrance(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache.write_text("a file in its place")
     data = Data(format="llava", path=str(write_rows(tmp_path / "rows.jsonl", [{"conversations": talk("a", "b")}] * 40)))
     assert index_fragments(data).num_rows == 40

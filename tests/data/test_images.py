@@ -36,7 +36,8 @@ def with_orientation_behind_the_pixels(orientation: int) -> bytes:
     return plain[:end] + png_chunk(b"eXIf", exif.tobytes()[6:]) + plain[end:]
 
 
-AVIF = pytest.param("AVIF", marks=pytest.mark.skipif(not features.check("avif"), reason="this Pillow was built without AVIF"))
+AVIF = pytest.param("AVIF", marks=pytest.mark.skipif(not features.check("avif"),
+                                                     reason="this Pillow was built without AVIF"))
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", AVIF])
@@ -76,7 +77,8 @@ def test_no_pixel_is_decoded_for_the_size(monkeypatch: pytest.MonkeyPatch) -> No
     assert image_size(picture(90, 40)[:60]) == (90, 40)
 
 
-@pytest.mark.parametrize("data", [b"", b"not an image", b"\x89PNG\r\n\x1a\n", picture(9, 9)[:20], b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"])
+@pytest.mark.parametrize("data", [b"", b"not an image", b"\x89PNG\r\n\x1a\n", picture(9, 9)[:20],
+                                  b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"])
 def test_an_unreadable_header_is_a_bad_row(data: bytes) -> None:
     with pytest.raises(RowError, match=r"header cannot be read: .*; allowed: PNG") as caught:
         image_size(data)
@@ -87,7 +89,11 @@ def test_avif_without_its_reader_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     """As with a Pillow that was built without libavif."""
     monkeypatch.setattr("dhp_ray.data.images.FORMATS", tuple(form for form in FORMATS if form != "AVIF"))
     for brand in (b"avif", b"avis"):
-        with pytest.raises(RowError, match=r"^header cannot be read: AVIF, which Pillow [\d.]+ of this machine was built without; allowed: PNG, "):
+        with pytest.raises(
+            RowError,
+            match=r"^header cannot be read: AVIF, which Pillow [\d.]+ of this machine was built without; "
+                  r"allowed: PNG, ",
+        ):
             image_size(b"\0\0\0\x20ftyp" + brand + bytes(40))
 
 

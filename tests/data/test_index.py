@@ -34,12 +34,20 @@ JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dicti
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(rows=st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=40), indent=st.sampled_from([None, 2]),
-       ascii_only=st.booleans(), lines=st.booleans(), mark=st.booleans())
-def test_any_json_is_read_row_by_row(rows: list[dict], indent: int | None, ascii_only: bool, lines: bool, mark: bool, tmp_path: Path) -> None:
+@given(
+    rows=st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=40),
+    indent=st.sampled_from([None, 2]),
+    ascii_only=st.booleans(),
+    lines=st.booleans(),
+    mark=st.booleans(),
+)
+def test_any_json_is_read_row_by_row(
+    rows: list[dict], indent: int | None, ascii_only: bool, lines: bool, mark: bool, tmp_path: Path
+) -> None:
     rows = [{"conversations": talk("a", "b"), **row} for row in rows]
     path = tmp_path / "rows.json"
-    text = "\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in rows) if lines else json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
+    text = "\n".join(json.dumps(row, ensure_ascii=ascii_only)
+                     for row in rows) if lines else json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
     path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + text.encode("utf-8", "surrogatepass"))
     fragments = index_fragments(llava(path))
     assert [fragment.num_rows for fragment in fragments[:-1]] == [ROWS_PER_FRAGMENT] * (len(fragments) - 1)
@@ -49,7 +57,8 @@ def test_any_json_is_read_row_by_row(rows: list[dict], indent: int | None, ascii
 
 def test_json_and_jsonl_hold_the_same_rows(tmp_path: Path) -> None:
     rows = [{"id": f"r{number}", "conversations": talk("größer {[\"", "]}\\")} for number in range(70)]
-    assert rows_of(llava(write_rows(tmp_path / "a.json", rows))) == rows_of(llava(write_rows(tmp_path / "a.jsonl", rows))) == rows
+    assert rows_of(llava(write_rows(tmp_path / "a.json",
+                                    rows))) == rows_of(llava(write_rows(tmp_path / "a.jsonl", rows))) == rows
 
 
 def test_a_folder_is_read_by_name(tmp_path: Path) -> None:
@@ -60,11 +69,13 @@ def test_a_folder_is_read_by_name(tmp_path: Path) -> None:
 
 
 def test_every_row_has_a_name_of_its_own(tmp_path: Path) -> None:
-    rows = [{"id": name, "conversations": []} for name in ("a", "b", "a", None, 7, "7", "", "a#000002", ["x"])] + [{"conversations": []}]
+    rows = [{"id": name, "conversations": []}
+            for name in ("a", "b", "a", None, 7, "7", "", "a#000002", ["x"])] + [{"conversations": []}]
     write_rows(tmp_path / "one.json", rows)
     write_rows(tmp_path / "two.json", rows[:1])
     names = ids_of(llava(tmp_path))
-    assert names == ["a", "b", "a#000002", "one#000003", "7", "7#000005", "one#000006", "a#000002#000007", "one#000008", "one#000009", "a#000000"]
+    assert names == ["a", "b", "a#000002", "one#000003", "7", "7#000005", "one#000006", "a#000002#000007", "one#000008",
+                     "one#000009", "a#000000"]
     assert len(set(names)) == len(names)
 
 
@@ -72,14 +83,17 @@ def test_a_row_that_is_not_json_keeps_its_place(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "conversations": []}\n{"id": "b", \n[1]\n\n{"id": "c", "conversations": []}\n')
     rows = [row for fragment in index_fragments(llava(path)) for row in read_rows(fragment)]
-    assert [(row.id, bool(row.error)) for row in rows] == [("a", False), ("rows#000001", True), ("rows#000002", True), ("c", False)]
+    assert [(row.id, bool(row.error)) for row in rows] == [("a", False), ("rows#000001", True), ("rows#000002", True),
+                                                           ("c", False)]
     assert rows[1].error.startswith("the row is not JSON: ")
     assert rows[2].error == "the row holds list; allowed: an object"
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    ("", "is empty"), (" \n ", "is empty"), ("hello", "is not JSON"), ("{'id': 1}", "is not JSON"), ("[1, 2]", "is not JSON: expected an object"),
-    ('[{"conversations": []} {"conversations": []}]', "is not JSON: expected an object at byte 22"), ('[{"conversations": []}', "does not end"),
+    ("", "is empty"), (" \n ", "is empty"), ("hello", "is not JSON"), ("{'id': 1}", "is not JSON"),
+    ("[1, 2]", "is not JSON: expected an object"),
+    ('[{"conversations": []} {"conversations": []}]', "is not JSON: expected an object at byte 22"),
+    ('[{"conversations": []}', "does not end"),
     ('[{"conversations": []}, ]', "is not JSON"), ('[{"conversations": []}] x', "text after the array, at byte 23"),
     ('[{"conversations": [}', "is not JSON"), ("[]", "holds no rows"),
     ('[{"id": 1, "text": "a"}]', "no row has conversations"), ('"text"', "holds str as its first row"),
@@ -102,7 +116,8 @@ def test_what_is_not_llava_is_refused_in_one_line(content: str, message: str, tm
     (Data(format="webdataset", path="/absent"), "data.path: no file or folder /absent"),
     (Data(format="webdataset", path=__file__), "is no file of the format webdataset; allowed: a name ending in .tar"),
     (Data(format="llava", path=__file__), "is no file of the format llava; allowed: a name ending in .json or .jsonl"),
-    (Data(format="huggingface", path=__file__), "is no file of the format huggingface; allowed: a name ending in .arrow or .parquet"),
+    (Data(format="huggingface", path=__file__),
+     "is no file of the format huggingface; allowed: a name ending in .arrow or .parquet"),
 ])
 def test_what_is_not_there_is_refused_in_one_line(data: Data, message: str) -> None:
     with pytest.raises(DataError, match=message):
@@ -110,22 +125,26 @@ def test_what_is_not_there_is_refused_in_one_line(data: Data, message: str) -> N
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no file of the format llava; allowed: names ending in \.json or \.jsonl"):
+    with pytest.raises(DataError,
+                       match=r"holds no file of the format llava; allowed: names ending in \.json or \.jsonl"):
         index_fragments(llava(tmp_path))
 
 
 def test_a_fragment_of_parquet_is_a_row_group(tmp_path: Path) -> None:
-    table = pa.table({"id": [f"r{number}" for number in range(10)] , "conversations": [talk("a", "b")] * 10, "source": ["x"] * 10})
+    table = pa.table({"id": [f"r{number}" for number in range(10)] , "conversations": [talk("a", "b")] * 10,
+                      "source": ["x"] * 10})
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=4)
     data = Data(format="parquet", path=str(tmp_path / "rows.parquet"))
     fragments = index_fragments(data)
-    assert [(fragment.first_row, fragment.num_rows, fragment.row_group) for fragment in fragments] == [(0, 4, 0), (4, 4, 1), (8, 2, 2)]
+    assert [(fragment.first_row, fragment.num_rows, fragment.row_group)
+            for fragment in fragments] == [(0, 4, 0), (4, 4, 1), (8, 2, 2)]
     assert [row.id for row in read_rows(fragments[1])] == ["r4", "r5", "r6", "r7"]
     assert set(read_rows(fragments[0])[0].fields) == {"id", "conversations"}
 
 
 @pytest.mark.parametrize(("columns", "message"), [
-    ({"id": ["a"], "text": ["b"]}, r"has no column conversations or messages \(it has id, text\); allowed: id, image or images"),
+    ({"id": ["a"], "text": ["b"]},
+     r"has no column conversations or messages \(it has id, text\); allowed: id, image or images"),
     ({"conversations": [1]}, "column conversations holds int64; allowed: a list of structs"),
     ({"conversations": ["[]"], "image": [1]}, "column image holds int64; allowed: bytes"),
 ])

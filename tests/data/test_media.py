@@ -35,9 +35,11 @@ def test_images_of_every_form_are_their_bytes(root: Path) -> None:
     first, second = (root / "a.png").read_bytes(), (root / "deep/b.png").read_bytes()
     assert images_of({"image": "a.png"}, str(root)) == [first]
     assert images_of({"image": ["a.png", "deep/b.png"]}, str(root)) == [first, second]
-    assert images_of({"images": [first, {"bytes": second, "path": None}, {"bytes": None, "path": "a.png"}], "image": None}, str(root)) == [first, second, first]
+    assert images_of({"images": [first, {"bytes": second, "path": None}, {"bytes": None, "path": "a.png"}],
+                      "image": None}, str(root)) == [first, second, first]
     assert images_of({"image": first}, str(root)) == [first]
-    assert images_of({"image": None}, str(root)) == images_of({}, str(root)) == images_of({"images": []}, str(root)) == []
+    assert images_of({"image": None},
+                     str(root)) == images_of({}, str(root)) == images_of({"images": []}, str(root)) == []
 
 
 @pytest.mark.parametrize(("name", "reason"), [
@@ -101,8 +103,10 @@ def test_parts_bring_their_own_images_or_take_the_next(root: Path) -> None:
     first, second = (root / "a.png").read_bytes(), (root / "deep/b.png").read_bytes()
     uri = "data:image/png;base64," + base64.b64encode(second).decode()
     parts = [
-        {"type": "image"}, {"type": "image", "image": "deep/b.png"}, {"type": "text", "text": "<image> is no mark here", "image": None},
-        {"type": "image_url", "image_url": {"url": uri}}, {"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "bytes": first},
+        {"type": "image"}, {"type": "image", "image": "deep/b.png"},
+        {"type": "text", "text": "<image> is no mark here", "image": None},
+        {"type": "image_url", "image_url": {"url": uri}}, {"type": "image_url", "image_url": {"url": "a.png"}},
+        {"type": "image", "bytes": first},
         {"type": "image", "image": {"bytes": None, "path": "a.png"}}, {"type": "image", "text": None, "image": None}]
     assert shown(root, parts, images=["deep/b.png", "a.png"]) == [second, second, second, first, first, first, first]
     assert shown(root, "<image> and <image>", images=["a.png", second]) == [first, second]
@@ -119,9 +123,11 @@ def test_videos_and_images_keep_the_order_of_the_text(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("part", "reason"), [
-    ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "image 1: https://example.org/a.png is a URL"),
+    ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
+     "image 1: https://example.org/a.png is a URL"),
     ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "is a URL"),
-    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,A"}}, "'data:image/png;base64,A' is not a data URI"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,A"}},
+     "'data:image/png;base64,A' is not a data URI"),
     ({"type": "image_url", "image_url": {"url": "data:text,a"}}, "is not a data URI"),
     ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "is not a relative file name"),
     ({"type": "image_url", "image_url": None}, "turn 1 has a part image_url without url"),
@@ -139,7 +145,8 @@ def test_a_part_that_cannot_be_had_is_a_bad_row(root: Path, part: object, reason
 def test_a_large_file_is_refused_unread(root: Path) -> None:
     with open(root / "huge.png", "wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(RowError, match=r"image 1: huge.png has 1048576.0 MB; allowed: at most 512 \(data.max_file_mb\)"):
+    with pytest.raises(RowError,
+                       match=r"image 1: huge.png has 1048576.0 MB; allowed: at most 512 \(data.max_file_mb\)"):
         images_of({"image": "huge.png"}, str(root))
     with pytest.raises(RowError, match=r"it has 0\.0 MB; allowed"):
         images_of({"image": b"x" * 11}, str(root), 10)

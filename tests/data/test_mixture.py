@@ -24,8 +24,10 @@ TINY = Model(preset="tiny")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     """40 rows of JSON, one of them bad, and 10 of parquet; three to one."""
     folder = tmp_path_factory.mktemp("sources")
-    write_rows(folder / "large.json", [{"id": f"a{number}", "conversations": talk("a", "b") if number != 7 else []} for number in range(40)])
-    pq.write_table(pa.table({"id": [f"b{number}" for number in range(10)], "conversations": [talk("c", "d")] * 10}), folder / "small.parquet", row_group_size=4)
+    write_rows(folder / "large.json", [{"id": f"a{number}", "conversations": talk("a", "b") if number != 7 else []}
+                                       for number in range(40)])
+    pq.write_table(pa.table({"id": [f"b{number}" for number in range(10)], "conversations": [talk("c", "d")] * 10}),
+                   folder / "small.parquet", row_group_size=4)
     return Data(format="llava", sources=[Source(path=str(folder / "large.json"), weight=1.5),
                                          Source(path=str(folder / "small.parquet"), weight=0.5, format="parquet")])
 
@@ -58,8 +60,10 @@ def test_batches_have_every_source_in_its_share(mixture: Mixture) -> None:
         assert abs(sum(sample.id.startswith("1/") for sample in batch.samples) - len(batch.samples) / 4) <= 1
     passes = Counter((name[0], name.partition("~")[2]) for name in ids)
     assert passes["1", ""] == passes["1", "2"] == 10  # all of the small source before any again
-    assert {name for name in ids if name.startswith("0/") and "~" not in name} == {f"0/a{number}" for number in range(40) if number != 7}
-    orders = ["".join(name.partition("~")[0][3:] for name in ids if name.startswith("1/") and name.partition("~")[2] == part) for part in ("", "2")]
+    assert {name for name in ids if name.startswith("0/")
+            and "~" not in name} == {f"0/a{number}" for number in range(40) if number != 7}
+    orders = ["".join(name.partition("~")[0][3:] for name in ids if name.startswith("1/")
+                      and name.partition("~")[2] == part) for part in ("", "2")]
     assert orders[0] != orders[1]
 
 

@@ -53,7 +53,8 @@ def test_rows_of_a_file_with_a_strange_name_have_names_for_one_line(tmp_path: Pa
 def test_ids_of_one_hash_get_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dhp_ray.data.names._hash", lambda name: 1 + len(name))
     names = Names()
-    assert [names.claim(wanted, "rows.json", row) for row, wanted in enumerate("abc")] == [None, "b#000001", "c#000002+"]
+    assert [names.claim(wanted, "rows.json", row)
+            for row, wanted in enumerate("abc")] == [None, "b#000001", "c#000002+"]
 
 
 def test_taken_ids_stay_small() -> None:

@@ -29,13 +29,22 @@ def rows_from(order: EpochOrder, num_rows: int = 0) -> list[tuple[Row, int]]:
     return found[left_out:]
 
 
-def order_of(sizes: list[int], window: ShuffleWindow, num_bytes: list[int] | None = None, seed: int = 3, epoch: int = 1) -> EpochOrder:
+def order_of(
+    sizes: list[int], window: ShuffleWindow, num_bytes: list[int] | None = None, seed: int = 3, epoch: int = 1
+) -> EpochOrder:
     return EpochOrder(seed, epoch, np.array(sizes), np.array(num_bytes or [0] * len(sizes)), window)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1000)), min_size=1, max_size=30), st.integers(0, 400), st.integers(1, 10_000), st.data())
-def test_every_row_comes_once_and_any_row_can_be_resumed_at(fragments: list[tuple[int, int]], rows: int, num_bytes: int, data: st.DataObject) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1000)), min_size=1, max_size=30),
+    st.integers(0, 400),
+    st.integers(1, 10_000),
+    st.data(),
+)
+def test_every_row_comes_once_and_any_row_can_be_resumed_at(
+    fragments: list[tuple[int, int]], rows: int, num_bytes: int, data: st.DataObject
+) -> None:
     sizes, weights = (list(column) for column in zip(*fragments))
     order = order_of(sizes, ShuffleWindow(rows, num_bytes), weights)
     whole = [row for row, _ in rows_from(order)]
@@ -51,7 +60,8 @@ def test_resuming_reads_no_more_than_the_window() -> None:
         assert start // 32 - 24 <= first <= start // 32 + 1
 
 
-@pytest.mark.parametrize("window", [ShuffleWindow(100, 1e9), ShuffleWindow(10**6, 800), ShuffleWindow(500, 300), ShuffleWindow(10**6, 1)])
+@pytest.mark.parametrize("window", [ShuffleWindow(100, 1e9), ShuffleWindow(10**6, 800), ShuffleWindow(500, 300),
+                                    ShuffleWindow(10**6, 1)])
 def test_what_is_open_is_within_the_window_and_one_fragment(window: ShuffleWindow) -> None:
     sizes, num_bytes = np.random.default_rng(1).integers(1, 50, 80), np.random.default_rng(2).integers(1, 100, 80)
     order = EpochOrder(3, 0, sizes, num_bytes, window)
@@ -67,12 +77,14 @@ def test_what_is_open_is_within_the_window_and_one_fragment(window: ShuffleWindo
 def test_without_a_window_fragments_follow_one_another() -> None:
     for rows in (0, 1):
         order = order_of([5, 7, 300, 2], ShuffleWindow(rows, 1e9))
-        assert [row for row, _ in rows_from(order)] == [(position, place) for position, size in enumerate(order.sizes) for place in range(size)]
+        assert [row for row, _ in rows_from(order)] == [(position, place) for position, size in enumerate(order.sizes)
+                                                        for place in range(size)]
 
 
 def shares_of(sources: np.ndarray, batch: int = 64) -> float:
     """The most frequent source's share of a batch, in the mean."""
-    return float(np.mean([np.bincount(sources[start : start + batch]).max() / batch for start in range(0, len(sources), batch)]))
+    return float(np.mean([np.bincount(sources[start : start + batch]).max() / batch
+                          for start in range(0, len(sources), batch)]))
 
 
 def test_a_window_of_a_tenth_mixes_almost_like_a_perfect_shuffle() -> None:
@@ -83,13 +95,16 @@ def test_a_window_of_a_tenth_mixes_almost_like_a_perfect_shuffle() -> None:
     assert shares_of(np.array([order.fragments[position] // 100 for (position, _), _ in rows])) <= 1.15 * perfect
     assert rows[63][1] == 1  # and the first batch waits for one fragment, as without a window
     apart = order_of([100] * 400, ShuffleWindow(0, 1e9))
-    assert shares_of(np.array([apart.fragments[position] // 100 for (position, _), _ in rows_from(apart)])) > 2.5 * perfect
+    assert shares_of(np.array([apart.fragments[position] // 100
+                               for (position, _), _ in rows_from(apart)])) > 2.5 * perfect
 
 
 def test_the_order_is_that_of_seed_epoch_and_fragment() -> None:
     assert sorted(fragment_order(3, 1, 50)) == list(range(50))
     assert len({tuple(fragment_order(seed, epoch, 50)) for seed in range(3) for epoch in range(3)}) == 9
     assert sorted(row_order(3, 1, 7, 32)) == list(range(32))
-    assert len({tuple(row_order(seed, epoch, number, 32)) for seed in range(3) for epoch in range(3) for number in range(3)}) == 27
-    places = [tuple(order_of([8, 8], ShuffleWindow(100, 1e9), seed=seed, epoch=epoch).places(0)) for seed in range(3) for epoch in range(3) for _ in range(2)]
+    assert len({tuple(row_order(seed, epoch, number, 32)) for seed in range(3) for epoch in range(3)
+                for number in range(3)}) == 27
+    places = [tuple(order_of([8, 8], ShuffleWindow(100, 1e9), seed=seed, epoch=epoch).places(0)) for seed in range(3)
+              for epoch in range(3) for _ in range(2)]
     assert len(set(places)) == 9

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def prepare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / "jobs/prepare_data.py"), *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, str(ROOT / "jobs/prepare_data.py"), *arguments], capture_output=True,
+                          text=True, timeout=120)
 
 
 def test_help_is_there_within_a_second() -> None:

@@ -29,7 +29,12 @@ PROCESSOR = processor()
 class OwnProcessor(Qwen2_5_VLProcessor):
     """The model's own processor without its video part, which needs torchvision."""
 
-    def __init__(self, image_processor: object = None, tokenizer: PreTrainedTokenizerFast | None = None, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        image_processor: object = None,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        chat_template: str | None = None,
+    ) -> None:
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
         assert tokenizer is not None
         self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
@@ -41,23 +46,34 @@ def word_tokenizer(folder: Path) -> Path:
     """A folder like a real model's: byte-level BPE with merges over words, as Qwen's tokenizer splits them."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    split = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+             r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(split), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Split(Regex(split), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    corpus = ["Is this sentence true of the image? There is a blue block\n\n over a yellow block. true false assistant user system\n"] * 9
-    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    corpus = [
+        "Is this sentence true of the image? There is a blue block\n\n over a yellow block. true false assistant user "
+        "system\n"
+    ] * 9
+    tokenizer.train_from_iterator(corpus,
+                                  trainers.BpeTrainer(vocab_size=400,
+                                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                                                      show_progress=False))
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR.image_settings | {"image_processor_type": "Qwen2VLImageProcessor"}))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+                            chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR.image_settings
+                                                                | {"image_processor_type": "Qwen2VLImageProcessor"}))
     return folder
 
 
 def own_processor(folder: Path, ours: Processor) -> OwnProcessor:
     """Made of the same folder by transformers alone."""
     images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil",
-                                                size={"shortest_edge": ours.min_pixels, "longest_edge": ours.max_pixels})
+                                                size={"shortest_edge": ours.min_pixels,
+                                                      "longest_edge": ours.max_pixels})
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return OwnProcessor(images, tokenizer, tokenizer.chat_template)
 
@@ -97,17 +113,24 @@ def test_ids_pixels_and_grids_equal_the_models_own_on_real_images(kind: str, tes
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
 def test_labels_are_what_a_marked_template_says(kind: str, tmp_path: Path) -> None:
-    """Transformers reports the assistant's tokens of a template that marks them with {% generation %}: an independent way to the mask."""
+    """Transformers reports the assistant's tokens of a template that marks them with {% generation %}: an independent
+    way to the mask.
+    """
     ours = PROCESSOR if kind == "bytes" else load_processor("", str(word_tokenizer(tmp_path)), MIN_PIXELS, MAX_PIXELS)
     marked = """{%- for message in messages -%}{%- if loop.first and message['role'] != 'system' -%}
-{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}{%- endif -%}{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['role'] == 'assistant' -%}{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}{%- endif -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
 {%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}{{- '\\n' -}}{%- endfor -%}"""
-    conversation = talk("Is this true?", "true", "And\n this: größer?", "Ja, größer – 3 > 2.", "assistant", " a blue block. ", "x", "<|b|>")
+    conversation = talk("Is this true?", "true", "And\n this: größer?", "Ja, größer – 3 > 2.", "assistant",
+                        " a blue block. ", "x", "<|b|>")
     encoded = ours.encode([{"from": "system", "value": "true false"}, *conversation], [])
     messages = [{"role": "system", "content": "true false"}] + [
-        {"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": turn["value"]} for turn in conversation]
-    expected = ours.tokenizer.apply_chat_template(messages, chat_template=marked, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        {"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": turn["value"]}
+        for turn in conversation]
+    expected = ours.tokenizer.apply_chat_template(messages, chat_template=marked, tokenize=True, return_dict=True,
+                                                  return_assistant_tokens_mask=True)
     assert encoded.input_ids.tolist() == expected["input_ids"]
     assert (encoded.labels != -100).tolist() == [bool(flag) for flag in expected["assistant_masks"]]
     assert np.array_equal(encoded.labels[encoded.labels != -100], encoded.input_ids[encoded.labels != -100])
@@ -126,7 +149,8 @@ def test_labels_are_the_answers_and_their_end_token() -> None:
     ([], [], "the conversation is empty"),
     ([{"from": "human", "value": "a"}], [], "no turn of the assistant"),
     (talk("a", "b")[1:], [], "the assistant speaks first"),
-    ([{"from": "bot", "value": "a"}], [], "turn 1 is from 'bot'; allowed: human, user, gpt, assistant, function_call, observation, tool, system, developer"),
+    ([{"from": "bot", "value": "a"}], [],
+     "turn 1 is from 'bot'; allowed: human, user, gpt, assistant, function_call, observation, tool, system, developer"),
     (["a"], [], "turn 1 holds str"),
     (talk("a", ""), [], "turn 2 has no text"),
     ([{"from": "human", "value": 3}], [], "turn 1 has no text"),
@@ -148,9 +172,11 @@ def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
     PROCESSOR.save(tmp_path)
     loaded = load_processor("", str(tmp_path), MIN_PIXELS, 50176)
     conversation = talk("<image>\nWhich?", "the left")
-    assert np.array_equal(loaded.encode(conversation, [(56, 56)]).input_ids, PROCESSOR.encode(conversation, [(56, 56)]).input_ids)
+    assert np.array_equal(loaded.encode(conversation, [(56, 56)]).input_ids,
+                          PROCESSOR.encode(conversation, [(56, 56)]).input_ids)
     assert loaded.grid_of(1000, 1000) == (1, 16, 16)  # the configuration's max_pixels, not the folder's
-    assert {path.name for path in tmp_path.iterdir()} >= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json",
+    assert {path.name for path in tmp_path.iterdir()} >= {"tokenizer.json", "tokenizer_config.json",
+                                                          "chat_template.jinja", "preprocessor_config.json",
                                                          "video_preprocessor_config.json", "processor_config.json"}
 
 
@@ -162,7 +188,8 @@ def test_transformers_reads_the_sizes_of_a_saved_processor(tmp_path: Path) -> No
 
 
 def test_auto_processor_loads_a_saved_processor(tmp_path: Path) -> None:
-    pytest.importorskip("torchvision", reason="AutoProcessor needs torchvision, which does not import here", exc_type=Exception)
+    pytest.importorskip("torchvision", reason="AutoProcessor needs torchvision, which does not import here",
+                        exc_type=Exception)
     from transformers import AutoProcessor
 
     PROCESSOR.save(tmp_path)
@@ -174,7 +201,8 @@ def test_auto_processor_loads_a_saved_processor(tmp_path: Path) -> None:
 
 def test_a_template_that_strips_answers_is_followed(tmp_path: Path) -> None:
     word_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{{- message['content'] -}}", "{{- message['content'] | trim -}}"))
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{{- message['content'] -}}",
+                                                                        "{{- message['content'] | trim -}}"))
     loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
     encoded = loaded.encode(talk("a", "  true "), [])
     assert loaded.tokenizer.decode(encoded.labels[encoded.labels != -100]) == "true<|im_end|>"
@@ -182,7 +210,9 @@ def test_a_template_that_strips_answers_is_followed(tmp_path: Path) -> None:
 
 def test_a_template_that_writes_other_answers_makes_bad_rows(tmp_path: Path) -> None:
     word_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{{- message['content'] -}}", "{{- message['content'] | replace('true', 'yes') -}}"))
+    (tmp_path / "chat_template.jinja").write_text(
+        CHAT_TEMPLATE.replace("{{- message['content'] -}}", "{{- message['content'] | replace('true', 'yes') -}}")
+    )
     loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
     with pytest.raises(RowError, match="the chat template changes an answer"):
         loaded.encode(talk("a", "true"), [])
@@ -191,21 +221,38 @@ def test_a_template_that_writes_other_answers_makes_bad_rows(tmp_path: Path) -> 
 def test_the_processors_own_template_comes_first(tmp_path: Path) -> None:
     word_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE.replace("helpful", "terse")}))
+    (tmp_path / "chat_template.json").write_text(
+        json.dumps({"chat_template": CHAT_TEMPLATE.replace("helpful", "terse")})
+    )
     loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
     assert "You are a terse assistant." in loaded.tokenizer.decode(loaded.encode(talk("a", "b"), []).input_ids)
 
 
-@pytest.mark.parametrize(("break_it", "message"), [
-    (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer that loads"),
-    (lambda folder: (folder / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
-    (lambda folder: (folder / "preprocessor_config.json").write_text("{"), "is not JSON"),
-    (lambda folder: (folder / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}'), "CLIPImageProcessor; allowed"),
-    (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
-    (lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ loop.length }}{% endfor %}"), "template rewrites earlier turns"),
-    (lambda folder: (folder / "chat_template.jinja").write_text("{% for %}"), "chat template"),
-])
-def test_a_folder_that_lacks_something_is_refused_in_one_line(break_it: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer that loads"),
+        (lambda folder: (folder / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
+        (lambda folder: (folder / "preprocessor_config.json").write_text("{"), "is not JSON"),
+        (
+            lambda folder: (folder / "preprocessor_config.json").write_text(
+                '{"image_processor_type": "CLIPImageProcessor"}'
+            ),
+            "CLIPImageProcessor; allowed",
+        ),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_text(
+                "{% for m in messages %}{{ loop.length }}{% endfor %}"
+            ),
+            "template rewrites earlier turns",
+        ),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{% for %}"), "chat template"),
+    ],
+)
+def test_a_folder_that_lacks_something_is_refused_in_one_line(
+    break_it: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
     break_it(word_tokenizer(tmp_path))
     with pytest.raises(DataError, match=message) as caught:
         load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
@@ -219,7 +266,10 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_reading_side_needs_no_torch() -> None:
-    code = ("import sys; from dhp_ray.data import reader, stream; from dhp_ray.data.processor import load_processor\n"
-            "load_processor('tiny', '', 3136, 1003520).encode([{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}], [])\n"
-            "assert 'torch' not in sys.modules")
+    code = (
+        "import sys; from dhp_ray.data import reader, stream; from dhp_ray.data.processor import load_processor\n"
+        "load_processor('tiny', '', 3136, 1003520).encode([{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': "
+        "'b'}], [])\n"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

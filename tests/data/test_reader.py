@@ -23,7 +23,8 @@ PROCESSOR = processor()
 def block_of(path: Path, root: Path, *, max_tokens: int = 0, seed: int = 0, epoch: int = 0) -> pa.Table:
     """All fragments of the file, as the reading stage makes them."""
     fragments = index_fragments(Data(format="llava", path=str(path)))
-    items = [{"position": number, "number": number, "epoch": epoch, "fragment": pickle.dumps(fragment)} for number, fragment in enumerate(fragments)]
+    items = [{"position": number, "number": number, "epoch": epoch, "fragment": pickle.dumps(fragment)}
+             for number, fragment in enumerate(fragments)]
     return ReadFragments(ProcessorSpec("tiny"), str(root), seed, max_tokens)(pa.Table.from_pylist(items))
 
 
@@ -38,16 +39,21 @@ def test_bad_rows_keep_their_place_and_break_nothing(tmp_path: Path) -> None:
     rows = {
         "good": ({"image": "good.png", "conversations": talk("<image>\nWhat?", "A gradient.")}, ""),
         "plain": ({"conversations": talk("2 + 2?", "4")}, ""),
-        "absent": ({"image": "absent.png", "conversations": talk("<image>", "a")}, "image 1: absent.png: no such file below data.image_root"),
-        "header": ({"image": ["good.png", "text.png"], "conversations": talk("<image><image>", "a")}, "image 2: header cannot be read: not an image"),
-        "narrow": ({"image": "narrow.png", "conversations": talk("<image>", "a")}, "an image of 2x500 pixels has the aspect ratio 250; allowed: at most 200"),
+        "absent": ({"image": "absent.png", "conversations": talk("<image>", "a")},
+                   "image 1: absent.png: no such file below data.image_root"),
+        "header": ({"image": ["good.png", "text.png"], "conversations": talk("<image><image>", "a")},
+                   "image 2: header cannot be read: not an image"),
+        "narrow": ({"image": "narrow.png", "conversations": talk("<image>", "a")},
+                   "an image of 2x500 pixels has the aspect ratio 250; allowed: at most 200"),
         "marks": ({"image": "good.png", "conversations": talk("What?", "a")}, "0 <image> marks for 1 images"),
-        "escape": ({"image": "../good.png", "conversations": talk("<image>", "a")}, "image 1: '../good.png' is not a relative file name"),
+        "escape": ({"image": "../good.png", "conversations": talk("<image>", "a")},
+                   "image 1: '../good.png' is not a relative file name"),
         "empty": ({"conversations": []}, "the conversation is empty"),
         "missing": ({"text": "a"}, "no conversations"),
         "role": ({"conversations": [{"from": "robot", "value": "a"}]}, "turn 1 is from 'robot'"),
         "smuggled": ({"conversations": talk("<|image_pad|>", "a")}, "turn 1 spells the special token <|image_pad|>"),
-        "long": ({"conversations": talk("a" * 2000, "a")}, "2060 tokens; the cluster holds at most 2000 in one sequence"),
+        "long": ({"conversations": talk("a" * 2000, "a")},
+                 "2060 tokens; the cluster holds at most 2000 in one sequence"),
         "odd": ({"conversations": [{"from": ["human"], "value": "a"}]}, "turn 1 is from ['human']"),
     }
     path = write_rows(tmp_path / "rows.json", [{"id": name, **row} for name, (row, _) in rows.items()])
@@ -74,24 +80,32 @@ def test_lengths_from_headers_are_those_of_the_decoded_images(test_data: Path, t
         pixels = [decode(image, PROCESSOR) for image in record["images"]]
         patches = [int(np.prod(grid)) for grid in record["grids"]]
         assert [len(image) for image in pixels] == patches
-        assert record["vision_tokens"] == sum(patches) // 4 == int((record["input_ids"] == PROCESSOR.token_ids["image"]).sum())
+        assert (
+            record["vision_tokens"]
+            == sum(patches) // 4
+            == int((record["input_ids"] == PROCESSOR.token_ids["image"]).sum())
+        )
         assert record["text_tokens"] + record["vision_tokens"] == len(record["input_ids"]) == len(record["labels"])
-        expected = PROCESSOR.encode(next(row for row in rows if row["id"] == record["id"])["conversations"], [image_size(image) for image in record["images"]])
+        expected = PROCESSOR.encode(next(row for row in rows if row["id"] == record["id"])["conversations"],
+                                    [image_size(image) for image in record["images"]])
         assert np.array_equal(record["input_ids"], expected.input_ids)
         assert np.array_equal(record["labels"], expected.labels)
 
 
 def test_rows_of_a_fragment_are_shuffled(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.json", [{"id": str(number), "conversations": talk("a", "b")} for number in range(40)])
+    path = write_rows(tmp_path / "rows.json", [{"id": str(number), "conversations": talk("a", "b")}
+                                               for number in range(40)])
     block = block_of(path, tmp_path, seed=5, epoch=2)
     assert block["position"].to_pylist() == [0] * 32 + [1] * 8
     assert block["row"].to_pylist() == [*range(32), *range(8)]
-    assert block["id"].to_pylist() == [str(row) for row in row_order(5, 2, 0, 32)] + [str(32 + row) for row in row_order(5, 2, 1, 8)]
+    assert block["id"].to_pylist() == [str(row) for row in row_order(5, 2, 0, 32)] + [str(32 + row)
+                                                                                      for row in row_order(5, 2, 1, 8)]
 
 
 @pytest.mark.parametrize("rows", [[], [1], [2, 0]])
 def test_rows_of_a_block_come_as_asked(rows: list[int], tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.json", [{"id": str(number), "conversations": talk("a", "b" * (number + 1))} for number in range(3)])
+    path = write_rows(tmp_path / "rows.json", [{"id": str(number), "conversations": talk("a", "b" * (number + 1))}
+                                               for number in range(3)])
     block = block_of(path, tmp_path)
     ids = block["id"].to_pylist()
     found = read_payloads(block, rows)

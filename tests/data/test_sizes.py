@@ -15,11 +15,13 @@ from tests.data.samples import talk, write_rows
 def test_files_that_rows_name_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"x" * 70_000)
     (tmp_path / "b.mp4").write_bytes(b"x" * 900)
-    named = [{"image": "a.png"}, {"images": ["a.png", {"path": "a.png"}], "video": "b.mp4"}, {"image": "absent.png"}, {"image": "../a.png"}, {}]
+    named = [{"image": "a.png"}, {"images": ["a.png", {"path": "a.png"}], "video": "b.mp4"}, {"image": "absent.png"},
+             {"image": "../a.png"}, {}]
     assert [file_bytes(row, str(tmp_path)) for row in named] == [70_000, 140_900, 0, 0, 0]
     parts = [{"type": "image_url", "image_url": {"url": "a.png"}},
              {"type": "text", "text": "a.png"}, {"type": "video", "video": "b.mp4"}, "text", {"type": [1]}]
-    assert file_bytes({"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "a.png"}, 7]}, str(tmp_path)) == 70_900
+    assert file_bytes({"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "a.png"}, 7]},
+                      str(tmp_path)) == 70_900
     write_rows(tmp_path / "rows.jsonl", [{"image": "a.png", "conversations": talk("<image>", "a")} for _ in range(100)])
     assert mean_file_bytes(index_fragments(Data(format="llava", path=str(tmp_path))), str(tmp_path)) == 70_000
 

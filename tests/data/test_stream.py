@@ -96,7 +96,8 @@ def test_the_order_is_of_seed_and_epoch_alone(stream: Stream, rows: Path) -> Non
     assert [batch[1] for batch in told(epoch_of(seeded))] != [batch[1] for batch in first]
     # The size of a batch moves its borders only.
     stream.start_epoch(0)
-    assert [sample for batch in epoch_of(stream, 11) for sample in batch.samples] == [sample for batch in first for sample in batch[1]]
+    assert [sample for batch in epoch_of(stream, 11)
+            for sample in batch.samples] == [sample for batch in first for sample in batch[1]]
 
 
 def test_a_restored_cursor_goes_on_exactly(stream: Stream, rows: Path) -> None:
@@ -118,7 +119,9 @@ def test_a_closed_stream_reads_again_from_its_place(stream: Stream, rows: Path) 
 
 
 def test_a_batch_mixes_the_rows_of_a_window(ray_cluster: None, tmp_path: Path) -> None:
-    """256 rows in eight fragments: a batch of 32 comes from most of those in a window of 160, and from two of them at most where there is none."""
+    """256 rows in eight fragments: a batch of 32 comes from most of those in a window of 160, and from two of them at
+    most where there is none.
+    """
     path = write_rows(tmp_path / "rows.json", [{"id": str(row), "conversations": talk("a", "b")} for row in range(256)])
     orders = {}
     for window, most in ((160, 8), (0, 2)):
@@ -136,7 +139,10 @@ def test_a_batch_mixes_the_rows_of_a_window(ray_cluster: None, tmp_path: Path) -
 def test_a_cursor_of_other_data_is_refused(stream: Stream) -> None:
     with pytest.raises(DataError, match=r": 70 rows, the saved run's had 71; allowed: the same data"):
         stream.restore(stream.cursor | {"num_rows": 71})
-    with pytest.raises(DataError, match=r"the saved run's version gave the rows in another order; allowed: another run.dir, or that version"):
+    with pytest.raises(
+        DataError,
+        match=r"the saved run's version gave the rows in another order; allowed: another run.dir, or that version",
+    ):
         stream.restore({"epoch": 0, "fragment": 0, "row": 0, "num_rows": 70})
 
 
@@ -149,12 +155,14 @@ def test_the_last_batch_is_left_out_when_it_is_not_full(ray_cluster: None, rows:
 
 
 def test_samples_beyond_the_cluster_are_skipped(ray_cluster: None, rows: Path) -> None:
-    lengths = sorted((sample.num_tokens, sample.id) for batch in epoch_of(open_stream(rows)) for sample in batch.samples)
+    lengths = sorted((sample.num_tokens, sample.id) for batch in epoch_of(open_stream(rows))
+                     for sample in batch.samples)
     limit, _ = lengths[-5]
     limited = open_stream(rows)
     limited.max_tokens = limit
     batches = epoch_of(limited)
-    assert sorted(sample.id for batch in batches for sample in batch.samples) == sorted(name for length, name in lengths if length <= limit)
+    assert sorted(sample.id for batch in batches
+                  for sample in batch.samples) == sorted(name for length, name in lengths if length <= limit)
     reasons = {item.id: item.reason for batch in batches for item in batch.skipped}
     for length, name in lengths:
         if length > limit:
@@ -171,8 +179,10 @@ def test_parquet_gives_the_batches_of_json(ray_cluster: None, rows: Path, tmp_pa
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    content = [dict(row, images=[(rows.parent / name).read_bytes() for name in row["image"]]) for row in json.loads(rows.read_text())]
-    pq.write_table(pa.Table.from_pylist([{key: row[key] for key in ("id", "images", "conversations")} for row in content]), tmp_path / "rows.parquet",
+    content = [dict(row, images=[(rows.parent / name).read_bytes() for name in row["image"]])
+               for row in json.loads(rows.read_text())]
+    pq.write_table(pa.Table.from_pylist([{key: row[key] for key in ("id", "images", "conversations")}
+                                         for row in content]), tmp_path / "rows.parquet",
                    row_group_size=32)
     stream = Stream(Data(format="parquet", path=str(tmp_path / "rows.parquet")), TINY, 0)
     assert [batch[:3] for batch in told(epoch_of(stream))] == [batch[:3] for batch in told(epoch_of(open_stream(rows)))]
@@ -184,7 +194,8 @@ def test_no_payload_comes_to_the_driver(ray_cluster: None, tmp_path: Path, monke
     from PIL import Image
 
     Image.fromarray(noise).save(tmp_path / "noise.png")
-    path = write_rows(tmp_path / "rows.json", [{"image": "noise.png", "conversations": talk("<image>", "noise")} for _ in range(12)])
+    path = write_rows(tmp_path / "rows.json", [{"image": "noise.png", "conversations": talk("<image>", "noise")}
+                                               for _ in range(12)])
     fetched: list[int] = []
     get = ray.get
 
@@ -212,12 +223,15 @@ def test_a_file_that_vanishes_is_one_line(ray_cluster: None, tmp_path: Path) -> 
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("a", "b")}])
     stream = open_stream(path)
     os.unlink(path)
-    with pytest.raises(DataError, match=r"data.path: .*rows.json cannot be read: .*No such file or directory") as caught:
+    with pytest.raises(DataError,
+                       match=r"data.path: .*rows.json cannot be read: .*No such file or directory") as caught:
         stream.next_batch(1)
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_folder_without_tokenizer_is_refused_before_reading(ray_cluster: None, rows: Path, tmp_path: Path) -> None:
+def test_a_model_folder_without_tokenizer_is_refused_before_reading(
+    ray_cluster: None, rows: Path, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=r"model\.path: "):
         Stream(Data(format="llava", path=str(rows)), Model(path=str(tmp_path)), 0)
 
@@ -228,4 +242,5 @@ def test_nlvr_streams_whole(ray_cluster: None, test_data: Path) -> None:
     stream.close()
     assert len(samples) == len({sample.id for sample in samples}) == 854
     assert sum(len(sample.vision_grids) for sample in samples) == 1978
-    assert {grid for sample in samples for grid in sample.vision_grids} == {ProcessorSpec("tiny").load().grid_of(400, 100)}
+    assert {grid for sample in samples
+            for grid in sample.vision_grids} == {ProcessorSpec("tiny").load().grid_of(400, 100)}

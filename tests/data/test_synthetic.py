@@ -12,7 +12,17 @@ from PIL import Image
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.images import image_size
 from dhp_ray.data.index import index_fragments
-from dhp_ray.data.synthetic import COLOURS, KINDS, LETTER_WIDTH, LINE_HEIGHT, parameters, sample, stored_parameters, target_tokens, write
+from dhp_ray.data.synthetic import (
+    COLOURS,
+    KINDS,
+    LETTER_WIDTH,
+    LINE_HEIGHT,
+    parameters,
+    sample,
+    stored_parameters,
+    target_tokens,
+    write,
+)
 from dhp_ray.schema import Data, Synthetic
 from tests.data.samples import processor
 
@@ -35,7 +45,8 @@ def test_samples_have_the_lengths_that_were_drawn() -> None:
 
 
 @pytest.mark.parametrize("shape", [Synthetic(long_fraction=0.0), Synthetic(long_fraction=1.0, max_tokens=100_000),
-                                   Synthetic(long_fraction=0.25, short_sigma=0.1, long_median_tokens=5000, max_tokens=1 << 30)])
+                                   Synthetic(long_fraction=0.25, short_sigma=0.1, long_median_tokens=5000,
+                                             max_tokens=1 << 30)])
 def test_lengths_follow_the_mixture(shape: Synthetic) -> None:
     """Kolmogorov-Smirnov distance to the mixture's distribution function, at a level of one in a thousand."""
     drawn = np.sort([target_tokens(np.random.default_rng([1, index]), Data(synthetic=shape)) for index in range(4000)])
@@ -59,7 +70,8 @@ def test_all_kinds_occur_and_clips_have_frames() -> None:
 
 
 def test_the_answer_is_what_the_picture_shows() -> None:
-    """Charts: the colour of the highest bar, found in the pixels. Text: there is room for all of it, and it is drawn."""
+    """Charts: the colour of the highest bar, found in the pixels. Text: there is room for all of it, and it is drawn.
+    """
     for row in ROWS:
         kind, answer = row["id"].split("-")[0], row["conversations"][1]["value"]
         title, _, rest = answer.partition(": ")
@@ -69,7 +81,8 @@ def test_the_answer_is_what_the_picture_shows() -> None:
         assert len(title) <= room * (len(row["images"]) if kind == "clip" else 1), row["id"]
         assert (pixels == 90).all(axis=2).any()
         if kind == "chart":
-            tops = {name: np.flatnonzero((pixels == colour).all(axis=2).any(axis=1))[0] for name, colour in COLOURS.items()}
+            tops = {name: np.flatnonzero((pixels == colour).all(axis=2).any(axis=1))[0]
+                    for name, colour in COLOURS.items()}
             assert min(tops, key=lambda name: tops[name]) == rest
         if kind == "clip":
             cells = rest.split(" ")

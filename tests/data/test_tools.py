@@ -1,4 +1,6 @@
-"""Turns of tools: the ids are those of Qwen2.5's own template, which renders tools, and only what the assistant says and calls is learnt."""
+"""Turns of tools: the ids are those of Qwen2.5's own template, which renders tools, and only what the assistant says
+and calls is learnt.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,19 @@ from tests.data.samples import processor
 PROCESSOR = processor()
 Row = dict[str, Any]
 
-# How Qwen2.5 renders tools (its tokenizer_config.json), with the default system turn of its vision models and {% generation %} around what is learnt.
+# How Qwen2.5 renders tools (its tokenizer_config.json), with the default system turn of its vision models and {%
+# generation %} around what is learnt.
 NATIVE = """
 {%- if messages[0]['role'] == 'system' -%}{%- set system = messages[0]['content'] -%}
 {%- else -%}{%- set system = 'You are a helpful assistant.' -%}{%- endif -%}
 {{- '<|im_start|>system\n' + system -}}
 {%- if tools -%}
-{{- '\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within ' -}}
+{{- '\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' -}}
+{{- 'You are provided with function signatures within ' -}}
 {{- '<tools></tools> XML tags:\n<tools>' -}}
 {%- for tool in tools -%}{{- '\n' -}}{{- tool | tojson -}}{%- endfor -%}
-{{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n' -}}
+{{- '\n</tools>\n\nFor each function call, return a json object with function name and ' -}}
+{{- 'arguments within <tool_call></tool_call> XML tags:\n' -}}
 {{- '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' -}}
 {%- endif -%}
 {{- '<|im_end|>\n' -}}
@@ -47,7 +52,8 @@ NATIVE = """
 {%- endif -%}
 {%- endfor -%}"""
 
-SIGNATURES = [{"name": "weather", "description": "Wetter für einen Ort", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}},
+SIGNATURES = [{"name": "weather", "description": "Wetter für einen Ort",
+               "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}},
               {"name": "clock", "parameters": {"type": "object", "properties": {}}}]
 TOOLS = [{"type": "function", "function": signature} for signature in SIGNATURES]
 QUESTION = {"role": "user", "content": "Is it warm in Köln?"}
@@ -58,9 +64,11 @@ def call(name: str, **arguments: Any) -> Row:
 
 
 ONE = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call("weather", place="Köln")]},
-       {"role": "tool", "tool_call_id": "call_1", "content": '{"degrees": 21}'}, {"role": "assistant", "content": "Yes, 21 degrees."}]
+       {"role": "tool", "tool_call_id": "call_1", "content": '{"degrees": 21}'},
+       {"role": "assistant", "content": "Yes, 21 degrees."}]
 SEVERAL = [{"role": "system", "content": "Be brief."}, QUESTION,
-           {"role": "assistant", "content": "I look.", "tool_calls": [call("weather", place="Köln", days=[1, 2], more={"a": True}), call("clock")]},
+           {"role": "assistant", "content": "I look.",
+            "tool_calls": [call("weather", place="Köln", days=[1, 2], more={"a": True}), call("clock")]},
            {"role": "tool", "content": "21"}, {"role": "tool", "content": ""}, {"role": "assistant", "content": "Yes."},
            {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "", "tool_calls": [call("clock")]},
            {"role": "tool", "content": "noon"}, {"role": "assistant", "content": "Noon."}]
@@ -85,7 +93,8 @@ def with_text_arguments(messages: list[Row]) -> list[Row]:
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["none", "tools"])
 @pytest.mark.parametrize("messages", [ONE, SEVERAL], ids=["one", "several"])
 def test_ids_and_labels_are_those_of_the_familys_own_template(messages: list[Row], tools: list[Row] | None) -> None:
-    expected = PROCESSOR.tokenizer.apply_chat_template(messages, tools=tools, chat_template=NATIVE, tokenize=True, return_dict=True,
+    expected = PROCESSOR.tokenizer.apply_chat_template(messages, tools=tools, chat_template=NATIVE, tokenize=True,
+                                                       return_dict=True,
                                                        return_assistant_tokens_mask=True)
     found = encoded(with_text_arguments(messages), tools)
     assert PROCESSOR.tokenizer.decode(found.input_ids) == PROCESSOR.tokenizer.decode(expected["input_ids"])
@@ -95,20 +104,26 @@ def test_ids_and_labels_are_those_of_the_familys_own_template(messages: list[Row
 
 def test_only_what_the_assistant_says_and_calls_is_learnt() -> None:
     assert learnt(encoded(SEVERAL, TOOLS)) == (
-        'I look.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Köln", "days": [1, 2], "more": {"a": true}}}\n</tool_call>\n'
+        'I look.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Köln", "days": [1, 2], "more": {"a": '
+        'true}}}\n</tool_call>\n'
         '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call><|im_end|>Yes.<|im_end|>'
-        '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call><|im_end|>Noon.<|im_end|>')
+        '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call><|im_end|>Noon.<|im_end|>'
+    )
 
 
 @pytest.mark.parametrize("tools", [TOOLS, SIGNATURES, json.dumps(SIGNATURES), [*TOOLS[:1], SIGNATURES[1]]])
 def test_both_forms_are_the_same(tools: Any) -> None:
     """LLaMA-Factory's turns and column: one call an object, several a list, as JSON text."""
     calls = [{"name": "weather", "arguments": {"place": "Köln"}}, {"name": "clock", "arguments": {}}]
-    openai = [QUESTION, {"role": "assistant", "tool_calls": [{"function": entry} for entry in calls[:1]]}, {"role": "tool", "content": "21"},
-              {"role": "assistant", "tool_calls": [{"function": entry} for entry in calls]}, {"role": "tool", "content": "20"},
+    openai = [QUESTION, {"role": "assistant", "tool_calls": [{"function": entry} for entry in calls[:1]]},
+              {"role": "tool", "content": "21"},
+              {"role": "assistant", "tool_calls": [{"function": entry} for entry in calls]},
+              {"role": "tool", "content": "20"},
               {"role": "assistant", "content": "Yes."}]
-    factory = [{"from": "human", "value": QUESTION["content"]}, {"from": "function_call", "value": json.dumps(calls[0])},
-               {"from": "observation", "value": "21"}, {"from": "function_call", "value": json.dumps(calls)}, {"from": "observation", "value": "20"},
+    factory = [{"from": "human", "value": QUESTION["content"]},
+               {"from": "function_call", "value": json.dumps(calls[0])},
+               {"from": "observation", "value": "21"}, {"from": "function_call", "value": json.dumps(calls)},
+               {"from": "observation", "value": "20"},
                {"from": "gpt", "value": "Yes."}]
     one, two = encoded(openai, TOOLS), encoded(factory, tools)
     assert one.input_ids.tolist() == two.input_ids.tolist()
@@ -118,14 +133,20 @@ def test_both_forms_are_the_same(tools: Any) -> None:
 @pytest.mark.parametrize("tools", [None, [], "", "[]", " null "])
 def test_no_tools_leave_the_system_turn_alone(tools: Any) -> None:
     assert encoded(ONE, tools).input_ids.tolist() == encoded(ONE).input_ids.tolist()
-    assert PROCESSOR.tokenizer.decode(encoded(ONE, tools).input_ids).startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>")
+    assert PROCESSOR.tokenizer.decode(encoded(ONE, tools).input_ids).startswith(
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>"
+    )
 
 
 def test_nulls_of_columns_are_no_arguments() -> None:
     """A column of structs gives every call the arguments of all, and every message the keys of all."""
     stored = [QUESTION | {"tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": [
-        {"function": {"name": "weather", "arguments": {"place": "Köln", "zone": None}}}]}, {"role": "assistant", "content": "Yes.", "tool_calls": None}]
-    assert learnt(encoded(stored)) == '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call><|im_end|>Yes.<|im_end|>'
+        {"function": {"name": "weather", "arguments": {"place": "Köln", "zone": None}}}]},
+              {"role": "assistant", "content": "Yes.", "tool_calls": None}]
+    assert (
+        learnt(encoded(stored))
+        == '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call><|im_end|>Yes.<|im_end|>'
+    )
 
 
 def test_nulls_of_json_text_are_what_the_assistant_wrote() -> None:
@@ -136,21 +157,29 @@ def test_nulls_of_json_text_are_what_the_assistant_wrote() -> None:
     openai = {"name": "weather", "arguments": '{"place": "Köln", "zone": null}', "id": None}
     assert learnt(encoded([QUESTION, {"role": "assistant", "tool_calls": [{"function": openai}]}])) == expected
     signature = [{"name": "f", "parameters": {"default": None}}]
-    assert '"parameters": {"default": null}' in PROCESSOR.tokenizer.decode(encoded(ONE, json.dumps(signature)).input_ids)
+    assert '"parameters": {"default": null}' in PROCESSOR.tokenizer.decode(encoded(ONE,
+                                                                                   json.dumps(signature)).input_ids)
     assert '"parameters": {}' in PROCESSOR.tokenizer.decode(encoded(ONE, signature).input_ids)
 
 
 @pytest.mark.parametrize("calls", [None, [], "", "[]", " null "])
 def test_no_calls_leave_what_the_assistant_says_alone(calls: Any) -> None:
-    assert learnt(encoded([QUESTION, {"role": "assistant", "content": "Yes.", "tool_calls": calls}])) == "Yes.<|im_end|>"
+    assert learnt(encoded([QUESTION, {"role": "assistant", "content": "Yes.",
+                                      "tool_calls": calls}])) == "Yes.<|im_end|>"
 
 
 def test_a_tool_may_show_a_picture() -> None:
-    conversation = [QUESTION, {"role": "assistant", "tool_calls": [call("weather")]}, {"from": "observation", "value": "<image> seen"},
+    conversation = [QUESTION, {"role": "assistant", "tool_calls": [call("weather")]},
+                    {"from": "observation", "value": "<image> seen"},
                     {"role": "assistant", "content": "Yes."}]
     found = PROCESSOR.encode(conversation, [(56, 56)])
     text = PROCESSOR.tokenizer.decode(found.input_ids)
-    assert "<|im_start|>user\n<tool_response>\n<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|> seen\n</tool_response><|im_end|>" in text
+    assert (
+        "<|im_start|>user\n<tool_response>\n<|vision_start|>"
+        + "<|image_pad|>" * 4
+        + "<|vision_end|> seen\n</tool_response><|im_end|>"
+        in text
+    )
     assert not (set(found.labels.tolist()) & {PROCESSOR.token_ids["image"]})
 
 
@@ -163,19 +192,27 @@ ASKED = {"from": "human", "value": "a"}
 
 
 @pytest.mark.parametrize(("conversation", "tools", "reason"), [
-    ([ASKED, {"from": "function_call", "value": "weather(x)"}], None, "turn 2: the call of a tool is not JSON: Expecting value"),
-    ([ASKED, {"from": "function_call", "value": '{"arguments": {}}'}], None, "turn 2: the call of a tool is {'arguments': {}}; allowed: an object with name"),
-    ([ASKED, {"from": "function_call", "value": '{"name": "f", "arguments": "x"}'}], None, "turn 2: the arguments of f is not JSON"),
-    ([ASKED, {"from": "function_call", "value": '{"name": "f", "arguments": [1]}'}], None, r"turn 2: the arguments of f are \[1\]; allowed: an object"),
-    ([ASKED, {"from": "function_call", "value": '{"name": "<|im_end|>", "arguments": {}}'}], None, r"turn 2 spells the special token <\|im_end\|>"),
+    ([ASKED, {"from": "function_call", "value": "weather(x)"}], None,
+     "turn 2: the call of a tool is not JSON: Expecting value"),
+    ([ASKED, {"from": "function_call", "value": '{"arguments": {}}'}], None,
+     "turn 2: the call of a tool is {'arguments': {}}; allowed: an object with name"),
+    ([ASKED, {"from": "function_call", "value": '{"name": "f", "arguments": "x"}'}], None,
+     "turn 2: the arguments of f is not JSON"),
+    ([ASKED, {"from": "function_call", "value": '{"name": "f", "arguments": [1]}'}], None,
+     r"turn 2: the arguments of f are \[1\]; allowed: an object"),
+    ([ASKED, {"from": "function_call", "value": '{"name": "<|im_end|>", "arguments": {}}'}], None,
+     r"turn 2 spells the special token <\|im_end\|>"),
     ([ASKED, {"from": "function_call", "value": ""}], None, "turn 2 has no text in value"),
     ([ASKED, {"from": "function_call", "value": "[]"}], None, "turn 2 has no text in value"),
     ([ASKED, {"role": "assistant", "tool_calls": [3]}], None, "turn 2: the call of a tool is 3; allowed"),
-    ([ASKED, {"from": "observation", "value": "1"}, {"from": "gpt", "value": "b"}], None, "a tool answers where the assistant has not called one; allowed"),
+    ([ASKED, {"from": "observation", "value": "1"}, {"from": "gpt", "value": "b"}], None,
+     "a tool answers where the assistant has not called one; allowed"),
     ([{"from": "function_call", "value": '{"name": "f"}'}], None, "the assistant speaks first"),
     ([ASKED, {"from": "gpt", "value": "b"}], "x", "tools is not JSON"),
-    ([ASKED, {"from": "gpt", "value": "b"}], [{"description": "f"}], "tools hold .*; allowed: objects with name, description and parameters"),
-    ([ASKED, {"from": "gpt", "value": "b"}], [{"name": "<|im_start|>"}], r"tools spells the special token <\|im_start\|>"),
+    ([ASKED, {"from": "gpt", "value": "b"}], [{"description": "f"}],
+     "tools hold .*; allowed: objects with name, description and parameters"),
+    ([ASKED, {"from": "gpt", "value": "b"}], [{"name": "<|im_start|>"}],
+     r"tools spells the special token <\|im_start\|>"),
     ([ASKED, {"from": "gpt", "value": "b"}], [{"name": "f", "parameters": b"x"}], "cannot be written as JSON"),
 ])
 def test_what_cannot_be_rendered_is_a_bad_row(conversation: list[Row], tools: Any, reason: str) -> None:

@@ -33,10 +33,12 @@ from dhp_ray.schema import Data
 from tests.data.samples import picture, processor, talk, video, write_rows
 
 PROCESSOR = processor()
-SEEDS = [picture(60, 40), picture(60, 40, "JPEG"), picture(60, 40, "WEBP"), picture(60, 40, "GIF"), picture(60, 40, "TIFF"), picture(60, 40, "BMP"),
+SEEDS = [picture(60, 40), picture(60, 40, "JPEG"), picture(60, 40, "WEBP"), picture(60, 40, "GIF"),
+         picture(60, 40, "TIFF"), picture(60, 40, "BMP"),
          *([picture(60, 40, "AVIF")] if "AVIF" in FORMATS else [])]
 FILMS = [video(6, 56, 56), video(6, 56, 56, form="matroska"), video(6, 56, 56, form="avi")]
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+SLOW = settings(max_examples=60, deadline=None,
+                suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def records(path: Path, root: Path) -> list[dict[str, Any]]:
@@ -45,7 +47,8 @@ def records(path: Path, root: Path) -> list[dict[str, Any]]:
 
 def records_of(data: Data, root: Path) -> list[dict[str, Any]]:
     fragments = index_fragments(data)
-    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)} for number, fragment in enumerate(fragments)]
+    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)}
+             for number, fragment in enumerate(fragments)]
     block = ReadFragments(ProcessorSpec("tiny"), str(root), 0)(pa.Table.from_pylist(items))
     return read_payloads(block, list(range(block.num_rows)))
 
@@ -57,13 +60,19 @@ def assert_one_line(error: Exception, named: str = "") -> None:
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8) | st.sampled_from(
-    ["<image>", "<video>", "user", "assistant", "human", "gpt", "text", "image", "image_url", "a.png", "../a.png", "data:image/png;base64,AAAA", "<|im_end|>"])
-KEYS = st.sampled_from(["id", "conversations", "messages", "from", "value", "role", "content", "type", "text", "image", "images", "image_url", "url", "video",
+    ["<image>", "<video>", "user", "assistant", "human", "gpt", "text", "image", "image_url", "a.png", "../a.png",
+     "data:image/png;base64,AAAA", "<|im_end|>"])
+KEYS = st.sampled_from(["id", "conversations", "messages", "from", "value", "role", "content", "type", "text", "image",
+                        "images", "image_url", "url", "video",
                         "videos", "path", "bytes"]) | st.text(max_size=3)
-JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12)
-TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool", "function_call"]), "content": JSON})
-                 | st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "robot"]), "value": JSON}) | JSON, max_size=4)
-ROWS = st.lists(st.fixed_dictionaries({}, optional={"id": JSON, "messages": TURNS | JSON, "conversations": TURNS | JSON, "image": JSON, "images": JSON,
+JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+                    max_leaves=12)
+TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool",
+                                                                 "function_call"]), "content": JSON})
+                 | st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "robot"]), "value": JSON}) | JSON,
+                 max_size=4)
+ROWS = st.lists(st.fixed_dictionaries({}, optional={"id": JSON, "messages": TURNS | JSON, "conversations": TURNS | JSON,
+                                                    "image": JSON, "images": JSON,
                                                     "video": JSON}),
                 min_size=1, max_size=4)
 
@@ -72,7 +81,8 @@ ROWS = st.lists(st.fixed_dictionaries({}, optional={"id": JSON, "messages": TURN
 @given(rows=ROWS)
 def test_any_conversation_is_used_or_named(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(SEEDS[0])
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in [{"id": "good", "conversations": talk("a", "b")}, *rows]))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row)
+                                                   for row in [{"id": "good", "conversations": talk("a", "b")}, *rows]))
     found = records(tmp_path / "rows.jsonl", tmp_path)
     assert len({record["id"] for record in found}) == len(found) == len(rows) + 1
     for record in found:
@@ -110,12 +120,14 @@ def damaged(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
 
 def stored_rows(form: str) -> bytes:
     """Three good rows, as a file of a format."""
-    rows = [{"id": f"row-{number}", "image": SEEDS[number], "conversations": talk("<image>?", "a")} for number in range(3)]
+    rows = [{"id": f"row-{number}", "image": SEEDS[number], "conversations": talk("<image>?", "a")}
+            for number in range(3)]
     stream = io.BytesIO()
     if form == "webdataset":
         with tarfile.open(fileobj=stream, mode="w") as archive:
             for row in rows:
-                for name, content in (("json", json.dumps({"conversations": row["conversations"]}).encode()), ("png", row["image"])):
+                for name, content in (("json", json.dumps({"conversations": row["conversations"]}).encode()),
+                                      ("png", row["image"])):
                     member = tarfile.TarInfo(f"{row['id']}.{name}")
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))
@@ -155,7 +167,8 @@ def test_any_image_bytes_are_patches_of_the_planned_grid_or_an_error(data: bytes
         patches = decode(data, PROCESSOR)
     except Exception:  # what a worker reports as the sample's reason
         return
-    # A picture whose metadata is read otherwise with its pixels has another grid: the worker compares, and it becomes a placeholder.
+    # A picture whose metadata is read otherwise with its pixels has another grid: the worker compares, and it becomes a
+    # placeholder.
     assert patches.shape[1] == PROCESSOR.patch_dim
     assert sorted((grid[1], grid[2])) == sorted((grid[1], len(patches) // grid[1]))
 
@@ -181,9 +194,11 @@ def test_any_video_bytes_are_the_planned_patches_or_one_line(data: bytes) -> Non
 AVIF = ["AVIF"] if "AVIF" in FORMATS else []
 FORMS = {"RGB": ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM", "GIF", *AVIF], "RGBA": ["PNG", "WEBP", "TIFF", *AVIF],
          "L": ["PNG", "JPEG", "GIF", "PPM"], "LA": ["PNG"],
-         "P": ["PNG", "GIF", "BMP"], "1": ["PNG", "BMP", "TIFF"], "CMYK": ["JPEG", "TIFF"], "I;16": ["PNG", "TIFF"], "F": ["TIFF"]}
+         "P": ["PNG", "GIF", "BMP"], "1": ["PNG", "BMP", "TIFF"], "CMYK": ["JPEG", "TIFF"], "I;16": ["PNG", "TIFF"],
+         "F": ["TIFF"]}
 SIDES = st.tuples(st.integers(1, 400), st.integers(1, 400)) | st.tuples(st.integers(1, 3), st.integers(195, 620))
-COUNTING = [PROCESSOR, load_processor("tiny", "", 3136, 12544), load_processor("tiny", "", 100352, 200704)]  # most pictures: as they are, shrunk, enlarged
+# most pictures: as they are, shrunk, enlarged
+COUNTING = [PROCESSOR, load_processor("tiny", "", 3136, 12544), load_processor("tiny", "", 100352, 200704)]
 
 
 @st.composite
@@ -227,20 +242,35 @@ def test_the_headers_token_count_is_the_real_processors(data: bytes, ours: Proce
         return
     expected = ours.image_processor(images=[upright], return_tensors="np")
     assert encoded.grids == tuple(tuple(grid) for grid in expected["image_grid_thw"].tolist())
-    assert encoded.vision_tokens == len(expected["pixel_values"]) // 4 == int((encoded.input_ids == ours.token_ids["image"]).sum())
+    assert (
+        encoded.vision_tokens
+        == len(expected["pixel_values"]) // 4
+        == int((encoded.input_ids == ours.token_ids["image"]).sum())
+    )
 
 
 def bomb(width: int, height: int) -> bytes:
     """A PNG of a few bytes that says it is large."""
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks)
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"\0" * 1000)),
+              (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(struct.pack(">I", len(body)) + kind + body
+                                           + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks)
 
 
-@pytest.mark.parametrize(("size", "reason"), [((9000, 9000), "9000x9000 pixels; allowed: at most 64000000 (data.max_decoded_pixels)"),
-                                              ((10000, 10000), "10000x10000 pixels; allowed"), ((60000, 60000), "header cannot be read: Image size")])
-def test_decompression_bombs_are_refused_undecoded(size: tuple[int, int], reason: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        ((9000, 9000), "9000x9000 pixels; allowed: at most 64000000 (data.max_decoded_pixels)"),
+        ((10000, 10000), "10000x10000 pixels; allowed"),
+        ((60000, 60000), "header cannot be read: Image size"),
+    ],
+)
+def test_decompression_bombs_are_refused_undecoded(
+    size: tuple[int, int], reason: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     (tmp_path / "bomb.png").write_bytes(bomb(*size))
-    rows = [{"id": "bomb", "image": "bomb.png", "conversations": talk("<image>", "a")}, {"id": "good", "conversations": talk("a", "b")}]
+    rows = [{"id": "bomb", "image": "bomb.png", "conversations": talk("<image>", "a")},
+            {"id": "good", "conversations": talk("a", "b")}]
     found = {record["id"]: record["error"] for record in records(write_rows(tmp_path / "rows.json", rows), tmp_path)}
     assert found["bomb"].startswith(f"image 1: {reason}")
     assert found["good"] == ""
@@ -249,7 +279,8 @@ def test_decompression_bombs_are_refused_undecoded(size: tuple[int, int], reason
 def test_an_image_larger_than_a_rank_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(280, 280))
     (tmp_path / "a.mp4").write_bytes(video(8, 56, 56))
-    rows = [{"id": "image", "image": "a.png", "conversations": talk("<image>", "a")}, {"id": "video", "video": "a.mp4", "conversations": talk("<video>", "a")}]
+    rows = [{"id": "image", "image": "a.png", "conversations": talk("<image>", "a")},
+            {"id": "video", "video": "a.mp4", "conversations": talk("<video>", "a")}]
     fragments = index_fragments(Data(format="llava", path=str(write_rows(tmp_path / "rows.json", rows))))
     items = [{"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragments[0])}]
     block = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0, max_image_tokens=6)(pa.Table.from_pylist(items))

@@ -31,7 +31,8 @@ def decoded(data: bytes) -> np.ndarray:
     return decode_video(data, PROCESSOR, [range(steps)], steps)[0]
 
 
-@pytest.mark.parametrize(("form", "codec"), [("mp4", "mpeg4"), ("mp4", "libx264"), ("mov", "mpeg4"), ("matroska", "libx264"), ("webm", "libvpx-vp9"),
+@pytest.mark.parametrize(("form", "codec"), [("mp4", "mpeg4"), ("mp4", "libx264"), ("mov", "mpeg4"),
+                                             ("matroska", "libx264"), ("webm", "libvpx-vp9"),
                                              ("avi", "mpeg4")])
 def test_the_container_tells_what_decodes(form: str, codec: str) -> None:
     if codec not in av.codecs_available:
@@ -55,7 +56,8 @@ def reference_indices(num_frames: int, rate: float, fps: float, max_frames: int)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(2, 200_000), st.floats(0.5, 240), st.sampled_from([0.5, 1.0, 2.0, 3.7, 30.0]), st.sampled_from([4, 5, 64, 768]))
+@given(st.integers(2, 200_000), st.floats(0.5, 240), st.sampled_from([0.5, 1.0, 2.0, 3.7, 30.0]),
+       st.sampled_from([4, 5, 64, 768]))
 def test_frames_are_taken_as_transformers_does(num_frames: int, rate: float, fps: float, max_frames: int) -> None:
     limits = MediaLimits(video_fps=fps, max_frames=max_frames)
     clip = Clip(28, 28, num_frames, rate)
@@ -72,15 +74,18 @@ def test_a_video_of_one_frame_repeats_it() -> None:
 
 
 def test_patches_equal_the_video_processors() -> None:
-    pytest.importorskip("torchvision", reason="Qwen2VLVideoProcessor needs torchvision, which does not import here", exc_type=Exception)
+    pytest.importorskip("torchvision", reason="Qwen2VLVideoProcessor needs torchvision, which does not import here",
+                        exc_type=Exception)
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
     from transformers.video_utils import VideoMetadata
 
     for size in ((56, 84), (90, 70), (640, 480)):
         data = video(23, *size)
         clip, frames = clip_of(data, LIMITS), np.stack(frames_of(data))
-        theirs = Qwen2VLVideoProcessor(size={"shortest_edge": PROCESSOR.min_pixels, "longest_edge": PROCESSOR.max_pixels}, cap_pixels_per_frame=False)
-        expected = theirs([torch.from_numpy(frames).permute(0, 3, 1, 2)], do_sample_frames=True, fps=LIMITS.video_fps, return_tensors="np",
+        theirs = Qwen2VLVideoProcessor(size={"shortest_edge": PROCESSOR.min_pixels,
+                                             "longest_edge": PROCESSOR.max_pixels}, cap_pixels_per_frame=False)
+        expected = theirs([torch.from_numpy(frames).permute(0, 3, 1, 2)], do_sample_frames=True, fps=LIMITS.video_fps,
+                          return_tensors="np",
                           video_metadata=[VideoMetadata(total_num_frames=clip.num_frames, fps=clip.frames_per_second)])
         encoded = PROCESSOR.encode(talk("<video>", "a"), [clip])
         assert [list(grid) for grid in encoded.grids] == expected["video_grid_thw"].tolist()
@@ -95,7 +100,8 @@ def test_pairs_of_equal_frames_are_the_image_processors_patches() -> None:
     patches = decoded(data).reshape(4, 24, 3, 2, 14, 14)
     for step in range(4):
         for half in range(2):
-            image = PROCESSOR.image_processor(images=[Image.fromarray(frames[2 * step + half])], return_tensors="np")["pixel_values"]
+            image = PROCESSOR.image_processor(images=[Image.fromarray(frames[2 * step + half])],
+                                              return_tensors="np")["pixel_values"]
             np.testing.assert_allclose(patches[step, :, :, half], image.reshape(24, 3, 2, 14, 14)[:, :, 0], atol=1e-5)
 
 
@@ -113,7 +119,8 @@ def test_a_long_video_is_cut_in_time() -> None:
     data = video(40, 56, 56, rate=4)
     clip = clip_of(data, LIMITS)
     turns = PROCESSOR.turns(talk("<video>and<image>", "a"))
-    whole, cut = PROCESSOR.encode_turns(turns, [clip, (56, 56)]), PROCESSOR.encode_turns(turns, [clip, (56, 56)], slice_tokens=12)
+    whole, cut = PROCESSOR.encode_turns(turns, [clip, (56, 56)]), PROCESSOR.encode_turns(turns, [clip, (56, 56)],
+                                                                                         slice_tokens=12)
     assert whole.grids == ((10, 4, 4), (1, 4, 4))
     assert cut.grids == ((3, 4, 4), (3, 4, 4), (3, 4, 4), (1, 4, 4), (1, 4, 4))
     assert (cut.media, cut.seconds) == ((0, 0, 0, 0, 1), (1.0, 1.0, 1.0, 1.0, 0.0))
@@ -136,12 +143,15 @@ def test_ids_and_labels_of_a_video() -> None:
 
 @pytest.mark.parametrize(("data", "limits", "reason"), [
     (b"", LIMITS, "not a video of a known format; allowed: MP4 or MOV, WebM or Matroska, AVI"),
-    (b"#EXTM3U\n#EXT-X-MEDIA-SEQUENCE:0\n#EXTINF:10.0,\nfile:///etc/hostname\n", LIMITS, "not a video of a known format"),
+    (b"#EXTM3U\n#EXT-X-MEDIA-SEQUENCE:0\n#EXTINF:10.0,\nfile:///etc/hostname\n", LIMITS,
+     "not a video of a known format"),
     (b"ffconcat version 1.0\nfile /etc/hostname\n", LIMITS, "not a video of a known format"),
     (b"\x00\x00\x00\x18ftypmp42" + b"\0" * 200, LIMITS, "not a video that can be read|no video stream"),
     (b"\x1a\x45\xdf\xa3 nothing", LIMITS, "not a video that can be read|no video stream"),
-    (video(), MediaLimits(max_decoded_pixels=64 * 48 - 1), r"frames of 64x48 pixels; allowed: at most 3071 pixels \(data.max_decoded_pixels\)"),
-    (video(30, rate=10), MediaLimits(max_video_seconds=2.5), r"a video of 3 s \(30 frames\); allowed: at most 2.5 s \(data.max_video_seconds\)"),
+    (video(), MediaLimits(max_decoded_pixels=64 * 48 - 1),
+     r"frames of 64x48 pixels; allowed: at most 3071 pixels \(data.max_decoded_pixels\)"),
+    (video(30, rate=10), MediaLimits(max_video_seconds=2.5),
+     r"a video of 3 s \(30 frames\); allowed: at most 2.5 s \(data.max_video_seconds\)"),
     (video(300, 16, 16, rate=1000), MediaLimits(max_video_seconds=1), "a video of 1 s"),
 ])
 def test_what_is_no_usable_video_is_a_bad_row(data: bytes, limits: MediaLimits, reason: str) -> None:
@@ -151,7 +161,9 @@ def test_what_is_no_usable_video_is_a_bad_row(data: bytes, limits: MediaLimits, 
 
 
 def test_a_cut_video_does_not_decode_to_other_frames() -> None:
-    """Matroska has no index at its end, so a file cut short still has a header; what is announced is what comes out, or an error."""
+    """Matroska has no index at its end, so a file cut short still has a header; what is announced is what comes out, or
+    an error.
+    """
     data = video(30, form="matroska")
     for stop in range(600, len(data), 500):
         try:
@@ -166,7 +178,8 @@ def test_a_cut_video_does_not_decode_to_other_frames() -> None:
         assert len(patches) == math.prod(grids[0])
 
 
-@pytest.mark.parametrize(("form", "reason"), [("mp4", "the video does not decode after frame 2: Invalid data found when processing input"),
+@pytest.mark.parametrize(("form", "reason"),
+                         [("mp4", "the video does not decode after frame 2: Invalid data found when processing input"),
                                               ("matroska", "frame 1 of the video is damaged")])
 def test_a_damaged_frame_is_not_trained_on(form: str, reason: str) -> None:
     """Of a frame that it can read in part FFmpeg makes up the rest, and says so in a flag alone."""

@@ -16,7 +16,8 @@ from tests.integration.jobs import losses, train
 
 @pytest.fixture(scope="session")
 def common(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), tmp_path_factory.mktemp("data")), *SETTINGS, "cluster.cpus_per_worker=0.2"]
+    return [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), tmp_path_factory.mktemp("data")), *SETTINGS,
+            "cluster.cpus_per_worker=0.2"]
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,8 @@ def start(ray_cluster: None, common: list[str], tmp_path: Path) -> Iterator[Star
     runs: list[Run] = []
 
     def begin(*arguments: str) -> Run:
-        runs.append(Run(tmp_path / "run", *common, "cluster.num_workers=3", "checkpoint.every_steps=0", "run.steps=2000", *arguments))
+        runs.append(Run(tmp_path / "run", *common, "cluster.num_workers=3", "checkpoint.every_steps=0",
+                        "run.steps=2000", *arguments))
         return runs[-1]
 
     yield begin

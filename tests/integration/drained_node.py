@@ -1,4 +1,6 @@
-"""One of two nodes is drained under a run, as after a spot notice, and another node comes. `python drained_node.py FOLDER`; see test_drain.py."""
+"""One of two nodes is drained under a run, as after a spot notice, and another node comes. `python drained_node.py
+FOLDER`; see test_drain.py.
+"""
 
 import json
 import os
@@ -16,8 +18,10 @@ from tests.integration.nodes import Nodes
 PREEMPTION = 2
 """Ray's number for the reason; a raylet accepts it whatever runs there."""
 
-SETTINGS = ("data.max_pixels=40000", "planner.tokens_per_rank=512", "planner.max_sequence_tokens=512", "batch.global_samples=6", "cluster.num_workers=4",
-            "cluster.min_workers=2", "cluster.cpus_per_worker=1.3", "cluster.start_timeout_s=120", "checkpoint.every_steps=0", "run.steps=4000")
+SETTINGS = ("data.max_pixels=40000", "planner.tokens_per_rank=512", "planner.max_sequence_tokens=512",
+            "batch.global_samples=6", "cluster.num_workers=4",
+            "cluster.min_workers=2", "cluster.cpus_per_worker=1.3", "cluster.start_timeout_s=120",
+            "checkpoint.every_steps=0", "run.steps=4000")
 
 
 def main(folder: Path) -> None:
@@ -43,14 +47,16 @@ def main(folder: Path) -> None:
             ray.shutdown()
         finally:
             run.end()
-        found = {"status": status, "left": left, "as_undisturbed": run.ledger == expected, "events": run.events(), "drained": first.node_id}
+        found = {"status": status, "left": left, "as_undisturbed": run.ledger == expected, "events": run.events(),
+                 "drained": first.node_id}
         (folder / "found.json").write_text(json.dumps(found))
 
 
 def drain(address: str, node_id: str) -> None:
     from ray._raylet import GcsClient
 
-    accepted, why = GcsClient(address=address).drain_node(node_id, PREEMPTION, "spot notice", int(1000 * (time.time() + 120)))
+    accepted, why = GcsClient(address=address).drain_node(node_id, PREEMPTION, "spot notice",
+                                                          int(1000 * (time.time() + 120)))
     assert accepted, why
 
 

@@ -20,18 +20,23 @@ from tests.integration.jobs import ROOT, command, ledger, lines, losses
 NOTHING = subprocess.DEVNULL
 
 COMPARED = 24
-"""First steps whose losses are compared with those of an undisturbed run. Far beyond, rounding alone makes runs on other numbers of ranks differ."""
+"""First steps whose losses are compared with those of an undisturbed run. Far beyond, rounding alone makes runs on
+other numbers of ranks differ.
+"""
 
 
 class Run:
-    """`jobs/train.py` in a process of its own, against the cluster that RAY_ADDRESS names. What it prints goes to files beside `folder`."""
+    """`jobs/train.py` in a process of its own, against the cluster that RAY_ADDRESS names. What it prints goes to files
+    beside `folder`.
+    """
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder, self.arguments = folder, arguments
         self.output = folder.with_suffix(".out")
         self.errors = folder.with_suffix(".err")
         with self.output.open("a") as out, self.errors.open("w") as err:
-            self.process = subprocess.Popen(command("train.py", f"run.dir={folder}", *arguments), cwd=ROOT, stdin=NOTHING, stdout=out, stderr=err,
+            self.process = subprocess.Popen(command("train.py", f"run.dir={folder}", *arguments), cwd=ROOT,
+                                            stdin=NOTHING, stdout=out, stderr=err,
                                             start_new_session=True)  # a group of its own, as a shell gives each job
 
     @property
@@ -175,7 +180,11 @@ def end(run: Run) -> None:
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(90) == 1, run.said()
     (line,) = run.error_lines()
-    assert f"stopped after step {run.step}: SIGTERM; the newest checkpoint is step {run.step}: start the same command again" in line
+    assert (
+        f"stopped after step {run.step}: SIGTERM; the newest checkpoint is step {run.step}: start the same command "
+        "again"
+        in line
+    )
     assert "Traceback" not in run.errors.read_text()
     assert run.generations == sorted(run.generations)
 

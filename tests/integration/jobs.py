@@ -29,11 +29,13 @@ def command(name: str, *arguments: str) -> list[str]:
 
 
 def start(name: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(command(name, *arguments), cwd=ROOT, env=os.environ | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command(name, *arguments), cwd=ROOT, env=os.environ | environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def run(name: str, *arguments: str, timeout_s: float = 240.0, **environment: str) -> Ended:
-    done = subprocess.run(command(name, *arguments), cwd=ROOT, env=os.environ | environment, text=True, capture_output=True, timeout=timeout_s)
+    done = subprocess.run(command(name, *arguments), cwd=ROOT, env=os.environ | environment, text=True,
+                          capture_output=True, timeout=timeout_s)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

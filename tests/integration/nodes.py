@@ -1,4 +1,6 @@
-"""A Ray cluster of several nodes on this machine: each is a raylet with its processes, comes when told to, and may vanish with all of them."""
+"""A Ray cluster of several nodes on this machine: each is a raylet with its processes, comes when told to, and may
+vanish with all of them.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,21 @@ SYSTEM = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5, "
 
 
 class Nodes:
-    """Use it in a process of its own, from the main thread: Ray has one temporary folder and one current cluster a process.
+    """Use it in a process of its own, from the main thread: Ray has one temporary folder and one current cluster a
+    process.
 
     The head has `head_cpus`, too few for a worker; `address` is for RAY_ADDRESS.
     """
 
     def __init__(self, head_cpus: int) -> None:
-        self._folder = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray_", dir="/tmp")  # short: sockets are made below it
+        # short: sockets are made below it
+        self._folder = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray_", dir="/tmp")
         from ray.cluster_utils import Cluster  # reads RAY_TMPDIR
 
         try:
-            self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False, "_system_config": SYSTEM})
+            self._cluster = Cluster(initialize_head=True,
+                                    head_node_args={"num_cpus": head_cpus, "include_dashboard": False,
+                                                    "_system_config": SYSTEM})
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -51,6 +57,8 @@ class Nodes:
     def __enter__(self) -> Nodes:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._cluster.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""Run folders and checkpoints that a run cannot use, saves that fail, steps that must not be applied: what the user is told, and how the run goes on."""
+"""Run folders and checkpoints that a run cannot use, saves that fail, steps that must not be applied: what the user is
+told, and how the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ import pytest
 from tests.data.samples import picture, talk, write_rows
 from tests.integration.jobs import Ended, ledger, lines, losses, refused, run, start, train
 
-SETTINGS = ["data=llava", "cluster.device=cpu", "cluster.num_workers=2", "planner.tokens_per_rank=256", "batch.global_samples=2", "checkpoint.keep=9",
-            "train.schedule=constant", "elastic.evict_below=0", "elastic.hang_s=120"]  # a machine that is busy with other things replaces no worker
+SETTINGS = ["data=llava", "cluster.device=cpu", "cluster.num_workers=2", "planner.tokens_per_rank=256",
+            "batch.global_samples=2", "checkpoint.keep=9",
+            # a machine that is busy with other things replaces no worker
+            "train.schedule=constant", "elastic.evict_below=0", "elastic.hang_s=120"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("data")
     (folder / "a.png").write_bytes(picture(84, 56))
-    rows = [{"id": f"row-{number}", "image": "a.png", "conversations": talk("<image>\nWhat is it?", f"Thing {number}.")} for number in range(12)]
+    rows = [{"id": f"row-{number}", "image": "a.png", "conversations": talk("<image>\nWhat is it?", f"Thing {number}.")}
+            for number in range(12)]
     return [f"data.path={write_rows(folder / 'rows.json', rows)}", *SETTINGS]
 
 
@@ -52,7 +57,8 @@ def test_a_half_written_checkpoint_is_ignored(copied: Path, data: list[str]) -> 
     assert "resuming after step 2" in ended.output
     assert losses(copied)[:3] == pytest.approx(before, rel=1e-5)
     assert [line["step"] for line in lines(copied, "ledger.jsonl")] == [1, 2, 3, 4]
-    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["step_000001", "step_000002", "step_000004"]
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["step_000001", "step_000002",
+                                                                                "step_000004"]
 
 
 def test_a_checkpoint_of_another_model(whole_run: Path, copied: Path, data: list[str], tmp_path: Path) -> None:
@@ -63,18 +69,26 @@ def test_a_checkpoint_of_another_model(whole_run: Path, copied: Path, data: list
     config = Qwen2_5_VLConfig.from_pretrained(model)
     config.text_config.intermediate_size = 256
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(model)
-    (copied / "config.yaml").write_text((copied / "config.yaml").read_text().replace("preset: tiny\n  path: ''", f"preset: ''\n  path: {model}"))
+    (copied / "config.yaml").write_text((copied / "config.yaml").read_text().replace("preset: tiny\n  path: ''",
+                                                                                     f"preset: ''\n  path: {model}"))
     line = refused(1, f"run.dir={copied}", *data, f"model.path={model}", "run.steps=4")
-    assert re.fullmatch(r"error: rank \d \(pid \d+ on node \w+\): checkpoints/step_000003/generation_\d+: of another model: trained parameter \S+ has shape "
-                        r"\(256, 128\) in the model and \(352, 128\) in the checkpoint", line), line
+    assert re.fullmatch(
+        r"error: rank \d \(pid \d+ on node \w+\): checkpoints/step_000003/generation_\d+: of another model: trained "
+        r"parameter \S+ has shape "
+        r"\(256, 128\) in the model and \(352, 128\) in the checkpoint",
+        line,
+    ), line
     assert ledger(copied) == ledger(whole_run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "said"), [
-    (lambda folder: next(folder.glob("*/__1_0.distcp")).write_bytes(b"cut short"), r"rank \d .*: checkpoints/step_000003/\w+: cannot be read: rank \d: "),
-    (lambda folder: next(folder.glob("*/parameters.json")).unlink(), r"rank \d .*/checkpoints/step_000003/\w+/parameters\.json: cannot be read: "),
-    (lambda folder: (folder / "manifest.json").write_text("{}"), r"/checkpoints/step_000003/manifest\.json: not the manifest of a checkpoint")])
+    (lambda folder: next(folder.glob("*/__1_0.distcp")).write_bytes(b"cut short"),
+     r"rank \d .*: checkpoints/step_000003/\w+: cannot be read: rank \d: "),
+    (lambda folder: next(folder.glob("*/parameters.json")).unlink(),
+     r"rank \d .*/checkpoints/step_000003/\w+/parameters\.json: cannot be read: "),
+    (lambda folder: (folder / "manifest.json").write_text("{}"),
+     r"/checkpoints/step_000003/manifest\.json: not the manifest of a checkpoint")])
 def test_a_damaged_checkpoint(copied: Path, data: list[str], damage: Callable[[Path], Any], said: str) -> None:
     damage(copied / "checkpoints/step_000003")
     assert re.search(said, refused(1, f"run.dir={copied}", *data, "run.steps=4"))
@@ -84,11 +98,13 @@ def test_a_damaged_checkpoint(copied: Path, data: list[str], damage: Callable[[P
 def test_a_run_folder_that_one_node_does_not_reach(ray_cluster: None, data: list[str], tmp_path: Path) -> None:
     """A second node of the cluster on this machine, which sees another disk in the folder's place."""
     (tmp_path / "shared").mkdir()
-    hidden = f"mount -t tmpfs tmpfs {tmp_path}/shared && exec {sys.executable} -m ray.scripts.scripts start --address=$RAY_ADDRESS --num-cpus=1 --block"
+    node = f"exec {sys.executable} -m ray.scripts.scripts start --address=$RAY_ADDRESS --num-cpus=1 --block"
+    hidden = f"mount -t tmpfs tmpfs {tmp_path}/shared && {node}"
     probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
     if probe.returncode:
         pytest.skip(f"no mount namespace can be made: {probe.stderr.strip()}")
-    node = subprocess.Popen(["unshare", "--mount", "bash", "-c", hidden], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    node = subprocess.Popen(["unshare", "--mount", "bash", "-c", hidden], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
     try:
         import ray
 
@@ -97,7 +113,8 @@ def test_a_run_folder_that_one_node_does_not_reach(ray_cluster: None, data: list
             assert node.poll() is None, node.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        line = refused(1, f"run.dir={tmp_path / 'shared' / 'run'}", *data, "cluster.num_workers=3", "cluster.cpus_per_worker=1")
+        line = refused(1, f"run.dir={tmp_path / 'shared' / 'run'}", *data, "cluster.num_workers=3",
+                       "cluster.cpus_per_worker=1")
         assert re.fullmatch(rf"error: rank \d \(.*\): .*{tmp_path}/shared/run.*", line), line
     finally:
         node.terminate()
@@ -107,19 +124,24 @@ def test_a_run_folder_that_one_node_does_not_reach(ray_cluster: None, data: list
 def limit_files(run_dir: Path, num_bytes: int) -> None:
     """Let the workers write no file larger than this: a limit of the system's, which can be lifted again."""
     for member in json.loads((run_dir / "cluster.json").read_text())["ranks"]:
-        resource.prlimit(member["pid"], resource.RLIMIT_FSIZE, (num_bytes, resource.prlimit(member["pid"], resource.RLIMIT_FSIZE)[1]))
+        resource.prlimit(member["pid"], resource.RLIMIT_FSIZE,
+                         (num_bytes, resource.prlimit(member["pid"], resource.RLIMIT_FSIZE)[1]))
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines(run_dir, "events.jsonl") if line["kind"] == kind]
 
 
-def failing_saves(run_dir: Path, settings: list[str], at_start: Callable[[], object], once_failed: Callable[[], object]) -> Ended:
+def failing_saves(
+    run_dir: Path, settings: list[str], at_start: Callable[[], object], once_failed: Callable[[], object]
+) -> Ended:
     """A run whose first saves fail, until what makes them fail is undone."""
-    process = start("train.py", f"run.dir={run_dir}", *settings, "run.steps=60", "checkpoint.every_steps=4", "checkpoint.keep=1")
+    process = start("train.py", f"run.dir={run_dir}", *settings, "run.steps=60", "checkpoint.every_steps=4",
+                    "checkpoint.keep=1")
     done = False
     deadline = time.monotonic() + 200
-    for happened, then in ((lambda: (run_dir / "cluster.json").exists(), at_start), (lambda: events(run_dir, "save_failed"), once_failed)):
+    for happened, then in ((lambda: (run_dir / "cluster.json").exists(), at_start),
+                           (lambda: events(run_dir, "save_failed"), once_failed)):
         while not happened():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
@@ -134,20 +156,27 @@ def failing_saves(run_dir: Path, settings: list[str], at_start: Callable[[], obj
 def assert_a_later_save_worked(run_dir: Path, ended: Ended, reason: str) -> None:
     assert ended.status == 0, ended.output + ended.errors
     assert "Traceback" not in ended.output + ended.errors
-    assert re.search(rf"checkpoint not saved \(rank \d\): step 4: .*{reason}; the run goes on, the next save is tried\n", ended.output), ended.output
+    assert re.search(
+        rf"checkpoint not saved \(rank \d\): step 4: .*{reason}; the run goes on, the next save is tried\n",
+        ended.output,
+    ), ended.output
     failed = events(run_dir, "save_failed")
     assert reason in failed[0]["error"]
     assert len(losses(run_dir)) == 60
     saved = [event["step"] for event in events(run_dir, "checkpoint")]
     assert 4 not in saved
     assert saved[-1] == 60
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000060"]  # nothing is left of those that failed
+    # nothing is left of those that failed
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000060"]
 
 
 @pytest.mark.slow
-def test_a_save_that_finds_no_room_is_told_and_the_next_one_is_tried(ray_cluster: None, data: list[str], tmp_path: Path) -> None:
+def test_a_save_that_finds_no_room_is_told_and_the_next_one_is_tried(
+    ray_cluster: None, data: list[str], tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    ended = failing_saves(run_dir, data, lambda: limit_files(run_dir, 2**20), lambda: limit_files(run_dir, resource.RLIM_INFINITY))
+    ended = failing_saves(run_dir, data, lambda: limit_files(run_dir, 2**20),
+                          lambda: limit_files(run_dir, resource.RLIM_INFINITY))
     assert_a_later_save_worked(run_dir, ended, "File too large")
 
 
@@ -168,7 +197,9 @@ def test_a_full_disk_while_saving(ray_cluster: None, data: list[str], small_disk
 
 
 @pytest.mark.slow
-def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(ray_cluster: None, data: list[str], tmp_path: Path) -> None:
+def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(
+    ray_cluster: None, data: list[str], tmp_path: Path
+) -> None:
     """A learning rate so high that the first update takes the weights out of all bounds."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -191,9 +222,13 @@ def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(ray_cluster: None,
     assert [point.value for point in curves.Scalars("loss/update_applied")] == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("options", ["no_such_option=1", pytest.param("endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options",
+                         ["no_such_option=1", pytest.param("endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1",
+                                                           marks=pytest.mark.slow)])
 def test_a_credential_of_the_run_folder_is_nowhere(ray_cluster: None, data: list[str], options: str) -> None:
-    """A URI that storage refuses, and a server that does not answer (which takes a minute of attempts): the secret is in no line of it."""
+    """A URI that storage refuses, and a server that does not answer (which takes a minute of attempts): the secret is
+    in no line of it.
+    """
     ended = run("train.py", f"run.dir=s3://KEY:s3cret@bucket/run?{options}", *data)
     assert ended.status == 1
     assert "s3cret" not in ended.output + ended.errors

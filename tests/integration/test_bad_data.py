@@ -1,4 +1,6 @@
-"""Bad samples of every kind and format in one run: each is named in one line and listed once, and every good one is trained on."""
+"""Bad samples of every kind and format in one run: each is named in one line and listed once, and every good one is
+trained on.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ Row = dict[str, Any]
 ANSWER = "An answer."
 LIMITS = ["data.max_file_mb=0.125", "data.max_decoded_pixels=2000000", "data.max_video_seconds=20"]
 # Two ranks of 512 tokens: a sequence may have 1024, an image 512.
-SETTINGS = ["model=tiny", "data.format=llava", "cluster.device=cpu", "cluster.num_workers=2", "planner.tokens_per_rank=512", "batch.global_samples=4",
+SETTINGS = ["model=tiny", "data.format=llava", "cluster.device=cpu", "cluster.num_workers=2",
+            "planner.tokens_per_rank=512", "batch.global_samples=4",
             "checkpoint.every_steps=0", "run.steps=0", *LIMITS]
 
 # What is wrong with each sample, by its id in the run (the source's number before it); what the line says of it.
 BAD = {
     "0/absent": "image 1: images/absent.png: no such file below data.image_root",
     "0/second-absent": "image 2: images/absent.png: no such file below data.image_root",
-    "0/not-an-image": "image 1: header cannot be read: not an image of a known format; allowed: PNG, JPEG, WEBP, GIF, BMP, TIFF, PPM",
+    "0/not-an-image": "image 1: header cannot be read: not an image of a known format; allowed: PNG, JPEG, WEBP, GIF, "
+                      "BMP, TIFF, PPM",
     "0/half-an-image": "image file is truncated",
     "0/not-a-video": "video 1: not a video of a known format; allowed: MP4 or MOV, WebM or Matroska, AVI",
     "0/half-a-video": "the video does not decode after frame 2: Invalid data found when processing input",
@@ -42,26 +46,32 @@ BAD = {
     "0/no-mark": "0 <image> marks for 1 images; allowed: as many marks as images",
     "0/other-mark": "0 <image> marks for 1 images; allowed: as many marks as images",
     "0/empty": "the conversation is empty; allowed: a list of turns with from and value, or role and content",
-    "0/no-conversation": "no conversations; allowed: conversations, a list of turns with from and value, or messages, with role and content",
+    "0/no-conversation": "no conversations; allowed: conversations, a list of turns with from and value, or messages, "
+                         "with role and content",
     "0/no-answer": "no turn of the assistant: nothing to learn from",
-    "0/unknown-role": "turn 2 is from 'bot'; allowed: human, user, gpt, assistant, function_call, observation, tool, system, developer",
+    "0/unknown-role": "turn 2 is from 'bot'; allowed: human, user, gpt, assistant, function_call, observation, tool, "
+                      "system, developer",
     "0/image-in-an-answer": "turn 2: <image> in a turn of the assistant; allowed: in turns of the user",
     "0/special-token": "turn 1 spells the special token <|im_end|>; allowed: text without special tokens",
     "0/url": "image 1: https://***@example.org/cat.png is a URL; allowed: a file name below data.image_root",
-    "0/absolute": "image 1: '/etc/hostname' is not a relative file name; allowed: one below data.image_root, without '..'",
-    "0/above": "image 1: '../rows.parquet' is not a relative file name; allowed: one below data.image_root, without '..'",
+    "0/absolute": "image 1: '/etc/hostname' is not a relative file name; allowed: one below data.image_root, without "
+                  "'..'",
+    "0/above": "image 1: '../rows.parquet' is not a relative file name; allowed: one below data.image_root, without "
+               "'..'",
     "0/link-out": "image 1: link.png leads out of data.image_root",
     "0/rows#000027": "the row holds list; allowed: an object",
     "1/pickle": "member pickle.pkl is a pickle, which can run code when read; allowed: json, txt, images and videos",
     "1/link": "member link.png is a link or another special file; allowed: plain files",
-    "1/not-an-image": "image 1: header cannot be read: not an image of a known format; allowed: PNG, JPEG, WEBP, GIF, BMP, TIFF, PPM",
+    "1/not-an-image": "image 1: header cannot be read: not an image of a known format; allowed: PNG, JPEG, WEBP, GIF, "
+                      "BMP, TIFF, PPM",
     "1/half-an-image": "image file is truncated",
     "1/half-a-video": "the video does not decode after frame 2: Invalid data found when processing input",
     "1/no-text": "the sample has neither a member json nor txt",
     "1/other-name": "image 1: 2.png is no member of the sample; it has 1.png, other-name.1.png",
     "2/half-an-image": "image file is truncated",
     "2/no-bytes": "image 1: got NoneType; allowed: a file name or encoded bytes",
-    "2/unknown-role": "turn 1 is from 'robot'; allowed: human, user, gpt, assistant, function_call, observation, tool, system, developer",
+    "2/unknown-role": "turn 1 is from 'robot'; allowed: human, user, gpt, assistant, function_call, observation, tool, "
+                      "system, developer",
     "3/not-json": "messages is not JSON",
     "3/half-a-video": "the video does not decode after frame 2: Invalid data found when processing input",
     "3/empty": "the conversation is empty; allowed: a list of turns with from and value, or role and content",
@@ -79,9 +89,12 @@ def write_llava(folder: Path, good: list[Row], nlvr: Path) -> Path:
         for name in row["image"]:
             shutil.copyfile(nlvr / name, folder / name)
     files = {
-        "not.png": b"not an image", "half.png": half((nlvr / good[0]["image"][0]).read_bytes()), "not.mp4": b"not a video", "half.mp4": damaged_video(),
-        "long.mp4": video(30, 56, 56, rate=1), "wide.mp4": video(4, 1600, 1300), "large.bmp": picture(600, 582, "BMP"), "bomb.png": picture(1500, 1500),
-        "strip.png": picture(1005, 5), "large.png": picture(672, 672), "fine.mp4": video(8, 56, 56), "fine.png": picture(56, 56)}
+        "not.png": b"not an image", "half.png": half((nlvr / good[0]["image"][0]).read_bytes()),
+        "not.mp4": b"not a video", "half.mp4": damaged_video(),
+        "long.mp4": video(30, 56, 56, rate=1), "wide.mp4": video(4, 1600, 1300), "large.bmp": picture(600, 582, "BMP"),
+        "bomb.png": picture(1500, 1500),
+        "strip.png": picture(1005, 5), "large.png": picture(672, 672), "fine.mp4": video(8, 56, 56),
+        "fine.png": picture(56, 56)}
     for name, content in files.items():
         (folder / name).write_bytes(content)
     (folder / "link.png").symlink_to(nlvr / good[0]["image"][0])
@@ -96,17 +109,23 @@ def write_llava(folder: Path, good: list[Row], nlvr: Path) -> Path:
 
     bad = [
         image("absent", "images/absent.png"),
-        {"id": "second-absent", "image": ["fine.png", "images/absent.png"], "conversations": talk("<image><image>", ANSWER)},
-        image("not-an-image", "not.png"), image("half-an-image", "half.png"), film("not-a-video", "not.mp4"), film("half-a-video", "half.mp4"),
-        film("long-video", "long.mp4"), film("large-frames", "wide.mp4"), image("large-file", "large.bmp"), image("bomb", "bomb.png"),
-        image("strip", "strip.png"), image("large-image", "large.png"), {"id": "long", "conversations": talk("What is it?", "a" * 1100)},
+        {"id": "second-absent", "image": ["fine.png", "images/absent.png"],
+         "conversations": talk("<image><image>", ANSWER)},
+        image("not-an-image", "not.png"), image("half-an-image", "half.png"), film("not-a-video", "not.mp4"),
+        film("half-a-video", "half.mp4"),
+        film("long-video", "long.mp4"), film("large-frames", "wide.mp4"), image("large-file", "large.bmp"),
+        image("bomb", "bomb.png"),
+        image("strip", "strip.png"), image("large-image", "large.png"),
+        {"id": "long", "conversations": talk("What is it?", "a" * 1100)},
         {"id": "more-marks", "image": "fine.png", "conversations": talk("<image><image>", ANSWER)},
         {"id": "no-mark", "image": "fine.png", "conversations": asked},
-        {"id": "other-mark", "image": "fine.png", "conversations": talk("<video>", ANSWER)}, {"id": "empty", "conversations": []}, {"id": "no-conversation"},
+        {"id": "other-mark", "image": "fine.png", "conversations": talk("<video>", ANSWER)},
+        {"id": "empty", "conversations": []}, {"id": "no-conversation"},
         {"id": "no-answer", "conversations": talk("What is it?")},
         {"id": "unknown-role", "conversations": [*talk("What is it?"), {"from": "bot", "value": ANSWER}]},
         {"id": "image-in-an-answer", "image": "fine.png", "conversations": talk("What is it?", "<image>")},
-        {"id": "special-token", "conversations": talk("What<|im_end|>", ANSWER)}, image("url", "https://me:secret@example.org/cat.png"),
+        {"id": "special-token", "conversations": talk("What<|im_end|>", ANSWER)},
+        image("url", "https://me:secret@example.org/cat.png"),
         image("absolute", "/etc/hostname"), image("above", "../rows.parquet"), image("link-out", "link.png")]
     fine = {"id": "fine-video", "video": "fine.mp4", "conversations": talk("<video>\nWhat happens?", ANSWER)}
     return write_rows(folder / "rows.json", [good[0], *bad, [7], *good[1:], fine])
@@ -115,10 +134,14 @@ def write_llava(folder: Path, good: list[Row], nlvr: Path) -> Path:
 def write_shard(path: Path, image: bytes) -> Path:
     text = json.dumps({"conversations": talk("<image>\nWhat is it?", ANSWER)}).encode()
     names = json.dumps({"conversations": talk("<image>\nWhat is it?", ANSWER), "image": "2.png"}).encode()
-    members = [("fine.json", text), ("fine.png", image), ("pickle.json", text), ("pickle.pkl", b"cos\nsystem\n(S'touch /tmp/x'\ntR."), ("link.json", text),
-               ("link.png", None), ("not-an-image.json", text), ("not-an-image.png", b"not an image"), ("caption.txt", b"A tower."), ("caption.png", image),
-               ("half-an-image.txt", b"A tower."), ("half-an-image.png", half(image)), ("half-a-video.txt", b"A square."),
-               ("half-a-video.mp4", damaged_video()), ("no-text.png", image), ("other-name.json", names), ("other-name.1.png", image)]
+    members = [("fine.json", text), ("fine.png", image), ("pickle.json", text),
+               ("pickle.pkl", b"cos\nsystem\n(S'touch /tmp/x'\ntR."), ("link.json", text),
+               ("link.png", None), ("not-an-image.json", text), ("not-an-image.png", b"not an image"),
+               ("caption.txt", b"A tower."), ("caption.png", image),
+               ("half-an-image.txt", b"A tower."), ("half-an-image.png", half(image)),
+               ("half-a-video.txt", b"A square."),
+               ("half-a-video.mp4", damaged_video()), ("no-text.png", image), ("other-name.json", names),
+               ("other-name.1.png", image)]
     with tarfile.open(path, "w") as archive:
         for name, content in members:
             member = tarfile.TarInfo(name)
@@ -132,7 +155,8 @@ def write_shard(path: Path, image: bytes) -> Path:
 
 def write_parquet(path: Path, image: bytes) -> Path:
     shown = talk("<image>\nWhat is it?", ANSWER)
-    rows = [{"id": name, "images": [{"bytes": content, "path": None}], "conversations": turns} for name, content, turns in (
+    rows = [{"id": name, "images": [{"bytes": content, "path": None}], "conversations": turns}
+            for name, content, turns in (
         ("fine", image, shown), ("half-an-image", half(image), shown), ("no-bytes", None, shown),
         ("unknown-role", image, [{"from": "robot", "value": "<image>"}, *shown[1:]]))]
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -142,12 +166,15 @@ def write_parquet(path: Path, image: bytes) -> Path:
 def write_saved_set(folder: Path, image: bytes) -> Path:
     """As `datasets.Dataset.save_to_disk` leaves it."""
     folder.mkdir()
-    said = json.dumps([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}, {"role": "assistant", "content": ANSWER}])
+    said = json.dumps([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+                       {"role": "assistant", "content": ANSWER}])
     seen = said.replace('"image"', '"video"')
     rows = [{"id": name, "messages": text, "images": images, "videos": videos} for name, text, images, videos in (
-        ("fine", said, [image], None), ("not-json", "[{", [image], None), ("half-a-video", seen, None, [damaged_video()]), ("empty", "[]", None, None))]
+        ("fine", said, [image], None), ("not-json", "[{", [image], None),
+        ("half-a-video", seen, None, [damaged_video()]), ("empty", "[]", None, None))]
     table = pa.Table.from_pylist(rows)
-    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"),
+                   "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     return folder
@@ -157,11 +184,14 @@ def write_saved_set(folder: Path, image: bytes) -> Path:
 def sources(test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str, int]]:
     """(path, format, rows) of a set in each format, with good rows and bad ones."""
     nlvr, folder = test_data / "nlvr", tmp_path_factory.mktemp("bad")
-    rows = [row | {"image": [row["image"]] if isinstance(row["image"], str) else row["image"]} for row in json.loads((nlvr / "conversations.json").read_text())]
+    rows = [row | {"image": [row["image"]] if isinstance(row["image"], str) else row["image"]}
+            for row in json.loads((nlvr / "conversations.json").read_text())]
     good = [row for row in rows if len(row["image"]) < 3][:5]
     image = (nlvr / good[0]["image"][0]).read_bytes()
-    return [(write_llava(folder / "llava", good, nlvr), "llava", 33), (write_shard(folder / "shard.tar", image), "webdataset", 9),
-            (write_parquet(folder / "rows.parquet", image), "parquet", 4), (write_saved_set(folder / "saved", image), "huggingface", 4)]
+    return [(write_llava(folder / "llava", good, nlvr), "llava", 33),
+            (write_shard(folder / "shard.tar", image), "webdataset", 9),
+            (write_parquet(folder / "rows.parquet", image), "parquet", 4),
+            (write_saved_set(folder / "saved", image), "huggingface", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -206,13 +236,16 @@ def test_a_credential_in_a_row_is_nowhere(ended: tuple[Path, Ended]) -> None:
 
 
 @pytest.mark.parametrize("sample_id", ["half-an-image", pytest.param("unknown-role", marks=pytest.mark.slow)])
-def test_a_bad_sample_ends_the_run_when_asked(ray_cluster: None, sources: list[tuple[Path, str, int]], tmp_path: Path, sample_id: str) -> None:
+def test_a_bad_sample_ends_the_run_when_asked(
+    ray_cluster: None, sources: list[tuple[Path, str, int]], tmp_path: Path, sample_id: str
+) -> None:
     """One that shows when its pixels are decoded, and one that shows when it is read."""
     folder = sources[0][0].parent
     rows = json.loads((folder / "rows.json").read_text())
     kept = [row for row in rows if row == rows[0] or (isinstance(row, dict) and row["id"] == sample_id)]
     path = write_rows(folder / f"{sample_id}.json", kept)
-    line = refused(1, f"run.dir={tmp_path / 'run'}", f"data.path={path}", *SETTINGS, "cluster.num_workers=1", "data.on_error=fail")
+    line = refused(1, f"run.dir={tmp_path / 'run'}", f"data.path={path}", *SETTINGS, "cluster.num_workers=1",
+                   "data.on_error=fail")
     assert line.startswith(f"error: sample {sample_id}: ")
     assert BAD[f"0/{sample_id}"] in line
     assert line.endswith("(data.on_error=fail)")

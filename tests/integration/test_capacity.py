@@ -25,7 +25,9 @@ def test_below_the_minimum_a_run_waits_for_capacity(start: Start, undisturbed: l
     check(run, undisturbed)
 
 
-def test_a_run_that_waits_for_capacity_saves_what_is_held_when_it_is_to_end(start: Start, undisturbed: list[float]) -> None:
+def test_a_run_that_waits_for_capacity_saves_what_is_held_when_it_is_to_end(
+    start: Start, undisturbed: list[float]
+) -> None:
     run = start("cluster.min_workers=3")
     run.wait_for_step(3)
     moment = kill(run.pids[0])

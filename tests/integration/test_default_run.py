@@ -22,7 +22,9 @@ def degrees(run_dir: Path) -> set[int]:
     return {int(degree) for line in lines(run_dir, "metrics.jsonl") for degree in line["degrees"]}
 
 
-def test_the_default_run_begins_to_learn_on_groups_of_several_degrees(ray_cluster: None, synthetic: Path, tmp_path: Path) -> None:
+def test_the_default_run_begins_to_learn_on_groups_of_several_degrees(
+    ray_cluster: None, synthetic: Path, tmp_path: Path
+) -> None:
     train(tmp_path / "run", f"data.path={synthetic}", "run.steps=12")
     assert losses(tmp_path / "run")[-1] < 0.8 * losses(tmp_path / "run")[0]
     assert {1, 2} < degrees(tmp_path / "run")
@@ -40,7 +42,8 @@ def test_the_default_run_learns(ray_cluster: None, synthetic: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_real_conversations_are_learnt(ray_cluster: None, test_data: Path, tmp_path: Path) -> None:
     nlvr = test_data / "nlvr"
-    train(tmp_path / "run", "data.format=llava", f"data.path={nlvr / 'conversations.json'}", f"data.image_root={nlvr}", "cluster.num_workers=3",
+    train(tmp_path / "run", "data.format=llava", f"data.path={nlvr / 'conversations.json'}", f"data.image_root={nlvr}",
+          "cluster.num_workers=3",
           "run.steps=60", "planner.tokens_per_rank=1024", timeout_s=900)
     found = losses(tmp_path / "run")
     assert len(found) == 60

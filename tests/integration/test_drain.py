@@ -1,4 +1,6 @@
-"""A node that Ray takes away with notice: its workers leave before it goes, what they hold is saved, and nothing is run twice."""
+"""A node that Ray takes away with notice: its workers leave before it goes, what they hold is saved, and nothing is run
+twice.
+"""
 
 import json
 import subprocess
@@ -13,7 +15,8 @@ SCRIPT = Path(__file__).with_name("drained_node.py")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_workers_of_a_drained_node_leave_before_it_goes(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=580, check=False)
+    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=580,
+                          check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
     events = found["events"]

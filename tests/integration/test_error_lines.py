@@ -1,6 +1,7 @@
 """What users get wrong in a command, through the entry point: the exit status and one clear line.
 
-What is refused before Ray starts is in tests/runtime/job/test_preflight.py, bad samples in test_bad_data.py, bad checkpoints in test_bad_checkpoints.py.
+What is refused before Ray starts is in tests/runtime/job/test_preflight.py, bad samples in test_bad_data.py, bad
+checkpoints in test_bad_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def test_a_file_that_goes_bad_behind_its_first_rows(ray_cluster: None, tmp_path:
 
 def test_more_workers_than_the_cluster_has_room_for(ray_cluster: None, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.json", [{"conversations": talk("Name a colour.", "Red.")}])
-    line = refused(1, "data=llava", f"data.path={path}", f"run.dir={tmp_path / 'run'}", "cluster.num_workers=64", "cluster.start_timeout_s=2")
+    line = refused(1, "data=llava", f"data.path={path}", f"run.dir={tmp_path / 'run'}", "cluster.num_workers=64",
+                   "cluster.start_timeout_s=2")
     assert "cluster.num_workers=64: needs 6.4 CPU; the cluster has 2 CPU in all" in line
 
 
@@ -41,7 +43,11 @@ def test_an_extra_that_the_workers_lack(tmp_path: Path, monkeypatch: pytest.Monk
         pytest.skip("torch_npu is installed")
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"NPU": 2}')
-    ended = run("train.py", "cluster.device=npu", "cluster.num_workers=1", "train.precision=bf16", f"run.dir={tmp_path / 'run'}", *data_overrides("", tmp_path))
+    ended = run("train.py", "cluster.device=npu", "cluster.num_workers=1", "train.precision=bf16",
+                f"run.dir={tmp_path / 'run'}", *data_overrides("", tmp_path))
     assert ended.status == 1
-    (line,) = [line for line in ended.error_lines if line.startswith("error: ")]  # Ray adds a traceback of its own: such a node has Ascend's `acl`
-    assert "cluster.device: got 'npu', but torch_npu is not installed on this machine (pip install 'dhp_ray[npu]')" in line
+    # Ray adds a traceback of its own: such a node has Ascend's `acl`
+    (line,) = [line for line in ended.error_lines if line.startswith("error: ")]
+    assert (
+        "cluster.device: got 'npu', but torch_npu is not installed on this machine (pip install 'dhp_ray[npu]')" in line
+    )

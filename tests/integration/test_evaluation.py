@@ -1,4 +1,6 @@
-"""The loss on held-out samples: the same on any number of workers, equal to plain transformers', and told where the losses are."""
+"""The loss on held-out samples: the same on any number of workers, equal to plain transformers', and told where the
+losses are.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from tests.integration.jobs import lines, losses, run, train
 def conversations(test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Training and held-out conversations, apart."""
     folder = tmp_path_factory.mktemp("split")
-    rows = [row for row in json.loads((test_data / "nlvr" / "conversations.json").read_text()) if isinstance(row["image"], str) or len(row["image"]) < 4]
+    rows = [row for row in json.loads((test_data / "nlvr" / "conversations.json").read_text())
+            if isinstance(row["image"], str) or len(row["image"]) < 4]
     (folder / "train.json").write_text(json.dumps(rows[:24]))
     (folder / "held_out.json").write_text(json.dumps(rows[30:41]))
-    return ["data=llava", f"data.path={folder / 'train.json'}", f"data.image_root={test_data / 'nlvr'}", f"eval.path={folder / 'held_out.json'}",
+    return ["data=llava", f"data.path={folder / 'train.json'}", f"data.image_root={test_data / 'nlvr'}",
+            f"eval.path={folder / 'held_out.json'}",
             "batch.global_samples=4", "run.steps=4", "train.adam_eps=1e-6", "checkpoint.every_steps=0"]
 
 
@@ -26,7 +30,9 @@ def eval_losses(run_dir: Path) -> list[float | None]:
 
 
 @pytest.fixture(scope="module")
-def one_worker(ray_cluster: None, conversations: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def one_worker(
+    ray_cluster: None, conversations: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("evaluated") / "run"
     ended = train(folder, *conversations, "eval.every_steps=2", "cluster.num_workers=1", "planner.tokens_per_rank=2048")
     return folder, ended.output
@@ -45,23 +51,30 @@ def test_it_is_written_after_every_so_many_steps(one_worker: tuple[Path, str]) -
     assert f"eval loss {fourth:.3f}" in output
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    assert [(point.step, point.value) for point in events.Scalars("loss/eval")] == [(2, pytest.approx(second)), (4, pytest.approx(fourth))]
+    assert [(point.step, point.value)
+            for point in events.Scalars("loss/eval")] == [(2, pytest.approx(second)), (4, pytest.approx(fourth))]
 
 
 @pytest.mark.slow
-def test_it_is_the_same_on_three_workers(one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path) -> None:
-    train(tmp_path / "three", *conversations, "eval.every_steps=2", "cluster.num_workers=3", "planner.tokens_per_rank=300", "planner.max_sequence_tokens=2048")
+def test_it_is_the_same_on_three_workers(
+    one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path
+) -> None:
+    train(tmp_path / "three", *conversations, "eval.every_steps=2", "cluster.num_workers=3",
+          "planner.tokens_per_rank=300", "planner.max_sequence_tokens=2048")
     assert losses(tmp_path / "three") == pytest.approx(losses(one_worker[0]), rel=1e-4)
     assert eval_losses(tmp_path / "three")[1::2] == pytest.approx(eval_losses(one_worker[0])[1::2], rel=1e-4)
 
 
 @pytest.mark.slow
 def test_it_changes_nothing(one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path) -> None:
-    train(tmp_path / "without", *[word for word in conversations if not word.startswith("eval.")], "cluster.num_workers=1", "planner.tokens_per_rank=2048")
+    train(tmp_path / "without", *[word for word in conversations if not word.startswith("eval.")],
+          "cluster.num_workers=1", "planner.tokens_per_rank=2048")
     assert losses(tmp_path / "without") == losses(one_worker[0])
 
 
-def test_it_is_plain_transformers_loss_of_the_held_out_samples(one_worker: tuple[Path, str], conversations: list[str], test_data: Path) -> None:
+def test_it_is_plain_transformers_loss_of_the_held_out_samples(
+    one_worker: tuple[Path, str], conversations: list[str], test_data: Path
+) -> None:
     """The model that was saved at the end is the one that was evaluated after the last step."""
     import torch
     from transformers import Qwen2_5_VLForConditionalGeneration
@@ -72,16 +85,19 @@ def test_it_is_plain_transformers_loss_of_the_held_out_samples(one_worker: tuple
 
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(one_worker[0] / "model").eval()
     processor = load_processor("", str(one_worker[0] / "model"), 3136, 1003520)
-    held_out = json.loads(Path(next(word for word in conversations if word.startswith("eval.path=")).partition("=")[2]).read_text())
+    held_out = json.loads(Path(next(word for word in conversations
+                                    if word.startswith("eval.path=")).partition("=")[2]).read_text())
     loss_sum, count = 0.0, 0
     for row in held_out:
         names = [row["image"]] if isinstance(row["image"], str) else row["image"]
-        encoded = processor.encode(row["conversations"], [load_image(str(test_data / "nlvr" / name)).size for name in names])
+        encoded = processor.encode(row["conversations"],
+                                   [load_image(str(test_data / "nlvr" / name)).size for name in names])
         ids, labels = (torch.tensor(values, dtype=torch.long)[None] for values in (encoded.input_ids, encoded.labels))
         with torch.no_grad():
             output = model(input_ids=ids, labels=labels, image_grid_thw=torch.tensor(encoded.grids),
                            mm_token_type_ids=(ids == model.config.image_token_id).int(),
-                           pixel_values=torch.cat([torch.from_numpy(decode((test_data / "nlvr" / name).read_bytes(), processor)) for name in names]))
+                           pixel_values=torch.cat([torch.from_numpy(decode((test_data / "nlvr" / name).read_bytes(),
+                                                                           processor)) for name in names]))
         valid = int((labels[:, 1:] != -100).sum())
         loss_sum, count = loss_sum + output.loss.item() * valid, count + valid
     assert eval_losses(one_worker[0])[-1] == pytest.approx(loss_sum / count, rel=1e-4)
@@ -93,7 +109,8 @@ def with_a_bad_one(conversations: list[str], tmp_path: Path) -> tuple[str, list[
     rows = json.loads(Path(path).read_text())[:3]
     rows[1]["image"] = "images/absent.png"
     (tmp_path / "held_out.json").write_text(json.dumps(rows))
-    settings = [*conversations, f"eval.path={tmp_path / 'held_out.json'}", "eval.every_steps=1", "run.steps=2", "cluster.num_workers=1",
+    settings = [*conversations, f"eval.path={tmp_path / 'held_out.json'}", "eval.every_steps=1", "run.steps=2",
+                "cluster.num_workers=1",
                 "planner.tokens_per_rank=2048"]
     return rows[1]["id"], settings
 
@@ -107,7 +124,9 @@ def test_a_bad_held_out_sample_is_left_out(ray_cluster: None, conversations: lis
 
 
 @pytest.mark.slow
-def test_a_bad_held_out_sample_ends_the_run_when_asked(ray_cluster: None, conversations: list[str], tmp_path: Path) -> None:
+def test_a_bad_held_out_sample_ends_the_run_when_asked(
+    ray_cluster: None, conversations: list[str], tmp_path: Path
+) -> None:
     bad, settings = with_a_bad_one(conversations, tmp_path)
     failed = run("train.py", f"run.dir={tmp_path / 'strict'}", *settings, "data.on_error=fail")
     assert failed.status == 1

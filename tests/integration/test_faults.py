@@ -1,4 +1,6 @@
-"""Workers killed, stopped and out of memory, drivers killed: the run goes on, with every sample once and the losses of an undisturbed run."""
+"""Workers killed, stopped and out of memory, drivers killed: the run goes on, with every sample once and the losses of
+an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def test_a_worker_killed_one_stopped_and_the_driver_killed(start: Start, undistu
     assert seconds_since(noticed, moment) < 10 + 5  # hang_s, and as much as an answer may take on a busy machine
     formed = run.wait_for_event(moment, "generation", timeout_s=60)
     assert stopped not in run.pids
-    assert {event["pid"]: event["condition"] for event in run.events_after(moment, "worker_lost")} == {stopped: "silent"}
+    assert {event["pid"]: event["condition"]
+            for event in run.events_after(moment, "worker_lost")} == {stopped: "silent"}
 
     run.wait_for_step(formed["step"])
     (driver,) = children("Driver")
@@ -73,7 +76,9 @@ def test_micro_batch_goes_on_too(start: Start, undisturbed: list[float], transpo
 
 
 def test_all_workers_but_one_killed(start: Start, undisturbed: list[float]) -> None:
-    """The one that is left has its own shard and another's: the third is lost, and the run goes back to the newest checkpoint."""
+    """The one that is left has its own shard and another's: the third is lost, and the run goes back to the newest
+    checkpoint.
+    """
     run = start("checkpoint.every_steps=3")
     run.wait_for(lambda: run.events("checkpoint"))
     run.wait_for_step(5)
@@ -98,7 +103,8 @@ def test_all_workers_killed_at_once(start: Start, undisturbed: list[float], ever
     victims = run.pids
     moment = kill(*victims)
     formed = run.wait_for_event(moment, "generation")
-    assert formed["version"] is None or run.events_after(moment, "broken")[1:]  # on a starved machine the first newcomers may break once more
+    # on a starved machine the first newcomers may break once more
+    assert formed["version"] is None or run.events_after(moment, "broken")[1:]
     lost = [event["pid"] for event in run.events_after(moment, "worker_lost")]
     assert sorted(pid for pid in lost if pid in victims) == sorted(victims)  # each told, and replaced, once
     assert not run.events_after(moment, "newcomer_lost")
@@ -124,7 +130,8 @@ def test_a_worker_killed_during_a_checkpoint(start: Start, undisturbed: list[flo
     run = start("checkpoint.every_steps=1")
     for number in range(2):
         run.wait_for_step(run.step + 2)
-        run.wait_for(lambda: any("manifest.json" not in os.listdir(folder) for folder in (run.folder / "checkpoints").iterdir()))
+        run.wait_for(lambda: any("manifest.json" not in os.listdir(folder)
+                                 for folder in (run.folder / "checkpoints").iterdir()))
         moment = kill(run.pids[number])
         run.wait_for_event(moment, "generation")
         run.wait_for_ranks(3)
@@ -134,7 +141,9 @@ def test_a_worker_killed_during_a_checkpoint(start: Start, undisturbed: list[flo
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.3, 1.0])
-def test_a_worker_killed_during_the_recovery_from_another(start: Start, undisturbed: list[float], pause_s: float) -> None:
+def test_a_worker_killed_during_the_recovery_from_another(
+    start: Start, undisturbed: list[float], pause_s: float
+) -> None:
     run = start("cluster.num_workers=4", "cluster.cpus_per_worker=0.15", "checkpoint.every_steps=4")
     run.wait_for(lambda: run.events("checkpoint"))
     first, _, third, _ = run.pids

@@ -1,4 +1,5 @@
-"""A run that waits for CPUs and for a rank that stands still; one that need not, though its workers reserve every CPU."""
+"""A run that waits for CPUs and for a rank that stands still; one that need not, though its workers reserve every CPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Losses of 20 steps and the parameters after them, against one rank: a subset of `benchmarks/parity.py` that has every value of every axis.
+"""Losses of 20 steps and the parameters after them, against one rank: a subset of `benchmarks/parity.py` that has every
+value of every axis.
 
 A few of the cases run in make test, all of them in make test-all.
 """
@@ -15,10 +16,13 @@ from dhp_ray.config import load
 
 STEPS, BATCH, LONGEST = 20, 4, 400
 PLAIN = [Case(2, "static", "step", "pool"), Case(3, "dhp", "step", "parent"), Case(5, "dhp", "step", "pool"),
-         Case(2, "dhp", "micro_batch", "parent"), Case(3, "static", "micro_batch", "pool"), Case(5, "dhp", "micro_batch", "parent")]
-SPECIAL = [Case(3, "dhp", SYNCS[place % 2], TRANSPORTS[place // 2 % 2], situation) for place, situation in enumerate(list(SITUATIONS)[1:])]
+         Case(2, "dhp", "micro_batch", "parent"), Case(3, "static", "micro_batch", "pool"),
+         Case(5, "dhp", "micro_batch", "parent")]
+SPECIAL = [Case(3, "dhp", SYNCS[place % 2], TRANSPORTS[place // 2 % 2], situation)
+           for place, situation in enumerate(list(SITUATIONS)[1:])]
 QUICK = [PLAIN[1], PLAIN[2], PLAIN[4], SPECIAL[0], SPECIAL[-1]]
-CASES = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow, id=str(case).replace(", ", "-").replace(" ", "_")) for case in PLAIN + SPECIAL]
+CASES = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow,
+                      id=str(case).replace(", ", "-").replace(" ", "_")) for case in PLAIN + SPECIAL]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM, whatever the run is at: it ends within seconds, what is committed is saved, and no committed step runs again.
+"""Ctrl-C and SIGTERM, whatever the run is at: it ends within seconds, what is committed is saved, and no committed step
+runs again.
 
 Ctrl-C reaches all processes of the terminal's group, and here of the run's; SIGTERM the run's process alone.
 """
@@ -57,7 +58,8 @@ def wait_until_ready(run: Run) -> None:
 
 
 def step_and_save_s(run: Run, steps: int, moment: float) -> float:
-    """Seconds after the signal that the last step took if it was committed after it, and from there to its checkpoint."""
+    """Seconds after the signal that the last step took if it was committed after it, and from there to its checkpoint.
+    """
     saved = [event for event in run.events_after(moment, "checkpoint") if event["step"] == run.step]
     step_s = lines(run.folder, "metrics.jsonl")[-1]["step_time_s"] if run.step > steps else 0.0
     committed_s = max(0.0, (run.folder / "ledger.jsonl").stat().st_mtime - moment) if run.step > steps else 0.0
@@ -75,7 +77,8 @@ def goes_on(run: Run, begin: Callable[[], Run], steps: int) -> Run:
 @pytest.fixture
 def unread(tmp_path: Path) -> list[str]:
     """Data of which no batch is there within a minute: each row is a million tokens."""
-    rows = [{"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "word " * 200_000}]} for _ in range(40)]
+    rows = [{"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "word " * 200_000}]}
+            for _ in range(40)]
     (tmp_path / "long.json").write_text(json.dumps(rows))
     return ["data=llava", f"data.path={tmp_path / 'long.json'}"]
 
@@ -137,7 +140,8 @@ def disturb_training(run: Run, pause_s: float) -> None:
 
 def disturb_saving(run: Run, pause_s: float) -> None:
     run.wait_for_step(run.step + 2)
-    run.wait_for(lambda: any("manifest.json" not in os.listdir(folder) for folder in (run.folder / "checkpoints").iterdir()))
+    run.wait_for(lambda: any("manifest.json" not in os.listdir(folder)
+                             for folder in (run.folder / "checkpoints").iterdir()))
     time.sleep(pause_s / 5)
 
 
@@ -147,7 +151,8 @@ def disturb_recovering(run: Run, pause_s: float) -> None:
     time.sleep(2 * pause_s)
 
 
-PHASES = {disturb_training: [], disturb_saving: ["model.preset=small", "checkpoint.every_steps=1"], disturb_recovering: []}
+PHASES = {disturb_training: [], disturb_saving: ["model.preset=small", "checkpoint.every_steps=1"],
+          disturb_recovering: []}
 
 
 @pytest.mark.slow

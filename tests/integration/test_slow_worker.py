@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 def test_a_worker_slowed_from_outside_gets_less_until_it_is_well_again(start: Start) -> None:
     """It runs a third of the time. Two workers, so that nobody's share of the machine's cores is taken by a third."""
-    run = start("cluster.num_workers=2", "batch.global_samples=24", "planner.tokens_per_rank=4096", "elastic.evict_below=0")
+    run = start("cluster.num_workers=2", "batch.global_samples=24", "planner.tokens_per_rank=4096",
+                "elastic.evict_below=0")
     run.wait_for_step(6)
     begun = run.step
     with slowed(run.pids[1]):
@@ -43,8 +44,10 @@ def test_a_worker_slowed_from_outside_gets_less_until_it_is_well_again(start: St
 
 
 def test_a_worker_far_too_slow_is_replaced_once(start: Start) -> None:
-    """Its successor, which is as slow, is kept: where it runs must be what is slow, and a third one would be no faster."""
-    run = start("cluster.num_workers=2", "batch.global_samples=24", "planner.tokens_per_rank=4096", "elastic.evict_below=0.6", "elastic.patience=3")
+    """Its successor, which is as slow, is kept: where it runs must be what is slow, and a third one would be no faster.
+    """
+    run = start("cluster.num_workers=2", "batch.global_samples=24", "planner.tokens_per_rank=4096",
+                "elastic.evict_below=0.6", "elastic.patience=3")
     run.wait_for_step(6)
     moment, victim = time.time(), run.pids[1]
     with slowed(victim):

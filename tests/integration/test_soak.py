@@ -17,15 +17,21 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.mark.parametrize(("sync", "faults", "seed"), [
-    ("step", 6, 2), pytest.param("micro_batch", 6, 1, marks=pytest.mark.slow), pytest.param("step", 12, 3, marks=pytest.mark.slow)])
+    ("step", 6, 2), pytest.param("micro_batch", 6, 1, marks=pytest.mark.slow),
+    pytest.param("step", 12, 3, marks=pytest.mark.slow)])
 def test_a_soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: int) -> None:
-    """Two nodes with two workers each, in a cluster of its own; all kinds of faults, among them a node that is lost and one that comes."""
+    """Two nodes with two workers each, in a cluster of its own; all kinds of faults, among them a node that is lost and
+    one that comes.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run([sys.executable, "benchmarks/soak.py", "--sync", sync, "--faults", str(faults), "--seed", str(seed), "--steps", str(COMPARED),
-                           "--reference", str(reference), "--folder", str(tmp_path)], cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "benchmarks/soak.py", "--sync", sync, "--faults", str(faults), "--seed",
+                           str(seed), "--steps", str(COMPARED),
+                           "--reference", str(reference), "--folder", str(tmp_path)], cwd=ROOT, env=environment,
+                          text=True, capture_output=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("ok   ends by itself", f"ok   ledger: {COMPARED} lines", "ok   loss", "node lost", "node added", "driver", "stop"):
+    for words in ("ok   ends by itself", f"ok   ledger: {COMPARED} lines", "ok   loss", "node lost", "node added",
+                  "driver", "stop"):
         assert words in done.stdout
     events = EventAccumulator(str(tmp_path / "soak/tensorboard")).Reload()
     formed = [event for event in lines(tmp_path / "soak", "events.jsonl") if event["kind"] == "generation"]

@@ -1,4 +1,6 @@
-"""The user's path: the README's `ray job submit` to a running cluster of two nodes, its logs, stopping, submitting again, and what is left behind."""
+"""The user's path: the README's `ray job submit` to a running cluster of two nodes, its logs, stopping, submitting
+again, and what is left behind.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,12 @@ from tests.readme import the_block
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SMALL = ("data.synthetic.num_samples=48", "data.synthetic.max_tokens=700", "data.synthetic.long_median_tokens=500")
-VARIABLES = '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120", "GLOO_LOG_LEVEL": "INFO"}}'  # the first is the job manager's, the second each rank's
+# the first is the job manager's, the second each rank's
+VARIABLES = '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120", "GLOO_LOG_LEVEL": "INFO"}}'
 MODE, GENERATE, _, SUBMIT, _ = the_block("", "ray start --head").splitlines()
-"""The README's commands for a cluster of this machine. `ray start` and `ray stop` are not run: they would take this machine's other clusters along."""
+"""The README's commands for a cluster of this machine. `ray start` and `ray stop` are not run: they would take this
+machine's other clusters along.
+"""
 WORDS = shlex.split(SUBMIT)
 OPTIONS, ENTRYPOINT = WORDS[3:WORDS.index("--")], WORDS[WORDS.index("--") + 1:]
 
@@ -46,7 +51,8 @@ class SubmitCluster:
 
     def ray(self, *arguments: str, timeout_s: float = 400.0) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).with_name("ray")), *arguments]
-        return subprocess.run(command, cwd=self.checkout, env=self.environment, text=True, capture_output=True, timeout=timeout_s, check=False)
+        return subprocess.run(command, cwd=self.checkout, env=self.environment, text=True, capture_output=True,
+                              timeout=timeout_s, check=False)
 
     def submit(self, name: str, *entrypoint: str, wait: bool = True) -> subprocess.CompletedProcess[str]:
         shown = [self.dashboard if word == "http://127.0.0.1:8265" else word for word in OPTIONS]
@@ -55,7 +61,8 @@ class SubmitCluster:
 
     def job(self, name: str) -> dict[str, Any]:
         """What the dashboard knows of a job."""
-        request = urllib.request.Request(f"{self.dashboard}/api/jobs/{name}", headers={"Authorization": f"Bearer {self.token}"})
+        request = urllib.request.Request(f"{self.dashboard}/api/jobs/{name}",
+                                         headers={"Authorization": f"Bearer {self.token}"})
         with urllib.request.urlopen(request) as answer:
             found: dict[str, Any] = json.loads(answer.read())
         return found
@@ -64,10 +71,13 @@ class SubmitCluster:
         return str(self.job(name)["status"])
 
     def actors_left(self) -> list[str]:
-        """What is not of Ray itself: its Data library keeps actors (their names begin with _) for the cluster's life, and the job manager one for a moment."""
+        """What is not of Ray itself: its Data library keeps actors (their names begin with _) for the cluster's life,
+        and the job manager one for a moment.
+        """
         done = self.ray("list", "actors", "--address", self.dashboard, "--filter", "state!=DEAD", "--format", "json")
         assert done.returncode == 0, done.stderr
-        actors = [actor for actor in json.loads(done.stdout) if not actor["class_name"].startswith(("_", "JobSupervisor"))]
+        actors = [actor for actor in json.loads(done.stdout)
+                  if not actor["class_name"].startswith(("_", "JobSupervisor"))]
         return [f"{actor['class_name']} {actor['state']} of job {actor['job_id']}" for actor in actors]
 
     def wait_for_no_actors(self) -> None:
@@ -80,7 +90,9 @@ class SubmitCluster:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What git would give a stranger, and beside it what a user's folder collects: an environment and runs, which must not be uploaded."""
+    """What git would give a stranger, and beside it what a user's folder collects: an environment and runs, which must
+    not be uploaded.
+    """
     folder = tmp_path_factory.mktemp("checkout")
     copy_checkout(folder)
     for name in (".venv/lib/library.so", "runs/default/checkpoints/step_000001/weights", "my/images/cat.png"):
@@ -96,11 +108,15 @@ def cluster(checkout: Path) -> Iterator[SubmitCluster]:
         port = probe.getsockname()[1]
     sessions = tempfile.mkdtemp(prefix="ray_")  # short: Ray puts sockets there
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "VIRTUAL_ENV")}
-    environment |= {"RAY_TMPDIR": sessions, "HOME": sessions, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment |= {"RAY_TMPDIR": sessions, "HOME": sessions, "OMP_NUM_THREADS": "1",
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment |= dict([MODE.removeprefix("export ").split("=")])
-    token = subprocess.run(["bash", "-c", GENERATE], env=environment, text=True, capture_output=True, check=True).stdout.strip()  # below that HOME
+    # below that HOME
+    token = subprocess.run(["bash", "-c", GENERATE], env=environment, text=True, capture_output=True,
+                           check=True).stdout.strip()
     assert (Path(sessions) / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
-    process = subprocess.Popen([sys.executable, str(ROOT / "tests" / "integration" / "dashboard_cluster.py"), str(port)], env=environment, text=True,
+    process = subprocess.Popen([sys.executable, str(ROOT / "tests" / "integration" / "dashboard_cluster.py"),
+                                str(port)], env=environment, text=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         assert process.stdout is not None
@@ -125,7 +141,9 @@ def until(what: Callable[[], object], timeout_s: float) -> None:
 
 
 def wait_for_agents(cluster: SubmitCluster, timeout_s: float = 300.0) -> None:
-    """The agents that start jobs come up after the dashboard; until then submitting is answered by "No available agent"."""
+    """The agents that start jobs come up after the dashboard; until then submitting is answered by "No available
+    agent".
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         probe = cluster.submit(f"probe-{time.time_ns()}", "true")
@@ -140,8 +158,10 @@ def arguments(checkout: Path) -> list[str]:
     """The README's entry point on a small set, for a run of 24 steps on two workers; `run.dir` may follow once more."""
     shown = [word.replace("$PWD", str(checkout)) for word in ENTRYPOINT]
     [data] = [word for word in shown if word.startswith("data.path=")]
-    subprocess.run([sys.executable, str(ROOT / "jobs" / "prepare_data.py"), data, *SMALL], check=True, capture_output=True)
-    return [*shown, *SMALL, "cluster.num_workers=2", "planner.tokens_per_rank=400", "batch.global_samples=4", "run.steps=24", "checkpoint.every_steps=50"]
+    subprocess.run([sys.executable, str(ROOT / "jobs" / "prepare_data.py"), data, *SMALL], check=True,
+                   capture_output=True)
+    return [*shown, *SMALL, "cluster.num_workers=2", "planner.tokens_per_rank=400", "batch.global_samples=4",
+            "run.steps=24", "checkpoint.every_steps=50"]
 
 
 def test_what_is_uploaded(cluster: SubmitCluster) -> None:
@@ -154,15 +174,20 @@ def test_what_is_uploaded(cluster: SubmitCluster) -> None:
         assert f"'{name}'" not in names
 
 
-def test_submitted_watched_stopped_and_submitted_again(cluster: SubmitCluster, arguments: list[str], tmp_path: Path) -> None:
+def test_submitted_watched_stopped_and_submitted_again(
+    cluster: SubmitCluster, arguments: list[str], tmp_path: Path
+) -> None:
     undisturbed = cluster.checkout / "runs" / "submitted"  # the README's run.dir
     whole = cluster.submit("whole", *arguments)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert "step 24/24 loss" in whole.stdout
     logs = cluster.ray("job", "logs", "--address", cluster.dashboard, "whole").stdout
     assert all(f"step {step}/24 loss" in logs for step in range(1, 25))
-    said = {int(pid) for pid in re.findall(r"\(Worker pid=(\d+)[^)]*\)\S* \[[^]]*gloo/\S*\] INFO Rank \d", logs)}  # as the variable GLOO_LOG_LEVEL has it
-    assert said & {rank["pid"] for rank in json.loads((undisturbed / "cluster.json").read_text())["ranks"]}, "what ranks print is in the job's log"
+    # as the variable GLOO_LOG_LEVEL has it
+    said = {int(pid) for pid in re.findall(r"\(Worker pid=(\d+)[^)]*\)\S* \[[^]]*gloo/\S*\] INFO Rank \d", logs)}
+    assert said & {rank["pid"] for rank in json.loads((undisturbed / "cluster.json").read_text())["ranks"]}, (
+        "what ranks print is in the job's log"
+    )
     assert cluster.status("whole") == "SUCCEEDED"
     cluster.wait_for_no_actors()
 
@@ -189,7 +214,8 @@ def test_submitted_watched_stopped_and_submitted_again(cluster: SubmitCluster, a
 def test_a_job_that_fails_says_so(cluster: SubmitCluster, arguments: list[str], tmp_path: Path) -> None:
     """One line in the log, and the exit status in the job's."""
     for name, change, words, status in (("typo", "train.learning_rat=1", "error: train.learning_rat: no such key", 2),
-                                        ("too-many", "cluster.num_workers=90", "error: cluster.num_workers=90: needs", 1)):
+                                        ("too-many", "cluster.num_workers=90", "error: cluster.num_workers=90: needs",
+                                         1)):
         done = cluster.submit(name, *arguments, f"run.dir={tmp_path / name}", change, "cluster.start_timeout_s=2")
         assert done.returncode == 1, done.stdout
         assert next(line for line in done.stdout.splitlines() if line.startswith("error: ")).startswith(words)

@@ -1,4 +1,6 @@
-"""Whole runs on real conversations: the same loss on every number of workers, going on after a kill, the files of a run."""
+"""Whole runs on real conversations: the same loss on every number of workers, going on after a kill, the files of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,25 @@ import pytest
 from tests.integration.jobs import ledger, lines, losses, start, train
 
 STEPS, BATCH = 20, 6
-METRICS = {"step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s", "planning_time_s",
-           "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees", "planner", "late"}
+METRICS = {"step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s",
+           "planning_time_s",
+           "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees",
+           "planner", "late"}
 
 
 @pytest.fixture(scope="session")
 def nlvr(test_data: Path) -> list[str]:
     folder = test_data / "nlvr"
-    return ["data=llava", f"data.path={folder / 'conversations.json'}", f"data.image_root={folder}", f"batch.global_samples={BATCH}",
+    return ["data=llava", f"data.path={folder / 'conversations.json'}", f"data.image_root={folder}",
+            f"batch.global_samples={BATCH}",
             "train.adam_eps=1e-6", "train.learning_rate=1e-3", "seed=3"]
 
 
 @pytest.fixture(scope="session")
 def one_worker(ray_cluster: None, nlvr: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one") / "run"
-    train(folder, *nlvr, f"run.steps={STEPS}", "cluster.num_workers=1", "planner.tokens_per_rank=4096", "checkpoint.every_steps=0")
+    train(folder, *nlvr, f"run.steps={STEPS}", "cluster.num_workers=1", "planner.tokens_per_rank=4096",
+          "checkpoint.every_steps=0")
     return folder
 
 
@@ -40,11 +46,19 @@ def longest(run_dir: Path) -> int:
     return max(tokens)
 
 
-@pytest.mark.parametrize(("num_workers", "transport"), [
-    (3, "pool"), *(pytest.param(*world, marks=pytest.mark.slow) for world in ((3, "parent"), (5, "pool"), (5, "parent")))])
-def test_any_number_of_workers_gives_the_loss_of_one(one_worker: Path, nlvr: list[str], tmp_path: Path, num_workers: int, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "transport"),
+    [
+        (3, "pool"),
+        *(pytest.param(*world, marks=pytest.mark.slow) for world in ((3, "parent"), (5, "pool"), (5, "parent"))),
+    ],
+)
+def test_any_number_of_workers_gives_the_loss_of_one(
+    one_worker: Path, nlvr: list[str], tmp_path: Path, num_workers: int, transport: str
+) -> None:
     tokens_per_rank = math.ceil(longest(one_worker) / num_workers)
-    train(tmp_path / "run", *nlvr, f"run.steps={STEPS}", f"cluster.num_workers={num_workers}", f"comm.transport={transport}",
+    train(tmp_path / "run", *nlvr, f"run.steps={STEPS}", f"cluster.num_workers={num_workers}",
+          f"comm.transport={transport}",
           f"planner.tokens_per_rank={tokens_per_rank}", "checkpoint.every_steps=0")
     assert ledger(tmp_path / "run") == ledger(one_worker)
     assert losses(tmp_path / "run") == pytest.approx(losses(one_worker), rel=1e-4)
@@ -54,12 +68,16 @@ def test_any_number_of_workers_gives_the_loss_of_one(one_worker: Path, nlvr: lis
 
 
 @pytest.mark.slow
-def test_micro_batch_gives_the_losses_of_step_and_goes_on_with_step(ray_cluster: None, nlvr: list[str], tmp_path: Path) -> None:
-    common = [*nlvr, "cluster.num_workers=3", "planner.tokens_per_rank=256", "planner.max_sequence_tokens=768", "train.schedule=constant",
+def test_micro_batch_gives_the_losses_of_step_and_goes_on_with_step(
+    ray_cluster: None, nlvr: list[str], tmp_path: Path
+) -> None:
+    common = [*nlvr, "cluster.num_workers=3", "planner.tokens_per_rank=256", "planner.max_sequence_tokens=768",
+              "train.schedule=constant",
               "checkpoint.every_steps=0"]
     train(tmp_path / "step", *common, "run.steps=8")
     train(tmp_path / "micro_batch", *common, "run.steps=6", "planner.sync=micro_batch")
-    assert {"1", "2", "3"} <= {degree for line in lines(tmp_path / "micro_batch", "metrics.jsonl") for degree in line["degrees"]}
+    assert {"1", "2", "3"} <= {degree for line in lines(tmp_path / "micro_batch", "metrics.jsonl")
+                               for degree in line["degrees"]}
     ended = train(tmp_path / "micro_batch", *common, "run.steps=8", "planner.sync=step")
     assert "resuming after step 6" in ended.output
     assert ledger(tmp_path / "micro_batch") == ledger(tmp_path / "step")
@@ -68,10 +86,12 @@ def test_micro_batch_gives_the_losses_of_step_and_goes_on_with_step(ray_cluster:
 
 def test_a_killed_run_goes_on_where_it_was(one_worker: Path, nlvr: list[str], tmp_path: Path) -> None:
     """On two workers, with the samples and losses of the run on one that nothing happened to."""
-    common = [*nlvr, f"run.steps={STEPS}", "cluster.num_workers=2", "planner.tokens_per_rank=4096", "checkpoint.every_steps=3"]
+    common = [*nlvr, f"run.steps={STEPS}", "cluster.num_workers=2", "planner.tokens_per_rank=4096",
+              "checkpoint.every_steps=3"]
     process = start("train.py", f"run.dir={tmp_path / 'killed'}", *common)
     deadline = time.monotonic() + 120
-    while len(lines(tmp_path / "killed", "ledger.jsonl")) < 5 or not (tmp_path / "killed/checkpoints/step_000003/manifest.json").exists():
+    while len(lines(tmp_path / "killed",
+                    "ledger.jsonl")) < 5 or not (tmp_path / "killed/checkpoints/step_000003/manifest.json").exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -91,12 +111,14 @@ def test_a_killed_run_goes_on_where_it_was(one_worker: Path, nlvr: list[str], tm
 
 def test_a_run_leaves_the_files_of_the_contract(one_worker: Path) -> None:
     names = {path.name for path in one_worker.iterdir()}
-    assert {"config.yaml", "tensorboard", "checkpoints", "plans", "events.jsonl", "model", "metrics.jsonl", "ledger.jsonl", "cluster.json"} <= names
+    assert {"config.yaml", "tensorboard", "checkpoints", "plans", "events.jsonl", "model", "metrics.jsonl",
+            "ledger.jsonl", "cluster.json"} <= names
     metrics = lines(one_worker, "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert all(set(line) == METRICS for line in metrics)
     assert [path.name for path in (one_worker / "checkpoints").iterdir()] == [f"step_{STEPS:06d}"]
-    assert {path.name for path in (one_worker / "plans").iterdir()} == {f"step_{step:06d}.json" for step in range(1, STEPS + 1)}
+    assert {path.name for path in (one_worker / "plans").iterdir()} == {f"step_{step:06d}.json"
+                                                                        for step in range(1, STEPS + 1)}
     assert all(0.0 <= line["idle_fraction"] < 0.5 for line in metrics)  # one rank only waits between packs
 
 
@@ -106,7 +128,8 @@ def test_the_curves_are_read_back_by_tensorboard(one_worker: Path) -> None:
     events = EventAccumulator(str(one_worker / "tensorboard"))
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    assert {"loss/train", "loss/learning_rate", "loss/gradient_norm", "throughput/tokens_per_s", "throughput/step_time_s", "plan/planning_time_s",
+    assert {"loss/train", "loss/learning_rate", "loss/gradient_norm", "throughput/tokens_per_s",
+            "throughput/step_time_s", "plan/planning_time_s",
             "data/data_wait_s", "balance/predicted_makespan_s", "balance/measured_makespan_s", "balance/idle_fraction",
             "plan/degree_1", "comm/pool_hits", "elastic/num_ranks", "elastic/generation", "elastic/speed_0"} <= tags
     assert [picture.step for picture in events.Images("plan/planned_and_measured")] == [1, 20]
@@ -114,8 +137,12 @@ def test_the_curves_are_read_back_by_tensorboard(one_worker: Path) -> None:
     assert [point.value for point in events.Scalars("loss/train")] == pytest.approx(losses(one_worker), rel=1e-6)
 
 
-def test_plain_transformers_gives_the_training_codes_loss(one_worker: Path, nlvr: list[str], tmp_path: Path, test_data: Path) -> None:
-    """One more step at a learning rate of (almost) nothing, on one sample, is the training code's loss of the saved model."""
+def test_plain_transformers_gives_the_training_codes_loss(
+    one_worker: Path, nlvr: list[str], tmp_path: Path, test_data: Path
+) -> None:
+    """One more step at a learning rate of (almost) nothing, on one sample, is the training code's loss of the saved
+    model.
+    """
     import json
 
     import torch
@@ -123,9 +150,11 @@ def test_plain_transformers_gives_the_training_codes_loss(one_worker: Path, nlvr
     from transformers.image_utils import load_image
 
     folder = test_data / "nlvr"
-    conversation = next(row for row in json.loads((folder / "conversations.json").read_text()) if isinstance(row["image"], list) and len(row["image"]) == 2)
+    conversation = next(row for row in json.loads((folder / "conversations.json").read_text())
+                        if isinstance(row["image"], list) and len(row["image"]) == 2)
     (tmp_path / "one.json").write_text(json.dumps([conversation]))
-    train(tmp_path / "run", *nlvr, f"data.path={tmp_path / 'one.json'}", f"model.path={one_worker / 'model'}", "run.steps=1", "cluster.num_workers=2",
+    train(tmp_path / "run", *nlvr, f"data.path={tmp_path / 'one.json'}", f"model.path={one_worker / 'model'}",
+          "run.steps=1", "cluster.num_workers=2",
           "batch.global_samples=1", "planner.tokens_per_rank=512")
 
     from dhp_ray.data.images import decode
@@ -142,5 +171,6 @@ def test_plain_transformers_gives_the_training_codes_loss(one_worker: Path, nlvr
     with torch.no_grad():
         output = model(input_ids=input_ids, labels=torch.tensor(encoded.labels, dtype=torch.long)[None],
                        pixel_values=torch.cat([torch.from_numpy(decode(image, processor)) for image in images]),
-                       image_grid_thw=torch.tensor(encoded.grids), mm_token_type_ids=(input_ids == model.config.image_token_id).int())
+                       image_grid_thw=torch.tensor(encoded.grids),
+                       mm_token_type_ids=(input_ids == model.config.image_token_id).int())
     assert losses(tmp_path / "run")[0] == pytest.approx(output.loss.item(), rel=1e-4)

@@ -59,7 +59,8 @@ def run_pack(context: PackContext, recompute: bool = False, dtype: torch.dtype =
     out.backward(inputs[3][index][None])
     found = [out.detach()[0], *(x.grad[0].transpose(0, 1) for x in leaves if x.grad is not None)]
     assert len(found) == 4
-    errors = [(mine.double() - whole[index]).abs().max() / whole.abs().max() for mine, whole in zip(found, expected) if len(index)]
+    errors = [(mine.double() - whole[index]).abs().max() / whole.abs().max() for mine, whole in zip(found, expected)
+              if len(index)]
     return max((float(error) for error in errors), default=0.0)
 
 
@@ -99,7 +100,9 @@ def test_ring_in_bf16() -> None:
 
 
 def ring_over_other_layout(rank: int) -> float:
-    """Nothing in the ring assumes chunks: whole blocks of tokens may go to any member, and see some keys more than once."""
+    """Nothing in the ring assumes chunks: whole blocks of tokens may go to any member, and see some keys more than
+    once.
+    """
     shards = ((TokenInterval(0, 4, 8), TokenInterval(0, 12, 31), TokenInterval(1, 0, 4)),
               (TokenInterval(0, 0, 2), TokenInterval(0, 8, 12), TokenInterval(1, 4, 5)),
               (TokenInterval(0, 2, 4),))
@@ -112,7 +115,8 @@ def test_ring_over_intervals_of_no_pattern() -> None:
     assert max(run_ranks(ring_over_other_layout, 3)) < 1e-5
 
 
-WALKS = [((0, 1, 2), (90, 31)), ((3,), (12,)), ((1, 2), (40,)), ((0,), (25, 3)), ((2, 3), (51, 2)), ((0, 3), (18,)), ((3, 1), (2,)), ((0, 1, 2, 3), (64, 1))]
+WALKS = [((0, 1, 2), (90, 31)), ((3,), (12,)), ((1, 2), (40,)), ((0,), (25, 3)), ((2, 3), (51, 2)), ((0, 3), (18,)),
+         ((3, 1), (2,)), ((0, 1, 2, 3), (64, 1))]
 
 
 def walk_plan(rank: int, transport_name: str, capacity: int, num_steps: int) -> tuple[float, dict[str, int]]:
@@ -125,7 +129,8 @@ def walk_plan(rank: int, transport_name: str, capacity: int, num_steps: int) -> 
             if rank in ranks:
                 time.sleep(0.02 * ((rank + pack_index + step) % 3))
                 link = transport.link(ranks, pack_index) if len(ranks) > 1 else None
-                worst = max(worst, run_pack(PackContext(PackLayout(lengths, len(ranks)), link), recompute=pack_index % 2 == 0))
+                worst = max(worst, run_pack(PackContext(PackLayout(lengths, len(ranks)), link),
+                                            recompute=pack_index % 2 == 0))
     counters = transport.counters()
     transport.close()
     return worst, counters
@@ -194,8 +199,10 @@ def decoder_layers(rank: int, recompute: bool) -> list[float]:
     transport = open_transport("pool", rank, world, CPU, 2, TIMEOUT)
     ranks = tuple(range(world))
     transport.prepare([ranks])
-    config = Qwen2_5_VLTextConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                                  rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]})
+    config = Qwen2_5_VLTextConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                  num_attention_heads=4, num_key_value_heads=2,
+                                  rope_parameters={"rope_type": "default", "rope_theta": 1e4,
+                                                   "mrope_section": [2, 1, 1]})
     torch.manual_seed(0)
     model = Qwen2_5_VLTextModel(config).train()
     embeddings = torch.randn(1, sum(lengths), 32)
@@ -203,10 +210,12 @@ def decoder_layers(rank: int, recompute: bool) -> list[float]:
     weights = torch.randn(1, sum(lengths), 32)
 
     model.set_attn_implementation("sdpa")
-    for part, place, weight in zip(embeddings.split(lengths, 1), positions.split(lengths, 2), weights.split(lengths, 1)):
+    for part, place, weight in zip(embeddings.split(lengths, 1), positions.split(lengths, 2),
+                                   weights.split(lengths, 1)):
         hidden = model(inputs_embeds=part, position_ids=place, use_cache=False).last_hidden_state
         (hidden * weight).sum().backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()
+                if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
 
     model.set_attn_implementation("dhp_ring")
@@ -214,7 +223,8 @@ def decoder_layers(rank: int, recompute: bool) -> list[float]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     context = PackContext(PackLayout(lengths, world), transport.link(ranks, 0))
     index = context.layout.index(rank)
-    hidden = model(inputs_embeds=embeddings[:, index], position_ids=positions[..., index], attention_mask={"full_attention": None},
+    hidden = model(inputs_embeds=embeddings[:, index], position_ids=positions[..., index],
+                   attention_mask={"full_attention": None},
                    use_cache=False, context=context).last_hidden_state
     (hidden * weights[:, index]).sum().backward()
     errors = []
@@ -237,8 +247,10 @@ def test_transformers_without_a_pack_is_refused() -> None:
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
     register()
-    config = Qwen2_5_VLTextConfig(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-                                  rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]})
+    config = Qwen2_5_VLTextConfig(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                  num_attention_heads=2, num_key_value_heads=1,
+                                  rope_parameters={"rope_type": "default", "rope_theta": 1e4,
+                                                   "mrope_section": [2, 1, 1]})
     model = Qwen2_5_VLTextModel(config)
     model.set_attn_implementation("dhp_ring")
     with pytest.raises(ValueError, match="without context=PackContext"):
@@ -247,7 +259,8 @@ def test_transformers_without_a_pack_is_refused() -> None:
 
 def test_tokens_that_are_not_the_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"wanted \(1, heads, 6, width\)"):
-        ring_attention(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), 1.0, PackContext(PackLayout((6,), 1)))
+        ring_attention(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), 1.0,
+                       PackContext(PackLayout((6,), 1)))
 
 
 def test_a_layout_needs_a_link_of_its_degree() -> None:

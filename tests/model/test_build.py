@@ -29,17 +29,21 @@ def test_a_preset_is_made_by_its_seed_alone() -> None:
     other = build_model("tiny", "", TOKEN_IDS, 8)
     weights, same, different = (dict(adapter.module.named_parameters()) for adapter in (first, second, other))
     assert all(torch.equal(weights[name], same[name]) for name in weights)
-    assert not torch.equal(weights["model.language_model.embed_tokens.weight"], different["model.language_model.embed_tokens.weight"])
+    assert not torch.equal(weights["model.language_model.embed_tokens.weight"],
+                           different["model.language_model.embed_tokens.weight"])
     assert weights["model.language_model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.05)
 
 
 def test_the_tiny_preset() -> None:
     adapter = build_model("tiny", "", TOKEN_IDS, 0)
-    assert (adapter.merge_area, adapter.patch_dim, adapter.feature_width, adapter.image_token_id) == (4, 3 * 2 * 14 * 14, 128, 261)
+    assert (adapter.merge_area, adapter.patch_dim, adapter.feature_width,
+            adapter.image_token_id) == (4, 3 * 2 * 14 * 14, 128, 261)
     assert adapter.vocabulary_size == 264
     sizes = {name: parameter.numel() for name, parameter in adapter.module.named_parameters()}
     assert num_parameters("tiny", "", TOKEN_IDS) == (sum(sizes.values()), 0)
-    assert num_parameters("tiny", "", TOKEN_IDS, ["vision"]) == (sum(sizes.values()), sum(size for name, size in sizes.items() if adapter.is_vision(name)))
+    assert num_parameters("tiny", "", TOKEN_IDS,
+                          ["vision"]) == (sum(sizes.values()),
+                                          sum(size for name, size in sizes.items() if adapter.is_vision(name)))
     assert sum(sizes.values()) < 1_000_000
     vision = adapter.module.config.vision_config
     assert vision.depth == 2
@@ -62,7 +66,10 @@ def test_a_folder_of_safetensors_in_shards(tmp_path: Path) -> None:
     assert all(torch.equal(built[name], expected[name]) for name in expected)
     assert num_parameters("", str(folder), None) == (sum(parameter.numel() for parameter in expected.values()), 0)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"^model.path: [^\n]* has no model-00002-of-00002.safetensors; allowed: weights as safetensors$"):
+    with pytest.raises(
+        ModelError,
+        match=r"^model.path: [^\n]* has no model-00002-of-00002.safetensors; allowed: weights as safetensors$",
+    ):
         build_model("", str(folder), None, 0)
 
 
@@ -76,15 +83,18 @@ def test_a_folder_in_the_form_of_the_published_models(tmp_path: Path) -> None:
             section.pop(key, None)
     tree = text | tree | {"vision_config": vision, "torch_dtype": "bfloat16", "rope_theta": 1e4,
                           "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
-    generation = {"bos_token_id": 256, "pad_token_id": 256, "do_sample": True, "eos_token_id": [258, 256], "repetition_penalty": 1.05, "temperature": 0.000001}
+    generation = {"bos_token_id": 256, "pad_token_id": 256, "do_sample": True, "eos_token_id": [258, 256],
+                  "repetition_penalty": 1.05, "temperature": 0.000001}
     (tmp_path / "config.json").write_text(json.dumps(tree))
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     weights = {name: parameter.detach().bfloat16() for name, parameter in module.named_parameters()}
-    save_file({name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): value for name, value in weights.items()},
+    save_file({name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): value
+               for name, value in weights.items()},
               tmp_path / "model.safetensors", {"format": "pt"})
     adapter = build_model("", str(tmp_path), None, 0)
     loaded = dict(adapter.module.named_parameters())
-    assert all(loaded[name].dtype == torch.float32 and torch.equal(loaded[name], weights[name].float()) for name in weights)
+    assert all(loaded[name].dtype == torch.float32 and torch.equal(loaded[name], weights[name].float())
+               for name in weights)
     assert adapter.module.config.text_config.rope_parameters["mrope_section"] == [4, 6, 6]
     adapter.save(tmp_path / "saved", loaded)
     assert json.loads((tmp_path / "saved/generation_config.json").read_text()).items() >= generation.items()
@@ -102,18 +112,28 @@ def test_a_missing_folder() -> None:
 
 
 def test_a_folder_without_a_config_that_can_be_used(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"^model.path: [^\n]* has no config.json; allowed: a local Hugging Face folder$"):
+    with pytest.raises(ModelError,
+                       match=r"^model.path: [^\n]* has no config.json; allowed: a local Hugging Face folder$"):
         build_model("", str(tmp_path), None, 0)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"^model.path: [^\n]*config.json is not JSON: [^\n]*$"):
         build_model("", str(tmp_path), None, 0)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 2, "layer_types": ["full_attention"]}}))
-    with pytest.raises(ModelError, match=r"^model.path: [^\n]*config.json is no configuration of a qwen2_5_vl model: [^\n]*num_hidden_layers[^\n]*$"):
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 2, "layer_types": ["full_attention"]}}
+        )
+    )
+    with pytest.raises(
+        ModelError,
+        match=r"^model.path: [^\n]*config.json is no configuration of a qwen2_5_vl model: "
+              r"[^\n]*num_hidden_layers[^\n]*$",
+    ):
         build_model("", str(tmp_path), None, 0)
 
 
 def test_an_unknown_family_runs_no_code(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "other_vl", "auto_map": {"AutoModel": "code.Model"}}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "other_vl",
+                                                      "auto_map": {"AutoModel": "code.Model"}}))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(ModelError, match=r"^model.path: [^\n]* holds a model of type 'other_vl'; allowed: qwen2_5_vl$"):
         build_model("", str(tmp_path), None, 0)
@@ -124,21 +144,32 @@ def test_a_folder_without_safetensors(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"^model.path: [^\n]* has no model.safetensors; allowed: weights as safetensors$"):
+    with pytest.raises(ModelError,
+                       match=r"^model.path: [^\n]* has no model.safetensors; allowed: weights as safetensors$"):
         build_model("", str(folder), None, 0)
     torch.save(weights, folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"^model.path: [^\n]* has no model.safetensors \(it has pytorch_model.bin[^\n]*\); allowed: weights as safetensors$"):
+    with pytest.raises(
+        ModelError,
+        match=r"^model.path: [^\n]* has no model.safetensors \(it has pytorch_model.bin[^\n]*\); allowed: weights as "
+              r"safetensors$",
+    ):
         build_model("", str(folder), None, 0)
 
 
-def test_a_weight_that_is_missing_or_of_another_shape_is_not_made_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_weight_that_is_missing_or_of_another_shape_is_not_made_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monitored = logging.getLogger("transformers")
     monitored.addHandler(caplog.handler)  # it hands nothing on to the root
     folder = saved(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
-    save_file({key: value for key, value in weights.items() if key != name}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"^model.path: [^\n]* lacks 1 weights, the first is model.language_model.layers.1.mlp.up_proj.weight$"):
+    save_file({key: value for key, value in weights.items() if key != name}, folder / "model.safetensors",
+              {"format": "pt"})
+    with pytest.raises(
+        ModelError,
+        match=r"^model.path: [^\n]* lacks 1 weights, the first is model.language_model.layers.1.mlp.up_proj.weight$",
+    ):
         build_model("", str(folder), None, 0)
     save_file(weights | {name: weights[name][:5].contiguous()}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"^model.path: [^\n]*$"):

@@ -50,7 +50,8 @@ def test_kernel_equals_the_definition(device: str, blocks: Blocks, dtype: torch.
 
     parts = kernel.backward(gradient.to(device), q[rows], k[key_rows], v[key_rows], out, lse, segments, scale)
     for part, at, leaf in zip(parts, (rows, key_rows, key_rows), leaves):
-        total = torch.zeros(leaf.shape, dtype=torch.float64).index_add_(0, torch.arange(len(leaf))[at], part.double().cpu())
+        total = torch.zeros(leaf.shape,
+                            dtype=torch.float64).index_add_(0, torch.arange(len(leaf))[at], part.double().cpu())
         torch.testing.assert_close(total, leaf.grad, atol=tolerance * 4, rtol=tolerance)
 
 
@@ -71,7 +72,8 @@ def test_backward_takes_the_merged_output_and_log_sum_exp(device: str) -> None:
     second = kernel.backward(gradient, q, k[4:], v[4:], out, lse, segments(6), scale)
     torch.testing.assert_close(first[0] + second[0], whole[0], atol=tolerance, rtol=tolerance)
     for place in (1, 2):
-        torch.testing.assert_close(torch.cat((first[place], second[place])), whole[place], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(torch.cat((first[place], second[place])), whole[place], atol=tolerance,
+                                   rtol=tolerance)
 
 
 @pytest.mark.parametrize("blocks", [SQUARE, OBLONG], ids=["causal", "full"])
@@ -80,7 +82,8 @@ def test_cuda_kernel_fits_torchs_operators(blocks: Blocks) -> None:
     device = torch.device("meta")
     segments = Segments.of(blocks, torch.device("cpu"))
     num_queries, num_keys = segments.query_offsets[-1], segments.key_offsets[-1]
-    q, k = (torch.empty(rows, heads, 16, dtype=torch.bfloat16, device=device) for rows, heads in ((num_queries, 6), (num_keys, 2)))
+    q, k = (torch.empty(rows, heads, 16, dtype=torch.bfloat16, device=device)
+            for rows, heads in ((num_queries, 6), (num_keys, 2)))
     out, lse = cuda.forward(q, k, k, segments, 0.3)
     assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((6, num_queries), torch.float32)

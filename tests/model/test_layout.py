@@ -36,7 +36,8 @@ def test_zigzag_of_one_sequence() -> None:
 
 def test_zigzag_of_packed_sequences_crosses_no_boundary() -> None:
     layout = PackLayout((4, 8), 2)
-    assert layout.intervals(0) == (TokenInterval(0, 0, 1), TokenInterval(0, 3, 4), TokenInterval(1, 0, 2), TokenInterval(1, 6, 8))
+    assert layout.intervals(0) == (TokenInterval(0, 0, 1), TokenInterval(0, 3, 4), TokenInterval(1, 0, 2),
+                                   TokenInterval(1, 6, 8))
     assert layout.intervals(1) == (TokenInterval(0, 1, 3), TokenInterval(1, 2, 6))
     assert layout.index(0).tolist() == [0, 3, 4, 5, 10, 11]
 
@@ -111,20 +112,26 @@ def test_zigzag_needs_one_block_a_sequence(lengths: tuple[int, ...], degree: int
 @settings(max_examples=50, deadline=None)
 def test_zigzag_balances_work(lengths: tuple[int, ...], degree: int) -> None:
     layout = PackLayout(lengths, degree)
-    work = [sum((piece.stop * (piece.stop + 1) - piece.start * (piece.start + 1)) // 2 for piece in layout.intervals(member)) for member in range(degree)]
+    work = [sum((piece.stop * (piece.stop + 1) - piece.start * (piece.start + 1)) // 2
+                for piece in layout.intervals(member)) for member in range(degree)]
     assert max(work) / min(work) < 1.02
 
 
-@pytest.mark.parametrize(("lengths", "degree", "shards", "message"), [
-    ((4,), 0, (), "degree 0"),
-    ((), 1, (), "at least 1"),
-    ((3, 0), 2, (), "at least 1"),
-    ((4,), 2, ((TokenInterval(0, 0, 4),),), "1 shards for 2 members"),
-    ((4,), 2, ((TokenInterval(0, 0, 2),), ()), "2 placed"),
-    ((4,), 2, ((TokenInterval(0, 0, 3),), (TokenInterval(0, 2, 4),)), "3 are placed"),
-    ((4,), 1, ((TokenInterval(0, 2, 4), TokenInterval(0, 0, 2)),), "not sorted"),
-    ((4,), 1, ((TokenInterval(0, 0, 5),),), "sequence of 4 tokens"),
-])
-def test_a_wrong_layout_is_refused(lengths: tuple[int, ...], degree: int, shards: tuple[tuple[TokenInterval, ...], ...], message: str) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "degree", "shards", "message"),
+    [
+        ((4,), 0, (), "degree 0"),
+        ((), 1, (), "at least 1"),
+        ((3, 0), 2, (), "at least 1"),
+        ((4,), 2, ((TokenInterval(0, 0, 4),),), "1 shards for 2 members"),
+        ((4,), 2, ((TokenInterval(0, 0, 2),), ()), "2 placed"),
+        ((4,), 2, ((TokenInterval(0, 0, 3),), (TokenInterval(0, 2, 4),)), "3 are placed"),
+        ((4,), 1, ((TokenInterval(0, 2, 4), TokenInterval(0, 0, 2)),), "not sorted"),
+        ((4,), 1, ((TokenInterval(0, 0, 5),),), "sequence of 4 tokens"),
+    ],
+)
+def test_a_wrong_layout_is_refused(
+    lengths: tuple[int, ...], degree: int, shards: tuple[tuple[TokenInterval, ...], ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         PackLayout(lengths, degree, shards)

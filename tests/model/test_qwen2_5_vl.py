@@ -12,7 +12,16 @@ from dhp_ray.model.files import ModelError
 from dhp_ray.model.qwen2_5_vl import check
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
-from tests.packs import TOKEN_IDS, make_pack, make_sample, plain_copy, plain_gradients, plain_loss, relative_errors, rough_model
+from tests.packs import (
+    TOKEN_IDS,
+    make_pack,
+    make_sample,
+    plain_copy,
+    plain_gradients,
+    plain_loss,
+    relative_errors,
+    rough_model,
+)
 from tests.ranks import run_ranks
 
 GRIDS = [(1, 4, 8), (1, 12, 10), (2, 6, 4), (1, 2, 2)]
@@ -24,7 +33,8 @@ def one_rank(rank: int, tie: bool) -> dict[str, float]:
     plain = plain_copy(adapter)
     transport = open_transport("pool", 0, 1, None, 4, 30.0)
     errors = {}
-    for name, parts in {"text": [40], "image": [9, (1, 8, 12), 31], "images": [3, (1, 4, 4), 8, (1, 12, 6), (2, 4, 4), 20]}.items():
+    for name, parts in {"text": [40], "image": [9, (1, 8, 12), 31],
+                        "images": [3, (1, 4, 4), 8, (1, 12, 6), (2, 4, 4), 20]}.items():
         sample, payload = make_sample(name, parts)
         pack = make_pack(0, [0], [sample])
         adapter.module.zero_grad()
@@ -33,7 +43,8 @@ def one_rank(rank: int, tie: bool) -> dict[str, float]:
         mean, count = plain_loss(plain, payload)
         errors[name] = abs(loss.item() / count - mean.item()) / mean.item()
         _, wanted = plain_gradients(plain, [payload])
-        found = {key: torch.zeros_like(value) if value.grad is None else value.grad for key, value in adapter.module.named_parameters()}
+        found = {key: torch.zeros_like(value) if value.grad is None else value.grad
+                 for key, value in adapter.module.named_parameters()}
         worst = relative_errors(found, wanted)
         errors[f"{name} {max(worst, key=worst.__getitem__)}"] = max(worst.values())
     return errors
@@ -51,7 +62,8 @@ def test_images_encoded_together_equal_images_encoded_one_by_one() -> None:
     with torch.no_grad():
         together = adapter.encode(torch.cat(pixels), torch.tensor(GRIDS))
         alone = torch.cat([adapter.encode(patches, torch.tensor([grid])) for patches, grid in zip(pixels, GRIDS)])
-    assert together.shape == (sum(time * height * width for time, height, width in GRIDS) // adapter.merge_area, adapter.feature_width)
+    assert together.shape == (sum(time * height * width for time, height, width in GRIDS) // adapter.merge_area,
+                              adapter.feature_width)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     assert together.std() > 0.01
 
@@ -67,14 +79,16 @@ def test_positions_are_those_of_the_paper() -> None:
     image = TOKEN_IDS["image"]
     ids = torch.tensor([7, 7, *[image] * 6, 8, 8])  # a grid of 2 x 3 vision tokens after two of text
     positions = adapter.positions(ids, torch.tensor([[1, 4, 6]]))
-    assert positions.tolist() == [[0, 1, 2, 2, 2, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]]
+    assert positions.tolist() == [[0, 1, 2, 2, 2, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+                                  [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]]
     assert adapter.positions(torch.arange(4), torch.empty(0, 3, dtype=torch.long)).tolist() == [[0, 1, 2, 3]] * 3
 
 
 def test_positions_of_a_video_keep_its_time() -> None:
     adapter = rough_model()
     video, image = TOKEN_IDS["video"], TOKEN_IDS["image"]
-    ids = torch.tensor([7, *[video] * 6, 8, *[image] * 2, 9])  # three steps in time of 1 x 2 vision tokens, 1.5 s apart; then 1 x 2 of an image
+    # three steps in time of 1 x 2 vision tokens, 1.5 s apart; then 1 x 2 of an image
+    ids = torch.tensor([7, *[video] * 6, 8, *[image] * 2, 9])
     positions = adapter.positions(ids, torch.tensor([[3, 2, 4], [1, 2, 4]]), torch.tensor([1.5, 0.0]))
     step = int(1.5 * adapter.module.config.vision_config.tokens_per_second)
     assert positions[0].tolist() == [0, 1, 1, 1 + step, 1 + step, 1 + 2 * step, 1 + 2 * step, 3, 4, 4, 6]
@@ -103,7 +117,10 @@ def test_saving_needs_every_parameter(tmp_path: Path) -> None:
     adapter = rough_model()
     parameters = dict(adapter.module.named_parameters())
     del parameters["model.language_model.norm.weight"]
-    with pytest.raises(ModelError, match=r"^model: cannot save: no value for 1 parameters, the first is model.language_model.norm.weight$"):
+    with pytest.raises(
+        ModelError,
+        match=r"^model: cannot save: no value for 1 parameters, the first is model.language_model.norm.weight$",
+    ):
         adapter.save(tmp_path / "model", parameters)
 
 
@@ -128,7 +145,8 @@ def test_parts_and_decay() -> None:
 @pytest.mark.parametrize(("change", "message"), [
     ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
     ({"attention_dropout": 0.1}, "attention_dropout is 0.1; allowed: 0"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}, "rope_type is 'dynamic'"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
+     "rope_type is 'dynamic'"),
 ])
 def test_what_is_not_computed_exactly_is_refused(change: dict[str, object], message: str) -> None:
     text = rough_model().module.config.text_config.to_dict()

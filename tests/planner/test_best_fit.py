@@ -14,7 +14,9 @@ from dhp_ray.planner.schedule import Schedule
 
 @njit
 def served(room, need):
-    """The owner of the room that serves each need, -1 where none does; half of the rooms come when half of the needs have been served."""
+    """The owner of the room that serves each need, -1 where none does; half of the rooms come when half of the needs
+    have been served.
+    """
     rooms, state = rooms_for(len(room))
     owners = np.full(len(need), -1)
     for owner in range(len(room) // 2):
@@ -31,11 +33,13 @@ def served(room, need):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=40), st.lists(st.integers(1, 30), min_size=1, max_size=80), st.booleans())
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=40), st.lists(st.integers(1, 30), min_size=1, max_size=80),
+       st.booleans())
 def test_the_least_room_that_holds_a_need(room, need, falling):
     need = sorted(need, reverse=True) if falling else need
     left = {owner: room[owner] for owner in range(len(room) // 2)}
-    for index, (wanted, owner) in enumerate(zip(need, served(np.array(room, dtype=float), np.array(need, dtype=float)).tolist())):
+    for index, (wanted, owner) in enumerate(zip(need, served(np.array(room, dtype=float),
+                                                             np.array(need, dtype=float)).tolist())):
         if index == len(need) // 2:
             left |= {owner: room[owner] for owner in range(len(room) // 2, len(room))}
         fitting = [size for size in left.values() if size >= wanted]

@@ -8,7 +8,8 @@ import yaml
 
 from dhp_ray.planner import ClusterSpec, CostModel, PlanError, Sample
 
-CONSTANTS = {"quadratic_s": 2e-6, "linear_s": 1e-3, "comm_bytes_per_token": 100, "fixed_s": 0.5, "bandwidth_bytes_per_s": {2: 1000, 4: 500}}
+CONSTANTS = {"quadratic_s": 2e-6, "linear_s": 1e-3, "comm_bytes_per_token": 100, "fixed_s": 0.5,
+             "bandwidth_bytes_per_s": {2: 1000, 4: 500}}
 CLUSTER = ClusterSpec(8, 4, 1000)
 
 
@@ -17,12 +18,15 @@ def test_all_to_all_by_degree():
     compute = 2e-6 * (300**2 + 100**2) + 1e-3 * 400
     assert cost.pack_time_s([300, 100], (0,), CLUSTER) == pytest.approx(compute)
     assert cost.pack_time_s([300, 100], (0, 1), CLUSTER) == pytest.approx(compute / 2 + 100 * 400 / 2 / 1000)
-    assert cost.pack_time_s([300, 100], (0, 1, 2), CLUSTER) == pytest.approx(compute / 3 + 100 * 400 / 3 / 500)  # the row above
-    assert cost.pack_time_s([300, 100], tuple(range(8)), CLUSTER) == pytest.approx(compute / 8 + 100 * 400 / 8 / 500)  # past the last
+    # the row above
+    assert cost.pack_time_s([300, 100], (0, 1, 2), CLUSTER) == pytest.approx(compute / 3 + 100 * 400 / 3 / 500)
+    # past the last
+    assert cost.pack_time_s([300, 100], tuple(range(8)), CLUSTER) == pytest.approx(compute / 8 + 100 * 400 / 8 / 500)
 
 
 def test_ring_hides_behind_attention_and_knows_nodes():
-    cost = CostModel(**CONSTANTS | {"communication": "ring", "bandwidth_bytes_per_s": {"intra": 1e6, "inter": 1e5}, "latency_s": 0.01, "pack_s": 0.002,
+    cost = CostModel(**CONSTANTS | {"communication": "ring", "bandwidth_bytes_per_s": {"intra": 1e6, "inter": 1e5},
+                                    "latency_s": 0.01, "pack_s": 0.002,
                                     "overlap": 0.5})
     attention, linear = 2e-6 * 400**2, 1e-3 * 400
 
@@ -40,16 +44,21 @@ def test_ring_hides_behind_attention_and_knows_nodes():
 def test_images_and_memory():
     cost = CostModel(**CONSTANTS | {"vision_quadratic_s": 1e-5, "vision_linear_s": 1e-3, "memory_bytes_per_token": 10,
                                     "resident_bytes": {"step": 1000, "micro_batch": 100}})
-    assert cost.image_s(Sample("a", 1, 2, ((2, 4, 8), (1, 2, 2)))) == pytest.approx([2 * (1e-5 * 32**2 + 1e-3 * 32), 1e-5 * 16 + 1e-3 * 4])
+    assert cost.image_s(Sample("a", 1, 2, ((2, 4, 8), (1, 2, 2)))) == pytest.approx([2 * (1e-5 * 32**2 + 1e-3 * 32),
+                                                                                     1e-5 * 16 + 1e-3 * 4])
     assert cost.memory_bytes(400, 2, "step") == 1000 + 10 * 200
     assert cost.memory_bytes(400, 2, "micro_batch") == 100 + 10 * 200
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"quadratic_s": None}, "quadratic_s: got None"), ({"linear_s": -1e-4}, "linear_s: got -0.0001"), ({"fixed_s": "much"}, "fixed_s: got 'much'"),
-    ({"bandwidth_bytes_per_s": {2: 0}}, r"bandwidth_bytes_per_s.2: got 0"), ({"bandwidth_bytes_per_s": {"intra": 1}}, r"bandwidth_bytes_per_s.inter: missing"),
-    ({"bandwidth_bytes_per_s": {1: 5}}, "degree 1"), ({"communication": "tree"}, "communication: got 'tree'; allowed: ring, all_to_all"),
-    ({"latency": 1}, "latency: no such constant"), ({"overlap": 2}, "overlap: got 2"), ({"fixed_s": float("nan")}, "fixed_s: got nan"),
+    ({"quadratic_s": None}, "quadratic_s: got None"), ({"linear_s": -1e-4}, "linear_s: got -0.0001"),
+    ({"fixed_s": "much"}, "fixed_s: got 'much'"),
+    ({"bandwidth_bytes_per_s": {2: 0}}, r"bandwidth_bytes_per_s.2: got 0"),
+    ({"bandwidth_bytes_per_s": {"intra": 1}}, r"bandwidth_bytes_per_s.inter: missing"),
+    ({"bandwidth_bytes_per_s": {1: 5}}, "degree 1"),
+    ({"communication": "tree"}, "communication: got 'tree'; allowed: ring, all_to_all"),
+    ({"latency": 1}, "latency: no such constant"), ({"overlap": 2}, "overlap: got 2"),
+    ({"fixed_s": float("nan")}, "fixed_s: got nan"),
     ({"resident_bytes": {"step": 1}}, "resident_bytes.micro_batch: missing")])
 def test_a_bad_constant_is_named_with_its_file(tmp_path, change, message):
     path = tmp_path / "cost.yaml"
@@ -88,4 +97,5 @@ def test_the_published_file_is_read_as_it_is():
     cost = CostModel.load(Path(os.environ["DHP_RAY_TEST_DATA"]) / "cost" / "flexsp_gpt7b_a800.yaml")
     cluster = ClusterSpec(16, 8, 8192)
     compute = 5.128e-9 * 50000**2 + 1.839576e-4 * 50000
-    assert cost.pack_time_s([50000], tuple(range(10)), cluster) == pytest.approx(compute / 10 + 2097152 * 50000 / 10 / 10831790080)
+    assert cost.pack_time_s([50000], tuple(range(10)),
+                            cluster) == pytest.approx(compute / 10 + 2097152 * 50000 / 10 / 10831790080)

@@ -18,7 +18,8 @@ from dhp_ray.planner.step.partial_schedule import MAX_GROUPS_PER_RANK
 
 ALL_TO_ALL = CostModel(quadratic_s=5.128e-9, linear_s=1.839576e-4, comm_bytes_per_token=2097152, fixed_s=0.63,
                        bandwidth_bytes_per_s={2: 1.25e11, 4: 1.09e11, 8: 1.01e11, 16: 1.08e10, 32: 6.2e9, 64: 5.1e9})
-RING = CostModel(quadratic_s=5e-9, linear_s=2e-4, comm_bytes_per_token=2e5, fixed_s=0.1, bandwidth_bytes_per_s={"intra": 1e10, "inter": 2e9},
+RING = CostModel(quadratic_s=5e-9, linear_s=2e-4, comm_bytes_per_token=2e5, fixed_s=0.1,
+                 bandwidth_bytes_per_s={"intra": 1e10, "inter": 2e9},
                  communication="ring", latency_s=1e-3, pack_s=0.01, overlap=0.8, vision_linear_s=1e-5)
 
 
@@ -26,7 +27,8 @@ def bimodal(count, num_ranks, seed=0):
     generator = np.random.default_rng(seed)
     is_long = generator.random(count) < 0.05
     lengths = np.where(is_long, np.exp(generator.normal(10.6, 0.6, count)), np.exp(generator.normal(6.6, 0.7, count)))
-    return [Sample(str(row), int(length)) for row, length in enumerate(np.clip(lengths, 64, min(131072, 8192 * num_ranks)))]
+    return [Sample(str(row), int(length))
+            for row, length in enumerate(np.clip(lengths, 64, min(131072, 8192 * num_ranks)))]
 
 
 def gap_of(plan, cost):
@@ -34,12 +36,14 @@ def gap_of(plan, cost):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 60_000), min_size=1, max_size=40), st.integers(1, 12), st.sampled_from([1, 3, 4, 8]), st.sampled_from(["step", "micro_batch"]),
+@given(st.lists(st.integers(1, 60_000), min_size=1, max_size=40), st.integers(1, 12), st.sampled_from([1, 3, 4, 8]),
+       st.sampled_from(["step", "micro_batch"]),
        st.sampled_from([ALL_TO_ALL, RING]), st.booleans(), st.randoms(use_true_random=False))
 def test_never_behind_a_baseline_packed_to_memory(lengths, num_ranks, ranks_per_node, sync, cost, uneven, random):
     speeds = tuple(random.uniform(0.4, 1.2) for _ in range(num_ranks)) if uneven else ()
     cluster = ClusterSpec(num_ranks, ranks_per_node, 8192, speeds)
-    samples = [Sample(str(row), length, 0, ((1, 16, 16),) * random.randint(0, 2)) for row, length in enumerate(lengths) if length <= cluster.max_tokens]
+    samples = [Sample(str(row), length, 0, ((1, 16, 16),) * random.randint(0, 2)) for row, length in enumerate(lengths)
+               if length <= cluster.max_tokens]
     if not samples:
         return
     problem = checked_problem(samples, cluster, cost, sync=sync)
@@ -50,7 +54,9 @@ def test_never_behind_a_baseline_packed_to_memory(lengths, num_ranks, ranks_per_
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 def test_hardly_ever_behind_a_tuned_baseline(sync):
-    """Small batches, where `dhp` is nearest to them: their search over caps takes longer than `dhp`, which does not repeat it."""
+    """Small batches, where `dhp` is nearest to them: their search over caps takes longer than `dhp`, which does not
+    repeat it.
+    """
     ratios = []
     for seed in range(24):
         num_ranks, cost = (2, 4, 8)[seed % 3], (ALL_TO_ALL, RING)[seed % 2]
@@ -79,11 +85,15 @@ def test_slow_ranks_get_less():
 
 
 def walk(plan):
-    """Every rank walks its own list; a group runs once all of its ranks are at it. Returns the groups in the order in which they could run."""
-    queues = [[index for index, group in enumerate(plan.groups) if rank in group.ranks] for rank in range(plan.cluster.num_ranks)]
+    """Every rank walks its own list; a group runs once all of its ranks are at it. Returns the groups in the order in
+    which they could run.
+    """
+    queues = [[index for index, group in enumerate(plan.groups) if rank in group.ranks]
+              for rank in range(plan.cluster.num_ranks)]
     done = []
     while any(queues):
-        ready = [queue[0] for queue in queues if queue and all(queues[rank][0] == queue[0] for rank in plan.groups[queue[0]].ranks)]
+        ready = [queue[0] for queue in queues if queue
+                 and all(queues[rank][0] == queue[0] for rank in plan.groups[queue[0]].ranks)]
         assert ready, "ranks wait for each other for ever"
         for index in set(ready):
             done.append(index)
@@ -132,15 +142,19 @@ import json, sys
 sys.path.insert(0, {folder!r})
 from test_dhp import ALL_TO_ALL, RING, bimodal
 from dhp_ray.planner import ClusterSpec, plan_batch
-print(json.dumps([plan_batch(bimodal(count, ranks, count), ClusterSpec(ranks, 4, 8192, speeds), cost, sync=sync, pool=((0, 1), (2, 3))).to_json()["groups"]
-                  for count, ranks, speeds in ((12, 8, ()), (40, 6, ()), (9, 4, (1.0, 0.5, 0.8, 1.1))) for cost in (ALL_TO_ALL, RING)
-                  for sync in ("step", "micro_batch")]))
+def groups(count, ranks, speeds, cost, sync):
+    cluster = ClusterSpec(ranks, 4, 8192, speeds)
+    return plan_batch(bimodal(count, ranks, count), cluster, cost, sync=sync, pool=((0, 1), (2, 3))).to_json()["groups"]
+print(json.dumps([groups(count, ranks, speeds, cost, sync)
+                  for count, ranks, speeds in ((12, 8, ()), (40, 6, ()), (9, 4, (1.0, 0.5, 0.8, 1.1)))
+                  for cost in (ALL_TO_ALL, RING) for sync in ("step", "micro_batch")]))
 """
 
 
 def test_compiled_and_plain_python_plan_alike():
     def run(**environment):
         code = PLAIN.format(folder=os.path.dirname(__file__))
-        return json.loads(subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True, capture_output=True, text=True).stdout)
+        return json.loads(subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True,
+                                         capture_output=True, text=True).stdout)
 
     assert run() == run(NUMBA_DISABLE_JIT="1")

@@ -10,13 +10,15 @@ from dhp_ray.planner.schedule import Schedule, firsts_of
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 50), max_size=8), min_size=1, max_size=6), st.integers(1, 5), st.booleans(), st.randoms(use_true_random=False))
+@given(st.lists(st.lists(st.integers(1, 50), max_size=8), min_size=1, max_size=6), st.integers(1, 5), st.booleans(),
+       st.randoms(use_true_random=False))
 def test_longest_processing_time_first(images, degree, uneven, random):
     speeds = np.array([random.choice([0.5, 1.0, 1.5]) if uneven else 1.0 for _ in range(degree + 1)])
     cut = random.randint(1, len(images))
     sizes = [cut, len(images) - cut] if cut < len(images) else [cut]
     ranks = np.array([*range(1, degree + 1), *([0] if len(sizes) > 1 else [])])
-    schedule = Schedule(np.arange(len(images)), firsts_of(sizes), ranks, firsts_of([degree, 1][:len(sizes)]), np.zeros(len(sizes), dtype=np.int64))
+    schedule = Schedule(np.arange(len(images)), firsts_of(sizes), ranks, firsts_of([degree, 1][:len(sizes)]),
+                        np.zeros(len(sizes), dtype=np.int64))
     flat = np.array([float(seconds) for row in images for seconds in row])
     members, first, longest_s = encoders_of(schedule, firsts_of([len(row) for row in images]), flat, speeds)
     for group, rows in enumerate([images[:cut], images[cut:]][:len(sizes)]):
@@ -24,7 +26,8 @@ def test_longest_processing_time_first(images, degree, uneven, random):
         paces = speeds[schedule.ranks[schedule.first_rank[group]:schedule.first_rank[group + 1]]]
         loads, wanted = [0.0] * len(paces), [0] * len(seconds)
         for image in sorted(range(len(seconds)), key=lambda image: -seconds[image]):
-            wanted[image] = min(range(len(paces)), key=lambda member: (loads[member] + seconds[image] / paces[member], member))
+            wanted[image] = min(range(len(paces)),
+                                key=lambda member: (loads[member] + seconds[image] / paces[member], member))
             loads[wanted[image]] += seconds[image] / paces[wanted[image]]
         assert members[first[group]:first[group + 1]].tolist() == wanted
         assert longest_s[group] == max(loads)

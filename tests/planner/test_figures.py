@@ -1,4 +1,6 @@
-"""The figures of benchmarks/planner.py that are promised: beside the peers, near the bound, in time, in memory, and with groups used again."""
+"""The figures of benchmarks/planner.py that are promised: beside the peers, near the bound, in time, in memory, and
+with groups used again.
+"""
 
 import os
 import subprocess
@@ -11,7 +13,8 @@ import pytest
 from benchmarks.planner import PEERS, SKETCH, bimodal, drawn, gap_of, planned, published_cost, reused
 from dhp_ray.planner import warm_up
 
-needs_data = pytest.mark.skipif("DHP_RAY_TEST_DATA" not in os.environ, reason="DHP_RAY_TEST_DATA names no folder with cost/ and lengths/")
+needs_data = pytest.mark.skipif("DHP_RAY_TEST_DATA" not in os.environ,
+                                reason="DHP_RAY_TEST_DATA names no folder with cost/ and lengths/")
 SETS = ("bimodal", "wikipedia", "internvl", "internvid")
 
 
@@ -25,7 +28,8 @@ def test_ahead_of_every_peer():
         assert step.predicted_time_s <= SKETCH.get((count, num_ranks), np.inf)
         below_main += micro_batched.predicted_time_s < main
         best = min(main, *others)
-        far_ahead += step.predicted_time_s <= 0.8 * best or step.lower_bound_s > 0.8 * best  # where the bound itself forbids it
+        # where the bound itself forbids it
+        far_ahead += step.predicted_time_s <= 0.8 * best or step.lower_bound_s > 0.8 * best
     assert below_main >= 6
     assert far_ahead == len(PEERS)
 
@@ -72,7 +76,8 @@ def test_groups_of_the_pool_are_used_again_on_wikipedia_lengths(count):
 
 
 @needs_data
-@pytest.mark.parametrize(("count", "num_ranks", "allowed_s"), [(512, 64, 3e-3), (2048, 512, 10e-3), (2048, 1024, 20e-3), (16384, 4096, 60e-3)])
+@pytest.mark.parametrize(("count", "num_ranks", "allowed_s"),
+                         [(512, 64, 3e-3), (2048, 512, 10e-3), (2048, 1024, 20e-3), (16384, 4096, 60e-3)])
 def test_planning_takes_milliseconds(count, num_ranks, allowed_s):
     """Loosely: tests run on machines that do other things. benchmarks/planner.py measures."""
     cost, lengths = published_cost(), bimodal(count, num_ranks)
@@ -101,5 +106,6 @@ print(plan_all(64), plan_all(8192))
 
 def test_no_memory_that_grows_with_ranks_squared():
     """A single array of ranks x ranks bytes would be 64 MiB here."""
-    few, many = map(int, subprocess.run([sys.executable, "-c", MANY_RANKS], check=True, capture_output=True, text=True).stdout.split())
+    few, many = map(int, subprocess.run([sys.executable, "-c", MANY_RANKS], check=True, capture_output=True,
+                                        text=True).stdout.split())
     assert many - few < 50

@@ -25,7 +25,8 @@ def makespan_s(order, degree, times, num_ranks):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(50, 24_000), min_size=1, max_size=4), st.integers(2, 3), st.sampled_from([ALL_TO_ALL, RING]))
+@given(st.lists(st.integers(50, 24_000), min_size=1, max_size=4), st.integers(2, 3),
+       st.sampled_from([ALL_TO_ALL, RING]))
 def test_small_enough_to_try_all(lengths, num_ranks, cost):
     cluster = ClusterSpec(num_ranks, 8, 8192)
     lengths = [length for length in lengths if length <= cluster.max_tokens] or [5]
@@ -35,12 +36,15 @@ def test_small_enough_to_try_all(lengths, num_ranks, cost):
                  for degree in product(*(range(least, num_ranks + 1) for least in problem.items.minimum_degree)))
     ordered = best_order(problem.items, static(problem), problem.machine, 0.0)
     assert ordered.makespan_s == pytest.approx(best_s)
-    assert time_of(problem, placed_in_order(ordered, problem.items, problem.machine)) - cost.fixed_s <= best_s * (1 + 1e-9)  # packs may save what one pays once
+    # packs may save what one pays once
+    assert time_of(problem, placed_in_order(ordered, problem.items,
+                                            problem.machine)) - cost.fixed_s <= best_s * (1 + 1e-9)
 
 
 def test_what_runs_one_after_the_other_is_one_pack():
     problem = problem_of([Sample(str(row), 3000) for row in range(6)], ClusterSpec(2, 8, 8192), ALL_TO_ALL, "step")
-    schedule = placed_in_order(best_order(problem.items, static(problem), problem.machine, 0.0), problem.items, problem.machine)
+    schedule = placed_in_order(best_order(problem.items, static(problem), problem.machine, 0.0), problem.items,
+                               problem.machine)
     assert sorted(np.diff(schedule.first_row).tolist()) == [1, 1, 2, 2]  # three sequences a rank, two fit together
 
 

@@ -1,4 +1,6 @@
-"""Nodes of any size and in any order: what crosses them is costed as crossing, and groups stay inside them where they fit."""
+"""Nodes of any size and in any order: what crosses them is costed as crossing, and groups stay inside them where they
+fit.
+"""
 
 import json
 import random
@@ -28,11 +30,13 @@ def test_a_group_of_two_nodes_crosses_and_one_inside_the_larger_does_not():
     assert TWO_AND_THREE.ranks_per_node == 3
     for ranks, crosses in (((0, 1), False), ((2, 3, 4), False), ((1, 2), True), ((0, 1, 2), True)):
         assert TWO_AND_THREE.crosses(ranks) is crosses
-        assert RING.pack_time_s([9000], ranks, TWO_AND_THREE) == pytest.approx(seconds_by_hand([9000], len(ranks), 1.0, crosses, RING))
+        assert RING.pack_time_s([9000], ranks,
+                                TWO_AND_THREE) == pytest.approx(seconds_by_hand([9000], len(ranks), 1.0, crosses, RING))
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
-@pytest.mark.parametrize(("nodes", "expected"), [((0, 0, 1, 1, 1), {(0, 1), (2, 3, 4)}), ((0, 1, 0, 1, 1), {(0, 2), (1, 3, 4)})])
+@pytest.mark.parametrize(("nodes", "expected"), [((0, 0, 1, 1, 1), {(0, 1), (2, 3, 4)}),
+                                                 ((0, 1, 0, 1, 1), {(0, 2), (1, 3, 4)})])
 def test_groups_are_as_large_as_the_nodes(nodes, expected, sync):
     samples = [Sample("three", 24_000), Sample("two", 16_000)]
     plan = plan_batch(samples, ClusterSpec.of_nodes(nodes, 8192), SLOW_LINKS, sync=sync)
@@ -51,12 +55,14 @@ def test_groups_stay_inside_nodes_of_any_order(sync):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.lists(st.integers(1, 60_000), min_size=1, max_size=30), st.sampled_from(sorted(PLANNERS)),
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.lists(st.integers(1, 60_000), min_size=1, max_size=30),
+       st.sampled_from(sorted(PLANNERS)),
        st.sampled_from(["step", "micro_batch"]), st.booleans(), st.randoms(use_true_random=False))
 def test_any_nodes_plan_and_cost_as_reckoned_by_hand(nodes, lengths, planner, sync, uneven, random):
     speeds = tuple(random.uniform(0.4, 1.2) for _ in nodes) if uneven else ()
     cluster = ClusterSpec.of_nodes(nodes, 8192, speeds)
-    samples = [Sample(str(row), length) for row, length in enumerate(lengths) if length <= cluster.max_tokens] or [Sample("0", 5)]
+    samples = [Sample(str(row), length) for row, length in enumerate(lengths)
+               if length <= cluster.max_tokens] or [Sample("0", 5)]
     pool = [tuple(sorted(random.sample(range(len(nodes)), 2))) for _ in range(3)] if len(nodes) > 2 else []
     plan = plan_batch(samples, cluster, RING, planner=planner, sync=sync, pool=pool)  # validates itself
     assert plan.lower_bound_s <= plan.predicted_time_s * (1 + 1e-9)
@@ -77,7 +83,8 @@ def test_equal_nodes_plan_alike_in_any_order_of_their_ranks():
         other = plan_batch(samples, ClusterSpec.of_nodes("abbabaab", 8192), RING, sync=sync)
         assert other.predicted_time_s == plan.predicted_time_s
         stands_for = (0, 3, 5, 6, 1, 2, 4, 7)
-        assert [group.ranks for group in other.groups] == [tuple(sorted(stands_for[rank] for rank in group.ranks)) for group in plan.groups]
+        assert [group.ranks for group in other.groups] == [tuple(sorted(stands_for[rank] for rank in group.ranks))
+                                                           for group in plan.groups]
 
 
 def test_the_nodes_of_a_plan_file_count_and_files_without_them_replay():

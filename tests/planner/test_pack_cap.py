@@ -1,4 +1,5 @@
-"""The baselines at their best pack cap: never worse than packed to memory, and one static layout for a whole data set."""
+"""The baselines at their best pack cap: never worse than packed to memory, and one static layout for a whole data set.
+"""
 
 import numpy as np
 import pytest
@@ -15,14 +16,18 @@ from dhp_ray.planner.pricing import time_of
 
 PACKED_TO_MEMORY = {
     "static": lambda problem, memory: [uniform(problem, Layout(least_degree_of([problem]), memory))],
-    "static_best": lambda problem, memory: [uniform(problem, Layout(degree, memory)) for degree in degrees_for([problem])],
-    "pow2": lambda problem, memory: [pow2_at(problem, memory, memory)], "dhp_paper": lambda problem, memory: [paper_at(problem, memory, memory)]}
+    "static_best": lambda problem, memory: [uniform(problem, Layout(degree, memory))
+                                            for degree in degrees_for([problem])],
+    "pow2": lambda problem, memory: [pow2_at(problem, memory, memory)],
+    "dhp_paper": lambda problem, memory: [paper_at(problem, memory, memory)]}
 """The baselines as nobody runs them: packs as full as memory allows."""
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 60_000), min_size=1, max_size=40), st.integers(1, 12), st.sampled_from(sorted(PACKED_TO_MEMORY)),
-       st.sampled_from(["step", "micro_batch"]), st.sampled_from([ALL_TO_ALL, RING]), st.booleans(), st.randoms(use_true_random=False))
+@given(st.lists(st.integers(1, 60_000), min_size=1, max_size=40), st.integers(1, 12),
+       st.sampled_from(sorted(PACKED_TO_MEMORY)),
+       st.sampled_from(["step", "micro_batch"]), st.sampled_from([ALL_TO_ALL, RING]), st.booleans(),
+       st.randoms(use_true_random=False))
 def test_never_worse_than_packed_to_memory(lengths, num_ranks, planner, sync, cost, uneven, random):
     """And deterministic; `validate` checks that no pack is above memory."""
     speeds = tuple(random.uniform(0.4, 1.2) for _ in range(num_ranks)) if uneven else ()
@@ -30,8 +35,10 @@ def test_never_worse_than_packed_to_memory(lengths, num_ranks, planner, sync, co
     samples = [Sample(str(row), length) for row, length in enumerate(lengths) if length <= cluster.max_tokens]
     if not samples:
         return
-    plan, problem = plan_batch(samples, cluster, cost, planner=planner, sync=sync), checked_problem(samples, cluster, cost, sync=sync)
-    assert plan.predicted_time_s <= min(time_of(problem, schedule) for schedule in PACKED_TO_MEMORY[planner](problem, 8192)) * (1 + 1e-12)
+    plan, problem = plan_batch(samples, cluster, cost, planner=planner,
+                               sync=sync), checked_problem(samples, cluster, cost, sync=sync)
+    assert plan.predicted_time_s <= min(time_of(problem, schedule)
+                                        for schedule in PACKED_TO_MEMORY[planner](problem, 8192)) * (1 + 1e-12)
     assert plan_batch(samples, cluster, cost, planner=planner, sync=sync).groups == plan.groups
     plan.validate()
 
@@ -53,7 +60,8 @@ def test_packs_stay_whole_where_every_pack_costs():
     """Ten short sequences on one rank: a pack of its own for each would cost ten times pack_s."""
     cost = CostModel(0.0, 1e-6, 1.0, 0.0, {2: 1e9}, pack_s=1.0)
     for planner in PACKED_TO_MEMORY:
-        assert len(plan_batch([Sample(str(row), 10) for row in range(10)], ClusterSpec(1, 1, 100), cost, planner=planner).groups) == 1
+        assert len(plan_batch([Sample(str(row), 10) for row in range(10)], ClusterSpec(1, 1, 100), cost,
+                              planner=planner).groups) == 1
 
 
 def test_a_sequence_beyond_the_cap_runs_alone_and_keeps_its_ranks():
@@ -82,7 +90,8 @@ def test_one_layout_for_a_data_set(sync):
     layouts = [Layout(degree, 8192) for degree in degrees_for(problems)]
     times = [sum(time_of(problem, uniform(problem, layout)) for problem in problems) for layout in layouts]
     assert total_s <= min(times) * (1 + 1e-12)
-    best_of_each = [plan_batch(problem.samples, cluster, ALL_TO_ALL, planner="static_best", sync=sync) for problem in problems]
+    best_of_each = [plan_batch(problem.samples, cluster, ALL_TO_ALL, planner="static_best", sync=sync)
+                    for problem in problems]
     assert total_s >= 0.999 * sum(plan.predicted_time_s for plan in best_of_each)
     for plan in plans:
         plan.validate()
@@ -93,4 +102,5 @@ def test_a_data_set_with_a_long_sequence_needs_its_degree_in_every_batch():
     cluster = ClusterSpec(4, 4, 100)
     problems = [checked_problem([Sample("a", length), Sample("b", 20)], cluster, ALL_TO_ALL) for length in (30, 350)]
     assert [group.degree for group in plan_data_set(problems)[0].groups] == [4]
-    assert {group.degree for group in plan_batch(problems[0].samples, cluster, ALL_TO_ALL, planner="static").groups} == {1}
+    assert {group.degree for group in plan_batch(problems[0].samples, cluster, ALL_TO_ALL,
+                                                 planner="static").groups} == {1}

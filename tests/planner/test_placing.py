@@ -23,7 +23,8 @@ def placed(degrees, cluster, pool=()):
 
 
 @pytest.mark.parametrize(("degrees", "expected"), [
-    ([2, 4, 2], [(4, 5), (0, 1, 2, 3), (6, 7)]), ([1, 3, 3, 1], [(3,), (0, 1, 2), (4, 5, 6), (7,)]), ([2, 6], [(6, 7), (0, 1, 2, 3, 4, 5)]),
+    ([2, 4, 2], [(4, 5), (0, 1, 2, 3), (6, 7)]), ([1, 3, 3, 1], [(3,), (0, 1, 2), (4, 5, 6), (7,)]),
+    ([2, 6], [(6, 7), (0, 1, 2, 3, 4, 5)]),
     ([3, 3, 2], [(0, 1, 2), (4, 5, 6), (3, 7)])])
 def test_inside_nodes_where_they_fit(degrees, expected):
     assert placed(degrees, ClusterSpec(8, 4, 100)) == expected
@@ -43,7 +44,8 @@ def test_with_unequal_speeds_a_group_has_the_ranks_that_its_time_was_predicted_f
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 8), st.randoms(use_true_random=False))
 def test_no_rank_twice(degrees, ranks_per_node, random):
     cluster = ClusterSpec(sum(degrees) + random.randint(0, 3), ranks_per_node, 100)
-    pool = [tuple(sorted(random.sample(range(cluster.num_ranks), min(size, cluster.num_ranks)))) for size in (2, 2, 3, 4)]
+    pool = [tuple(sorted(random.sample(range(cluster.num_ranks), min(size, cluster.num_ranks))))
+            for size in (2, 2, 3, 4)]
     groups = placed(degrees, cluster, pool)
     assert [len(group) for group in groups] == degrees
     assert all(group == tuple(sorted(group)) for group in groups)

@@ -31,7 +31,8 @@ def test_a_plan_is_printed_written_drawn_and_replayed(lengths, tmp_path, capsys)
     assert "predicted time:" in text
     assert "5 sequences, 29770 tokens, 4 ranks" in text
     tree = json.loads(out.read_text())
-    assert {"planner", "sync", "num_ranks", "ranks_per_node", "tokens_per_rank", "predicted_time_s", "lower_bound_s", "planning_time_s", "groups"} <= set(tree)
+    assert {"planner", "sync", "num_ranks", "ranks_per_node", "tokens_per_rank", "predicted_time_s", "lower_bound_s",
+            "planning_time_s", "groups"} <= set(tree)
     assert sorted(row for group in tree["groups"] for row in group["sequences"]) == [0, 1, 2, 3, 4]
     assert set(tree["groups"][0]) >= {"micro_batch", "ranks", "sequences", "predicted_time_s"}
     assert picture.read_bytes()[:4] == b"\x89PNG"
@@ -47,14 +48,21 @@ def test_nodes_of_unequal_size(lengths, tmp_path, capsys):
     assert (tree["num_ranks"], tree["ranks_per_node"], tree["inputs"]["nodes"]) == (5, 3, [0, 0, 1, 1, 1])
     assert job.main([f"lengths={lengths}", "nodes=2,3", "num_ranks=6"]) == 2
     assert job.main([f"lengths={lengths}", "nodes=2,0"]) == 2
-    assert capsys.readouterr().err == "error: num_ranks: got 6; nodes=2,3 has 5 ranks\nerror: nodes: got '0'; allowed: a whole number of at least 1\n"
+    assert (
+        capsys.readouterr().err
+        == "error: num_ranks: got 6; nodes=2,3 has 5 ranks\nerror: nodes: got '0'; allowed: a whole number of at least "
+           "1\n"
+    )
 
 
 @pytest.mark.parametrize("planner", ["dhp", "dhp_paper"])
 def test_compiling_and_loading_compiled_code_are_not_planning_time(lengths, tmp_path, planner):
-    """In a process of its own, where the first call compiles or loads: tenths of a second at least, for a plan of milliseconds."""
+    """In a process of its own, where the first call compiles or loads: tenths of a second at least, for a plan of
+    milliseconds.
+    """
     out = tmp_path / "plan.json"
-    text = subprocess.run([sys.executable, str(JOB), f"lengths={lengths}", "num_ranks=4", f"planner={planner}", f"out={out}"], check=True, capture_output=True,
+    text = subprocess.run([sys.executable, str(JOB), f"lengths={lengths}", "num_ranks=4", f"planner={planner}",
+                           f"out={out}"], check=True, capture_output=True,
                           text=True).stdout
     [compile_s] = [float(line.split()[1]) for line in text.splitlines() if line.startswith("compiling:")]
     assert compile_s >= 0.1
@@ -62,8 +70,11 @@ def test_compiling_and_loading_compiled_code_are_not_planning_time(lengths, tmp_
 
 
 def test_fixed_costs_are_printed_and_are_not_idle(lengths, tmp_path, capsys):
-    (tmp_path / "cost.yaml").write_text("{quadratic_s: 0, linear_s: 1.0e-4, comm_bytes_per_token: 1, fixed_s: 7.5, bandwidth_bytes_per_s: 1.0e9}")
-    assert job.main([f"lengths={lengths}", "num_ranks=1", "tokens_per_rank=20000", "sync=micro_batch", f"cost={tmp_path / 'cost.yaml'}"]) == 0
+    (tmp_path / "cost.yaml").write_text(
+        "{quadratic_s: 0, linear_s: 1.0e-4, comm_bytes_per_token: 1, fixed_s: 7.5, bandwidth_bytes_per_s: 1.0e9}"
+    )
+    assert job.main([f"lengths={lengths}", "num_ranks=1", "tokens_per_rank=20000", "sync=micro_batch",
+                     f"cost={tmp_path / 'cost.yaml'}"]) == 0
     text = capsys.readouterr().out
     assert "fixed costs:     15.0000 s of it on every rank, 2 x 7.5000 s" in text
     assert "idle:            0.0 % of rank time" in text
@@ -82,7 +93,8 @@ def test_help_names_every_planner_and_is_instant():
     (["lengths={csv}", "num_ranks=four"], "num_ranks: got 'four'; allowed: a whole number of at least 1"),
     (["lengths={csv}", "num_ranks=4", "rank=1"], "rank=1: no such argument; allowed: lengths="),
     (["lengths={csv}", "num_ranks=4", "planner=best"], "planner: got 'best'; allowed: dhp"),
-    (["lengths={csv}", "num_ranks=4", "speeds=1,x"], "speeds: got '1,x'"), (["lengths={csv}", "num_ranks=4", "speeds=1"], "1 speeds for 4 ranks"),
+    (["lengths={csv}", "num_ranks=4", "speeds=1,x"], "speeds: got '1,x'"),
+    (["lengths={csv}", "num_ranks=4", "speeds=1"], "1 speeds for 4 ranks"),
     (["lengths={csv}", "num_ranks=4", "speeds=1,1,0,1"], "rank 2 has speed 0.0; it must be above 0"),
     (["lengths={csv}", "num_ranks=2"], "sample 0: 20000 tokens; the cluster holds at most 16384"),
     (["lengths=absent.csv", "num_ranks=2"], "absent.csv cannot be read"), (["replay={csv}"], "cannot be read"),
@@ -95,7 +107,8 @@ def test_bad_arguments_are_one_line_and_exit_2(words, message, lengths, capsys):
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ("", "line 4: num_tokens: got ''"), ("12.5", "line 3: num_tokens: got '12.5'"), ("0", "line 3: num_tokens: got '0'")])
+    ("", "line 4: num_tokens: got ''"), ("12.5", "line 3: num_tokens: got '12.5'"),
+    ("0", "line 3: num_tokens: got '0'")])
 def test_a_bad_row_is_named_by_its_line(tmp_path, capsys, row, message):
     path = tmp_path / "bad.csv"
     path.write_text(f"num_tokens,name\n7,a\n{row},b\n" if row else "num_tokens,name\n7,a\n8,b\n,c\n")
@@ -109,7 +122,8 @@ def test_a_file_without_the_column_is_refused(tmp_path, capsys):
     assert "has columns length; a column num_tokens is needed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("line", "message"), [("linear_s: -1", "linear_s: got -1; allowed: a number of at least 0"), ("", "linear_s: missing")])
+@pytest.mark.parametrize(("line", "message"), [("linear_s: -1", "linear_s: got -1; allowed: a number of at least 0"),
+                                               ("", "linear_s: missing")])
 def test_a_bad_cost_file_is_named(lengths, tmp_path, capsys, line, message):
     path = tmp_path / "cost.yaml"
     path.write_text(f"quadratic_s: 0.0\ncomm_bytes_per_token: 1\nfixed_s: 0\nbandwidth_bytes_per_s: 1\n{line}\n")

@@ -7,11 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dhp_ray.planner import PLANNERS, ClusterSpec, CostModel, PlanError, Sample, SequenceTooLongError, plan_batch, replay, starts_of
+from dhp_ray.planner import (
+    PLANNERS,
+    ClusterSpec,
+    CostModel,
+    PlanError,
+    Sample,
+    SequenceTooLongError,
+    plan_batch,
+    replay,
+    starts_of,
+)
 
-COST = CostModel(quadratic_s=5e-9, linear_s=2e-4, comm_bytes_per_token=2e6, fixed_s=0.5, bandwidth_bytes_per_s={2: 1.2e11, 8: 1e11, 16: 1e10},
+COST = CostModel(quadratic_s=5e-9, linear_s=2e-4, comm_bytes_per_token=2e6, fixed_s=0.5,
+                 bandwidth_bytes_per_s={2: 1.2e11, 8: 1e11, 16: 1e10},
                  vision_quadratic_s=1e-9, vision_linear_s=1e-5)
-RING = CostModel(quadratic_s=5e-9, linear_s=2e-4, comm_bytes_per_token=2e5, fixed_s=0.1, bandwidth_bytes_per_s={"intra": 1e10, "inter": 1e9},
+RING = CostModel(quadratic_s=5e-9, linear_s=2e-4, comm_bytes_per_token=2e5, fixed_s=0.1,
+                 bandwidth_bytes_per_s={"intra": 1e10, "inter": 1e9},
                  communication="ring", latency_s=1e-3, pack_s=0.01, overlap=0.8)
 
 
@@ -20,12 +32,15 @@ def samples_of(lengths):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 900), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 8), st.sampled_from(sorted(PLANNERS)),
-       st.sampled_from(["step", "micro_batch"]), st.sampled_from([COST, RING]), st.booleans(), st.randoms(use_true_random=False))
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 8),
+       st.sampled_from(sorted(PLANNERS)),
+       st.sampled_from(["step", "micro_batch"]), st.sampled_from([COST, RING]), st.booleans(),
+       st.randoms(use_true_random=False))
 def test_a_plan_is_sound(lengths, num_ranks, ranks_per_node, planner, sync, cost, uneven, random):
     speeds = tuple(random.uniform(0.3, 1.5) for _ in range(num_ranks)) if uneven else ()
     cluster = ClusterSpec(num_ranks, ranks_per_node, 100, speeds)
-    samples = [Sample(f"s{row}", length, 0, ((1, 4, random.randint(1, 8)),) * random.randint(0, 3)) for row, length in enumerate(lengths)
+    samples = [Sample(f"s{row}", length, 0, ((1, 4, random.randint(1, 8)),) * random.randint(0, 3))
+               for row, length in enumerate(lengths)
                if length <= cluster.max_tokens]
     if not samples:
         return
@@ -40,7 +55,8 @@ def test_a_plan_is_sound(lengths, num_ranks, ranks_per_node, planner, sync, cost
     for group in plan.groups:
         tokens = [samples[row].num_tokens for row in group.pack.sequences]
         images = [seconds for row in group.pack.sequences for seconds in cost.image_s(samples[row])]
-        members = [sum(seconds for seconds, member in zip(images, group.encoders) if member == place) / cluster.speeds[rank]
+        members = [sum(seconds for seconds, member in zip(images, group.encoders)
+                       if member == place) / cluster.speeds[rank]
                    for place, rank in enumerate(group.ranks)]
         assert group.predicted_time_s == pytest.approx(cost.pack_time_s(tokens, group.ranks, cluster, max(members)))
 

@@ -18,18 +18,21 @@ ALLOWED = 1.15
 
 def ratio(samples, cluster, cost, sync):
     """Predicted makespan over `dhp`'s for the same batch."""
-    last_resort, plan = (plan_batch(samples, cluster, cost, planner=name, sync=sync) for name in (LAST_RESORT, "dhp"))  # each validates itself
+    # each validates itself
+    last_resort, plan = (plan_batch(samples, cluster, cost, planner=name, sync=sync) for name in (LAST_RESORT, "dhp"))
     return last_resort.predicted_time_s / plan.predicted_time_s
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 30_000), min_size=1, max_size=40), st.integers(1, 12), st.sampled_from([1, 4, 8]), st.sampled_from([8192, 32768, 131072]),
+@given(st.lists(st.integers(1, 30_000), min_size=1, max_size=40), st.integers(1, 12), st.sampled_from([1, 4, 8]),
+       st.sampled_from([8192, 32768, 131072]),
        st.sampled_from(SYNCS), st.sampled_from([ALL_TO_ALL, RING]), st.integers(0, 2**32 - 1))
 def test_it_is_near_dhp(lengths, num_ranks, ranks_per_node, tokens_per_rank, sync, cost, seed):
     random = np.random.default_rng(seed)
     speeds = tuple(random.uniform(0.9, 1.1, num_ranks)) if random.random() < 0.5 else ()
     cluster = ClusterSpec(num_ranks, ranks_per_node, tokens_per_rank, speeds)
-    samples = [Sample(str(row), length, 0, ((1, 16, 16),) * int(random.integers(0, 3))) for row, length in enumerate(lengths) if length <= cluster.max_tokens]
+    samples = [Sample(str(row), length, 0, ((1, 16, 16),) * int(random.integers(0, 3)))
+               for row, length in enumerate(lengths) if length <= cluster.max_tokens]
     if samples:
         assert ratio(samples, cluster, cost, sync) <= ALLOWED
 

@@ -1,4 +1,6 @@
-"""Lists of ranks of like speed: what is in them, and that plans made with them are as short as an exhaustive search over speeds made them, in far less time."""
+"""Lists of ranks of like speed: what is in them, and that plans made with them are as short as an exhaustive search
+over speeds made them, in far less time.
+"""
 
 import time
 
@@ -18,12 +20,14 @@ def lists_of(speeds, ranks_per_node):
 
 def for_groups_of(lists, degree, crosses):
     kind = 2 * degree + crosses
-    return [lists.ranks[lists.first[index]:lists.first[index + 1]].tolist() for index in lists.by_degree[lists.begin[kind]:lists.begin[kind + 1]]]
+    return [lists.ranks[lists.first[index]:lists.first[index + 1]].tolist()
+            for index in lists.by_degree[lists.begin[kind]:lists.begin[kind + 1]]]
 
 
 def test_inside_a_node_every_rank_and_all_that_are_faster():
     lists = lists_of([1.0, 0.9, 1.1, 1.0, 0.5, 1.0], 4)
-    assert for_groups_of(lists, 2, False) == [[0, 3, 2], [1, 0, 3, 2], [4, 5]]  # stretched by 1, 1.9 / 1.8 and 1.5 / 1.0
+    # stretched by 1, 1.9 / 1.8 and 1.5 / 1.0
+    assert for_groups_of(lists, 2, False) == [[0, 3, 2], [1, 0, 3, 2], [4, 5]]
     assert for_groups_of(lists, 4, False) == [[1, 0, 3, 2]]
     assert for_groups_of(lists, 6, True) == [[4, 1, 0, 3, 5, 2]]
 
@@ -43,15 +47,19 @@ def test_every_degree_has_lists_and_a_rank_is_in_few():
     assert np.diff(lists.first_of).max() <= 8 + 3 * 16
 
 
-FORMER_S = {(64, "spread"): 6.2364, (64, "wide"): 7.6614, (64, "third"): 6.6721, (512, "spread"): 8.1074, (512, "wide"): 9.7127, (512, "third"): 8.7271,
+FORMER_S = {(64, "spread"): 6.2364, (64, "wide"): 7.6614, (64, "third"): 6.6721, (512, "spread"): 8.1074,
+            (512, "wide"): 9.7127, (512, "third"): 8.7271,
             (4096, "spread"): 7.3740, (4096, "wide"): 8.6859, (4096, "third"): 7.9588}
-"""Makespans of the search over up to 16 speeds in the whole cluster and all in every node, which took 20 s at 4,096 ranks."""
+"""Makespans of the search over up to 16 speeds in the whole cluster and all in every node, which took 20 s at 4,096
+ranks.
+"""
 
 
 @pytest.mark.parametrize(("num_ranks", "kind"), FORMER_S)
 def test_as_short_as_by_an_exhaustive_search_and_quick(num_ranks, kind):
     random = np.random.default_rng(1)
-    speeds = {"spread": np.clip(random.normal(1.0, 0.05, num_ranks), 0.7, 1.3), "third": np.where(np.arange(num_ranks) % 8 == 5, 1 / 3, 1.0),
+    speeds = {"spread": np.clip(random.normal(1.0, 0.05, num_ranks), 0.7, 1.3),
+              "third": np.where(np.arange(num_ranks) % 8 == 5, 1 / 3, 1.0),
               "wide": np.random.default_rng(1).uniform(0.4, 1.2, num_ranks)}[kind]
     warm_up()
     begin = time.process_time()

@@ -1,4 +1,6 @@
-"""Planning beside other threads: no lock of Python's is held in the loops, two plans at once are two plans, and there is a planner for when time is up."""
+"""Planning beside other threads: no lock of Python's is held in the loops, two plans at once are two plans, and there
+is a planner for when time is up.
+"""
 
 import importlib
 import os
@@ -18,7 +20,8 @@ from dhp_ray.planner import LAST_RESORT, ClusterSpec, plan_batch
 
 
 def test_compiled_loops_release_the_lock():
-    modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(dhp_ray.planner.__path__, "dhp_ray.planner.")]
+    modules = [importlib.import_module(module.name)
+               for module in pkgutil.walk_packages(dhp_ray.planner.__path__, "dhp_ray.planner.")]
     loops = {value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)}
     entries = [loop for loop in loops if not loop.targetoptions.get("no_cpython_wrapper")]
     assert len(entries) > 8
@@ -33,14 +36,16 @@ from dhp_ray.planner import PLANNERS, ClusterSpec, plan_batch, warm_up
 sys.path.insert(0, {folder!r})
 from test_dhp import ALL_TO_ALL, RING, bimodal
 warm_up()
-modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(dhp_ray.planner.__path__, "dhp_ray.planner.")]
+found = pkgutil.walk_packages(dhp_ray.planner.__path__, "dhp_ray.planner.")
+modules = [importlib.import_module(module.name) for module in found]
 loops = {{value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)}}
 counts = {{loop: len(loop.signatures) for loop in loops}}
 for cost in (ALL_TO_ALL, RING):
     for sync in ("step", "micro_batch"):
         for count, ranks, speeds in ((512, 64, ()), (9, 4, ()), (30, 6, (1.0, 0.9, 0.8, 1.1, 1.0, 0.4))):
             for planner in PLANNERS:
-                plan_batch(bimodal(count, ranks), ClusterSpec(ranks, 8, 8192, speeds), cost, planner=planner, sync=sync, pool=((0, 1),))
+                cluster = ClusterSpec(ranks, 8, 8192, speeds)
+                plan_batch(bimodal(count, ranks), cluster, cost, planner=planner, sync=sync, pool=((0, 1),))
 print([loop.py_func.__qualname__ for loop in loops if len(loop.signatures) > counts[loop]])
 """
 
@@ -74,19 +79,26 @@ def test_two_threads_plan_at_once():
 @pytest.mark.parametrize("cost", [ALL_TO_ALL, RING])
 def test_the_last_resort_is_valid_and_fast(sync, cost):
     generator = np.random.default_rng(0)
-    for count, num_ranks, speeds in ((2048, 1024, ()), (40, 6, ()), (3, 7, ()), (100, 12, tuple(generator.uniform(0.3, 1.2, 12))), (5, 1, (0.4,))):
+    for count, num_ranks, speeds in ((2048, 1024, ()), (40, 6, ()), (3, 7, ()),
+                                     (100, 12, tuple(generator.uniform(0.3, 1.2, 12))), (5, 1, (0.4,))):
         cluster, samples = ClusterSpec(num_ranks, 8, 8192, speeds), bimodal(count, num_ranks)
         plan = plan_batch(samples, cluster, cost, planner=LAST_RESORT, sync=sync)  # validates itself
         begin = time.perf_counter()
         plan = plan_batch(samples, cluster, cost, planner=LAST_RESORT, sync=sync)
         assert time.perf_counter() - begin < 0.1
         assert plan.predicted_time_s >= plan.lower_bound_s * (1 - 1e-9)
-        assert all(group.predicted_time_s == pytest.approx(cost.pack_time_s([samples[row].num_tokens for row in group.pack.sequences], group.ranks, cluster))
-                   for group in plan.groups)
+        assert all(
+            group.predicted_time_s
+            == pytest.approx(
+                cost.pack_time_s([samples[row].num_tokens for row in group.pack.sequences], group.ranks, cluster)
+            )
+            for group in plan.groups
+        )
 
 
 def test_the_last_resort_gives_a_slow_rank_less():
     slow = ClusterSpec(8, 8, 8192, (1.0,) * 7 + (0.25,))
     plan = plan_batch([*bimodal(400, 1, 1)], slow, ALL_TO_ALL, planner=LAST_RESORT)
-    tokens = [sum(plan.samples[row].num_tokens for group in plan.groups if rank in group.ranks for row in group.pack.sequences) for rank in range(8)]
+    tokens = [sum(plan.samples[row].num_tokens for group in plan.groups if rank in group.ranks
+                  for row in group.pack.sequences) for rank in range(8)]
     assert tokens[7] < 0.5 * min(tokens[:7])

@@ -1,4 +1,6 @@
-"""Run folders as the driver leaves them, written by the code that writes them, without a cluster: real plans, and the times of ranks made up."""
+"""Run folders as the driver leaves them, written by the code that writes them, without a cluster: real plans, and the
+times of ranks made up.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,11 @@ def results_of(plan: Plan, step: int) -> list[StepResult]:
     starts, makespan = starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, 0.0)
     results = []
     for rank in range(plan.cluster.num_ranks):
-        times = [PackTime(index, 1.1 * start, 1.1 * (start + group.predicted_time_s), 0.2 * group.predicted_time_s if group.degree > 1 else 0.0)
+        times = [PackTime(index, 1.1 * start, 1.1 * (start + group.predicted_time_s),
+                          0.2 * group.predicted_time_s if group.degree > 1 else 0.0)
                  for index, (group, start) in enumerate(zip(plan.groups, starts)) if rank in group.ranks]
-        results.append(StepResult(step, rank, 200.0 / step, 100, 1.0, 1e-3, True, step, 1.1 * makespan + 0.01, 0.0, tuple(times), {"hits": step}))
+        results.append(StepResult(step, rank, 200.0 / step, 100, 1.0, 1e-3, True, step, 1.1 * makespan + 0.01, 0.0,
+                                  tuple(times), {"hits": step}))
     return results
 
 

@@ -26,7 +26,8 @@ def test_a_plan_file_gives_its_plan_back() -> None:
     plan = plan_of(4)
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert (again.samples, again.cluster) == (plan.samples, plan.cluster)
-    assert [(group.ranks, group.pack, group.encoders) for group in again.groups] == [(group.ranks, group.pack, group.encoders) for group in plan.groups]
+    assert [(group.ranks, group.pack, group.encoders)
+            for group in again.groups] == [(group.ranks, group.pack, group.encoders) for group in plan.groups]
     assert replay(again.to_json()).predicted_time_s == plan.predicted_time_s
 
 
@@ -75,7 +76,8 @@ def test_late_steps_count_in_what_the_run_took() -> None:
     gains = compare([1, 2], lambda step: trees[step])
     assert gains.ran() == {"dhp": 1, "static": 1}
     assert gains.total_s(RUN) == pytest.approx(plans[1].predicted_time_s + late.predicted_time_s)
-    assert gains.total_s(RUN) > gains.total_s("dhp") == pytest.approx(plans[1].predicted_time_s + plans[2].predicted_time_s)
+    assert gains.total_s(RUN) > gains.total_s("dhp") == pytest.approx(plans[1].predicted_time_s
+                                                                      + plans[2].predicted_time_s)
 
 
 def test_the_other_mode_has_the_same_device_memory() -> None:
@@ -83,7 +85,8 @@ def test_the_other_mode_has_the_same_device_memory() -> None:
     tree["inputs"]["cost"] |= {"resident_bytes": {"step": 9e6, "micro_batch": 1e6}, "memory_bytes_per_token": 4e4}
     plan = Plan.from_json(tree)
     assert other_mode(plan) == ("micro_batch", 480 + 200)
-    there = plan_batch(plan.samples, replace(plan.cluster, tokens_per_rank=680), CostModel.from_json(tree["inputs"]["cost"]), sync="micro_batch")
+    there = plan_batch(plan.samples, replace(plan.cluster, tokens_per_rank=680),
+                       CostModel.from_json(tree["inputs"]["cost"]), sync="micro_batch")
     assert compare([2], lambda step: tree).other_mode_s() == pytest.approx(there.predicted_time_s)
     tree["inputs"]["cost"]["resident_bytes"]["micro_batch"] = 9e7
     assert compare([2], lambda step: tree).other_mode_s() is None

@@ -50,7 +50,8 @@ def content(run_folder: Path) -> str:
 
 
 def test_every_section_and_figure_is_there(content: str) -> None:
-    assert re.findall(r"<h2>(.*?)</h2>", content) == ["Loss", "Throughput", "What planning gained", "Degrees", "Data", "Events", "Ranks", "Configuration"]
+    assert re.findall(r"<h2>(.*?)</h2>", content) == ["Loss", "Throughput", "What planning gained", "Degrees", "Data",
+                                                      "Events", "Ranks", "Configuration"]
     for words in ("7 of 7 batches", "static_best", "dhp_paper", "with video", "worker_lost", "4714", "num_workers: 4"):
         assert words in content
     assert re.search(r"<dt>last loss</dt><dd>0\.2857</dd>", content)
@@ -58,7 +59,9 @@ def test_every_section_and_figure_is_there(content: str) -> None:
 
 
 def test_modelled_and_measured_are_told_apart(tmp_path: Path) -> None:
-    """Late steps stand in both: in the run's own row of what is modelled, and in a row of their own of what is measured."""
+    """Late steps stand in both: in the run's own row of what is modelled, and in a row of their own of what is
+    measured.
+    """
     write_run(tmp_path, 3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     lines = [line | {"planner": "quick" if line["step"] == 2 else "dhp", "late": line["step"] == 2} for line in lines]
@@ -68,7 +71,8 @@ def test_modelled_and_measured_are_told_apart(tmp_path: Path) -> None:
     assert "in the same mode (sync=step), with the same memory (480 tokens a rank)" in gained
     modelled, _, clock = gained.partition("Measured:")
     assert re.search(r"this run 3 by dhp [\d.]+ 1\.00", modelled)
-    assert all(name in modelled for name in ("static", "static_best", "pow2", "dhp_paper", "resident_bytes plus the cost file"))
+    assert all(name in modelled for name in ("static", "static_best", "pow2", "dhp_paper",
+                                             "resident_bytes plus the cost file"))
     late, in_time = (sum(line["step_time_s"] for line in lines if line["late"] is kind) for kind in (True, False))
     assert f"dhp in time 2 {in_time:.4g}" in clock
     assert f"quick late 1 {late:.4g}" in clock
@@ -80,7 +84,9 @@ def test_what_the_mode_gains_is_no_gain_of_the_planner() -> None:
     tree = plan_batch(plan.samples, plan.cluster, COST, planner="static").to_json()
     mode, tokens = other_mode(plan)
     there = plan_batch(plan.samples, replace(plan.cluster, tokens_per_rank=tokens), COST, sync=mode)
-    assert f"takes {there.predicted_time_s / plan.predicted_time_s:.2f} of dhp&#x27;s seconds here" in mode_gain(compare([1], lambda step: tree))
+    assert f"takes {there.predicted_time_s / plan.predicted_time_s:.2f} of dhp&#x27;s seconds here" in mode_gain(
+        compare([1], lambda step: tree)
+    )
 
 
 def test_pictures_are_in_the_page_and_whole(content: str) -> None:
@@ -129,11 +135,15 @@ def test_losses_that_are_none(tmp_path: Path) -> None:
     assert "<dt>last loss</dt><dd>none</dd>" in page(read_run(Folder(str(tmp_path))))
 
 
-def test_in_a_browser_the_page_shows_and_the_samples_text_does_not_run(run_folder: Path, content: str, tmp_path: Path) -> None:
+def test_in_a_browser_the_page_shows_and_the_samples_text_does_not_run(
+    run_folder: Path, content: str, tmp_path: Path
+) -> None:
     (tmp_path / "unescaped.html").write_text(f"<title>quiet</title><table><tr><td>{EVIL}</table>")
-    assert "<title>owned</title>" in open_page((tmp_path / "unescaped.html").as_uri(), tmp_path / "profile"), "this browser would run it"
+    assert "<title>owned</title>" in open_page((tmp_path / "unescaped.html").as_uri(),
+                                               tmp_path / "profile"), "this browser would run it"
     (run_folder / "report.html").write_text(content)
-    document = open_page((run_folder / "report.html").as_uri(), tmp_path / "profile", tmp_path / "report.png", height=4000)
+    document = open_page((run_folder / "report.html").as_uri(), tmp_path / "profile", tmp_path / "report.png",
+                         height=4000)
     assert f"<title>Run {run_folder}</title>" in document
     assert "owned</title>" not in document
     assert not [tag for tag, _ in Elements(document).found if tag == "script"]

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def report(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / "jobs" / "report.py"), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run([sys.executable, str(ROOT / "jobs" / "report.py"), *arguments], cwd=ROOT, capture_output=True,
+                          text=True, timeout=240, check=False)
 
 
 def test_a_report_is_written_beside_the_run(tmp_path: Path) -> None:
@@ -44,8 +45,10 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     write_run(empty, 0)
     write_run(damaged, 1)
     (damaged / "metrics.jsonl").write_text("x\n")
-    cases = [(2, "no run in", f"run.dir={tmp_path / 'absent'}"), (2, "run.dri: no such key", "run.dri=x"), (1, "not finished a step yet", f"run.dir={empty}"),
-             (1, "metrics.jsonl: line 1", f"run.dir={damaged}"), (1, "not a folder that storage knows", "run.dir=nonsense://bucket/x")]
+    cases = [(2, "no run in", f"run.dir={tmp_path / 'absent'}"), (2, "run.dri: no such key", "run.dri=x"),
+             (1, "not finished a step yet", f"run.dir={empty}"),
+             (1, "metrics.jsonl: line 1", f"run.dir={damaged}"),
+             (1, "not a folder that storage knows", "run.dir=nonsense://bucket/x")]
     for status, words, argument in cases:
         done = report(argument)
         assert (done.returncode, done.stdout) == (status, "")

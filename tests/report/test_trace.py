@@ -11,7 +11,8 @@ from tests.report.runs import plan_of, results_of
 
 
 def slices(trace: dict[str, Any], rank: int, *names: str) -> list[dict[str, Any]]:
-    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == rank + 1 and event["name"].split()[0] in names]
+    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == rank + 1
+            and event["name"].split()[0] in names]
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
@@ -21,11 +22,13 @@ def test_each_rank_shows_what_it_measured(sync: str) -> None:
     trace = json.loads(json.dumps(trace_of(plan, results)))
     for result in results:
         packs = slices(trace, result.rank, "pack")
-        assert [event["args"]["ranks"] for event in packs] == [list(plan.groups[time.index].ranks) for time in result.pack_times]
+        assert [event["args"]["ranks"] for event in packs] == [list(plan.groups[time.index].ranks)
+                                                               for time in result.pack_times]
         compute = sum(event["dur"] for event in slices(trace, result.rank, "compute"))
         exchange = sum(event["dur"] for event in slices(trace, result.rank, "exchange"))
         assert exchange == pytest.approx(1e6 * sum(time.blocked_s for time in result.pack_times), abs=1)
-        assert compute + exchange == pytest.approx(1e6 * sum(time.end_s - time.start_s for time in result.pack_times), abs=1)
+        assert compute + exchange == pytest.approx(1e6 * sum(time.end_s - time.start_s for time in result.pack_times),
+                                                   abs=1)
         row = sorted(slices(trace, result.rank, "pack", "wait", "update"), key=lambda event: event["ts"])
         assert all(first["ts"] + first["dur"] <= second["ts"] + 1e-3 for first, second in pairwise(row))
         assert row[-1]["name"] == "update"
@@ -46,7 +49,8 @@ def test_every_sequence_is_in_one_pack() -> None:
     trace = trace_of(plan, results_of(plan, 3))
     seen = {tuple(event["args"]["sample_ids"]) for rank in range(4) for event in slices(trace, rank, "pack")}
     assert sorted(name for names in seen for name in names) == sorted(sample.id for sample in plan.samples)
-    assert {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} == {
+    assert {event["pid"]: event["args"]["name"] for event in trace["traceEvents"]
+            if event["name"] == "process_name"} == {
         rank + 1: f"rank {rank}" for rank in range(4)}
     assert all(event["pid"] > 0 and event["tid"] > 0 for event in trace["traceEvents"])  # 0 is Perfetto's own
 

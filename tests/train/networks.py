@@ -20,7 +20,8 @@ NUM_SAMPLES = 7
 
 
 class Network(nn.Module):
-    """Token embedding tied to the head, odd sizes, a scalar, a part that is never used and one that is often not used."""
+    """Token embedding tied to the head, odd sizes, a scalar, a part that is never used and one that is often not used.
+    """
 
     def __init__(self, tied: bool = True, width: int = 6) -> None:
         super().__init__()
@@ -61,15 +62,20 @@ def learning_rate_of(name: str) -> float:
 
 
 def settings(clip_norm: float = 0.0, eps: float = 1e-6) -> OptimizerSettings:
-    return OptimizerSettings(learning_rate_of, decays, weight_decay=0.1, betas=(0.9, 0.95), eps=eps, clip_norm=clip_norm)
+    return OptimizerSettings(learning_rate_of, decays, weight_decay=0.1, betas=(0.9, 0.95), eps=eps,
+                             clip_norm=clip_norm)
 
 
-def make_engine(network: nn.Module, rank: int, world_size: int, bucket_bytes: int = 400, precision: str = "fp32", **options: float) -> FlatEngine:
+def make_engine(
+    network: nn.Module, rank: int, world_size: int, bucket_bytes: int = 400, precision: str = "fp32", **options: float
+) -> FlatEngine:
     group = dist.group.WORLD if world_size > 1 else None
     return FlatEngine(network, settings(**options), group, world_size, rank, precision, bucket_bytes)
 
 
-def train_step(engine: FlatEngine, network: nn.Module, step: int, rank: int, world_size: int, factor: float = 1.0) -> Update:
+def train_step(
+    engine: FlatEngine, network: nn.Module, step: int, rank: int, world_size: int, factor: float = 1.0
+) -> Update:
     """Each sample is a backward pass of its own; some ranks have none at all."""
     engine.zero_gradients()
     for sample in range(rank, NUM_SAMPLES, world_size):
@@ -88,10 +94,13 @@ def whole(engine: FlatEngine, kind: str) -> dict[str, Tensor]:
     return found
 
 
-def plain_training(network: nn.Module, steps: int, clip_norm: float = 0.0) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], list[float]]:
+def plain_training(
+    network: nn.Module, steps: int, clip_norm: float = 0.0
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], list[float]]:
     """Parameters, torch.optim.AdamW's state by name, and the gradient norm of every step."""
     named = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-    groups = [{"params": [parameter], "lr": learning_rate_of(name), "weight_decay": 0.1 if decays(name) else 0.0} for name, parameter in named.items()]
+    groups = [{"params": [parameter], "lr": learning_rate_of(name), "weight_decay": 0.1 if decays(name) else 0.0}
+              for name, parameter in named.items()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-6)
     norms = []
     for step in range(steps):
@@ -118,8 +127,11 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def run_tensors(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
-    """As run_ranks, for functions that return tensors: those are shared through files of a process that may be gone by then."""
-    return [torch.load(io.BytesIO(saved), weights_only=False) for saved in run_ranks(_saved, num_ranks, function, *arguments)]
+    """As run_ranks, for functions that return tensors: those are shared through files of a process that may be gone by
+    then.
+    """
+    return [torch.load(io.BytesIO(saved), weights_only=False)
+            for saved in run_ranks(_saved, num_ranks, function, *arguments)]
 
 
 def _saved(rank: int, function: Callable[..., Any], *arguments: Any) -> bytes:

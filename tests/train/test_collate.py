@@ -59,11 +59,13 @@ def test_every_image_token_gets_its_own_feature(encoders: tuple[int, ...], adapt
     inputs = shards(make_pack(0, [0, 1, 2], samples, encoders), payloads, adapter)
     # Stand for a feature by (image, token of that image); member m's features are those of its images in order.
     counts = [8, 4, 12]
-    features = [[(image, token) for image in range(3) if encoders[image] == member for token in range(counts[image])] for member in range(3)]
+    features = [[(image, token) for image in range(3) if encoders[image] == member for token in range(counts[image])]
+                for member in range(3)]
     placed: dict[int, tuple[int, int]] = {}
     for receiver in inputs:
         assert [len(sender.send_index[receiver.member]) for sender in inputs] == receiver.receive_counts
-        received = [features[sender.member][row] for sender in inputs for row in sender.send_index[receiver.member].tolist()]
+        received = [features[sender.member][row] for sender in inputs
+                    for row in sender.send_index[receiver.member].tolist()]
         whole = receiver.layout.index(receiver.member)[receiver.vision_token_index].tolist()
         assert (receiver.token_ids[receiver.vision_token_index] == TOKEN_IDS["image"]).all()
         assert len(received) == len(whole) == int((receiver.token_ids == TOKEN_IDS["image"]).sum())
@@ -79,7 +81,8 @@ def test_a_rank_gets_the_pixels_of_its_own_images_alone(adapter: ModelAdapter) -
     assert inputs[0].grids.tolist() == [[1, 4, 4]]
     assert inputs[1].grids.tolist() == [[1, 4, 8], [2, 4, 6]]
     assert torch.equal(inputs[0].pixels, torch.from_numpy(payloads["a"].pixels[1]))
-    assert torch.equal(inputs[1].pixels, torch.from_numpy(np.concatenate([payloads["a"].pixels[0], payloads["c"].pixels[0]])))
+    assert torch.equal(inputs[1].pixels,
+                       torch.from_numpy(np.concatenate([payloads["a"].pixels[0], payloads["c"].pixels[0]])))
 
 
 def test_a_placeholder_keeps_its_place_and_counts_for_nothing(adapter: ModelAdapter) -> None:
@@ -118,10 +121,12 @@ def test_a_payload_that_is_not_what_was_planned_is_named(adapter: ModelAdapter) 
         r"21 token ids and 21 labels; planned: 22 of each": cut,
         r"22 token ids and 21 labels; planned: 22 of each": replace(payload, labels=payload.labels[:-1]),
         r"token ids from \d+ to 264; the model has 0 to 263": replace(payload, input_ids=wide),
-        r"1 images of grids \(\(1, 8, 4\),\); planned: \(\(1, 4, 8\),\)": replace(payload, grids=payload.grids[:, [0, 2, 1]]),
+        r"1 images of grids \(\(1, 8, 4\),\); planned: \(\(1, 4, 8\),\)": replace(payload,
+                                                                                  grids=payload.grids[:, [0, 2, 1]]),
         r"runs of \[7\] image or video tokens; its images and videos take \[8\]": replace(payload, input_ids=text),
         r"image 0 has patches None; its grid takes \(32, 1176\)": replace(payload, pixels=[None]),
-        r"image 0 has patches \(31, 1176\); its grid takes \(32, 1176\)": replace(payload, pixels=[payload.pixels[0][:31]]),
+        r"image 0 has patches \(31, 1176\); its grid takes \(32, 1176\)": replace(payload,
+                                                                                  pixels=[payload.pixels[0][:31]]),
     }
     for message, bad in broken.items():
         with pytest.raises(ValueError, match=f"^sample odd: {message}$"):
@@ -153,7 +158,8 @@ def test_pieces_of_a_video_make_one_video(adapter: ModelAdapter) -> None:
     assert [part.grids.tolist() for part in inputs] == [[[2, 4, 4]], [[2, 4, 4], [1, 4, 8]], [[1, 4, 4]]]
     assert sum(len(part.vision_token_index) for part in inputs) == 28
     whole = replace(payload, grids=grids, media=np.array([0, 1]), seconds=seconds)
-    expected = adapter.positions(torch.from_numpy(payload.input_ids), torch.from_numpy(grids), torch.from_numpy(seconds))
+    expected = adapter.positions(torch.from_numpy(payload.input_ids), torch.from_numpy(grids),
+                                 torch.from_numpy(seconds))
     positions = torch.full((3, len(payload.input_ids)), -1)
     for part in inputs:
         positions[:, part.layout.index(part.member)] = part.positions
@@ -165,14 +171,18 @@ def test_pieces_of_a_video_have_the_features_of_the_whole(adapter: ModelAdapter)
     _, payload = video_sample()
     pixels = [torch.from_numpy(patches) for patches in payload.pixels[:3] if patches is not None]
     whole = adapter.encode(torch.cat(pixels), torch.tensor([[5, 4, 4]]))
-    pieces = [adapter.encode(patches, torch.from_numpy(payload.grids[number][None])) for number, patches in enumerate(pixels)]
+    pieces = [adapter.encode(patches, torch.from_numpy(payload.grids[number][None]))
+              for number, patches in enumerate(pixels)]
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_a_video_in_the_place_of_an_image_is_refused(adapter: ModelAdapter) -> None:
     sample, payload = video_sample()
     check_payload(sample, payload, adapter, (True,) * 4)
-    with pytest.raises(ValueError, match=r"^sample film: runs of \[20, 8\] image or video tokens; its images and videos take \[8, 8, 4, 8\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"^sample film: runs of \[20, 8\] image or video tokens; its images and videos take \[8, 8, 4, 8\]",
+    ):
         check_payload(sample, replace(payload, media=None, seconds=None), adapter)
     with pytest.raises(ValueError, match=r"take \[20, 8\]"):
         check_payload(sample, replace(payload, seconds=np.array([0.0, 0.0, 0.0, 0.5])), adapter)

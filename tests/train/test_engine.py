@@ -8,7 +8,17 @@ import torch.distributed as dist
 
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.state.optimizer import UNFINISHED, ShardState
-from tests.train.networks import Network, error, loss_sum, make_engine, plain_training, run_tensors, settings, train_step, whole
+from tests.train.networks import (
+    Network,
+    error,
+    loss_sum,
+    make_engine,
+    plain_training,
+    run_tensors,
+    settings,
+    train_step,
+    whole,
+)
 
 TOLERANCE = 1e-6
 
@@ -45,7 +55,8 @@ def broken_update(rank, world_size, broken_part):
             train_step(engine, network, 1, rank, world_size)
         except (RuntimeError, AttributeError):
             failed = True
-    unchanged = all(torch.equal(first, second) for first, second in zip(before, engine.current.tensors().values(), strict=True))
+    unchanged = all(torch.equal(first, second)
+                    for first, second in zip(before, engine.current.tensors().values(), strict=True))
     version = engine.state_version
     engine.optimizer.settings = engine.settings
     dist.barrier()
@@ -79,7 +90,9 @@ def versions_of(engine):
 
 
 def equal(first, second):
-    return first.version == second.version and all(torch.equal(mine, theirs) for mine, theirs in zip(first.tensors().values(), second.tensors().values()))
+    return first.version == second.version and all(torch.equal(mine, theirs)
+                                                   for mine, theirs in zip(first.tensors().values(),
+                                                                           second.tensors().values()))
 
 
 def test_an_engine_holds_the_last_two_versions_and_never_one_that_is_being_written():
@@ -112,13 +125,15 @@ def test_what_was_before_an_loaded_state_is_not_of_its_history():
     engine.load_state(first)
     assert versions_of(engine) == [(5, 1)]
     assert equal(engine.current, first)
-    assert all(torch.equal(parameter.flatten(), whole(engine, "value")[name]) for name, parameter in network.named_parameters())
+    assert all(torch.equal(parameter.flatten(), whole(engine, "value")[name])
+               for name, parameter in network.named_parameters())
     train_step(engine, network, 1, 0, 1)
     assert versions_of(engine) == [(5, 2), (5, 1)]
 
 
 def memory_bytes(module):
-    storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes() for parameter in module.parameters()}
+    storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
+                for parameter in module.parameters()}
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     return sum(storages.values()) + sum(gradient.untyped_storage().nbytes() for gradient in gradients)
 
@@ -145,14 +160,16 @@ def test_a_released_module_keeps_its_shapes_and_no_memory_and_takes_an_engine_ag
     following.load_state(held[0].state)
     assert equal(following.current, expected)
     loaded = whole(following, "value")
-    assert all(torch.equal(parameter.flatten(), loaded[name].to(parameter.dtype)) for name, parameter in network.named_parameters())
+    assert all(torch.equal(parameter.flatten(), loaded[name].to(parameter.dtype))
+               for name, parameter in network.named_parameters())
     reference = Network()
     undisturbed = make_engine(reference, 0, 1, precision=precision)
     for step in range(3):
         train_step(undisturbed, reference, step, 0, 1)
         if step:
             train_step(following, network, step, 0, 1)
-    assert equal(following.current, undisturbed.current), "gradients are summed once: no hook of the first engine is left"
+    assert equal(following.current,
+                 undisturbed.current), "gradients are summed once: no hook of the first engine is left"
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(network.parameters(), reference.parameters()))
 
 

@@ -7,7 +7,17 @@ from torch import nn
 from dhp_ray.train.engine import Update
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
 from dhp_ray.train.state.optimizer import OptimizerSettings
-from tests.train.networks import Network, error, loss_sum, make_engine, plain_training, run_tensors, settings, train_step, whole
+from tests.train.networks import (
+    Network,
+    error,
+    loss_sum,
+    make_engine,
+    plain_training,
+    run_tensors,
+    settings,
+    train_step,
+    whole,
+)
 
 TOLERANCE = 1e-6
 
@@ -18,7 +28,8 @@ def train(rank, world_size, steps, bucket_bytes=400, precision="fp32", clip_norm
         parameter.requires_grad_(not name.startswith(tuple(frozen)) if frozen else True)
     engine = make_engine(network, rank, world_size, bucket_bytes, precision, clip_norm=clip_norm)
     updates = [train_step(engine, network, step, rank, world_size) for step in range(steps)]
-    states = {kind: {name: tensor.clone() for name, tensor in whole(engine, kind).items()} for kind in ("exp_avg", "exp_avg_sq")}
+    states = {kind: {name: tensor.clone() for name, tensor in whole(engine, kind).items()}
+              for kind in ("exp_avg", "exp_avg_sq")}
     resident = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     return engine.full_parameters(), resident, states, updates, engine.state_version
 
@@ -37,7 +48,8 @@ def test_twenty_steps_equal_adamw_on_summed_gradients(world_size):
     for other in results[1:]:
         assert other[0] == {}
         assert other[3] == updates, "norm and decision are equal on all ranks"
-        assert all(torch.equal(other[1][name], results[0][1][name]) for name in expected), "all ranks hold the same parameters"
+        assert all(torch.equal(other[1][name], results[0][1][name])
+                   for name in expected), "all ranks hold the same parameters"
     assert all(torch.equal(results[0][1][name], found[name]) for name in expected)
 
 
@@ -142,7 +154,8 @@ def spoiled_gradient(rank, world_size, bad_value):
     network = Network()
     engine = make_engine(network, rank, world_size)
     train_step(engine, network, 0, rank, world_size)
-    before = [tensor.clone() for tensor in engine.current.tensors().values()] + [parameter.detach().clone() for parameter in network.parameters()]
+    before = [tensor.clone() for tensor in engine.current.tensors().values()] + [parameter.detach().clone()
+                                                                                 for parameter in network.parameters()]
     engine.zero_gradients()
     loss_sum(network, 1, rank)[0].backward()
     if rank == 1:
@@ -195,7 +208,8 @@ def test_bf16_gradients_are_summed_in_fp32():
 def test_small_updates_are_not_lost_in_bf16():
     network = nn.Linear(4, 4, bias=False)
     nn.init.ones_(network.weight)
-    engine = FlatEngine(network, OptimizerSettings(lambda _: 1e-4, lambda _: False, 0.0, (0.9, 0.95), 1e-6, 0.0), None, 1, 0, "bf16")
+    engine = FlatEngine(network, OptimizerSettings(lambda _: 1e-4, lambda _: False, 0.0, (0.9, 0.95), 1e-6, 0.0), None,
+                        1, 0, "bf16")
     for _ in range(50):
         engine.zero_gradients()
         network(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
@@ -235,7 +249,11 @@ def order_of_collectives(rank, world_size):
         log.append(f"write {starts.index(bucket.start)}")
         write(bucket, *arguments)
 
-    engine._reduce_scatter, engine._gather_into, engine.optimizer.write = logged_reduce_scatter, logged_gather_into, logged_write
+    engine._reduce_scatter, engine._gather_into, engine.optimizer.write = (
+        logged_reduce_scatter,
+        logged_gather_into,
+        logged_write,
+    )
     train_step(engine, network, 0, rank, world_size)
     return log
 
@@ -259,7 +277,8 @@ def test_the_learning_rate_factor_scales_all_rates():
     network = Network()
     engine = make_engine(network, 0, 1)
     before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-    assert train_step(engine, network, 0, 0, 1, factor=0.0) == Update(pytest.approx(plain_training(Network(), 1)[2][0]), 0.0, True)
+    assert train_step(engine, network, 0, 0, 1,
+                      factor=0.0) == Update(pytest.approx(plain_training(Network(), 1)[2][0]), 0.0, True)
     assert all(torch.equal(before[name], parameter) for name, parameter in network.named_parameters())
     assert train_step(engine, network, 0, 0, 1, factor=0.25).learning_rate == pytest.approx(2.5e-3)
 
@@ -275,8 +294,10 @@ def test_impossible_settings_are_refused():
 
 def held_bytes(engine):
     """Bytes of all buffers of an engine, each counted once."""
-    found = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes() for parameter in engine.module.parameters()}
-    for tensor in [*engine.gradients().values(), engine._shard_gradient, *engine.current.tensors().values(), *engine.spare.tensors().values()]:
+    found = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
+             for parameter in engine.module.parameters()}
+    for tensor in [*engine.gradients().values(), engine._shard_gradient, *engine.current.tensors().values(),
+                   *engine.spare.tensors().values()]:
         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
 

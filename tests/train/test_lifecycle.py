@@ -1,4 +1,6 @@
-"""One membership after another over the same processes: what is loaded, what a kill in a step leaves, and what is left open."""
+"""One membership after another over the same processes: what is loaded, what a kill in a step leaves, and what is left
+open.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +54,15 @@ class Member:
         self.adapter: ModelAdapter | None = None
 
     def join(self, rank: int, size: int, sync: str, supplies: Sequence[LocalShard] | None = None) -> None:
-        """Form a generation; all of its members come with the same number of generations before it. `supplies` None begins anew."""
+        """Form a generation; all of its members come with the same number of generations before it. `supplies` None
+        begins anew.
+        """
         self.generation += 1
         self.rank, self.size, self.sync = rank, size, sync
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"generation-{self.generation}", self.store), rank=rank, world_size=size, timeout=TIMEOUT)
-        save_group, mirror_group = (dist.new_group(list(range(size)), backend="gloo", timeout=TIMEOUT) for _ in range(2))
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"generation-{self.generation}", self.store), rank=rank,
+                                world_size=size, timeout=TIMEOUT)
+        save_group, mirror_group = (dist.new_group(list(range(size)), backend="gloo", timeout=TIMEOUT)
+                                    for _ in range(2))
         world = dist.group.WORLD
         assert world is not None
         if self.adapter is None:
@@ -64,14 +70,17 @@ class Member:
         if sync == "micro_batch":
             engine: Engine = ShardedEngine(self.adapter, settings(self.adapter), world, rank, CPU)
         else:
-            engine = FlatEngine(self.adapter.module, settings(self.adapter), world if size > 1 else None, size, rank, "fp32",
+            engine = FlatEngine(self.adapter.module, settings(self.adapter), world if size > 1 else None, size, rank,
+                                "fp32",
                                 200_000, initialize=supplies is None)
         if supplies is not None:
             engine.load_state(reshard(supplies, engine.pieces(), engine.shard_size, rank, world))
         transport = open_transport("pool", rank, size, choose("cpu"), 16, TIMEOUT)
-        self.stepper = (MicroBatchStep if sync == "micro_batch" else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
+        self.stepper = (MicroBatchStep if sync == "micro_batch"
+                        else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
         self.mirror = Mirror(engine, rank, KEEPERS[:size], mirror_group)
-        self.checkpointer = Checkpointer(engine, rank, size, save_group, Path(self.run_dir) / f"scratch_{rank}", Folder(f"{self.run_dir}/run"))
+        self.checkpointer = Checkpointer(engine, rank, size, save_group, Path(self.run_dir) / f"scratch_{rank}",
+                                         Folder(f"{self.run_dir}/run"))
         self.mirror.begin()
 
     def step(self, step: int) -> float:
@@ -93,9 +102,11 @@ class Member:
         del self.stepper, self.mirror, self.checkpointer
         world = weakref.ref(dist.group.WORLD)
         dist.destroy_process_group()
-        assert world() is None, "a group that is referred to keeps its sockets open"  # though FSDP's modules are in cycles, and still there
+        # though FSDP's modules are in cycles, and still there
+        assert world() is None, "a group that is referred to keeps its sockets open"
         if self.sync == "micro_batch":
-            left = [parameter.to_local() if isinstance(parameter, DTensor) else parameter  # whole ones where a forward broke off
+            # whole ones where a forward broke off
+            left = [parameter.to_local() if isinstance(parameter, DTensor) else parameter
                     for parameter in self.adapter.module.parameters()]  # type: ignore[union-attr]
             assert sum(tensor.untyped_storage().nbytes() for tensor in left) == 0
             self.adapter = None
@@ -110,7 +121,9 @@ def step_plan(size: int, step: int) -> tuple[Plan, dict[str, Payload]]:
                             *([] if size > 1 else [[([0], [[12, (1, 4, 4), 13]], None)]])])
 
 
-def supplied(found: list[LocalShard], survivors: Sequence[int], old_size: int, old_rank: int, version: int) -> list[LocalShard]:
+def supplied(
+    found: list[LocalShard], survivors: Sequence[int], old_size: int, old_rank: int, version: int
+) -> list[LocalShard]:
     """What `old_rank` supplies: its own shard and those of the dead that it keeps."""
     owners = {old_rank} | {owner for owner in range(old_size) if owner not in survivors and KEEPERS[owner] == old_rank}
     return [shard for shard in found if shard.owner in owners and shard.version == version]
@@ -121,7 +134,9 @@ MODES = [("step", "step"), ("micro_batch", "micro_batch"), ("step", "micro_batch
 
 
 def changed(process: int, port: int, run_dir: str, cases: list[tuple[int, int, str, str]]) -> list[str]:
-    """Whether each case's parameters and moments are, bit for bit, the version loaded by the ranks that are left, of which one at least is lost."""
+    """Whether each case's parameters and moments are, bit for bit, the version loaded by the ranks that are left, of
+    which one at least is lost.
+    """
     torch.manual_seed(process)
     member = Member(port, run_dir)
     wrong = []
@@ -146,16 +161,22 @@ def changed(process: int, port: int, run_dir: str, cases: list[tuple[int, int, s
         if new_sync == "micro_batch":
             member.adapter = None
         elif old_sync == "step" and process in survivors:
-            assert all(parameter.untyped_storage().nbytes() <= 4 for parameter in member.adapter.module.parameters()), "released"
+            assert all(parameter.untyped_storage().nbytes() <= 4
+                       for parameter in member.adapter.module.parameters()), "released"
         if process in order:
             member.join(order.index(process), new_size, new_sync, found)
             engine = member.stepper.engine
             after = {kind: whole(engine, kind) for kind in KINDS}  # type: ignore[arg-type]
             resident = engine.full_parameters()
             if process in survivors:
-                same = engine.state_version == 1 and all(torch.equal(after[kind][name], expected[kind][name]) for kind in KINDS for name in engine.shapes)
+                same = engine.state_version == 1 and all(torch.equal(after[kind][name], expected[kind][name])
+                                                         for kind in KINDS for name in engine.shapes)
                 if process == 0:
-                    same = same and resident.keys() == parameters.keys() and all(torch.equal(resident[name], parameters[name]) for name in resident)
+                    same = (
+                        same
+                        and resident.keys() == parameters.keys()
+                        and all(torch.equal(resident[name], parameters[name]) for name in resident)
+                    )
                 if not same:
                     wrong.append(f"case {number}: {cases[number]} on process {process}")
             member.leave()
@@ -164,10 +185,16 @@ def changed(process: int, port: int, run_dir: str, cases: list[tuple[int, int, s
     return wrong
 
 
-@pytest.mark.parametrize(("modes", "changes"), [
-    *zip(MODES, ([(4, 3), (1, 2)], [(2, 1), (3, 5)], [(5, 2)], [(3, 5)])),
-    *[pytest.param(modes, CHANGES, marks=pytest.mark.slow) for modes in MODES]])
-def test_parameters_and_moments_are_bit_for_bit_those_of_the_version_loaded(tmp_path: Path, modes: tuple[str, str], changes: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("modes", "changes"),
+    [
+        *zip(MODES, ([(4, 3), (1, 2)], [(2, 1), (3, 5)], [(5, 2)], [(3, 5)])),
+        *[pytest.param(modes, CHANGES, marks=pytest.mark.slow) for modes in MODES],
+    ],
+)
+def test_parameters_and_moments_are_bit_for_bit_those_of_the_version_loaded(
+    tmp_path: Path, modes: tuple[str, str], changes: list[tuple[int, int]]
+) -> None:
     assert run_processes(changed, 5, str(tmp_path), [(*sizes, *modes) for sizes in changes], timeout_s=240) == [[]] * 5
 
 
@@ -203,7 +230,8 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
     return said, losses, held, len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-@pytest.mark.parametrize(("sync", "where"), [("step", "forward"), ("step", "backward"), ("micro_batch", "forward"), ("micro_batch", "backward")])
+@pytest.mark.parametrize(("sync", "where"), [("step", "forward"), ("step", "backward"), ("micro_batch", "forward"),
+                                             ("micro_batch", "backward")])
 def test_a_rank_killed_in_a_step_is_survived_and_the_loss_goes_on(tmp_path: Path, sync: str, where: str) -> None:
     (expected,) = run_processes(undisturbed, 1, str(tmp_path / "undisturbed"), 6)
     results = run_processes(killed_in_a_step, 4, str(tmp_path / "killed"), sync, where, 6, mortal=[2])
@@ -248,9 +276,11 @@ def reformed(process: int, port: int, run_dir: str, sync: str, num_changes: int)
 
 
 @pytest.mark.parametrize(("sync", "num_changes"), [("step", 6), ("micro_batch", 6),
-                                                   *[pytest.param(sync, 50, marks=pytest.mark.slow) for sync in ("step", "micro_batch")]])
+                                                   *[pytest.param(sync, 50, marks=pytest.mark.slow)
+                                                     for sync in ("step", "micro_batch")]])
 def test_nothing_stays_open_over_many_changes_of_membership(tmp_path: Path, sync: str, num_changes: int) -> None:
     for opened in run_processes(reformed, 3, str(tmp_path), sync, num_changes, timeout_s=280)[:2]:
         files, threads = zip(*opened)
         assert min(files[-3:]) == min(files[:3]), opened
-        assert min(threads[-3:]) <= min(threads[:3]) + 1, opened  # a group has three; one that has just ended may still be counted
+        # a group has three; one that has just ended may still be counted
+        assert min(threads[-3:]) <= min(threads[:3]) + 1, opened

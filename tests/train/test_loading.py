@@ -1,4 +1,6 @@
-"""A model folder read in shards: the same parameters, buffers and losses as the whole model, in a rank's share of its memory."""
+"""A model folder read in shards: the same parameters, buffers and losses as the whole model, in a rank's share of its
+memory.
+"""
 
 from __future__ import annotations
 
@@ -54,27 +56,35 @@ def compare(rank: int, num_ranks: int, path: str) -> dict[str, Any]:
         "types": {parameter.dtype for parameter in found.values()},
         "sharded": all(isinstance(parameter, DTensor) for parameter in found.values()),
         "trained": all(parameter.requires_grad != adapter.is_vision(name) for name, parameter in found.items()),
-        "buffers": len(buffers) > 0 and all(torch.equal(buffers[name], buffer) for name, buffer in whole.module.named_buffers()),
+        "buffers": len(buffers) > 0 and all(torch.equal(buffers[name], buffer)
+                                            for name, buffer in whole.module.named_buffers()),
         "generation": adapter.module.generation_config.to_dict() == whole.module.generation_config.to_dict(),
         "total": sum(map(torch.numel, wanted.values()))}
 
 
 def published(folder: Path, tie: bool, older: bool, num_files: int = 3) -> Path:
-    """A folder in the form of the published models: bf16, several files, a generation configuration, and older names or today's."""
+    """A folder in the form of the published models: bf16, several files, a generation configuration, and older names or
+    today's.
+    """
     adapter = rough_model(tie_word_embeddings=tie)
     adapter.save(folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    assert all(name.startswith(("visual.", "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")) for name in weights)
+    assert all(name.startswith(("visual.", "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."))
+               for name in weights)
     stored = {name: value.bfloat16() for name, value in weights.items()}
     stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(16)  # as files of old have, and nobody reads
     if not older:
-        stored = {re.sub(r"^visual", "model.visual", re.sub(r"^model", "model.language_model", name)): value for name, value in stored.items()}
-    files = {name: f"model-{place % num_files + 1:05d}-of-{num_files:05d}.safetensors" for place, name in enumerate(sorted(stored))}
+        stored = {re.sub(r"^visual", "model.visual", re.sub(r"^model", "model.language_model", name)): value
+                  for name, value in stored.items()}
+    files = {name: f"model-{place % num_files + 1:05d}-of-{num_files:05d}.safetensors"
+             for place, name in enumerate(sorted(stored))}
     for file in set(files.values()):
-        save_file({name: stored[name].contiguous() for name in stored if files[name] == file}, folder / file, {"format": "pt"})
+        save_file({name: stored[name].contiguous() for name in stored if files[name] == file}, folder / file,
+                  {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": [258, 256], "temperature": 0.1, "do_sample": True}))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": [258, 256],
+                                                               "temperature": 0.1, "do_sample": True}))
     return folder
 
 
@@ -100,8 +110,12 @@ def test_tied_weights_may_be_stored_under_either_name_or_both(tmp_path: Path) ->
     for stored in (names, *({name} for name in names)):
         save_file(rest | {name: tied.clone() for name in stored}, tmp_path / "model.safetensors", {"format": "pt"})
         assert run_ranks(compare, 2, 2, str(tmp_path))[1]["equal"]
-    save_file(rest | {name: tied + place for place, name in enumerate(names)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(AssertionError, match=r"(?m)model.path: [^\n]*: lm_head.weight and model.embed_tokens.weight differ; its config.json "):
+    save_file(rest | {name: tied + place for place, name in enumerate(names)}, tmp_path / "model.safetensors",
+              {"format": "pt"})
+    with pytest.raises(
+        AssertionError,
+        match=r"(?m)model.path: [^\n]*: lm_head.weight and model.embed_tokens.weight differ; its config.json ",
+    ):
         run_ranks(read_alone, 1, str(tmp_path))
 
 
@@ -110,19 +124,27 @@ def read_alone(rank: int, path: str) -> None:
     read_shards(shard(adapter), dict(adapter.module.named_parameters()), adapter.weights, 0, 1, CPU)
 
 
-def test_a_weight_that_is_missing_or_of_another_shape_or_type_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_weight_that_is_missing_or_of_another_shape_or_type_is_refused_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
     adapter = rough_model()
     adapter.save(tmp_path, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     weights = load_file(tmp_path / "model.safetensors")
     name, stored = "model.language_model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
-    save_file({key: value for key, value in weights.items() if key != stored}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file({key: value for key, value in weights.items() if key != stored}, tmp_path / "model.safetensors",
+              {"format": "pt"})
     with pytest.raises(ModelError, match=rf"^model.path: [^\n]* lacks 1 weights, the first is {re.escape(name)}$"):
         build_on_meta_device(str(tmp_path))
     save_file(weights | {stored: weights[stored][:5].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=rf"^model.path: [^\n]*: {re.escape(stored)} has shape \(5, 128\); its config.json says \(352, 128\)$"):
+    with pytest.raises(
+        ModelError,
+        match=rf"^model.path: [^\n]*: {re.escape(stored)} has shape \(5, 128\); its config.json says \(352, 128\)$",
+    ):
         build_on_meta_device(str(tmp_path))
     save_file(weights | {stored: weights[stored].to(torch.int8)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=rf"^model.path: [^\n]*: {re.escape(stored)} is stored as I8; allowed: F64, F32, F16, BF16$"):
+    with pytest.raises(
+        ModelError, match=rf"^model.path: [^\n]*: {re.escape(stored)} is stored as I8; allowed: F64, F32, F16, BF16$"
+    ):
         build_on_meta_device(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ModelError, match=r"^model.path: [^\n]*: model.safetensors cannot be read: [^\n]+$"):
@@ -151,7 +173,8 @@ def train(rank: int, num_ranks: int, path: str, in_shards: bool, plan: Plan, pay
     rank_plan = plan.rank_plan(1, rank)
     results = [stepper.run(rank_plan, payloads_of(rank_plan.packs, payloads, rank), 1.0) for _ in range(2)]
     after = stepper.engine.full_parameters()
-    return [[(result.loss_sum, result.gradient_norm) for result in results], float(sum(value.double().sum() for value in after.values())), len(after)]
+    return [[(result.loss_sum, result.gradient_norm) for result in results],
+            float(sum(value.double().sum() for value in after.values())), len(after)]
 
 
 def test_training_from_shards_is_training_from_the_whole(tmp_path: Path) -> None:
@@ -163,7 +186,8 @@ def test_training_from_shards_is_training_from_the_whole(tmp_path: Path) -> None
 
 
 def peak_bytes() -> int:
-    return next(1024 * int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return next(1024 * int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("VmHWM"))
 
 
 def grown(rank: int, num_ranks: int, path: str, in_shards: bool) -> int:
@@ -177,19 +201,25 @@ def grown(rank: int, num_ranks: int, path: str, in_shards: bool) -> int:
     return peak_bytes() - before
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of resident memory is read from Linux's /proc")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(),
+                    reason="the peak of resident memory is read from Linux's /proc")
 def test_no_rank_ever_holds_the_whole(tmp_path: Path) -> None:
-    text = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+    text = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+            "num_key_value_heads": 4,
             "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0}}
     small = rough_model()
     config = small.module.config.to_dict()
-    config = type(small.module.config).from_dict(config | {"text_config": config["text_config"] | text | {"layer_types": ["full_attention"] * 12},
-                                                           "vision_config": config["vision_config"] | {"out_hidden_size": 768}})
+    config = type(small.module.config).from_dict(config | {"text_config": config["text_config"] | text
+                                                           | {"layer_types": ["full_attention"] * 12},
+                                                           "vision_config": config["vision_config"]
+                                                           | {"out_hidden_size": 768}})
     with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in type(small.module)(config).named_parameters()}  # type: ignore[call-arg]
+        shapes = {name: parameter.shape
+                  for name, parameter in type(small.module)(config).named_parameters()}  # type: ignore[call-arg]
     num_bytes = 4 * sum(shape.numel() for shape in shapes.values())
     assert num_bytes > 400e6
-    save_file({name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file({name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()},
+              tmp_path / "model.safetensors", {"format": "pt"})
     config.save_pretrained(tmp_path)
     shares = run_ranks(grown, 3, 3, str(tmp_path), True)
     assert max(shares) < 0.5 * num_bytes, shares  # a third, and what is read at a time

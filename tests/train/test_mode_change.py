@@ -23,7 +23,9 @@ from tests.train.networks import run_tensors, whole
 from tests.train.test_sharded_engine import CPU, make_plan, make_step, payloads_of, settings
 
 
-def save_and_load(rank: int, num_ranks: int, sync: str, run_dir: str, first: bool, plan: Plan, payloads: dict[str, Payload]) -> dict[str, Any]:
+def save_and_load(
+    rank: int, num_ranks: int, sync: str, run_dir: str, first: bool, plan: Plan, payloads: dict[str, Payload]
+) -> dict[str, Any]:
     """State and next loss after two steps that are saved, or after loading what was saved."""
     adapter = rough_model(seed=0 if first else 5)
     adapter.freeze(["vision"])
@@ -32,9 +34,11 @@ def save_and_load(rank: int, num_ranks: int, sync: str, run_dir: str, first: boo
     else:
         world = dist.group.WORLD if num_ranks > 1 else None
         engine = FlatEngine(adapter.module, settings(adapter), world, num_ranks, rank, "fp32", 4096)
-        stepper = RankStep(adapter, engine, open_transport("parent", rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30)), world, CPU)
+        stepper = RankStep(adapter, engine, open_transport("parent", rank, num_ranks, choose("cpu"), 16,
+                                                           timedelta(seconds=30)), world, CPU)
     save_group = dist.new_group(list(range(num_ranks)), backend="gloo")
-    checkpointer = Checkpointer(stepper.engine, rank, num_ranks, save_group, Path(run_dir) / f"scratch_{rank}", Folder(f"{run_dir}/run"))
+    checkpointer = Checkpointer(stepper.engine, rank, num_ranks, save_group, Path(run_dir) / f"scratch_{rank}",
+                                Folder(f"{run_dir}/run"))
     rank_plan = plan.rank_plan(1, rank)
     own = payloads_of(rank_plan.packs, payloads, rank)
     if first:
@@ -45,19 +49,29 @@ def save_and_load(rank: int, num_ranks: int, sync: str, run_dir: str, first: boo
         assert checkpointer.poll() == ([2], "")
     else:
         checkpointer.load("checkpoints/step_000002")
-    found = {"version": stepper.engine.state_version, **{kind: whole(stepper.engine, kind) for kind in ("value", "exp_avg", "exp_avg_sq")}}
+    found = {"version": stepper.engine.state_version,
+             **{kind: whole(stepper.engine, kind) for kind in ("value", "exp_avg", "exp_avg_sq")}}
     names = [name for name in stepper.engine.full_parameters() if not adapter.is_vision(name)]
     parameters = stepper.engine.full_parameters()
-    return found | {"parameters": {name: parameters[name].flatten() for name in names}} | {"loss": stepper.run(rank_plan, own, 1.0).loss_sum}
+    return found | {"parameters": {name: parameters[name].flatten()
+                                   for name in names}} | {"loss": stepper.run(rank_plan, own, 1.0).loss_sum}
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [
-    (("micro_batch", 3), [("step", 1), ("step", 2), ("micro_batch", 5)]), (("step", 2), [("micro_batch", 1), ("micro_batch", 3)]),
-    (("micro_batch", 5), [("micro_batch", 2), ("step", 3)])])
-def test_a_checkpoint_of_either_mode_resumes_in_either_on_any_number_of_ranks(tmp_path: Path, saved: tuple[str, int], loaded: list[tuple[str, int]]) -> None:
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("micro_batch", 3), [("step", 1), ("step", 2), ("micro_batch", 5)]),
+        (("step", 2), [("micro_batch", 1), ("micro_batch", 3)]),
+        (("micro_batch", 5), [("micro_batch", 2), ("step", 3)]),
+    ],
+)
+def test_a_checkpoint_of_either_mode_resumes_in_either_on_any_number_of_ranks(
+    tmp_path: Path, saved: tuple[str, int], loaded: list[tuple[str, int]]
+) -> None:
     def run(sync: str, num_ranks: int, first: bool) -> dict[str, Any]:
         plan, payloads = make_plan(num_ranks, [[(list(range(num_ranks)), [[70], [25]], None)], [([0], [[20]], None)]])
-        found: dict[str, Any] = run_tensors(save_and_load, num_ranks, num_ranks, sync, str(tmp_path), first, plan, payloads)[0]
+        found: dict[str, Any] = run_tensors(save_and_load, num_ranks, num_ranks, sync, str(tmp_path), first, plan,
+                                            payloads)[0]
         return found
 
     wanted = run(*saved, True)
@@ -68,5 +82,6 @@ def test_a_checkpoint_of_either_mode_resumes_in_either_on_any_number_of_ranks(tm
         assert found["version"] == 2
         for kind in ("value", "exp_avg", "exp_avg_sq", "parameters"):
             assert found[kind].keys() == wanted[kind].keys()
-            assert all(torch.equal(found[kind][name], wanted[kind][name]) for name in wanted[kind]), (sync, num_ranks, kind)
+            assert all(torch.equal(found[kind][name], wanted[kind][name])
+                       for name in wanted[kind]), (sync, num_ranks, kind)
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)

@@ -1,4 +1,5 @@
-"""Loss and every gradient of the whole model, images included, against plain transformers on one rank at equal weights."""
+"""Loss and every gradient of the whole model, images included, against plain transformers on one rank at equal weights.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +16,35 @@ from dhp_ray.comm.transport import open_transport
 from dhp_ray.planner.plan import RankPack
 from dhp_ray.train.collate import Payload, collate
 from dhp_ray.train.pack import pack_loss
-from tests.packs import make_pack, make_sample, own_payloads, plain_copy, plain_gradients, plain_loss, relative_errors, rough_model
+from tests.packs import (
+    make_pack,
+    make_sample,
+    own_payloads,
+    plain_copy,
+    plain_gradients,
+    plain_loss,
+    relative_errors,
+    rough_model,
+)
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-5
 Parts = list[Any]  # of make_sample: text runs and image grids
 
 
-def walk(rank: int, num_ranks: int, transport_name: str, packs: list[RankPack], payloads: dict[str, Payload], freeze: list[str],
-         checkpointing: bool, tie: bool) -> dict[str, Any]:
-    """Run a rank's packs as a step does; on rank 0, the errors against plain transformers of the summed loss and gradients."""
+def walk(
+    rank: int,
+    num_ranks: int,
+    transport_name: str,
+    packs: list[RankPack],
+    payloads: dict[str, Payload],
+    freeze: list[str],
+    checkpointing: bool,
+    tie: bool,
+) -> dict[str, Any]:
+    """Run a rank's packs as a step does; on rank 0, the errors against plain transformers of the summed loss and
+    gradients.
+    """
     adapter = rough_model(tie_word_embeddings=tie)
     adapter.freeze(freeze)
     if checkpointing:
@@ -63,12 +83,24 @@ def walk(rank: int, num_ranks: int, transport_name: str, packs: list[RankPack], 
             "size": max(gradient.abs().max().item() for gradient in wanted.values())}
 
 
-def compare(num_ranks: int, layout: list[tuple[list[int], list[Parts], list[int] | None]], *, transport: str = "pool", freeze: list[str] | None = None,
-            checkpointing: bool = False, tie: bool = True, masked: tuple[str, ...] = (), first_label: dict[str, int] | None = None) -> dict[str, Any]:
-    """`layout` lists packs: their ranks, their samples' parts, and their encoders (None: members in turn). Samples are named 0.0, 0.1, 1.0 ..."""
+def compare(
+    num_ranks: int,
+    layout: list[tuple[list[int], list[Parts], list[int] | None]],
+    *,
+    transport: str = "pool",
+    freeze: list[str] | None = None,
+    checkpointing: bool = False,
+    tie: bool = True,
+    masked: tuple[str, ...] = (),
+    first_label: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    """`layout` lists packs: their ranks, their samples' parts, and their encoders (None: members in turn). Samples are
+    named 0.0, 0.1, 1.0 ...
+    """
     packs, payloads = [], {}
     for index, (ranks, samples, encoders) in enumerate(layout):
-        made = [make_sample(f"{index}.{row}", parts, (first_label or {}).get(f"{index}.{row}")) for row, parts in enumerate(samples)]
+        made = [make_sample(f"{index}.{row}", parts, (first_label or {}).get(f"{index}.{row}"))
+                for row, parts in enumerate(samples)]
         payloads |= {sample.id: replace(payload, masked=sample.id in masked) for sample, payload in made}
         packs.append(make_pack(index, ranks, [sample for sample, _ in made], encoders))
     errors = run_ranks(walk, num_ranks, num_ranks, transport, packs, payloads, freeze or [], checkpointing, tie)[0]
@@ -125,7 +157,8 @@ def test_members_without_an_image_and_shards_without_an_image_token(freeze: list
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("freeze", [[], ["language"], ["vision"]])
 def test_members_without_a_token(freeze: list[str], checkpointing: bool) -> None:
-    compare(5, [([0, 1, 2, 3, 4], [[3]], None), ([4, 3, 2, 1, 0], [[(1, 2, 2), 1]], [3]), ([0, 1, 2, 3, 4], [[2], [4]], None)],
+    compare(5, [([0, 1, 2, 3, 4], [[3]], None), ([4, 3, 2, 1, 0], [[(1, 2, 2), 1]], [3]),
+                ([0, 1, 2, 3, 4], [[2], [4]], None)],
             freeze=freeze, checkpointing=checkpointing)
 
 
@@ -142,7 +175,8 @@ def test_a_step_without_a_label_that_counts_has_zero_gradients() -> None:
 
 @pytest.mark.parametrize("freeze", [[], ["language"]])
 def test_a_masked_placeholder_changes_nothing_for_the_others(freeze: list[str]) -> None:
-    compare(3, [([0, 1, 2], [[20, (1, 4, 8), 30], [9, (1, 4, 6), 40, (1, 4, 4), 2], [12]], [0, 1, 2]), ([0, 2], [[(1, 4, 4), 9]], [1])],
+    compare(3, [([0, 1, 2], [[20, (1, 4, 8), 30], [9, (1, 4, 6), 40, (1, 4, 4), 2], [12]], [0, 1, 2]),
+                ([0, 2], [[(1, 4, 4), 9]], [1])],
             masked=("0.0", "1.0"), freeze=freeze)
 
 
@@ -154,7 +188,8 @@ def run_in_bf16(rank: int, pack: RankPack, payloads: dict[str, Payload]) -> dict
     for parameter in adapter.module.parameters():
         parameter.data = parameter.data.bfloat16()  # as the engine does; the rotary tables stay fp32
     transport = open_transport("parent", rank, len(pack.ranks), choose("cpu"), 16, timedelta(seconds=30))
-    loss = pack_loss(adapter, collate(pack, own_payloads(pack, payloads, rank), rank, adapter), transport.link(pack.ranks, pack.index))
+    loss = pack_loss(adapter, collate(pack, own_payloads(pack, payloads, rank), rank, adapter),
+                     transport.link(pack.ranks, pack.index))
     loss.backward()
     assert loss.dtype == torch.float32
     found = {}
@@ -166,7 +201,8 @@ def run_in_bf16(rank: int, pack: RankPack, payloads: dict[str, Payload]) -> dict
     if rank != 0:
         return {}
     expected, wanted = plain_gradients(plain, list(payloads.values()))
-    angles = {name: 1.0 - torch.cosine_similarity(found[name].flatten(), wanted[name].flatten(), 0).item() for name in wanted}
+    angles = {name: 1.0 - torch.cosine_similarity(found[name].flatten(), wanted[name].flatten(), 0).item()
+              for name in wanted}
     return {"loss": abs(total.item() - expected) / expected, "gradient": max(angles.values())}
 
 

@@ -1,4 +1,6 @@
-"""A sample that keeps its place as a placeholder changes nothing but its own absence: the same batch without it has the same loss and gradients."""
+"""A sample that keeps its place as a placeholder changes nothing but its own absence: the same batch without it has the
+same loss and gradients.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tests.train.networks import whole
 NUM_RANKS = 3
 TOLERANCE = 1e-5
 SAMPLES = dict((sample.id, (sample, payload)) for sample, payload in (
-    make_sample("text", [40]), make_sample("words", [23]), make_sample("image", [20, (1, 4, 8), 30]), make_sample("images", [9, (1, 4, 6), 40, (1, 8, 6), 5]),
+    make_sample("text", [40]), make_sample("words", [23]), make_sample("image", [20, (1, 4, 8), 30]),
+    make_sample("images", [9, (1, 4, 6), 40, (1, 8, 6), 5]),
     make_sample("film", [5, Film(0.5, ((2, 4, 4), (1, 4, 4))), 30]), make_sample("short", [3])))
 
 
@@ -39,12 +42,16 @@ SITUATIONS = {
     "text beside others in its pack": Situation(((((0, 1), ("text", "image")), ((2,), ("words",))),), ("text",)),
     "images beside an image": Situation(((((2, 0, 1), ("images", "image", "words")),),), ("images",)),
     "the only images of its pack": Situation(((((0, 1), ("images", "text")), ((2,), ("image",))),), ("images",)),
-    "the only images of all": Situation(((((0, 1), ("images", "text")), ((2,), ("words",))), (((1, 2), ("short",)),)), ("images",)),
+    "the only images of all": Situation(((((0, 1), ("images", "text")), ((2,), ("words",))), (((1, 2), ("short",)),)),
+                                        ("images",)),
     "a video, the only one to show something": Situation(((((1, 2, 0), ("film", "text")),),), ("film",)),
     "the only sample of its pack": Situation(((((0, 1), ("text",)), ((2,), ("image",))),), ("text",)),
-    "the only sample of its pack, with images, on one rank": Situation(((((0, 1), ("text",)), ((2,), ("image",))),), ("image",)),
-    "the only pack of a micro-batch": Situation(((((0, 1), ("text",)), ((2,), ("image",))), (((1, 0, 2), ("images",)),)), ("images",)),
-    "several": Situation(((((0, 1, 2), ("film", "text", "image")),), (((1,), ("words",)), ((0, 2), ("images",)))), ("text", "image", "images")),
+    "the only sample of its pack, with images, on one rank": Situation(((((0, 1), ("text",)), ((2,), ("image",))),),
+                                                                       ("image",)),
+    "the only pack of a micro-batch": Situation(((((0, 1), ("text",)), ((2,), ("image",))),
+                                                 (((1, 0, 2), ("images",)),)), ("images",)),
+    "several": Situation(((((0, 1, 2), ("film", "text", "image")),), (((1,), ("words",)), ((0, 2), ("images",)))),
+                         ("text", "image", "images")),
     "all of a batch": Situation(((((0, 1), ("image",)), ((2,), ("text",))),), ("image", "text")),
 }
 
@@ -58,7 +65,8 @@ def plan_of(situation: Situation, sync: str, leave_out: Sequence[str] = ()) -> P
             if left:
                 rows = tuple(range(len(samples), len(samples) + len(left)))
                 encoders = tuple(grid % len(ranks) for grid in range(sum(len(sample.vision_grids) for sample in left)))
-                groups.append(GroupPlan(ranks, Pack(rows), 1.0, 0.0, micro_batch if sync == "micro_batch" else 0, encoders))
+                groups.append(GroupPlan(ranks, Pack(rows), 1.0, 0.0, micro_batch if sync == "micro_batch" else 0,
+                                        encoders))
                 samples += left
     plan = Plan("listed", sync, ClusterSpec(NUM_RANKS, NUM_RANKS, 1000), tuple(samples), tuple(groups), 1.0, 1.0)
     plan.validate()
@@ -76,7 +84,8 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
         own: dict[str, Payload] = {}
         for pack in rank_plan.packs:
             own |= own_payloads(pack, payloads, rank)
-        for place, name in enumerate(sorted(own.keys() & set(bad))):  # as the rank knows it that could not decode, and as one that only heard
+        # as the rank knows it that could not decode, and as one that only heard
+        for place, name in enumerate(sorted(own.keys() & set(bad))):
             own[name] = placeholder(SAMPLES[name][0]) if (place + rank) % 2 else replace(own[name], masked=True)
         result = member.stepper.run(rank_plan, own, 0.0)
         assert result.applied
@@ -88,7 +97,8 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
         wanted_loss, wanted_count, wanted = step(plan_of(situation, config.planner.sync, situation.bad), ())
         errors = relative_errors(gradients, wanted)
         worst = max(errors, key=errors.__getitem__)
-        found[name] = {"loss": abs(loss - wanted_loss) / (wanted_loss or 1.0), "tokens": count - wanted_count, "gradient": errors[worst], "worst": worst,
+        found[name] = {"loss": abs(loss - wanted_loss) / (wanted_loss or 1.0), "tokens": count - wanted_count,
+                       "gradient": errors[worst], "worst": worst,
                        "size": max(float(gradient.abs().max()) for gradient in wanted.values()), "count": count}
     member.close()
     return found
@@ -97,7 +107,8 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("freeze", ["", pytest.param("language", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sync", SYNCS)
 def test_a_batch_with_placeholders_is_the_batch_without(sync: str, freeze: str) -> None:
-    config = load([f"planner.sync={sync}", f"train.freeze=[{freeze}]", "comm.timeout_s=60", "run.dir=unused", "train.adam_beta1=0", "train.clip_norm=0"])
+    config = load([f"planner.sync={sync}", f"train.freeze=[{freeze}]", "comm.timeout_s=60", "run.dir=unused",
+                   "train.adam_beta1=0", "train.clip_norm=0"])
     found = run_processes(run_both, NUM_RANKS, config, timeout_s=200)[0]
     for name, errors in found.items():
         assert errors["tokens"] == 0, (name, errors)

@@ -1,4 +1,6 @@
-"""Any plan that is valid ends, with the right gradients: random groups, ring orders, encoders and samples, each under a watchdog."""
+"""Any plan that is valid ends, with the right gradients: random groups, ring orders, encoders and samples, each under a
+watchdog.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,13 @@ from tests.train.networks import whole
 WATCHDOG_S = 60
 TOLERANCE = 2e-5
 SAMPLES = [
-    make_sample("word", [2]), make_sample("token", [1]), make_sample("short", [7]), make_sample("text", [40]), make_sample("long", [150]),
-    make_sample("image", [20, (1, 4, 8), 30]), make_sample("images", [9, (1, 4, 6), 40, (1, 4, 4), 2, (1, 8, 6), 5]), make_sample("picture", [(1, 8, 8), 12]),
+    make_sample("word", [2]), make_sample("token", [1]), make_sample("short", [7]), make_sample("text", [40]),
+    make_sample("long", [150]),
+    make_sample("image", [20, (1, 4, 8), 30]), make_sample("images", [9, (1, 4, 6), 40, (1, 4, 4), 2, (1, 8, 6), 5]),
+    make_sample("picture", [(1, 8, 8), 12]),
     make_sample("first", [(1, 2, 2), 1]), make_sample("clip", [(2, 4, 6), 3]), make_sample("wide", [4, (1, 2, 20), 60]),
-    make_sample("film", [5, Film(0.5, ((2, 4, 4), (2, 4, 4), (1, 4, 4))), 30, (1, 4, 8), 9]), make_sample("reel", [8, Film(1.5, ((3, 4, 6),)), 20]),
+    make_sample("film", [5, Film(0.5, ((2, 4, 4), (2, 4, 4), (1, 4, 4))), 30, (1, 4, 8), 9]),
+    make_sample("reel", [8, Film(1.5, ((3, 4, 6),)), 20]),
     make_sample("masked", [50], first_label=50), make_sample("unseen", [10, (1, 4, 4), 10], first_label=26),
 ]
 
@@ -46,11 +51,13 @@ class World:
     freeze: str = ""
 
     def __str__(self) -> str:
-        return f"{self.num_ranks}-{self.sync}-{self.transport}{'-recomputed' * self.recomputes}{f'-{self.freeze}_frozen' * bool(self.freeze)}"
+        frozen = f"-{self.freeze}_frozen" * bool(self.freeze)
+        return f"{self.num_ranks}-{self.sync}-{self.transport}{'-recomputed' * self.recomputes}{frozen}"
 
 
 WORLDS = [World(*values) for values in product((3, 5), SYNCS, TRANSPORTS, (False, True), ("", "vision", "language"))]
-FEW = [World(num_ranks, sync, transport, recomputes, freeze) for sync in SYNCS for num_ranks, transport, recomputes, freeze in (
+FEW = [World(num_ranks, sync, transport, recomputes, freeze) for sync in SYNCS
+       for num_ranks, transport, recomputes, freeze in (
     (3, "pool", True, ""), (5, "parent", False, "vision"), (3, "parent", True, "language"), (5, "pool", False, ""))]
 
 
@@ -91,19 +98,25 @@ def test_more_groups_than_the_pool_holds(reference: Path, sync: str) -> None:
 @pytest.mark.parametrize("transport", [TRANSPORTS[0], pytest.param(TRANSPORTS[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sync", SYNCS)
 def test_a_video_in_packs_of_every_degree(reference: Path, sync: str, transport: str) -> None:
-    """Its pieces in time are encoded by different ranks; the ranks beside its pack have another video, text, or nothing."""
+    """Its pieces in time are encoded by different ranks; the ranks beside its pack have another video, text, or
+    nothing.
+    """
     check(reference, World(5, sync, transport), [plan_of([
-        (tuple((rank + 1) % 5 for rank in range(degree)), ("film", "text"), tuple(piece % degree for piece in range(4)), 0),
+        (tuple((rank + 1) % 5 for rank in range(degree)), ("film", "text"), tuple(piece % degree for piece in range(4)),
+         0),
         *([(tuple((rank + 1) % 5 for rank in range(degree, 5)), ("reel",), (0,), 0)] if degree < 5 else []),
         ((0,), ("image", "word"), (0,), 1)], sync) for degree in (1, 2, 3, 4, 5)])
 
 
-def plan_of(groups: Sequence[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], int]], sync: str, num_ranks: int = 5) -> Plan:
+def plan_of(
+    groups: Sequence[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], int]], sync: str, num_ranks: int = 5
+) -> Plan:
     """A plan of groups: ranks, names of samples, encoders, micro-batch."""
     named = {sample.id: sample for sample, _ in SAMPLES}
     samples = [named[name] for _, names, _, _ in groups for name in names]
     places = {sample.id: place for place, sample in enumerate(samples)}
-    planned = tuple(GroupPlan(ranks, Pack(tuple(places[name] for name in names)), 1.0, 0.0, micro_batch if sync == "micro_batch" else 0, encoders)
+    planned = tuple(GroupPlan(ranks, Pack(tuple(places[name] for name in names)), 1.0, 0.0,
+                              micro_batch if sync == "micro_batch" else 0, encoders)
                     for ranks, names, encoders, micro_batch in groups)
     plan = Plan("listed", sync, ClusterSpec(num_ranks, num_ranks, 10_000), tuple(samples), planned, 1.0, 1.0)
     plan.validate()
@@ -128,26 +141,35 @@ def random_plan(seed: int, world: World) -> Plan:
         taken, places = places[: (size := int(random.integers(1, 4)))], places[size:]
         if not taken:
             break
-        ranks = tuple(int(rank) for rank in random.permutation(world.num_ranks)[: random.integers(1, world.num_ranks + 1)])
+        ranks = tuple(
+            int(rank) for rank in random.permutation(world.num_ranks)[: random.integers(1, world.num_ranks + 1)]
+        )
         if busy & set(ranks) or random.random() < 0.2:
             micro_batch, busy = micro_batch + (len(busy) > 0), set()
         busy |= set(ranks)
         images = sum(len(SAMPLES[place][0].vision_grids) for place in taken)
         encoders = tuple(int(member) for member in random.integers(0, len(ranks), images))
-        groups.append(GroupPlan(ranks, Pack(tuple(range(len(samples), len(samples) + len(taken)))), 1.0, 0.0, micro_batch if world.sync == "micro_batch" else 0,
+        groups.append(GroupPlan(ranks, Pack(tuple(range(len(samples), len(samples) + len(taken)))), 1.0, 0.0,
+                                micro_batch if world.sync == "micro_batch" else 0,
                                 encoders))
         samples += [SAMPLES[place][0] for place in taken]
-    plan = Plan("random", world.sync, ClusterSpec(world.num_ranks, world.num_ranks, 10_000), tuple(samples), tuple(groups), 1.0, 1.0)
+    plan = Plan("random", world.sync, ClusterSpec(world.num_ranks, world.num_ranks, 10_000), tuple(samples),
+                tuple(groups), 1.0, 1.0)
     plan.validate()
     return plan
 
 
 def check(reference: Path, world: World, plans: Sequence[Plan], *settings: str) -> list[dict[str, int]]:
-    """Run the plans at equal weights and hold each one's loss and gradients against the reference; the ranks' pool counters."""
-    config = load([f"model.path={reference / 'model'}", "model.preset=", f"planner.sync={world.sync}", f"comm.transport={world.transport}",
-                   f"train.activation_checkpointing={str(world.recomputes).lower()}", f"train.freeze=[{world.freeze}]", "comm.timeout_s=60", "run.dir=unused",
+    """Run the plans at equal weights and hold each one's loss and gradients against the reference; the ranks' pool
+    counters.
+    """
+    config = load([f"model.path={reference / 'model'}", "model.preset=", f"planner.sync={world.sync}",
+                   f"comm.transport={world.transport}",
+                   f"train.activation_checkpointing={str(world.recomputes).lower()}", f"train.freeze=[{world.freeze}]",
+                   "comm.timeout_s=60", "run.dir=unused",
                    "train.adam_beta1=0", "train.clip_norm=0", *settings])
-    results = run_processes(run_plans, world.num_ranks, world.num_ranks, config, list(plans), reference, timeout_s=WATCHDOG_S * (len(plans) + 1))
+    results = run_processes(run_plans, world.num_ranks, world.num_ranks, config, list(plans), reference,
+                            timeout_s=WATCHDOG_S * (len(plans) + 1))
     assert len(results[0][0]) == len(plans)
     for plan, errors in zip(plans, results[0][0]):
         assert errors["loss"] < TOLERANCE, (plan.groups, errors)
@@ -157,7 +179,9 @@ def check(reference: Path, world: World, plans: Sequence[Plan], *settings: str) 
     return pools
 
 
-def run_plans(rank: int, port: int, num_ranks: int, config: Config, plans: list[Plan], reference: Path) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def run_plans(
+    rank: int, port: int, num_ranks: int, config: Config, plans: list[Plan], reference: Path
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
     member = Rank(config, Membership(rank, num_ranks, 1, "127.0.0.1", port), CPU)
     payloads = {sample.id: payload for sample, payload in SAMPLES}
     wanted: dict[str, tuple[float, dict[str, torch.Tensor]]] = torch.load(reference / "gradients") if rank == 0 else {}
@@ -165,9 +189,12 @@ def run_plans(rank: int, port: int, num_ranks: int, config: Config, plans: list[
     for number, plan in enumerate(plans):
         faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)  # a rank that hangs says where, and dies
         rank_plan = plan.rank_plan(number, rank)
-        own = {name: payload for pack in rank_plan.packs for name, payload in own_payloads(pack, payloads, rank).items()}
-        evaluated = member.stepper.evaluate(rank_plan, own)  # leaves nothing behind: the gradients below are the step's alone
-        result = member.stepper.run(rank_plan, own, 0.0)  # at a learning rate of 0 the weights stay, and with beta1 = 0 the first moment is the gradient
+        own = {name: payload for pack in rank_plan.packs
+               for name, payload in own_payloads(pack, payloads, rank).items()}
+        # leaves nothing behind: the gradients below are the step's alone
+        evaluated = member.stepper.evaluate(rank_plan, own)
+        # at a learning rate of 0 the weights stay, and with beta1 = 0 the first moment is the gradient
+        result = member.stepper.run(rank_plan, own, 0.0)
         gradients = whole(member.engine, "exp_avg")
         faulthandler.cancel_dump_traceback_later()
         if rank == 0:
@@ -178,12 +205,19 @@ def run_plans(rank: int, port: int, num_ranks: int, config: Config, plans: list[
     return found, pool
 
 
-def compare(plan: Plan, payloads: dict[str, Payload], wanted: dict[str, tuple[float, dict[str, torch.Tensor]]], loss_sum: float, num_valid_tokens: int,
-            gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+def compare(
+    plan: Plan,
+    payloads: dict[str, Payload],
+    wanted: dict[str, tuple[float, dict[str, torch.Tensor]]],
+    loss_sum: float,
+    num_valid_tokens: int,
+    gradients: dict[str, torch.Tensor],
+) -> dict[str, Any]:
     """Errors of a plan's loss sum and of its gradients of the mean."""
     assert num_valid_tokens == sum(int((payloads[sample.id].labels[1:] != -100).sum()) for sample in plan.samples)
     loss = sum(wanted[sample.id][0] for sample in plan.samples)
-    expected = {name: sum(wanted[sample.id][1][name].double() for sample in plan.samples).flatten() / max(1, num_valid_tokens) for name in gradients}
+    expected = {name: sum(wanted[sample.id][1][name].double()
+                          for sample in plan.samples).flatten() / max(1, num_valid_tokens) for name in gradients}
     errors = relative_errors(gradients, expected)
     worst = max(errors, key=errors.__getitem__)
     return {"loss": abs(loss_sum - loss) / (abs(loss) or 1.0), "gradient": errors[worst], "worst": worst}

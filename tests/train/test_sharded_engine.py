@@ -1,4 +1,6 @@
-"""The sharded engine of `sync=micro_batch`: loss, every gradient and every parameter of the whole model, against plain transformers on one rank."""
+"""The sharded engine of `sync=micro_batch`: loss, every gradient and every parameter of the whole model, against plain
+transformers on one rank.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,17 @@ Groups = list[tuple[list[int], list[list[Any]], list[int] | None]]
 
 
 def settings(adapter: ModelAdapter, clip_norm: float = 0.0) -> OptimizerSettings:
-    return OptimizerSettings(lambda name: 5e-4 if adapter.is_vision(name) else 1e-3, adapter.decays, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-6,
+    return OptimizerSettings(lambda name: 5e-4 if adapter.is_vision(name) else 1e-3, adapter.decays, weight_decay=0.1,
+                             betas=(0.9, 0.95), eps=1e-6,
                              clip_norm=clip_norm)
 
 
-def make_plan(num_ranks: int, layout: list[Groups], masked: tuple[str, ...] = (), silent: tuple[str, ...] = ()) -> tuple[Plan, dict[str, Payload]]:
-    """Samples are named by pack and place: 0.0, 0.1, 1.0 ...; those in `masked` are placeholders, those in `silent` have no label that counts."""
+def make_plan(
+    num_ranks: int, layout: list[Groups], masked: tuple[str, ...] = (), silent: tuple[str, ...] = ()
+) -> tuple[Plan, dict[str, Payload]]:
+    """Samples are named by pack and place: 0.0, 0.1, 1.0 ...; those in `masked` are placeholders, those in `silent`
+    have no label that counts.
+    """
     samples: list[Sample] = []
     groups: list[GroupPlan] = []
     payloads: dict[str, Payload] = {}
@@ -54,7 +61,8 @@ def make_plan(num_ranks: int, layout: list[Groups], masked: tuple[str, ...] = ()
 
 
 def payloads_of(packs: tuple[RankPack, ...], payloads: dict[str, Payload], rank: int) -> dict[str, Payload]:
-    return {name: payload for pack in packs for name, payload in own_payloads(pack, payloads, rank).items() if name in {s.id for s in pack.samples}}
+    return {name: payload for pack in packs for name, payload in own_payloads(pack, payloads, rank).items()
+            if name in {s.id for s in pack.samples}}
 
 
 def make_step(adapter: ModelAdapter, rank: int, num_ranks: int, transport_name: str = "pool", precision: str = "fp32",
@@ -65,9 +73,21 @@ def make_step(adapter: ModelAdapter, rank: int, num_ranks: int, transport_name: 
     return MicroBatchStep(adapter, engine, transport, dist.group.WORLD, CPU)
 
 
-def train(rank: int, num_ranks: int, transport: str, plan: Plan, payloads: dict[str, Payload], freeze: list[str], checkpointing: bool, tie: bool,
-          num_steps: int, clip_norm: float) -> dict[str, float]:
-    """Steps with `sync=micro_batch`; on rank 0 the errors, each the worst of all steps, against plain transformers with plain AdamW."""
+def train(
+    rank: int,
+    num_ranks: int,
+    transport: str,
+    plan: Plan,
+    payloads: dict[str, Payload],
+    freeze: list[str],
+    checkpointing: bool,
+    tie: bool,
+    num_steps: int,
+    clip_norm: float,
+) -> dict[str, float]:
+    """Steps with `sync=micro_batch`; on rank 0 the errors, each the worst of all steps, against plain transformers with
+    plain AdamW.
+    """
     adapter = rough_model(tie_word_embeddings=tie)
     adapter.freeze(freeze)
     plain = plain_copy(adapter)
@@ -75,7 +95,8 @@ def train(rank: int, num_ranks: int, transport: str, plan: Plan, payloads: dict[
     trained = {name: parameter for name, parameter in plain.named_parameters() if name not in frozen}
     rule = settings(adapter)
     optimizer = torch.optim.AdamW(
-        [{"params": [parameter], "lr": rule.learning_rate_of(name), "weight_decay": rule.weight_decay if rule.decays(name) else 0.0}
+        [{"params": [parameter], "lr": rule.learning_rate_of(name),
+          "weight_decay": rule.weight_decay if rule.decays(name) else 0.0}
          for name, parameter in trained.items()], betas=rule.betas, eps=rule.eps)
     if checkpointing:
         adapter.set_activation_checkpointing()
@@ -94,7 +115,8 @@ def train(rank: int, num_ranks: int, transport: str, plan: Plan, payloads: dict[
             continue
         expected, wanted = plain_gradients(plain, counted)
         worst["loss"] = max(worst["loss"], abs(result.loss_sum - expected) / (expected or 1.0))
-        worst["gradient"] = max(worst["gradient"], *relative_errors(found, {name: wanted[name] for name in trained}).values())
+        worst["gradient"] = max(worst["gradient"],
+                                *relative_errors(found, {name: wanted[name] for name in trained}).values())
         for name, parameter in trained.items():
             parameter.grad = wanted[name] / max(1, num_valid)
         norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), clip_norm or float("inf")))
@@ -103,17 +125,32 @@ def train(rank: int, num_ranks: int, transport: str, plan: Plan, payloads: dict[
     after = stepper.engine.full_parameters()
     stepper.transport.close()
     if rank == 0:
-        worst["parameter"] = max(relative_errors(after, {name: parameter.detach() for name, parameter in plain.named_parameters()}).values())
-        assert all(torch.equal(after[name], parameter) for name, parameter in plain.named_parameters() if name in frozen)
+        worst["parameter"] = max(relative_errors(after, {name: parameter.detach()
+                                                         for name, parameter in plain.named_parameters()}).values())
+        assert all(torch.equal(after[name], parameter) for name, parameter in plain.named_parameters()
+                   if name in frozen)
     return worst
 
 
-def compare(num_ranks: int, layout: list[Groups], *, transport: str = "pool", freeze: list[str] | None = None, checkpointing: bool = False, tie: bool = True,
-            masked: tuple[str, ...] = (), silent: tuple[str, ...] = (), num_steps: int = 1, clip_norm: float = 0.0) -> dict[str, float]:
+def compare(
+    num_ranks: int,
+    layout: list[Groups],
+    *,
+    transport: str = "pool",
+    freeze: list[str] | None = None,
+    checkpointing: bool = False,
+    tie: bool = True,
+    masked: tuple[str, ...] = (),
+    silent: tuple[str, ...] = (),
+    num_steps: int = 1,
+    clip_norm: float = 0.0,
+) -> dict[str, float]:
     plan, payloads = make_plan(num_ranks, layout, masked, silent)
-    errors: dict[str, float] = run_ranks(train, num_ranks, num_ranks, transport, plan, payloads, freeze or [], checkpointing, tie, num_steps, clip_norm)[0]
+    errors: dict[str, float] = run_ranks(train, num_ranks, num_ranks, transport, plan, payloads, freeze or [],
+                                         checkpointing, tie, num_steps, clip_norm)[0]
     assert errors["loss"] < TOLERANCE, errors
-    assert errors["gradient"] < (TOLERANCE if num_steps == 1 else 20 * TOLERANCE), errors  # weights drift apart from rounding alone
+    # weights drift apart from rounding alone
+    assert errors["gradient"] < (TOLERANCE if num_steps == 1 else 20 * TOLERANCE), errors
     assert errors["norm"] < TOLERANCE, errors
     assert errors["parameter"] < 1e-4, errors
     return errors
@@ -150,7 +187,8 @@ FIVE: list[Groups] = [
 ]
 
 
-@pytest.mark.parametrize(("transport", "checkpointing", "freeze"), [("pool", False, []), ("parent", True, []), ("pool", True, ["language"])])
+@pytest.mark.parametrize(("transport", "checkpointing", "freeze"),
+                         [("pool", False, []), ("parent", True, []), ("pool", True, ["language"])])
 def test_five_ranks_and_members_without_a_token(transport: str, checkpointing: bool, freeze: list[str]) -> None:
     compare(5, FIVE, transport=transport, checkpointing=checkpointing, freeze=freeze)
 
@@ -165,18 +203,21 @@ def test_a_batch_of_text_alone(freeze: list[str]) -> None:
 
 
 def test_a_batch_that_trains_nothing_of_what_is_not_frozen() -> None:
-    errors = compare(2, [[([0, 1], [[50]], None)], [([1], [[20]], None)]], freeze=["language"], checkpointing=True, num_steps=2)
+    errors = compare(2, [[([0, 1], [[50]], None)], [([1], [[20]], None)]], freeze=["language"], checkpointing=True,
+                     num_steps=2)
     assert errors["gradient"] == 0.0
 
 
 def test_ranks_and_batches_without_a_label_that_counts() -> None:
-    compare(3, [[([0, 1], [[20, (1, 4, 8), 30]], None), ([2], [[40]], None)], [([1, 2], [[8, (1, 4, 4), 8]], None)]], silent=("1.0", "2.0"))
+    compare(3, [[([0, 1], [[20, (1, 4, 8), 30]], None), ([2], [[40]], None)], [([1, 2], [[8, (1, 4, 4), 8]], None)]],
+            silent=("1.0", "2.0"))
     errors = compare(2, [[([0, 1], [[20, (1, 4, 8), 30]], None)]], silent=("0.0",))
     assert errors["gradient"] == errors["loss"] == 0.0
 
 
 def test_placeholders_also_where_they_hold_the_only_images() -> None:
-    compare(3, [[([0, 1], [[20, (1, 4, 8), 30], [9, 40]], None), ([2], [[12]], None)], [([2, 0], [[(1, 4, 4), 9]], [1]), ([1], [[(1, 4, 4), 9]], [0])]],
+    compare(3, [[([0, 1], [[20, (1, 4, 8), 30], [9, 40]], None), ([2], [[12]], None)],
+                [([2, 0], [[(1, 4, 4), 9]], [1]), ([1], [[(1, 4, 4), 9]], [0])]],
             masked=("0.0", "2.0"), freeze=["language"])
 
 
@@ -188,14 +229,16 @@ def skip_and_go_on(rank: int, plan: Plan, payloads: dict[str, Payload]) -> list[
     stepper = make_step(rough_model(), rank, 3)
     rank_plan = plan.rank_plan(1, rank)
     own = payloads_of(rank_plan.packs, payloads, rank)
-    bad = {name: replace(payload, pixels=[None if patches is None else patches * float("nan") for patches in payload.pixels]) for name, payload in own.items()}
+    bad = {name: replace(payload, pixels=[None if patches is None else patches * float("nan")
+                                          for patches in payload.pixels]) for name, payload in own.items()}
     before = stepper.engine.full_parameters()
     skipped = stepper.run(rank_plan, bad, 1.0)
     after = stepper.engine.full_parameters()
     applied = stepper.run(rank_plan, own, 1.0)
     again = make_step(rough_model(), rank, 3).run(rank_plan, own, 1.0)
     return [skipped.applied, skipped.state_version, all(torch.equal(before[name], after[name]) for name in before),
-            applied.applied, applied.state_version, applied.loss_sum == again.loss_sum, applied.gradient_norm == again.gradient_norm]
+            applied.applied, applied.state_version, applied.loss_sum == again.loss_sum,
+            applied.gradient_norm == again.gradient_norm]
 
 
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks() -> None:
@@ -208,10 +251,17 @@ def evaluate_and_train(rank: int, plan: Plan, payloads: dict[str, Payload]) -> t
     rank_plan = plan.rank_plan(1, rank)
     own = payloads_of(rank_plan.packs, payloads, rank)
     loss_sum, num_valid_tokens = stepper.evaluate(rank_plan, own)
-    untouched = all(isinstance(parameter, DTensor) and parameter.grad is None for parameter in stepper.adapter.module.parameters())
+    untouched = all(isinstance(parameter, DTensor) and parameter.grad is None
+                    for parameter in stepper.adapter.module.parameters())
     first = stepper.run(rank_plan, own, 1.0)
     after, _ = stepper.evaluate(rank_plan, own)
-    return abs(loss_sum / first.loss_sum - 1), num_valid_tokens - first.num_valid_tokens, untouched, after, stepper.run(rank_plan, own, 1.0).loss_sum
+    return (
+        abs(loss_sum / first.loss_sum - 1),
+        num_valid_tokens - first.num_valid_tokens,
+        untouched,
+        after,
+        stepper.run(rank_plan, own, 1.0).loss_sum,
+    )
 
 
 def test_evaluation_between_steps() -> None:
@@ -224,11 +274,13 @@ def test_evaluation_between_steps() -> None:
 
 
 def losses_in_bf16(rank: int, plan: Plan, payloads: dict[str, Payload], precision: str) -> list[float]:
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # its bf16 products take AMX instructions, which some virtual machines refuse
+    # its bf16 products take AMX instructions, which some virtual machines refuse
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     stepper = make_step(rough_model(), rank, 3, precision=precision)
     rank_plan = plan.rank_plan(1, rank)
     results = [stepper.run(rank_plan, payloads_of(rank_plan.packs, payloads, rank), 1.0) for _ in range(4)]
-    assert all(parameter.dtype == torch.float32 and parameter.grad.dtype == torch.float32 for parameter in stepper.engine.parameters.values())
+    assert all(parameter.dtype == torch.float32 and parameter.grad.dtype == torch.float32
+               for parameter in stepper.engine.parameters.values())
     return [result.loss_sum / result.num_valid_tokens for result in results]
 
 
@@ -258,5 +310,7 @@ def refuse(rank: int) -> list[str]:
 
 
 def test_refusals_are_one_line() -> None:
-    assert run_ranks(refuse, 1)[0] == ["precision: got 'fp16'; allowed: fp32, bf16",
-                                       "train.freeze: every parameter of the model is frozen; at least one must be left to train"]
+    assert run_ranks(refuse, 1)[0] == [
+        "precision: got 'fp16'; allowed: fp32, bf16",
+        "train.freeze: every parameter of the model is frozen; at least one must be left to train",
+    ]

@@ -1,4 +1,5 @@
-"""The formats of data files, one module each with its SUFFIXES, `scan` (the fragments of a file) and `read` (the rows of a fragment).
+"""The formats of data files, one module each with its SUFFIXES, `scan` (the fragments of a file) and `read` (the rows
+of a fragment).
 
     data.format    llava       parquet, synthetic    webdataset    huggingface
     files          json_text   parquet               tar           arrow, parquet
@@ -19,7 +20,8 @@ from dhp_ray.data.names import Names
 FILE_FORMATS = {"json": json_text, "parquet": parquet, "tar": tar, "arrow": arrow}
 """By the `kind` of a fragment."""
 
-DATA_FORMATS = {"llava": ("json",), "parquet": ("parquet",), "synthetic": ("parquet",), "webdataset": ("tar",), "huggingface": ("arrow", "parquet")}
+DATA_FORMATS = {"llava": ("json",), "parquet": ("parquet",), "synthetic": ("parquet",), "webdataset": ("tar",),
+                "huggingface": ("arrow", "parquet")}
 """The kinds of files of each `data.format`."""
 
 

@@ -1,6 +1,8 @@
-"""Data sets as Hugging Face's `datasets` leaves them on disk: `save_to_disk`'s folders of Arrow streams, and folders of parquet.
+"""Data sets as Hugging Face's `datasets` leaves them on disk: `save_to_disk`'s folders of Arrow streams, and folders of
+parquet.
 
-Read with pyarrow alone. A record batch is found by its byte range and mapped, so that a few of its rows cost no more than they are.
+Read with pyarrow alone. A record batch is found by its byte range and mapped, so that a few of its rows cost no more
+than they are.
 """
 
 from __future__ import annotations
@@ -36,16 +38,26 @@ def saved_files(path: str) -> list[str]:
     state = _read(os.path.join(path, "state.json"))
     if state is not None:
         if state.get("_indices_files") or state.get("_indices_data_files"):
-            raise DataError(f"data.path: {path} orders its rows by an index; allowed: a set saved after flatten_indices()")
-        names = [os.path.basename(str(entry.get("filename", ""))) for entry in state.get("_data_files", []) if isinstance(entry, dict)]
+            raise DataError(
+                f"data.path: {path} orders its rows by an index; allowed: a set saved after flatten_indices()"
+            )
+        names = [os.path.basename(str(entry.get("filename", ""))) for entry in state.get("_data_files", [])
+                 if isinstance(entry, dict)]
         missing = next((name for name in names if not os.path.isfile(os.path.join(path, name))), None)
         if missing is not None or not names:
-            raise DataError(f"data.path: {path}: state.json names {missing or 'no file'}; allowed: a whole folder of save_to_disk")
+            raise DataError(
+                f"data.path: {path}: state.json names {missing or 'no file'}; allowed: a whole folder of save_to_disk"
+            )
         return [os.path.join(path, name) for name in names]
     found = sorted(os.path.join(folder, name) for folder, folders, names in os.walk(path) for name in names
-                   if name.endswith(".parquet") and not any(part.startswith(".") for part in os.path.relpath(os.path.join(folder, name), path).split(os.sep)))
+                   if name.endswith(".parquet")
+                   and not any(part.startswith(".")
+                               for part in os.path.relpath(os.path.join(folder, name), path).split(os.sep)))
     if not found:
-        raise DataError(f"data.path: {path} is no saved set; allowed: a folder of save_to_disk (state.json and .arrow files), or one with .parquet files")
+        raise DataError(
+            f"data.path: {path} is no saved set; allowed: a folder of save_to_disk (state.json and .arrow files), or "
+            "one with .parquet files"
+        )
     return found
 
 
@@ -58,7 +70,8 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
         for offset in range(0, batch.num_rows, ROWS_PER_FRAGMENT):
             part = batch.slice(offset, ROWS_PER_FRAGMENT)
             ids = part["id"].to_pylist() if "id" in part.schema.names else [None] * part.num_rows
-            yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // batch.num_rows, 0, offset, ((start, stop),),
+            yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // batch.num_rows, 0,
+                           offset, ((start, stop),),
                            new_names(ids, names, path, first))
             first += part.num_rows
 

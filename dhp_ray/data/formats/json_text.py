@@ -36,7 +36,9 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
 
         yield from fragments_of(path, "json", rows(), names)
     if num_rows and not has_conversations:
-        raise DataError(f"data.path: {path}: no row has conversations; allowed: rows with id, image and conversations (or messages)")
+        raise DataError(
+            f"data.path: {path}: no row has conversations; allowed: rows with id, image and conversations (or messages)"
+        )
 
 
 def read(fragment: Fragment) -> Iterator[Row]:
@@ -59,7 +61,8 @@ def _parse(text: bytes, path: str, row: int) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if row == 0:  # a first row like this means another kind of file; a later one is a bad row, reported when it is read
+        # a first row like this means another kind of file; a later one is a bad row, reported when it is read
+        if row == 0:
             raise DataError(f"data.path: {path} is not JSON: {first_line(error)}") from None
         return {}
     if not isinstance(fields, dict):
@@ -102,4 +105,6 @@ def _row_spans(text: mmap.mmap, path: str) -> Iterator[tuple[int, int]]:
 
 def _check_gap(gap: bytes, path: str, position: int, *, first_row: bool) -> None:
     if gap.strip() != (b"" if first_row else b","):
-        raise DataError(f"data.path: {path} is not JSON: expected an object at byte {position}, found {gap.strip()[:40]!r}")
+        raise DataError(
+            f"data.path: {path} is not JSON: expected an object at byte {position}, found {gap.strip()[:40]!r}"
+        )

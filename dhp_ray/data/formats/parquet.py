@@ -29,14 +29,19 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
             first = 0
             for group in range(file.num_row_groups):
                 about = file.metadata.row_group(group)
-                ids = file.read_row_group(group, columns=["id"])["id"] if "id" in file.schema_arrow.names else pa.nulls(about.num_rows)
+                ids = (
+                    file.read_row_group(group, columns=["id"])["id"]
+                    if "id" in file.schema_arrow.names
+                    else pa.nulls(about.num_rows)
+                )
                 parts = max(1, -(-about.num_rows // ROWS_OF_ROW_GROUP))
                 ends = [about.num_rows * (part + 1) // parts for part in range(parts)]  # of almost the same size
                 for offset, end in zip([0, *ends], ends):
                     if end > offset:
                         renamed = new_names(ids[offset:end].to_pylist(), names, path, first + offset)
                         num_bytes = about.total_byte_size * (end - offset) // about.num_rows
-                        yield Fragment(path, "parquet", first + offset, end - offset, num_bytes, group, offset, names=renamed)
+                        yield Fragment(path, "parquet", first + offset, end - offset, num_bytes, group, offset,
+                                       names=renamed)
                 first += about.num_rows
                 progress(os.path.getsize(path) * (group + 1) // file.num_row_groups)
     except (pa.ArrowException, OSError) as error:

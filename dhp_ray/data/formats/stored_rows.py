@@ -37,7 +37,9 @@ class Row:
     fields: Mapping[str, Any]
     error: str = ""
     members: Mapping[str, bytes] | None = None
-    """Images and videos by name, where they come with the row: then none is looked for among the files of the image root."""
+    """Images and videos by name, where they come with the row: then none is looked for among the files of the image
+    root.
+    """
 
 
 def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -54,7 +56,10 @@ def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise RowError(f"{name} is not JSON: {first_line(error)}") from None
     if not isinstance(turns, list):
-        raise RowError("no conversations; allowed: conversations, a list of turns with from and value, or messages, with role and content")
+        raise RowError(
+            "no conversations; allowed: conversations, a list of turns with from and value, or messages, with role and "
+            "content"
+        )
     return turns
 
 
@@ -64,12 +69,15 @@ def fragments_of(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]
     while part := list(islice(rows, ROWS_PER_FRAGMENT)):
         renamed = new_names((given for given, _ in part), names, path, first)
         spans = tuple(span for _, span in part)
-        yield Fragment(path, kind, first, len(part), sum(stop - start for start, stop in spans), spans=spans, names=renamed)
+        yield Fragment(path, kind, first, len(part), sum(stop - start for start, stop in spans), spans=spans,
+                       names=renamed)
         first += len(part)
 
 
 def new_names(given: Iterable[Any], names: Names, path: str, first: int) -> tuple[tuple[int, str], ...]:
-    """(offset, name) of the rows whose given id is missing or taken; `first` is the number of the first row in the file."""
+    """(offset, name) of the rows whose given id is missing or taken; `first` is the number of the first row in the
+    file.
+    """
     claimed = ((offset, names.claim(name, path, first + offset)) for offset, name in enumerate(given))
     return tuple((offset, name) for offset, name in claimed if name)
 
@@ -82,16 +90,28 @@ def check_columns(schema: pa.Schema, path: str) -> None:
     """
     present = [name for name in CONVERSATION_COLUMNS if name in schema.names]
     if not present:
-        raise DataError(f"data.path: {path} has no column conversations or messages (it has {', '.join(schema.names)}); "
-                        "allowed: id, image or images, video or videos, conversations or messages")
+        raise DataError(
+            f"data.path: {path} has no column conversations or messages (it has {', '.join(schema.names)}); "
+            "allowed: id, image or images, video or videos, conversations or messages"
+        )
     for name in present:
         kind = schema.field(name).type
         turns = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        if not (turns and pa.types.is_struct(kind.value_type)) and not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
-            raise DataError(f"data.path: {path}: column {name} holds {kind}; allowed: a list of structs (from and value, or role and content), or JSON text")
+        if (
+            not (turns and pa.types.is_struct(kind.value_type))
+            and not pa.types.is_string(kind)
+            and not pa.types.is_large_string(kind)
+        ):
+            raise DataError(
+                f"data.path: {path}: column {name} holds {kind}; allowed: a list of structs (from and value, or role "
+                "and content), or JSON text"
+            )
     for name in MEDIA_COLUMNS:
         if name in schema.names and not _holds_images(schema.field(name).type):
-            raise DataError(f"data.path: {path}: column {name} holds {schema.field(name).type}; allowed: bytes, string, struct with bytes, or a list of these")
+            raise DataError(
+                f"data.path: {path}: column {name} holds {schema.field(name).type}; allowed: bytes, string, struct "
+                "with bytes, or a list of these"
+            )
 
 
 def _holds_images(kind: pa.DataType) -> bool:
@@ -99,4 +119,5 @@ def _holds_images(kind: pa.DataType) -> bool:
         kind = kind.value_type
     if pa.types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0
-    return any(test(kind) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string, pa.types.is_large_string, pa.types.is_null))
+    return any(test(kind) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
+                                       pa.types.is_large_string, pa.types.is_null))

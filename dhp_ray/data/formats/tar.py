@@ -2,7 +2,8 @@
 
     0001.json   the row: conversations or messages; or the list of turns alone
     0001.txt    in place of it: what the assistant says of the images and videos beside it
-    0001.jpg, 0001.1.png, 0001.mp4, ...   images and videos; the row names them ("1.png" or "0001.1.png"), or they go in order
+    0001.jpg, 0001.1.png, 0001.mp4, ...   images and videos; the row names them ("1.png" or "0001.1.png"),
+                                          or they go in order
 
 Nothing is unpacked: members are read where they lie, and those that would run code when read are refused.
 """
@@ -40,7 +41,9 @@ def read(fragment: Fragment) -> Iterator[Row]:
             key = ""
             try:
                 if stop - start > MAX_SAMPLE_BYTES:
-                    raise RowError(f"a sample of {(stop - start) / 2**30:.1f} GB; allowed: at most {MAX_SAMPLE_BYTES / 2**30:g}")
+                    raise RowError(
+                        f"a sample of {(stop - start) / 2**30:.1f} GB; allowed: at most {MAX_SAMPLE_BYTES / 2**30:g}"
+                    )
                 file.seek(start)
                 data = file.read(stop - start)
                 key = first_key(data)
@@ -75,7 +78,9 @@ def samples_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str
             if current is not None:
                 yield current, start, stop
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise DataError(f"data.path: {path} is not a tar file that can be read: {first_line(error)}; allowed: uncompressed tar") from None
+        raise DataError(
+            f"data.path: {path} is not a tar file that can be read: {first_line(error)}; allowed: uncompressed tar"
+        ) from None
 
 
 def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -94,7 +99,10 @@ def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
             extension = split_name(member.name)[1]
             kind = extension.rpartition(".")[2].lower()
             if kind in PICKLES:
-                raise RowError(f"member {member.name} is a pickle, which can run code when read; allowed: json, txt, images and videos")
+                raise RowError(
+                    f"member {member.name} is a pickle, which can run code when read; allowed: json, txt, images and "
+                    "videos"
+                )
             if not member.isreg() or member.issparse():
                 raise RowError(f"member {member.name} is a link or another special file; allowed: plain files")
             if kind not in ("json", "txt", *IMAGES, *VIDEOS):
@@ -149,12 +157,15 @@ def _fields(texts: dict[str, bytes], counts: dict[str, int]) -> dict[str, Any]:
         raise RowError(f"the member txt is not UTF-8 text: {first_line(error)}") from None
     marks = IMAGE_MARK * counts["images"] + VIDEO_MARK * counts["videos"]
     # As parts: a caption that spells a mark is text.
-    return {"messages": [{"role": "user", "content": marks}, {"role": "assistant", "content": [{"type": "text", "text": caption}]}]}
+    return {"messages": [{"role": "user", "content": marks},
+                         {"role": "assistant", "content": [{"type": "text", "text": caption}]}]}
 
 
 def _has_own(fields: dict[str, Any]) -> bool:
     """Whether the parts of a row's messages name their images and videos."""
     messages = fields.get("messages")
-    contents = [message.get("content") for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    contents = [message.get("content")
+                for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    return any(part.get(name) is not None for part in parts for name in ("image", "video", "image_url", "video_url", "path"))
+    return any(part.get(name) is not None for part in parts
+               for name in ("image", "video", "image_url", "video_url", "path"))

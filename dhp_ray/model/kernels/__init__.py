@@ -26,9 +26,19 @@ class Kernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """Output (Lq, H, D) and log-sum-exp of the scores (H, Lq), fp32 or wider."""
 
-    def backward(self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float) \
-            -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, given that of the output; `out` and `lse` are over every key that the queries see."""
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, given that of the output; `out` and `lse` are over every key that the queries see.
+        """
 
 
 def kernel_for(device: torch.device) -> Kernel:

@@ -16,20 +16,24 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     wide = _wide(q.dtype)
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((q.shape[1], q.shape[0]),
+                                                                                       dtype=wide)
     for query, key in segments.pairs():
-        part, part_lse = _forward(_batch(q[query], wide), _batch(k[key], wide), _batch(v[key], wide), 0.0, segments.causal, scale=scale)
+        part, part_lse = _forward(_batch(q[query], wide), _batch(k[key], wide), _batch(v[key], wide), 0.0,
+                                  segments.causal, scale=scale)
         out[query] = _unbatch(part)
         lse[:, query] = part_lse[0]
     return out, lse
 
 
-def backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float) \
-        -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     wide = _wide(q.dtype)
     gradients = tuple(torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
     for query, key in segments.pairs():
-        parts = _backward(_batch(gradient[query], wide), _batch(q[query], wide), _batch(k[key], wide), _batch(v[key], wide),
+        parts = _backward(_batch(gradient[query], wide), _batch(q[query], wide), _batch(k[key], wide),
+                          _batch(v[key], wide),
                           _batch(out[query], wide), lse[None, :, query], 0.0, segments.causal, scale=scale)
         for whole, rows, part in zip(gradients, (query, key, key), parts):
             whole[rows] = _unbatch(part)

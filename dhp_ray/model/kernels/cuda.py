@@ -16,16 +16,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"train.precision: attention on cuda computes in bf16, got {q.dtype}; allowed: bf16")
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, segments.query_offsets_tensor, segments.key_offsets_tensor, segments.longest_query, segments.longest_key,
+        q, k, v, segments.query_offsets_tensor, segments.key_offsets_tensor, segments.longest_query,
+        segments.longest_key,
         0.0, segments.causal, return_debug_mask=False, scale=scale)
     return out, lse
 
 
-def backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float) \
-        -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     # Without dropout the state of the random numbers is not read; the operator wants one all the same.
     random_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     d_q, d_k, d_v = torch.ops.aten._flash_attention_backward(
-        gradient.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), segments.query_offsets_tensor, segments.key_offsets_tensor,
+        gradient.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), segments.query_offsets_tensor,
+        segments.key_offsets_tensor,
         segments.longest_query, segments.longest_key, 0.0, segments.causal, random_state, unused, scale=scale)
     return d_q, d_k, d_v

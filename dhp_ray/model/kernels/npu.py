@@ -19,12 +19,14 @@ from dhp_ray.model.kernels.segments import Segments
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     import torch_npu
 
-    out, maximum, total, *_ = torch_npu.npu_fusion_attention(q, k, v, q.shape[1], "TND", scale=scale, **_options(segments, q.device))
+    out, maximum, total, *_ = torch_npu.npu_fusion_attention(q, k, v, q.shape[1], "TND", scale=scale,
+                                                             **_options(segments, q.device))
     return out, (maximum[..., 0] + total[..., 0].log()).t()
 
 
-def backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float) \
-        -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     import torch_npu
 
     # exp(score - maximum) / total with the merged lse as maximum and a total of 1 are the merged probabilities.

@@ -18,7 +18,8 @@ RowIndex = slice | Tensor
 
 @dataclass(frozen=True)
 class Segments:
-    """Segment i attends query_offsets[i]:query_offsets[i + 1] to key_offsets[i]:key_offsets[i + 1] of the gathered rows.
+    """Segment i attends query_offsets[i]:query_offsets[i + 1] to key_offsets[i]:key_offsets[i + 1] of the gathered
+    rows.
 
     `query_rows` and `key_rows` gather the local tensors for the call. Offsets start with 0 and have one entry more than
     there are segments; `*_offsets_tensor` are the same on the device (int32), made once per pack, not once per call.
@@ -37,7 +38,8 @@ class Segments:
         query_offsets, key_offsets = _offsets(blocks.queries), _offsets(blocks.keys)
         return Segments(
             _rows(blocks.queries, device), _rows(blocks.keys, device), query_offsets, key_offsets,
-            torch.tensor(query_offsets, dtype=torch.int32, device=device), torch.tensor(key_offsets, dtype=torch.int32, device=device),
+            torch.tensor(query_offsets, dtype=torch.int32, device=device),
+            torch.tensor(key_offsets, dtype=torch.int32, device=device),
             blocks.causal)
 
     def __len__(self) -> int:

@@ -1,4 +1,5 @@
-"""Workers that the job's process has started and that are no members yet: replacements, and those that let a run grow."""
+"""Workers that the job's process has started and that are no members yet: replacements, and those that let a run grow.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class _Newcomer:
 
 
 class Arrivals:
-    """Newcomers, each ready once it has described itself and loaded the model. `offer` may be called from any thread."""
+    """Newcomers, each ready once it has described itself and loaded the model. `offer` may be called from any thread.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -34,13 +36,16 @@ class Arrivals:
         self._offered.put((slot, actor))
 
     def ready(self) -> list[Member]:
-        """Return the newcomers that can join now. One that fails is listed in `failed` with the reason: its slot is open again."""
+        """Return the newcomers that can join now. One that fails is listed in `failed` with the reason: its slot is
+        open again.
+        """
         while True:
             try:
                 slot, actor = self._offered.get_nowait()
             except Empty:
                 break
-            self._coming.append(_Newcomer(Member(slot, actor), actor.describe.remote(self._device, CONFIG_FILE), actor.prepare.remote()))
+            self._coming.append(_Newcomer(Member(slot, actor), actor.describe.remote(self._device, CONFIG_FILE),
+                                          actor.prepare.remote()))
         return [newcomer.member for newcomer in list(self._coming) if self._is_ready(newcomer)]
 
     def take(self, number: int) -> list[Member]:

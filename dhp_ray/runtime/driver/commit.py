@@ -1,4 +1,6 @@
-"""Writing a finished step down: skipped samples, metrics and, as the last word, the ledger; and checkpoints, whole once every rank has written."""
+"""Writing a finished step down: skipped samples, metrics and, as the last word, the ledger; and checkpoints, whole once
+every rank has written.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,22 @@ class Commits:
 
     session: Session
     _saves: list[ray.ObjectRef] = field(default_factory=list)  # calls that stage a checkpoint, between two steps
-    _unsealed: dict[int, tuple[Manifest, set[int]]] = field(default_factory=dict)  # saves under way: what to seal, which ranks are done
+    # saves under way: what to seal, which ranks are done
+    _unsealed: dict[int, tuple[Manifest, set[int]]] = field(default_factory=dict)
 
     def patience_s(self, plan: Plan) -> tuple[float, float]:
-        """Seconds after which a step is looked at, and after which a worker that does not get on is stuck: once it is known what predictions are worth."""
+        """Seconds after which a step is looked at, and after which a worker that does not get on is stuck: once it is
+        known what predictions are worth.
+        """
         elastic = self.session.config.elastic
         limit_s = max(elastic.hang_s, elastic.hang_factor * plan.predicted_time_s * self.session.history.scale.value)
-        return (limit_s / 2, limit_s) if self.session.history.scale.ratios else (elastic.hang_s / 2, self.session.config.comm.timeout_s)
+        return (limit_s / 2, limit_s) if self.session.history.scale.ratios else (elastic.hang_s / 2,
+                                                                                 self.session.config.comm.timeout_s)
 
     def recovered(self, finished: list[FinishedStep]) -> Iterator[Message]:
-        """Commit the steps that the last generation had finished, once the state after them has its replicas and survives another loss."""
+        """Commit the steps that the last generation had finished, once the state after them has its replicas and
+        survives another loss.
+        """
         if finished:
             with self.session.group.waits.on(f"the copies of the state after step {finished[-1].step}"):
                 self.session.group.call("mirrored")
@@ -49,8 +57,12 @@ class Commits:
         session, records, plan = self.session, self.session.records, finished.plan
         for result in finished.results:
             if result.plan_id != finished.plan_id:
-                raise RunError(f"step {finished.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is of {finished.plan_id}")
-        metrics = step_metrics(plan, finished.results, finished.step_time_s, session.history.scale.value, session.current.number, finished.late)
+                raise RunError(
+                    f"step {finished.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is of "
+                    f"{finished.plan_id}"
+                )
+        metrics = step_metrics(plan, finished.results, finished.step_time_s, session.history.scale.value,
+                               session.current.number, finished.late)
         metrics |= {} if finished.eval_loss is None else {"eval_loss": finished.eval_loss}
         extra = step_extra(plan, finished.results, finished.data_wait_s, finished.epoch)
         session.history.scale.observe(metrics["measured_makespan_s"], plan.predicted_time_s)
@@ -59,9 +71,11 @@ class Commits:
             if records.skip(sample_id, reason, finished.step, finished.epoch):
                 yield Notice(f"sample {sample_id} left out: {reason}")
         if not extra["applied"]:
-            records.event("update_skipped", step=finished.step, gradient_norm=metrics["gradient_norm"], sample_ids=[sample.id for sample in plan.samples])
+            records.event("update_skipped", step=finished.step, gradient_norm=metrics["gradient_norm"],
+                          sample_ids=[sample.id for sample in plan.samples])
             yield Notice(f"step {finished.step}: the gradient is not finite; update skipped on all ranks")
-        records.commit(finished.step, [sample.id for sample in plan.samples if sample.id not in finished.placeholders], metrics)
+        records.commit(finished.step, [sample.id for sample in plan.samples if sample.id not in finished.placeholders],
+                       metrics)
         session.current.dispatcher.batches.pop(finished.step, None)
         if plan.cluster.num_ranks == session.group.size and len(finished.results) == session.group.size:
             yield from self._observe_speeds(finished)
@@ -81,7 +95,8 @@ class Commits:
         """Have all ranks stage their state after `step`; they write it in the background."""
         session = self.session
         cursor = session.records.read_plan(step)["batch"]["cursor"]
-        self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync, session.current.number), set())
+        self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync,
+                                         session.current.number), set())
         with session.group.waits.on("the last checkpoint to be staged"):
             session.group.collect(self._saves)
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
@@ -122,9 +137,14 @@ class Commits:
 
     def _observe_speeds(self, finished: FinishedStep) -> Iterator[Message]:
         session = self.session
-        session.current.meter.observe(nominal_compute_s(finished.plan, session.cost), busy_s(finished.results, session.group.size))
+        session.current.meter.observe(nominal_compute_s(finished.plan, session.cost),
+                                      busy_s(finished.results, session.group.size))
         for rank, slow in session.current.meter.news().items():
             speed, place = session.current.meter.measured()[rank], session.group.members[rank].place
-            session.records.event("slow" if slow else "no_longer_slow", rank=rank, step=finished.step, speed=round(speed, 2))
-            yield Notice(f"rank {rank} ({place}) {'is slow' if slow else 'is no longer slow'}: {speed:.2f} of the others' speed; plans follow")
+            session.records.event("slow" if slow else "no_longer_slow", rank=rank, step=finished.step,
+                                  speed=round(speed, 2))
+            yield Notice(
+                f"rank {rank} ({place}) {'is slow' if slow else 'is no longer slow'}: {speed:.2f} of the others' "
+                "speed; plans follow"
+            )
 

@@ -1,11 +1,13 @@
-"""The way of a batch to the workers: take it from the stream, plan it, write the plan down, send each rank its slice and its references.
+"""The way of a batch to the workers: take it from the stream, plan it, write the plan down, send each rank its slice
+and its references.
 
     driver       collects step n ........................| takes n+1, launches it
     threads      batch n+1 -> plan n+1 -> plans/ -> send -> answers
     workers      run n, prefetch n+1                      |
 
-Where the plan is not there when the workers are done, the driver makes one by the planner's last resort, a fast valid plan, and sends that once waiting
-has cost as much as running it loses (`planning`). Every plan that is sent has an id of its own: workers run the plan that the driver names.
+Where the plan is not there when the workers are done, the driver makes one by the planner's last resort, a fast valid
+plan, and sends that once waiting has cost as much as running it loses (`planning`). Every plan that is sent has an id
+of its own: workers run the plan that the driver names.
 """
 
 from __future__ import annotations
@@ -22,12 +24,11 @@ import ray
 
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
-from dhp_ray.data.blocks import BlockRows
-from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
-from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan
+from dhp_ray.planner.plan import ClusterSpec, Plan
+from dhp_ray.runtime.driver.batch_reader import BatchReader, blocks_of
 from dhp_ray.runtime.driver.group import STOP_POLL_S, WorkerGroup
 from dhp_ray.runtime.driver.planning import Patience, Planning, patience_s
 from dhp_ray.runtime.driver.stages import DispatchedStep
@@ -36,7 +37,9 @@ RECENT = 50
 """Plans whose distance from the lower bound says what the next one will be."""
 
 ANSWERS_S = 0.1
-"""How long the driver waits for the thread that takes the prefetches' answers; then it asks itself, and finds out who does not answer."""
+"""How long the driver waits for the thread that takes the prefetches' answers; then it asks itself, and finds out who
+does not answer.
+"""
 
 WritePlan = Callable[[int, dict[str, Any]], None]
 
@@ -44,30 +47,48 @@ WritePlan = Callable[[int, dict[str, Any]], None]
 class Dispatcher:
     """Plans batch after batch for one membership of the group.
 
-    `batches` are those taken from the stream and not committed yet, by step: a later membership plans them again. `reader`: the thread that takes them,
-    handed over with them.
-    `pool` is the book of the ranks' group pools, shared by all dispatchers of a generation and advanced as ranks are told to run (`started`).
-    `speeds` tells those of the ranks; `write_plan` keeps the plan of a step before the step runs. `scale` tells measured over predicted seconds,
-    None while that is not known. Nothing is planned before `compiled` is done. Once `stopping` gives a reason to end the run, nothing is waited for.
+    `batches` are those taken from the stream and not committed yet, by step: a later membership plans them again.
+    `reader`: the thread that takes them, handed over with them. `pool` is the book of the ranks' group pools, shared by
+    all dispatchers of a generation and advanced as ranks are told to run (`started`). `speeds` tells those of the
+    ranks; `write_plan` keeps the plan of a step before the step runs. `scale` tells measured over predicted seconds,
+    None while that is not known. Nothing is planned before `compiled` is done. Once `stopping` gives a reason to end
+    the run, nothing is waited for.
     """
 
-    def __init__(self, stream: Stream | Mixture, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config, pool: PoolBook,
-                 generation: int = 0, speeds: Callable[[], tuple[float, ...]] | None = None, write_plan: WritePlan | None = None,
-                 batches: dict[int, Batch] | None = None, scale: Callable[[], float | None] = lambda: None,
-                 compiled: Future[float] | None = None, stopping: Callable[[], str] = lambda: "",
-                 reader: ThreadPoolExecutor | None = None) -> None:
+    def __init__(
+        self,
+        stream: Stream | Mixture,
+        group: WorkerGroup,
+        cluster: ClusterSpec,
+        cost: CostModel,
+        config: Config,
+        pool: PoolBook,
+        generation: int = 0,
+        speeds: Callable[[], tuple[float, ...]] | None = None,
+        write_plan: WritePlan | None = None,
+        batches: dict[int, Batch] | None = None,
+        scale: Callable[[], float | None] = lambda: None,
+        compiled: Future[float] | None = None,
+        stopping: Callable[[], str] = lambda: "",
+        reader: ThreadPoolExecutor | None = None,
+    ) -> None:
         self.stopping = stopping
-        self.stream, self.group, self.cluster, self.cost, self.config = stream, group, cluster, cost, config
+        self.group, self.cluster, self.cost, self.config = group, cluster, cost, config
         self.pool, self.generation, self.scale, self.compiled = pool, generation, scale, compiled
-        self.speeds, self.write_plan, self.batches = speeds, write_plan, {} if batches is None else batches
-        self.at_end = False
-        self._reader: ThreadPoolExecutor | None = reader or ThreadPoolExecutor(1, "reading")
+        self.speeds, self.write_plan = speeds, write_plan
+        self.reader = BatchReader(stream, config, {} if batches is None else batches, reader)
         self._planner = ThreadPoolExecutor(1, "planning")
         self._answers = ThreadPoolExecutor(1, "prefetches")
         self._planning: Planning | None = None
         self._failure: Exception | None = None  # of a planner whose plan nobody waits for any more
         self._num_sent = 0
-        self._over_bound: deque[float] = deque(maxlen=RECENT)  # of the planner's plans: predicted makespan over lower bound
+        # of the planner's plans: predicted makespan over lower bound
+        self._over_bound: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def batches(self) -> dict[int, Batch]:
+        """The batches taken from the stream and not committed yet, by step."""
+        return self.reader.batches
 
     @property
     def needed_ranks(self) -> int:
@@ -76,7 +97,9 @@ class Dispatcher:
         return -(-longest // self.cluster.tokens_per_rank)
 
     def dispatch(self, step: int) -> DispatchedStep | None:
-        """Plan a step's batch and send it out; None past the last step, when the batch needs more ranks than there are, or when the run is to end."""
+        """Plan a step's batch and send it out; None past the last step, when the batch needs more ranks than there are,
+        or when the run is to end.
+        """
         self.begin(step)
         return self.take(step)
 
@@ -84,12 +107,12 @@ class Dispatcher:
         """Dispatch a step beside the one that runs; `take` has what it came to."""
         speeds = self.speeds() if self.speeds else self.cluster.speeds
         planning = self._planning = Planning(step, speeds, self.pool.held())
-        planning.reading = self._reading(step)
+        planning.reading = self.reader.reading(step)
         planning.ahead = self._planner.submit(self._plan_ahead, planning)
 
     def take(self, step: int) -> DispatchedStep | None:
-        """Return the result of `begin(step)`: wait for the batch, and for its plan as long as waiting costs less than the last resort (`patience_s`).
-        None where there is none, or the run is to end.
+        """Return the result of `begin(step)`: wait for the batch, and for its plan as long as waiting costs less than
+        the last resort (`patience_s`). None where there is none, or the run is to end.
 
         Raises:
             GroupError: the group broke meanwhile.
@@ -135,22 +158,23 @@ class Dispatcher:
             self._planning.claim()
 
     def stop(self) -> dict[int, Batch]:
-        """Stop planning and return the batches taken from the stream. Waits for a batch that is being read, unless the run is to end; never for a plan."""
+        """Stop planning and return the batches taken from the stream. Waits for a batch that is being read, unless the
+        run is to end; never for a plan.
+        """
         self._end_planning()
-        if self._reader:
-            idle = self._reader.submit(lambda: None)  # after whatever is being read, for an earlier membership too
-            self._reader.shutdown(wait=False)
-            self._reader = None
+        idle = self.reader.end()
+        if idle:
             with self.group.waits.on("the batch that is being read"):
                 while not idle.done() and not self.stopping():
                     wait([idle], timeout=STOP_POLL_S)
         return self.batches
 
     def hand_over(self) -> tuple[dict[int, Batch], ThreadPoolExecutor | None]:
-        """Stop planning; return the batches and the reading thread for the next membership's dispatcher. A batch that is being read joins them later."""
+        """Stop planning; return the batches and the reading thread for the next membership's dispatcher. A batch that
+        is being read joins them later.
+        """
         self._end_planning()
-        reader, self._reader = self._reader, None
-        return self.batches, reader
+        return self.batches, self.reader.hand_over()
 
     def failures(self, dispatched: DispatchedStep) -> dict[str, str]:
         """Collect the samples that can no longer be used, with reasons, before the step starts.
@@ -164,13 +188,16 @@ class Dispatcher:
             found = dispatched.answers.result()
         else:
             with self.group.waits.on(self._named("the images", dispatched.step)):
-                found = self.group.collect(dispatched.prefetches, stuck_s=self.config.comm.timeout_s, end_stuck=True, stopping=self.stopping)
+                found = self.group.collect(dispatched.prefetches, stuck_s=self.config.comm.timeout_s, end_stuck=True,
+                                           stopping=self.stopping)
         for failed in found:
             merged |= failed
         return dict(sorted(merged.items()))
 
     def _end_planning(self) -> None:
-        """Stop planning after the plan that is being sent: its file, written later, would replace the file of the step's next plan."""
+        """Stop planning after the plan that is being sent: its file, written later, would replace the file of the
+        step's next plan.
+        """
         self.drop()
         self._planner.shutdown(wait=False, cancel_futures=True)
         if self._planning and self._planning.sends_ahead:
@@ -208,7 +235,8 @@ class Dispatcher:
 
     def _plan(self, planning: Planning, batch: Batch, planner: str) -> Plan:
         cluster = replace(self.cluster, speeds=planning.speeds)
-        return plan_batch(batch.samples, cluster, self.cost, planner=planner, sync=self.config.planner.sync, pool=planning.pool)
+        return plan_batch(batch.samples, cluster, self.cost, planner=planner, sync=self.config.planner.sync,
+                          pool=planning.pool)
 
     def _send(self, step: int, batch: Batch, plan: Plan, late: bool) -> DispatchedStep:
         """Only for who has claimed the step's planning."""
@@ -216,63 +244,9 @@ class Dispatcher:
         plan_id = f"{self.generation}.{step}.{self._num_sent}"
         if self.write_plan:
             self.write_plan(step, {"id": plan_id, "late": late} | plan.to_json() | {"batch": {
-                "epoch": batch.epoch, "cursor": batch.cursor, "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}})
+                "epoch": batch.epoch, "cursor": batch.cursor,
+                "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}})
         prefetches: list[ray.ObjectRef] = [member.actor.prefetch.remote(rank_plan, blocks_of(rank_plan, batch))
-                                           for member, rank_plan in zip(self.group.members, plan.rank_plans(step, plan_id), strict=True)]
+                                           for member, rank_plan in zip(self.group.members,
+                                                                        plan.rank_plans(step, plan_id), strict=True)]
         return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(ray.get, prefetches))
-
-    def _reading(self, step: int) -> Future[Batch | None]:
-        """The batch of a step, at once where it has been taken: the thread may be reading a later one, since before a change of membership."""
-        if step not in self.batches:
-            assert self._reader is not None
-            return self._reader.submit(self._batch, step)
-        taken: Future[Batch | None] = Future()
-        taken.set_result(self.batches[step])
-        return taken
-
-    def _batch(self, step: int) -> Batch | None:
-        """The batch of a step: the one that an earlier membership had taken, else the stream's next one; None past the last step."""
-        if 0 < self.config.run.steps < step:
-            self.at_end = True
-            return None
-        if step not in self.batches:
-            batch = self._next_batch()
-            if batch is None:
-                self.at_end = True
-                return None
-            self.batches[step] = batch
-        return self.batches[step]
-
-    def _next_batch(self) -> Batch | None:
-        """The next batch of this epoch or the one after; None after `run.epochs`, unless `run.steps` says how far to go.
-
-        Where reading fails, the stream is taken back to the batch's first row: a later membership may ask for the batch again.
-        """
-        begin = self.stream.cursor
-        try:
-            return self._read_batch()
-        except Exception:
-            self.stream.restore(begin)
-            raise
-
-    def _read_batch(self) -> Batch | None:
-        run, batch = self.config.run, self.stream.next_batch(self.config.batch.global_samples)
-        while batch is None:
-            if not run.steps and self.stream.epoch + 1 >= run.epochs:
-                return None
-            self.stream.start_epoch(self.stream.epoch + 1)
-            batch = self.stream.next_batch(self.config.batch.global_samples)
-            if batch is None:
-                raise DataError(f"batch.global_samples: got {self.config.batch.global_samples}; no epoch has so many usable samples, and "
-                                "batch.drop_last=true leaves a smaller batch out")
-        return batch
-
-
-def blocks_of(rank_plan: RankPlan, batch: Batch) -> list[BlockRows]:
-    """The blocks that hold a rank's samples, each once, with the rows that it needs of them."""
-    blocks: dict[ray.ObjectRef, list[int]] = {}
-    for pack in rank_plan.packs:
-        for sample in pack.samples:
-            reference, row = batch.payload[sample.id]
-            blocks.setdefault(reference, []).append(row)
-    return [BlockRows([reference], sorted(rows), batch.nodes.get(reference, "")) for reference, rows in blocks.items()]

@@ -52,7 +52,8 @@ class Driver:
     def __init__(self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], going_on: bool) -> None:
         """`workers` by slot; `going_on`: they are in the midst of a run whose driver was lost."""
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
-        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # of several ranks that fail together one is asked; Ray would show the others' tracebacks
+        # of several ranks that fail together one is asked; Ray would show the others' tracebacks
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self.config, self.store, self.going_on = config, store, going_on
         self.messages: SimpleQueue[Message] = SimpleQueue()  # for the job's process
         self.waits = Waits(self.messages.put)
@@ -79,7 +80,8 @@ class Driver:
 
     def run(self) -> Iterator[Message]:
         """Train to the end; the last message says how it ended."""
-        Thread(target=self._put_messages, name="run", daemon=True).start()  # what that thread waits for can be said meanwhile
+        # what that thread waits for can be said meanwhile
+        Thread(target=self._put_messages, name="run", daemon=True).start()
         message: Message | None = None
         while not isinstance(message, RunFinished):
             message = self.messages.get()
@@ -95,7 +97,8 @@ class Driver:
 
     def _run(self) -> Iterator[Message]:
         try:
-            self.session = session = yield from open_session(self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
+            self.session = session = yield from open_session(self.config, self.group, self.store, self.arrivals,
+                                                             self.going_on, lambda: self.stop_reason)
             self.commits = Commits(session)
             yield from self._train(session, "the driver was lost" if self.going_on else "")
         except ConfigError as error:
@@ -143,8 +146,10 @@ class Driver:
             following = session.current.dispatcher.take(step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
             self.leaving = session.leaving()
-            # Ranks that leave take nothing along where every step is mirrored; of a drained node, the rest may follow soon.
-            endangered = Condition.DRAINED in self.leaving.values() or (bool(self.leaving) and self.config.elastic.mirror_every_steps != 1)
+            # Ranks that leave take nothing along where every step is mirrored; of a drained node, the rest may follow
+            # soon.
+            endangered = Condition.DRAINED in self.leaving.values() or (bool(self.leaving)
+                                                                        and self.config.elastic.mirror_every_steps != 1)
             self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
             eval_loss = yield from session.current.evaluation.loss_when_due(step)
             change = yield from self._change(session)
@@ -157,10 +162,12 @@ class Driver:
         if self.refused:  # also where it is the first step
             raise RunError(self.refused)
         short = session.current.dispatcher.needed_ranks > session.group.size and not session.stopping
-        return change or (f"a sequence of the next batch needs {session.current.dispatcher.needed_ranks} ranks" if short else "")
+        return change or (f"a sequence of the next batch needs {session.current.dispatcher.needed_ranks} ranks" if short
+                          else "")
 
     def _launch(self, session: Session, dispatched: DispatchedStep | None, waited_s: float = 0.0) -> RunningStep | None:
-        """Start a dispatched step on all ranks, once each has said which samples it cannot decode. `waited_s`: how long its batch and plan were waited for.
+        """Start a dispatched step on all ranks, once each has said which samples it cannot decode. `waited_s`: how long
+        its batch and plan were waited for.
 
         None where there is none to start, or the run is to end.
         """
@@ -172,8 +179,10 @@ class Driver:
         except StoppingError:
             return None
         if self.config.data.on_error == "fail":
-            for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped), *failures.items()]:
-                self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"  # told once the step before is committed
+            for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped),
+                                      *failures.items()]:
+                # told once the step before is committed
+                self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"
                 return None
         begun = perf_counter()
         results = session.group.start("run", dispatched.step, dispatched.plan_id, failures, session.total_steps)
@@ -191,9 +200,12 @@ class Driver:
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
 
     def _save_last(self, session: Session) -> Generator[Message, None, str]:
-        """Save what the last step has left, and export the model of a run that is complete; returns why the run ends early."""
+        """Save what the last step has left, and export the model of a run that is complete; returns why the run ends
+        early.
+        """
         last_step, stopping = session.records.last_step, session.stopping
-        if last_step and session.checkpoints.newest_step() < last_step:  # the group broke, or the run was asked to end, after that save was due
+        # the group broke, or the run was asked to end, after that save was due
+        if last_step and session.checkpoints.newest_step() < last_step:
             self.commits.save(last_step)
             yield from self.commits.finish_saves()
         if not stopping:
@@ -211,7 +223,8 @@ class Driver:
         session.scalars.close()
         session.records.close()
         if stopping:
-            return RunFinished("", f"stopped after step {session.records.last_step}: {stopping}{self._way_back()}", status=1)
+            return RunFinished("", f"stopped after step {session.records.last_step}: {stopping}{self._way_back()}",
+                               status=1)
         return RunFinished(f"done: model in {Folder(self.config.run.dir).child(MODEL_FOLDER).uri}")
 
     def _failed(self, error: str) -> RunFinished:
@@ -226,4 +239,6 @@ class Driver:
     def _way_back(self) -> str:
         """Say how to continue a run that ended early."""
         newest = self.session.checkpoints.newest_step() if self.session else 0
-        return f"; the newest checkpoint is step {newest}: start the same command again to go on from it" if newest else ""
+        return (
+            f"; the newest checkpoint is step {newest}: start the same command again to go on from it" if newest else ""
+        )

@@ -1,9 +1,9 @@
 """What becomes of the group when something happens to it: pure functions from observations to decisions.
 
-    condition_of       what a survey shows of one worker          -> well, dead, silent, raised, stuck
-    decide             conditions, newcomers, bounds              -> go on, form a new generation, wait for capacity, or stop
-    surviving_state    which shard versions the survivors hold    -> the version to go on from, and who supplies each shard
-    replica_ranks_of   the nodes of the ranks                     -> which rank holds the replica of which rank's shard
+    condition_of       what a survey shows of one worker       -> well, dead, silent, raised, stuck
+    decide             conditions, newcomers, bounds           -> go on, form a new generation, wait for capacity, stop
+    surviving_state    the shard versions that survivors hold  -> the version to go on from, who supplies each shard
+    replica_ranks_of   the nodes of the ranks                  -> which rank holds the replica of which rank's shard
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Condition(StrEnum):
 class HealthReport:
     """What a survey shows of a worker.
 
-    `progress` changes as it works; `waits`: for its peers, in a collective; `error`: what it raised of its own, no lost peer being the cause.
+    `progress` changes as it works; `waits`: for its peers, in a collective; `error`: what it raised of its own, no lost
+    peer being the cause.
     """
 
     dead: bool = False
@@ -45,7 +46,9 @@ class HealthReport:
 
 
 def condition_of(now: HealthReport, before: HealthReport | None, overdue: bool) -> Condition:
-    """`before` is what an earlier survey showed, one watchdog period ago; `overdue`: the step is far past its predicted end."""
+    """`before` is what an earlier survey showed, one watchdog period ago; `overdue`: the step is far past its predicted
+    end.
+    """
     if now.dead:
         return Condition.DEAD
     if not now.answered:
@@ -89,11 +92,14 @@ Decision = GoOn | Form | Wait | Stop
 def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool) -> Decision:
     """What to do about the group.
 
-    `broken`: its collectives have failed, so even with every worker well it has to form anew. `min_ranks` is the larger of
-    cluster.min_workers and what the longest sequence that waits needs; `max_ranks` is cluster.max_workers.
+    `broken`: its collectives have failed, so even with every worker well it has to form anew. `min_ranks` is the larger
+    of cluster.min_workers and what the longest sequence that waits needs; `max_ranks` is cluster.max_workers.
     """
     if min_ranks > max_ranks:
-        return Stop(f"the next batch has a sequence that needs {min_ranks} ranks, and the run has at most {max_ranks} (cluster.max_workers)")
+        return Stop(
+            f"the next batch has a sequence that needs {min_ranks} ranks, and the run has at most {max_ranks} "
+            "(cluster.max_workers)"
+        )
     well = tuple(place for place, condition in enumerate(conditions) if condition is Condition.WELL)
     added = max(0, min(newcomers, max_ranks - len(well)))
     if len(well) + added < min_ranks:
@@ -114,13 +120,17 @@ class Failures:
         return Failures((*self.steps, step), (*self.raised, step) if raised else self.raised)
 
     def hopeless(self, step: int) -> bool:
-        """Whether running a step once more would end as before: a worker raises in it for the second time, or it has broken too often."""
+        """Whether running a step once more would end as before: a worker raises in it for the second time, or it has
+        broken too often.
+        """
         return self.raised.count(step) > 1 or self.steps.count(step) > MAX_FAILURES
 
 
 @dataclass(frozen=True)
 class SurvivingState:
-    """The state to go on from: `version`, whose shards are those of `generation`. The worker at `place` supplies the shards of `owners[place]`."""
+    """The state to go on from: `version`, whose shards are those of `generation`. The worker at `place` supplies the
+    shards of `owners[place]`.
+    """
 
     generation: int
     version: int
@@ -150,7 +160,8 @@ def surviving_state(held: Sequence[Sequence[HeldShards]]) -> SurvivingState | No
 
 
 def replica_ranks_of(nodes: Sequence[str]) -> tuple[int, ...]:
-    """For each rank the rank that holds a replica of its shard: on another node where there is one, as evenly as can be. Empty for one rank.
+    """For each rank the rank that holds a replica of its shard: on another node where there is one, as evenly as can
+    be. Empty for one rank.
 
     Losing any one rank, or any one node of several, then leaves every shard with its owner or its replica rank.
     """
@@ -159,7 +170,8 @@ def replica_ranks_of(nodes: Sequence[str]) -> tuple[int, ...]:
     held = [0] * len(nodes)
     found = []
     for rank, node in enumerate(nodes):
-        others = [other for other in range(len(nodes)) if nodes[other] != node] or [other for other in range(len(nodes)) if other != rank]
+        others = [other for other in range(len(nodes))
+                  if nodes[other] != node] or [other for other in range(len(nodes)) if other != rank]
         replica_rank = min(others, key=lambda other: (held[other], (other - rank) % len(nodes)))
         held[replica_rank] += 1
         found.append(replica_rank)

@@ -38,14 +38,24 @@ class Evaluation:
     Its batches have `batch.global_samples` samples whatever the number of ranks, and their sums are added up in order.
     """
 
-    def __init__(self, stream: Stream | None, group: WorkerGroup, cluster: ClusterSpec, cost: CostModel, config: Config, pool: PoolBook,
-                 generation: int = 0, stopping: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self,
+        stream: Stream | None,
+        group: WorkerGroup,
+        cluster: ClusterSpec,
+        cost: CostModel,
+        config: Config,
+        pool: PoolBook,
+        generation: int = 0,
+        stopping: Callable[[], str] = lambda: "",
+    ) -> None:
         self.group, self.config, self.stopping = group, config, stopping
         self.dispatcher = None
         if stream:
             stream.max_tokens = config.planner.max_sequence_tokens
             stream.max_image_tokens = int(config.planner.tokens_per_rank)
-            self.dispatcher = Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation, stopping=stopping)
+            self.dispatcher = Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation,
+                                         stopping=stopping)
         self._told: set[str] = set()
 
     def stop(self) -> None:
@@ -54,16 +64,17 @@ class Evaluation:
             self.dispatcher.stop()
 
     def loss_when_due(self, step: int) -> Generator[Message, None, float | None]:
-        """Mean loss over the valid tokens of all held-out samples, after the steps that `eval.every_steps` names; yields what the user should see.
-        None where it is not due, cannot be had, or the run is to end before it is complete.
+        """Mean loss over the valid tokens of all held-out samples, after the steps that `eval.every_steps` names;
+        yields what the user should see. None where it is not due, cannot be had, or the run is to end before it is
+        complete.
 
         Call it between two steps: the ranks run it in the order of calls.
         """
         if self.dispatcher is None or step % self.config.eval.every_steps:
             return None
-        self.dispatcher.stream.start_epoch(0)
+        self.dispatcher.reader.stream.start_epoch(0)
         self.dispatcher.batches.clear()
-        self.dispatcher.at_end = False
+        self.dispatcher.reader.at_end = False
         loss_sum, num_valid_tokens = 0.0, 0
         number = -1  # below 0: the next training step lies prefetched under its own number
         dispatched = self.dispatcher.dispatch(number)
@@ -83,14 +94,17 @@ class Evaluation:
             loss_sum, num_valid_tokens = loss_sum + sums[0][0], num_valid_tokens + sums[0][1]
         if self.stopping():
             return None
-        if not self.dispatcher.at_end:
-            yield Notice(f"no evaluation after step {step}: a held-out sample needs {self.dispatcher.needed_ranks} ranks")
+        if not self.dispatcher.reader.at_end:
+            yield Notice(
+                f"no evaluation after step {step}: a held-out sample needs {self.dispatcher.needed_ranks} ranks"
+            )
             return None
         return loss_sum / max(1, num_valid_tokens)
 
     def _tell(self, dispatched: DispatchedStep, failures: dict[str, str]) -> Generator[Message, None, None]:
         """Held-out samples that are left out, each once a run."""
-        for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped), *failures.items()]:
+        for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped),
+                                  *failures.items()]:
             if self.config.data.on_error == "fail":
                 raise RunError(f"eval.path: sample {sample_id}: {reason} (data.on_error=fail)")
             if sample_id not in self._told:

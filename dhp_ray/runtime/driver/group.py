@@ -29,12 +29,15 @@ IDLE_LOOK_S = 1.0
 """How often workers are looked at that wait for data, and have no call that would fail."""
 
 GATHER_S = 0.002
-"""Answers that come so soon after the first are taken together with it: one at a time, each wait would look through all that are pending."""
+"""Answers that come so soon after the first are taken together with it: one at a time, each wait would look through all
+that are pending.
+"""
 
 STOP_POLL_S = 0.2
 """How often a wait that ends with the run asks whether it is to end."""
 
-WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck", Condition.RAISED: "raised", Condition.SLOW: "is too slow",
+WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck",
+         Condition.RAISED: "raised", Condition.SLOW: "is too slow",
          Condition.DRAINED: "is on a node that is being drained"}
 
 
@@ -52,7 +55,9 @@ class Member:
 
 
 def by_node(members: Sequence[Member]) -> list[Member]:
-    """Sort members into rank order: the ranks of a node are neighbours; nodes and members keep the order in which they come."""
+    """Sort members into rank order: the ranks of a node are neighbours; nodes and members keep the order in which they
+    come.
+    """
     nodes = list(dict.fromkeys(member.described["node_id"] for member in members))
     return sorted(members, key=lambda member: nodes.index(member.described["node_id"]))
 
@@ -60,8 +65,8 @@ def by_node(members: Sequence[Member]) -> list[Member]:
 class WorkerGroup:
     """Worker actors, in rank order once they have been described.
 
-    Before a run trains, an error waits a little for the death that explains it. Once it does (`look_s`), errors come at once, for
-    a survey explains them, and after every `look_s` seconds without a result the workers are looked at.
+    Before a run trains, an error waits a little for the death that explains it. Once it does (`look_s`), errors come at
+    once, for a survey explains them, and after every `look_s` seconds without a result the workers are looked at.
     """
 
     def __init__(self, members: Sequence[Member], look_s: float | None = None, waits: Waits | None = None) -> None:
@@ -88,15 +93,22 @@ class WorkerGroup:
     def memory_bytes(self) -> int:
         """Device memory that every rank has at least. The ranks of a node share its memory on the CPU."""
         found, sharing = [member.described for member in self.members], Counter(self.nodes)
-        return min(member["memory_bytes"] // (sharing[member["node_id"]] if member["device"] == "cpu" else 1) for member in found)
+        return min(member["memory_bytes"] // (sharing[member["node_id"]] if member["device"] == "cpu" else 1)
+                   for member in found)
 
     def membership(self) -> list[dict[str, Any]]:
         """The ranks of this generation, as cluster.json lists them."""
-        return [{"rank": rank, **{name: member.described[name] for name in ("pid", "node_id", "device")}} for rank, member in enumerate(self.members)]
+        return [{"rank": rank, **{name: member.described[name] for name in ("pid", "node_id", "device")}}
+                for rank, member in enumerate(self.members)]
 
-    def join(self, generation: int, store: tuple[str, int], replica_ranks: Sequence[int], origins: Sequence[Any], step: int) -> list[ray.ObjectRef]:
-        """Let all workers enter a generation after `step`, each from its origin (FromCheckpoint or FromMemory); the calls return their state versions."""
-        return [member.actor.join.remote(Membership(rank, self.size, generation, *store, tuple(replica_ranks)), origin, step)
+    def join(
+        self, generation: int, store: tuple[str, int], replica_ranks: Sequence[int], origins: Sequence[Any], step: int
+    ) -> list[ray.ObjectRef]:
+        """Let all workers enter a generation after `step`, each from its origin (FromCheckpoint or FromMemory); the
+        calls return their state versions.
+        """
+        return [member.actor.join.remote(Membership(rank, self.size, generation, *store, tuple(replica_ranks)), origin,
+                                         step)
                 for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -105,14 +117,22 @@ class WorkerGroup:
     def start(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         return [getattr(member.actor, method).remote(*arguments) for member in self.members]
 
-    def collect(self, calls: Sequence[ray.ObjectRef], look_s: float | None = None, stuck_s: float = math.inf, end_stuck: bool = False,
-                stopping: Callable[[], str] | None = None) -> list[Any]:
+    def collect(
+        self,
+        calls: Sequence[ray.ObjectRef],
+        look_s: float | None = None,
+        stuck_s: float = math.inf,
+        end_stuck: bool = False,
+        stopping: Callable[[], str] | None = None,
+    ) -> list[Any]:
         """Results by rank. While all workers get on, they may take as long as they need.
 
-        With `end_stuck` a stuck one is ended at once: it may be a thread other than the one that trains, which no survey sees.
+        With `end_stuck` a stuck one is ended at once: it may be a thread other than the one that trains, which no
+        survey sees.
 
         Raises:
-            GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others; the message
+            GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others;
+            the message
                 names it, with its own words where it has any.
             StoppingError: `stopping` gives a reason to end the run before all have come.
         """
@@ -134,13 +154,15 @@ class WorkerGroup:
                 rank = pending.pop(call)
                 if isinstance(result, RayTaskError):
                     raise GroupError(self._root_cause(rank, result, pending)) from None
-                if isinstance(result, RayError):  # its actor died, was killed for memory, or its answer went with its node
+                # its actor died, was killed for memory, or its answer went with its node
+                if isinstance(result, RayError):
                     raise GroupError(self.words(rank, Condition.DEAD)) from None
                 results[rank] = result
         return [results[rank] for rank in range(len(calls))]
 
     def wait(self, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> None:
-        """Wait for `pending`, which does not call the workers, or until it is `enough`; once the run trains, they are looked at every IDLE_LOOK_S seconds.
+        """Wait for `pending`, which does not call the workers, or until it is `enough`; once the run trains, they are
+        looked at every IDLE_LOOK_S seconds.
 
         Raises:
             GroupError: a rank died.

@@ -11,7 +11,9 @@ from dhp_ray.train.results import StepResult
 
 
 def makespan_s(results: Sequence[StepResult]) -> float:
-    """Seconds from the first pack's start to the last pack's end, each rank on its own clock from its start of the step."""
+    """Seconds from the first pack's start to the last pack's end, each rank on its own clock from its start of the
+    step.
+    """
     times = [time for result in results for time in result.pack_times]
     return max(time.end_s for time in times) - min(time.start_s for time in times) if times else 0.0
 
@@ -24,7 +26,8 @@ def measured_idle_fraction(results: Sequence[StepResult]) -> float:
 
 
 class TimeScale:
-    """The running median of measured over predicted makespan: applied to reported times and to waiting, never to plans."""
+    """The running median of measured over predicted makespan: applied to reported times and to waiting, never to plans.
+    """
 
     def __init__(self, window: int = 50) -> None:
         self.window = window
@@ -43,7 +46,9 @@ class TimeScale:
             self.ratios = [*self.ratios, measured_s / predicted_s][-self.window :]
 
 
-def step_metrics(plan: Plan, results: Sequence[StepResult], step_time_s: float, scale: float, generation: int, late: bool = False) -> dict[str, Any]:
+def step_metrics(
+    plan: Plan, results: Sequence[StepResult], step_time_s: float, scale: float, generation: int, late: bool = False
+) -> dict[str, Any]:
     """The line of metrics.jsonl, with the fields of the run folder's contract."""
     first = results[0]
     return {

@@ -1,6 +1,6 @@
 """The planning of one step: who sends its plan, and how long a plan is waited for.
 
-    planning thread   |---- plan n+1 by planner.name ----|  claim: send          the first to claim sends, the other does not
+    planning thread   |---- plan n+1 by planner.name ----|  claim: send    the first to claim sends, the other does not
     driver            results of n | last resort n+1 | wait ... | claim: send it
 """
 
@@ -22,7 +22,9 @@ LATE_S = 0.01
 
 @dataclass
 class Planning:
-    """One step's planning, held by the planning thread and by the driver: `speeds` and `pool` as they are when it begins."""
+    """One step's planning, held by the planning thread and by the driver: `speeds` and `pool` as they are when it
+    begins.
+    """
 
     step: int
     speeds: tuple[float, ...]
@@ -39,7 +41,8 @@ class Planning:
         return self._claimed
 
     def claim(self, ahead: bool = False) -> bool:
-        """Whether the caller is the first to ask: only that one may send a plan of this step (or see to it that none is sent).
+        """Whether the caller is the first to ask: only that one may send a plan of this step (or see to it that none is
+        sent).
 
         ahead: the caller is the planning thread.
         """
@@ -51,7 +54,9 @@ class Planning:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a plan is worth waiting for, from `since_s` on: as long as waiting costs less than running the last resort."""
+    """How long a plan is worth waiting for, from `since_s` on: as long as waiting costs less than running the last
+    resort.
+    """
 
     since_s: float
     seconds: float
@@ -61,11 +66,14 @@ class Patience:
 
 
 def patience_s(last_resort_s: float, expected_s: float, scale: float | None) -> float:
-    """Seconds that ranks may wait for a plan before the last resort is taken: what they would lose by running that instead.
+    """Seconds that ranks may wait for a plan before the last resort is taken: what they would lose by running that
+    instead.
 
-    By then waiting has cost as much as the loss, so both together cost at most twice what knowing the planner's end would have.
+    By then waiting has cost as much as the loss, so both together cost at most twice what knowing the planner's end
+    would have.
 
-    last_resort_s, expected_s: predicted makespans of the last resort and of the plan that is waited for. scale: measured over predicted seconds, None
-    while no step has been measured; then the plan is waited for however long it takes.
+    last_resort_s, expected_s: predicted makespans of the last resort and of the plan that is waited for. scale:
+    measured over predicted seconds, None while no step has been measured; then the plan is waited for however long it
+    takes.
     """
     return float("inf") if scale is None else max(LATE_S, scale * (last_resort_s - expected_s))

@@ -16,11 +16,31 @@ from itertools import pairwise
 
 import ray
 
-from dhp_ray.runtime.driver.elastic import Condition, Form, GoOn, Stop, SurvivingState, Wait, condition_of, decide, surviving_state
+from dhp_ray.runtime.driver.elastic import (
+    Condition,
+    Form,
+    GoOn,
+    Stop,
+    SurvivingState,
+    Wait,
+    condition_of,
+    decide,
+    surviving_state,
+)
 from dhp_ray.runtime.driver.group import Member, by_node
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.stages import FinishedStep
-from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, GroupError, Message, Notice, Replace, RunError, Status, StoppingError
+from dhp_ray.runtime.messages import (
+    FromCheckpoint,
+    FromMemory,
+    GroupError,
+    Message,
+    Notice,
+    Replace,
+    RunError,
+    Status,
+    StoppingError,
+)
 
 POLL_S = 0.05
 CAPACITY_POLL_S = 0.5
@@ -37,10 +57,14 @@ class WorkerHealth:
     status: Status
 
 
-def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[FinishedStep]]:
-    """Replace the current generation of `session` by the next one; returns the steps that are finished and not committed.
+def form_anew(
+    session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition]
+) -> Generator[Message, None, list[FinishedStep]]:
+    """Replace the current generation of `session` by the next one; returns the steps that are finished and not
+    committed.
 
-    `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced though they work.
+    `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced though
+    they work.
 
     Raises:
         GroupError: it broke too; call again.
@@ -49,12 +73,14 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     """
     moments = {"begun": time.perf_counter()}
     if broken:
-        session.records.event("broken", generation=session.current.number, step=session.records.last_step + 1, cause=cause)
+        session.records.event("broken", generation=session.current.number, step=session.records.last_step + 1,
+                              cause=cause)
     session.current.dispatcher.drop()
     _end_where_saved(session, session.records.last_step)
     with session.group.waits.on(f"the workers to leave generation {session.current.number}"):
         workers = yield from _settled(session, leaving)
-    cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(workers) if seen.condition is not Condition.WELL) or cause
+    cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(workers)
+                      if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, workers, cause if broken else "")
     moments["settle_s"] = time.perf_counter()
     with session.group.waits.on("new workers"):
@@ -66,13 +92,15 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
 
     surviving = surviving_state([seen.status.held for seen in survivors])
     step = _step_of(surviving, survivors, committed) if surviving else 0
-    ran = {number: [seen.status.ran[number] for seen in survivors if number in seen.status.ran] for number in range(committed + 1, step + 1)}
+    ran = {number: [seen.status.ran[number] for seen in survivors if number in seen.status.ran]
+           for number in range(committed + 1, step + 1)}
     known = all(ran.values())  # not where a lost driver's ledger on an object store was many steps behind
     if surviving is None or step < committed or not known:
         saved = session.checkpoints.newest_step()
         if surviving is None or step < saved or not known:
             surviving, step, ran = None, saved, {}
-    finished = [FinishedStep.reported(number, session.records.read_plan(number), found) for number, found in ran.items()]
+    finished = [FinishedStep.reported(number, session.records.read_plan(number), found)
+                for number, found in ran.items()]
     _end_where_saved(session, step)
     if step < committed or session.history.stream_lost:
         session.current.dispatcher.stop().clear()
@@ -80,14 +108,16 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     origins: dict[int, FromCheckpoint | FromMemory] = {}
     load = FromCheckpoint(session.checkpoints.manifest(step).files if step and not surviving else "")
     for place, seen in enumerate(survivors):
-        origins[seen.member.slot] = FromMemory(surviving.generation, surviving.version, surviving.owners[place]) if surviving else load
+        origins[seen.member.slot] = FromMemory(surviving.generation, surviving.version,
+                                               surviving.owners[place]) if surviving else load
     for member in newcomers:
         origins[member.slot] = FromMemory(surviving.generation, surviving.version) if surviving else load
 
     generation = max([session.current.number, *(seen.status.generation for seen in survivors)]) + 1
     session.group.members = by_node([*(seen.member for seen in survivors), *newcomers])
     session.current.number = generation
-    calls = session.group.join(generation, session.store, session.replica_ranks, [origins[member.slot] for member in session.group.members], step)
+    calls = session.group.join(generation, session.store, session.replica_ranks,
+                               [origins[member.slot] for member in session.group.members], step)
     try:
         with session.group.waits.on(f"the workers to meet in generation {generation}"):
             session.group.collect(calls, stopping=None if surviving else session.stop_reason)
@@ -103,9 +133,13 @@ def form_anew(session: Session, cause: str, broken: bool, leaving: Mapping[int, 
     moments["hand_over_s"] = time.perf_counter()
     seconds = moments["hand_over_s"] - moments["begun"]
     spent = {name: round(end - begin, 3) for (_, begin), (name, end) in pairwise(moments.items())}
-    session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size, seconds=round(seconds, 3), **spent,
-                          version=surviving.version if surviving else None, survivors=len(survivors), newcomers=len(newcomers))
-    words = f"generation {generation}: {cause}; {session.group.size} ranks go on with step {step + 1} after {seconds:.1f} s"
+    session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size,
+                          seconds=round(seconds, 3), **spent,
+                          version=surviving.version if surviving else None, survivors=len(survivors),
+                          newcomers=len(newcomers))
+    words = (
+        f"generation {generation}: {cause}; {session.group.size} ranks go on with step {step + 1} after {seconds:.1f} s"
+    )
     session.scalars.scalars(step + 1, {"elastic/recovery_s": seconds})
     session.scalars.text("events", words, step + 1)
     yield Notice(words)
@@ -129,11 +163,18 @@ def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Me
         overdue = time.monotonic() > look_again
         for member, (_, status) in zip(group.members, seen):
             if status.call:
-                member.actor.call_off.remote(status.generation)  # those that it waits for, to meet or to make a group, may never come
+                # those that it waits for, to meet or to make a group, may never come
+                member.actor.call_off.remote(status.generation)
         workers = []
         for place, (sight, status) in enumerate(seen):
             condition = condition_of(sight, before[place] if before else None, overdue)
-            if overdue and before and status.call and condition is Condition.WELL and sight.progress == before[place].progress:
+            if (
+                overdue
+                and before
+                and status.call
+                and condition is Condition.WELL
+                and sight.progress == before[place].progress
+            ):
                 condition = Condition.STUCK  # nobody is left that it could wait for
             if condition is Condition.WELL and place in leaving:
                 condition = leaving[place]
@@ -143,11 +184,14 @@ def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Me
                 ended[place] = found
                 if found.condition is Condition.SLOW:
                     session.history.evicted_slots.add(found.member.slot)
-                session.records.event("worker_lost", rank=place, pid=found.member.described["pid"], node_id=found.member.described["node_id"],
-                                      condition=str(found.condition), error=found.status.error, stands=found.status.stands)
+                session.records.event("worker_lost", rank=place, pid=found.member.described["pid"],
+                                      node_id=found.member.described["node_id"],
+                                      condition=str(found.condition), error=found.status.error,
+                                      stands=found.status.stands)
                 ray.kill(found.member.actor)
                 yield Replace(found.member.slot)
-                before, look_again = None, time.monotonic() + ENDING_S + session.patience_s  # till then others may wait for it
+                # till then others may wait for it
+                before, look_again = None, time.monotonic() + ENDING_S + session.patience_s
         if not any(found.status.call and found.condition is Condition.WELL for found in workers):
             return [ended.get(place, found) for place, found in enumerate(workers)]
         if overdue or before is None:
@@ -162,21 +206,25 @@ def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str)
     if not cause:
         return
     step = session.records.last_step + 1
-    raised = [f"rank {rank} ({found.member.place}) raised: {found.status.error}" for rank, found in enumerate(workers) if found.condition is Condition.RAISED]
+    raised = [f"rank {rank} ({found.member.place}) raised: {found.status.error}" for rank, found in enumerate(workers)
+              if found.condition is Condition.RAISED]
     session.history.failures = session.history.failures.with_one(step, bool(raised))
     if session.history.failures.hopeless(step):
         why = raised[0] if raised else f"its workers die or hang, at last: {cause} (see events.jsonl)"
         raise RunError(f"step {step} has failed {session.history.failures.steps.count(step)} times; {why}")
 
 
-def _enough(session: Session, workers: list[WorkerHealth], broken: bool) -> Generator[Message, None, list[WorkerHealth]]:
+def _enough(
+    session: Session, workers: list[WorkerHealth], broken: bool
+) -> Generator[Message, None, list[WorkerHealth]]:
     """Wait until survivors and newcomers are as many as the run needs."""
     told = False
     while True:
         ready = session.arrivals.ready()
         yield from reopened(session)
         # A run that is to end forms anew of whoever is left, to save what they hold.
-        needed = 1 if session.stopping else max(session.config.cluster.min_workers, session.current.dispatcher.needed_ranks)
+        needed = 1 if session.stopping else max(session.config.cluster.min_workers,
+                                                session.current.dispatcher.needed_ranks)
         conditions = [found.condition for found in workers]
         match decide(conditions, len(ready), needed, session.max_workers, broken or bool(session.stopping)):
             case Stop(reason):
@@ -191,7 +239,8 @@ def _enough(session: Session, workers: list[WorkerHealth], broken: bool) -> Gene
                     session.records.event("waiting", num_ranks=num_ranks, have=have)
                     yield Notice(f"{have} workers are left, the run needs {num_ranks}: waiting for capacity")
         time.sleep(CAPACITY_POLL_S)
-        session.group.members = [found.member for found in workers if found.condition is Condition.WELL]  # the others are being replaced
+        # the others are being replaced
+        session.group.members = [found.member for found in workers if found.condition is Condition.WELL]
         workers = yield from _settled(session, {})
 
 
@@ -206,7 +255,8 @@ def reopened(session: Session) -> Iterator[Message]:
 
 def _step_of(surviving: SurvivingState, survivors: list[WorkerHealth], committed: int) -> int:
     """The step after which the state is the surviving one."""
-    return max((seen.status.steps[surviving.version] for seen in survivors if surviving.version in seen.status.steps), default=committed)
+    return max((seen.status.steps[surviving.version] for seen in survivors if surviving.version in seen.status.steps),
+               default=committed)
 
 
 def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:

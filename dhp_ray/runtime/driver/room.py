@@ -1,4 +1,5 @@
-"""What must fit before a run trains: the resident state in device memory, and the checkpoints where they are written."""
+"""What must fit before a run trains: the resident state in device memory, and the checkpoints where they are written.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +23,27 @@ def check_memory(group: WorkerGroup, sync: str) -> None:
         if resident_bytes > MEMORY_SHARE * group.memory_bytes:
             other = "planner.sync=micro_batch, " if sync == "step" else ""
             raise RunError(
-                f"model of {num_parameters / 1e9:.2f} B parameters: planner.sync={sync} keeps {resident_bytes / 2**30:.1f} GiB "
-                f"on each rank, rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; use more or larger devices, {other}or a smaller model")
+                f"model of {num_parameters / 1e9:.2f} B parameters: planner.sync={sync} keeps "
+                f"{resident_bytes / 2**30:.1f} GiB "
+                f"on each rank, rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; use more or larger devices, "
+                f"{other}or a smaller model"
+            )
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:
-    """Checkpoints that a run will write after `done` of its `total` steps: one every so many steps (0: none), and one at the end."""
+    """Checkpoints that a run will write after `done` of its `total` steps: one every so many steps (0: none), and one
+    at the end.
+    """
     if done >= total:
         return 0
     return (total // every - done // every + (total % every > 0)) if every else 1
 
 
-def check_room(members: Sequence[Member], config: Config, run_folder: Path | None, num_present: int, num_ahead: int) -> None:
-    """Refuse a run that could not save: as many checkpoints as it will hold at a time in `run_folder`, or each node's parts of one to be uploaded.
+def check_room(
+    members: Sequence[Member], config: Config, run_folder: Path | None, num_present: int, num_ahead: int
+) -> None:
+    """Refuse a run that could not save: as many checkpoints as it will hold at a time in `run_folder`, or each node's
+    parts of one to be uploaded.
 
     `num_present`: whole checkpoints that the folder has already, of those that are kept.
 
@@ -43,22 +52,31 @@ def check_room(members: Sequence[Member], config: Config, run_folder: Path | Non
     """
     if not num_ahead:
         return
-    whole_bytes, free = members[0].described["checkpoint_bytes"], [member.described["save_free_bytes"] for member in members]
+    whole_bytes, free = members[0].described["checkpoint_bytes"], [member.described["save_free_bytes"]
+                                                                   for member in members]
     if run_folder is not None:  # one file system for all; the one under way comes beside those that are kept
         count = min(num_ahead, config.checkpoint.keep + 1 - min(num_present, config.checkpoint.keep))
         if count * whole_bytes > min(free):
-            raise RunError(f"run.dir: {run_folder} has {_gib(min(free))} free, and the next {count} checkpoints of {_gib(whole_bytes)} each need "
-                           f"{_gib(count * whole_bytes)} (checkpoint.keep={config.checkpoint.keep} and the one being written); make room, lower "
-                           "checkpoint.keep, or choose another run.dir")
+            raise RunError(
+                f"run.dir: {run_folder} has {_gib(min(free))} free, and the next {count} checkpoints of "
+                f"{_gib(whole_bytes)} each need "
+                f"{_gib(count * whole_bytes)} (checkpoint.keep={config.checkpoint.keep} and the one being written); "
+                "make room, lower "
+                "checkpoint.keep, or choose another run.dir"
+            )
         return
     ranks_of = Counter(member.described["node_id"] for member in members)
     for member, free_bytes in zip(members, free):
         count = ranks_of[member.described["node_id"]]
         need = count * math.ceil(whole_bytes / len(members))
         if need > free_bytes:
-            raise RunError(f"checkpoint.scratch: {config.checkpoint.scratch or 'the folder for temporary files'} on node {member.described['node_id']} has "
-                           f"{_gib(free_bytes)} free, and the parts of its {count} ranks in a checkpoint need {_gib(need)} before they are uploaded; "
-                           "make room, or name another folder")
+            raise RunError(
+                f"checkpoint.scratch: {config.checkpoint.scratch or 'the folder for temporary files'} on node "
+                f"{member.described['node_id']} has "
+                f"{_gib(free_bytes)} free, and the parts of its {count} ranks in a checkpoint need {_gib(need)} before "
+                "they are uploaded; "
+                "make room, or name another folder"
+            )
 
 
 def _gib(num_bytes: float) -> str:

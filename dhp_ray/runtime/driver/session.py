@@ -33,7 +33,9 @@ COMPILING_TOLD_S = 5.0
 
 @dataclass
 class Generation:
-    """What belongs to one membership of the group: it plans for these ranks, evaluates on them, and measures their speeds."""
+    """What belongs to one membership of the group: it plans for these ranks, evaluates on them, and measures their
+    speeds.
+    """
 
     number: int = 0
     dispatcher: Dispatcher = field(init=False)
@@ -55,7 +57,9 @@ class History:
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is ready for its next step: the services that it uses to its end, its history, and its current generation."""
+    """A run that is ready for its next step: the services that it uses to its end, its history, and its current
+    generation.
+    """
 
     config: Config
     group: WorkerGroup
@@ -96,8 +100,11 @@ class Session:
 
     @property
     def patience_s(self) -> float:
-        """How long a worker may stand at one place amid a broken step before it counts as stuck: its pack may be a long one."""
-        return max(self.config.elastic.hang_s, self.config.elastic.hang_factor * max(self.history.step_times_s, default=0.0))
+        """How long a worker may stand at one place amid a broken step before it counts as stuck: its pack may be a long
+        one.
+        """
+        return max(self.config.elastic.hang_s,
+                   self.config.elastic.hang_factor * max(self.history.step_times_s, default=0.0))
 
     def leaving(self) -> dict[int, Condition]:
         """Ranks that ought to leave the group though they work: they are too slow, or Ray takes their node away.
@@ -105,11 +112,16 @@ class Session:
         Where a successor is as slow, it is the place: it stays, with as much work as it can do.
         """
         drained = self.draining.nodes()
-        return {rank: Condition.SLOW for rank in self.current.meter.no_good() if self.group.members[rank].slot not in self.history.evicted_slots} | {
+        return {rank: Condition.SLOW for rank in self.current.meter.no_good()
+                if self.group.members[rank].slot not in self.history.evicted_slots} | {
             rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
 
-    def enter(self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
-        """Start planning for `generation`, which the group has joined: first the `batches` that an earlier one left and those that `reader` takes."""
+    def enter(
+        self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None
+    ) -> None:
+        """Start planning for `generation`, which the group has joined: first the `batches` that an earlier one left and
+        those that `reader` takes.
+        """
         self.current.number = generation
         self.records.cluster(generation, self.group.membership())
         self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
@@ -120,14 +132,19 @@ class Session:
         cluster = ClusterSpec.of_nodes(self.group.nodes, int(self.config.planner.tokens_per_rank))
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         config = self.config
-        pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)  # one for all plans that the ranks are told to run
+        # one for all plans that the ranks are told to run
+        pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)
         self.current.dispatcher = Dispatcher(
-            self.stream, self.group, cluster, self.cost, config, pool, self.current.number, self.current.meter.planned, self.records.plan, batches,
+            self.stream, self.group, cluster, self.cost, config, pool, self.current.number, self.current.meter.planned,
+            self.records.plan, batches,
             self.history.scale.known, self.compiled, self.stop_reason, reader)
-        self.current.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool, self.current.number, self.stop_reason)
+        self.current.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool,
+                                             self.current.number, self.stop_reason)
 
     def compiling_told(self) -> Iterator[Message]:
-        """Report once how long compiling the planner's loops, or reading them from their cache, took. It is no part of planning times."""
+        """Report once how long compiling the planner's loops, or reading them from their cache, took. It is no part of
+        planning times.
+        """
         if self.compiled.done() and not self.history.compiling_told:
             self.history.compiling_told = True
             seconds = self.compiled.result()

@@ -1,8 +1,8 @@
 """How fast each rank is, from what its packs should have cost and what they did. Nothing here touches a worker.
 
-A rank's slowdown is its unblocked seconds over the nominal compute seconds of the packs that it ran: long packs and waiting for
-others change neither. Slowdowns are smoothed over a few steps; a rank's speed is the group's typical slowdown over its own, so a
-machine that is slow as a whole, or a cost file that is off, makes nobody slow.
+A rank's slowdown is its unblocked seconds over the nominal compute seconds of the packs that it ran: long packs and
+waiting for others change neither. Slowdowns are smoothed over a few steps; a rank's speed is the group's typical
+slowdown over its own, so a machine that is slow as a whole, or a cost file that is off, makes nobody slow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class _Rank:
 
 @dataclass
 class SpeedMeter:
-    """The speeds of one generation's ranks. One under `evict_below` for `patience` steps in a row is no good any more."""
+    """The speeds of one generation's ranks. One under `evict_below` for `patience` steps in a row is no good any more.
+    """
 
     num_ranks: int
     evict_below: float = 0.0
@@ -61,16 +62,22 @@ class SpeedMeter:
         """One step: seconds by rank."""
         for rank, nominal, busy in zip(self._ranks, nominal_s, busy_s, strict=True):
             if nominal > 0 and busy > 0:
-                rank.nominal_s, rank.busy_s, rank.unseen = DECAY * rank.nominal_s + nominal, DECAY * rank.busy_s + busy, 0
+                rank.nominal_s, rank.busy_s, rank.unseen = (
+                    DECAY * rank.nominal_s + nominal,
+                    DECAY * rank.busy_s + busy,
+                    0,
+                )
             else:
                 rank.unseen += 1
                 if rank.unseen >= FORGET_AFTER:
                     rank.nominal_s = rank.busy_s = 0.0
         slowdowns = sorted(rank.busy_s / rank.nominal_s for rank in self._ranks if rank.nominal_s > 0)
         typical = slowdowns[(len(slowdowns) - 1) // 2] if slowdowns else 0.0  # the faster one of two
-        self._measured = tuple([typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0 for rank in self._ranks])
+        self._measured = tuple([typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0
+                                for rank in self._ranks])
         for rank, speed in zip(self._ranks, self._measured):
-            rank.below = {limit: rank.below.get(limit, 0) + 1 for limit in (SLOW_BELOW, self.evict_below) if speed < limit}
+            rank.below = {limit: rank.below.get(limit, 0) + 1 for limit in (SLOW_BELOW, self.evict_below)
+                          if speed < limit}
 
     def measured(self) -> tuple[float, ...]:
         """Speed of each rank: 1.0 is the group's typical one."""
@@ -78,7 +85,8 @@ class SpeedMeter:
 
     def planned(self) -> tuple[float, ...]:
         """The speeds to plan with."""
-        return tuple(1.0 if speed >= NOMINAL_FROM else max(GRAIN, round(speed / GRAIN) * GRAIN) for speed in self.measured())
+        return tuple(1.0 if speed >= NOMINAL_FROM else max(GRAIN, round(speed / GRAIN) * GRAIN)
+                     for speed in self.measured())
 
     def slow(self) -> set[int]:
         """Ranks that are slow and have been so for a while."""
@@ -92,7 +100,8 @@ class SpeedMeter:
 
     def no_good(self) -> tuple[int, ...]:
         """Ranks that should be replaced."""
-        return tuple(place for place, rank in enumerate(self._ranks) if rank.below.get(self.evict_below, 0) >= self.patience)
+        return tuple(place for place, rank in enumerate(self._ranks)
+                     if rank.below.get(self.evict_below, 0) >= self.patience)
 
 
 def nominal_compute_s(plan: Plan, cost: CostModel) -> list[float]:

@@ -1,4 +1,6 @@
-"""The stages of a step, one type each: dispatched to the workers, running on them, finished by all of them. Once committed it is a StepCommitted."""
+"""The stages of a step, one type each: dispatched to the workers, running on them, finished by all of them. Once
+committed it is a StepCommitted.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from dhp_ray.train.results import StepResult
 class DispatchedStep:
     """A planned batch under way to the workers.
 
-    `prefetches` return what the workers' prefetch threads could not decode. A thread takes all of them from Ray, into `answers`, beside the step before.
+    `prefetches` return what the workers' prefetch threads could not decode. A thread takes all of them from Ray, into
+    `answers`, beside the step before.
     `late`: the plan is the last resort's, because the planner's own was not there in time.
     """
 
@@ -44,13 +47,16 @@ class RunningStep:
     def finished(self, results: list[StepResult], step_time_s: float, eval_loss: float | None) -> FinishedStep:
         dispatched, batch = self.dispatched, self.dispatched.batch
         return FinishedStep(dispatched.step, dispatched.plan, dispatched.plan_id, dispatched.late, batch.epoch,
-                            [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders, results, step_time_s, self.data_wait_s,
+                            [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders, results,
+                            step_time_s, self.data_wait_s,
                             eval_loss)
 
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step that every rank has applied. `late`: on the last resort's plan. `results` may lack those of ranks that were lost since."""
+    """A step that every rank has applied. `late`: on the last resort's plan. `results` may lack those of ranks that
+    were lost since.
+    """
 
     step: int
     plan: Plan
@@ -69,5 +75,6 @@ class FinishedStep:
         """Build it from the plan file and from what the survivors of a generation report (`ran`, at least one)."""
         batch, results = plan_file["batch"], [found.result for found in ran]
         skipped = [(sample_id, reason) for sample_id, reason in batch["skipped"]]
-        return cls(step, Plan.from_json(plan_file), plan_file["id"], plan_file["late"], batch["epoch"], skipped, ran[0].placeholders, results,
+        return cls(step, Plan.from_json(plan_file), plan_file["id"], plan_file["late"], batch["epoch"], skipped,
+                   ran[0].placeholders, results,
                    max(result.step_time_s for result in results))

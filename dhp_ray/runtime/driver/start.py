@@ -1,4 +1,5 @@
-"""What happens before the first step: the run folder is opened, the workers join, the data stream takes up its place."""
+"""What happens before the first step: the run folder is opened, the workers join, the data stream takes up its place.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
                  stopping: Callable[[], str] = lambda: "") -> Generator[Message, None, Session]:
     """Open or resume the run of `run.dir`; yields what the user should see, returns the session.
 
-    `going_on`: the workers hold the state of this very run, whose driver was lost; they are left as they are. `stopping`: why to end early.
+    `going_on`: the workers hold the state of this very run, whose driver was lost; they are left as they are.
+    `stopping`: why to end early.
 
     Raises:
         RunError, ConfigError, StorageError, DataError: one line each.
@@ -54,11 +56,13 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = held_out_stream(config)
-    not_deleted = [] if going_on else checkpoints.discard_after(first_step - 1)  # before the workers tell how much room there is
+    # before the workers tell how much room there is
+    not_deleted = [] if going_on else checkpoints.discard_after(first_step - 1)
     if not going_on:
         yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
     if going_on:
-        yield from take_over(group, arrivals, config.elastic.hang_s / 2, lambda: describe(group, folder, config.cluster.device), stopping)
+        yield from take_over(group, arrivals, config.elastic.hang_s / 2,
+                             lambda: describe(group, folder, config.cluster.device), stopping)
     else:
         describe(group, folder, config.cluster.device)
     check_memory(group, config.planner.sync)
@@ -69,7 +73,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     steps = config.run.steps
     total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
     watch = Watch(folder, config.watch.every_steps)
-    session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals, total_steps, compiled,
+    session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals,
+                      total_steps, compiled,
                       stop_reason=stopping)
     if going_on:
         session.history.stream_lost = True
@@ -81,11 +86,13 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
         for rank in records.ranks:
             if (rank["node_id"], rank["pid"]) not in here:  # no survey will show those that went with the driver
-                records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"], condition=str(Condition.DEAD), error="", stands="")
+                records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"],
+                              condition=str(Condition.DEAD), error="", stands="")
         group.waits.keep(records.waited)
         return session
     session.note_not_deleted(not_deleted)
-    check_room(group.members, config, folder.local_path(), len(checkpoints.complete()), saves_ahead(first_step - 1, total_steps, config.checkpoint.every_steps))
+    check_room(group.members, config, folder.local_path(), len(checkpoints.complete()),
+               saves_ahead(first_step - 1, total_steps, config.checkpoint.every_steps))
     records.write_config(config)
     group.waits.keep(records.waited)
     records.truncate(first_step - 1)
@@ -138,7 +145,8 @@ def resolve_limits(config: Config, stored: Mapping[str, Any], cost: CostModel, g
     if planner.tokens_per_rank == "auto":
         planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or tokens_that_fit(cost, group))
     if not planner.max_sequence_tokens:
-        planner.max_sequence_tokens = int(stored.get("planner.max_sequence_tokens") or int(planner.tokens_per_rank) * group.size)
+        planner.max_sequence_tokens = int(stored.get("planner.max_sequence_tokens")
+                                          or int(planner.tokens_per_rank) * group.size)
 
 
 def tokens_that_fit(cost: CostModel, group: WorkerGroup) -> int:
@@ -146,7 +154,10 @@ def tokens_that_fit(cost: CostModel, group: WorkerGroup) -> int:
     free_bytes = MEMORY_SHARE * group.memory_bytes - max(member.described["resident_bytes"] for member in group.members)
     tokens = int(free_bytes / cost.memory_bytes_per_token) if cost.memory_bytes_per_token else 0
     if tokens < 1:
-        raise RunError("planner.tokens_per_rank: got auto, and memory_bytes_per_token of the cost file gives no number; allowed: a number of tokens")
+        raise RunError(
+            "planner.tokens_per_rank: got auto, and memory_bytes_per_token of the cost file gives no number; allowed: "
+            "a number of tokens"
+        )
     return tokens
 
 
@@ -154,8 +165,10 @@ def _opening(config: Config, group: WorkerGroup, stream: Stream | Mixture, resum
     nodes = len(set(group.nodes))
     model = config.model.preset or config.model.path
     return (
-        f"model {model}, {config.train.precision}; {stream.num_rows} samples in {', '.join(source.path for source in sources_of(config.data))}",
+        f"model {model}, {config.train.precision}; {stream.num_rows} samples in "
+        f"{', '.join(source.path for source in sources_of(config.data))}",
         f"{group.size} ranks on {config.cluster.device}, {nodes} node{'s' if nodes > 1 else ''}; "
-        f"planner {config.planner.name}, sync {config.planner.sync}, at most {config.planner.tokens_per_rank} tokens a rank",
+        f"planner {config.planner.name}, sync {config.planner.sync}, at most {config.planner.tokens_per_rank} tokens a "
+        "rank",
         f"resuming after step {resumed_step}" if resumed_step else f"new run in {config.run.dir}",
     )

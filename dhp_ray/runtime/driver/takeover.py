@@ -1,4 +1,6 @@
-"""A new driver finds the workers of one that was lost: some in the midst of a step, some dead or hung, some that had not been let in yet."""
+"""A new driver finds the workers of one that was lost: some in the midst of a step, some dead or hung, some that had
+not been let in yet.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from dhp_ray.runtime.messages import GroupError, Message, Notice, Replace, RunEr
 POLL_S = 0.2
 
 
-def take_over(group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: Callable[[], None], stopping: Callable[[], str]) -> Iterator[Message]:
+def take_over(
+    group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: Callable[[], None], stopping: Callable[[], str]
+) -> Iterator[Message]:
     """Keep the surviving workers of `group` and query their status, looking at them every `look_s` seconds meanwhile.
 
     Raises:
@@ -33,7 +37,9 @@ def take_over(group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: C
 
 
 def _part(group: WorkerGroup, arrivals: Arrivals) -> Iterator[Message]:
-    """Drop the workers that are dead or hung; where others are in a generation, offer those that are in none as newcomers."""
+    """Drop the workers that are dead or hung; where others are in a generation, offer those that are in none as
+    newcomers.
+    """
     seen = list(zip(group.members, group.survey()))
     begun = any(status.generation for _, (_, status) in seen)
     for member, (sight, status) in seen:

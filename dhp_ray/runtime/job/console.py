@@ -44,7 +44,8 @@ class Console:
                 self.steps += 1
                 self._print(step_line(message.metrics, self._total_steps))
                 if self._bar:
-                    self._bar.update(self._bar.task_ids[0], completed=message.metrics["step"], now=now_line(message.metrics))
+                    self._bar.update(self._bar.task_ids[0], completed=message.metrics["step"],
+                                     now=now_line(message.metrics))
             case Notice():
                 self._print(message.text)
             case RunFinished():
@@ -61,9 +62,11 @@ class Console:
 
     def _open_bar(self, done: int) -> None:
         if self._bar is None and self._stream.isatty():
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
+                       TimeRemainingColumn(),
                        TextColumn("{task.fields[now]}", markup=False))
-            self._bar = Progress(*columns, console=Terminal(file=self._stream), redirect_stdout=False, redirect_stderr=False)
+            self._bar = Progress(*columns, console=Terminal(file=self._stream), redirect_stdout=False,
+                                 redirect_stderr=False)
             self._bar.add_task("", completed=done, total=self._total_steps or None, now="")
             self._bar.start()
 
@@ -71,16 +74,19 @@ class Console:
 def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
     """`step 12/60 loss 2.413 (lr 9.8e-4, norm 1.2) 3.1k tokens/s step 0.84 s plan 3 ms idle 18 % degrees 1x9 2x2`.
 
-    `degrees` lists degree x number of packs; `plan 3 ms (late: dhp_quick)` says that the plan came too late and which planner's ran instead.
-    `total_steps` is 0 when it is not known.
+    `degrees` lists degree x number of packs; `plan 3 ms (late: dhp_quick)` says that the plan came too late and which
+    planner's ran instead. `total_steps` is 0 when it is not known.
     """
     place = f"step {metrics['step']}/{total_steps}" if total_steps else f"step {metrics['step']}"
-    degrees = " ".join(f"{degree}x{count}" for degree, count in sorted((int(degree), count) for degree, count in metrics["degrees"].items()))
-    words = [place, f"loss {metrics['loss']:.3f}", f"(lr {_short_exponent(metrics['learning_rate'])}, norm {metrics['gradient_norm']:.3g})"]
+    degrees = " ".join(f"{degree}x{count}" for degree, count in sorted((int(degree), count)
+                                                                       for degree, count in metrics["degrees"].items()))
+    words = [place, f"loss {metrics['loss']:.3f}",
+             f"(lr {_short_exponent(metrics['learning_rate'])}, norm {metrics['gradient_norm']:.3g})"]
     if "eval_loss" in metrics:
         words.append(f"eval loss {metrics['eval_loss']:.3f}")
     late = f" (late: {metrics['planner']})" if metrics["late"] else ""
-    words += [f"{_rate(metrics)} tokens/s", f"step {metrics['step_time_s']:.2f} s", f"plan {1e3 * metrics['planning_time_s']:.0f} ms{late}",
+    words += [f"{_rate(metrics)} tokens/s", f"step {metrics['step_time_s']:.2f} s",
+              f"plan {1e3 * metrics['planning_time_s']:.0f} ms{late}",
               f"idle {100 * metrics['idle_fraction']:.0f} %", f"degrees {degrees}"]
     return " ".join(words)
 

@@ -1,6 +1,8 @@
-"""Ctrl-C and SIGTERM ask a run to end, whatever its process is at. Neither torch nor Ray here: it listens before they are imported.
+"""Ctrl-C and SIGTERM ask a run to end, whatever its process is at. Neither torch nor Ray here: it listens before they
+are imported.
 
-    nothing to save yet     the main thread gets KeyboardInterrupt; where foreign code does not let it through, the process ends LEAVE_S later
+    nothing to save yet     the main thread gets KeyboardInterrupt; where foreign code does not let it through, the
+                            process ends LEAVE_S later
     a driver trains         it is told; the run ends after the step and the save under way
     Ctrl-C once more        as in the first case, whatever there is to save
 """
@@ -18,14 +20,16 @@ from typing import Any
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 LEAVE_S = 3.0
-"""How long the main thread may take to clean up. What it leaves behind ends with the process: Ray ends the workers of a job that is gone."""
+"""How long the main thread may take to clean up. What it leaves behind ends with the process: Ray ends the workers of a
+job that is gone.
+"""
 
 
 class Ending:
     """What the signals to this process have asked for, and who is told.
 
-    Signals come in twice: the main thread handles them between two of its instructions, and a thread of their own reads them from a
-    pipe, since foreign code may keep the main thread for minutes (Ray that waits for the answer of a head).
+    Signals come in twice: the main thread handles them between two of its instructions, and a thread of their own reads
+    them from a pipe, since foreign code may keep the main thread for minutes (Ray that waits for the answer of a head).
     """
 
     def __init__(self) -> None:
@@ -44,7 +48,9 @@ class Ending:
         self.take_signals()
 
     def take_signals(self) -> None:
-        """Handle the signals here, whoever has put handlers of its own; those that the process was started to ignore stay ignored."""
+        """Handle the signals here, whoever has put handlers of its own; those that the process was started to ignore
+        stay ignored.
+        """
         for number in NAMES:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
@@ -63,8 +69,13 @@ class Ending:
         """Print the error line of a run that ended at once; only the first call does."""
         if not self._told:
             self._told = True
-            # Within ray.init the handler is Ray's, and raises SystemExit before the thread may have read which signal it was.
-            what = f"stopped before the first step: {self.reason or 'SIGTERM'}" if self._stop is None else "ended at once: Ctrl-C"
+            # Within ray.init the handler is Ray's, and raises SystemExit before the thread may have read which signal
+            # it was.
+            what = (
+                f"stopped before the first step: {self.reason or 'SIGTERM'}"
+                if self._stop is None
+                else "ended at once: Ctrl-C"
+            )
             way_back = "" if self._stop is None else " to go on from the newest checkpoint"
             print(f"error: {what}; start the same command again{way_back}", file=sys.stderr, flush=True)
 
@@ -95,6 +106,7 @@ class Ending:
                 self.say(f"{self.reason}: the run ends after the step under way, with a checkpoint{second}")
 
     def _leave(self, again: bool) -> None:
-        if again or self._leaving or self._stop is None:  # else there was something to save after all, and the driver has been told
+        # else there was something to save after all, and the driver has been told
+        if again or self._leaving or self._stop is None:
             self.tell()
             os._exit(1)

@@ -1,4 +1,6 @@
-"""The head of the Ray cluster: which one a run would join, whether it answers, and joining it. Ray, seconds to import, is imported when it is joined."""
+"""The head of the Ray cluster: which one a run would join, whether it answers, and joining it. Ray, seconds to import,
+is imported when it is joined.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from dhp_ray.credentials import masked
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.messages import RunError
 
-LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}
-"""Of a cluster that is started here. Ray's niceness of 15 lets whatever else runs hold up a rank, and that the others; its dashboard, metrics and
-task events, which nobody looks at there, take their time from the ranks."""
+LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0",
+                  "RAY_task_events_report_interval_ms": "0"}
+"""Of a cluster that is started here. Ray's niceness of 15 lets whatever else runs hold up a rank, and that the others;
+its dashboard, metrics and task events, which nobody looks at there, take their time from the ranks."""
 
 HEAD_PATIENCE_S = 5.0
 """How long a head may take to accept a connection. Ray itself tries for ten minutes to reach one that is gone."""
@@ -22,7 +25,8 @@ HEAD_PATIENCE_S = 5.0
 def named_head() -> tuple[str, str]:
     """The address of the cluster that a bare `ray.init` would join, and what names it; "" where it would start one.
 
-    As Ray looks it up: RAY_ADDRESS, else the file that the last `ray start` on this machine wrote and that `ray stop` deletes.
+    As Ray looks it up: RAY_ADDRESS, else the file that the last `ray start` on this machine wrote and that `ray stop`
+    deletes.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address not in ("", "auto"):
@@ -45,7 +49,8 @@ def connect() -> None:
     if address in ("", "local"):
         for name, value in LOCAL_SETTINGS.items():
             os.environ.setdefault(name, value)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a driver without a device must not hide it from workers
+    # a driver without a device must not hide it from workers
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.WARNING)
     try:
         ray.init(logging_level=logging.ERROR, include_dashboard=False)
@@ -67,6 +72,13 @@ def _knock(address: str, named_by: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=HEAD_PATIENCE_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
-        stale = "" if named_by == "RAY_ADDRESS" else "; such a file outlives its head: `ray stop`, or deleting it, clears it"
-        raise RunError(f"no Ray cluster at {address}, which {named_by} names: {first_line(error)}{stale}; allowed: a running head (`ray start --head`), "
-                       "its address in RAY_ADDRESS, or RAY_ADDRESS=local for a cluster of this machine alone") from None
+        stale = (
+            ""
+            if named_by == "RAY_ADDRESS"
+            else "; such a file outlives its head: `ray stop`, or deleting it, clears it"
+        )
+        raise RunError(
+            f"no Ray cluster at {address}, which {named_by} names: {first_line(error)}{stale}; allowed: a running head "
+            "(`ray start --head`), "
+            "its address in RAY_ADDRESS, or RAY_ADDRESS=local for a cluster of this machine alone"
+        ) from None

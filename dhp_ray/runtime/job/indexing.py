@@ -1,4 +1,6 @@
-"""Shows how far the index of a large data set is. The job's process makes it, so that a person sees it; the driver finds it kept."""
+"""Shows how far the index of a large data set is. The job's process makes it, so that a person sees it; the driver
+finds it kept.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def index_ahead(data: Data) -> None:
 
 @contextmanager
 def progress_bar(data: Data) -> Iterator[Progress]:
-    """Show progress on standard error: a bar on a terminal, else a line now and then; nothing for an index that exists."""
+    """Show progress on standard error: a bar on a terminal, else a line now and then; nothing for an index that exists.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

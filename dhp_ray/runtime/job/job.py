@@ -1,4 +1,5 @@
-"""The process of the submitted job: it hosts the rendezvous store, owns the workers, restarts the driver, and shows the run.
+"""The process of the submitted job: it hosts the rendezvous store, owns the workers, restarts the driver, and shows the
+run.
 
 Workers belong to this process, so they outlive a driver actor.
 """
@@ -35,7 +36,9 @@ MAX_DRIVERS = 20
 
 
 def train(config: Config, ending: Ending) -> int:
-    """Train as the configuration says, or until a signal to `ending`; the exit status. Every failure is one line on standard error."""
+    """Train as the configuration says, or until a signal to `ending`; the exit status. Every failure is one line on
+    standard error.
+    """
     console = Console(sys.stdout)
     waits = Waits(console.show)
     ending.say = lambda text: console.show(Notice(text))
@@ -70,7 +73,8 @@ def _run(config: Config, console: Console, waits: Waits, ending: Ending) -> int:
         roster.start()
         lost = 0
         while lost < MAX_DRIVERS:
-            # A store for each driver: the numbers of generations that a lost one tried may come again. Groups that stand still use theirs.
+            # A store for each driver: the numbers of generations that a lost one tried may come again. Groups that
+            # stand still use theirs.
             stores.append(rendezvous_store(host))
             steps = console.steps
             last = _drive(config, roster, (host, stores[-1].port), console, waits, ending, going_on=len(stores) > 1)
@@ -78,8 +82,11 @@ def _run(config: Config, console: Console, waits: Waits, ending: Ending) -> int:
                 break
             lost = lost + 1 if console.steps == steps else 1
         else:
-            raise RunError(f"the driver actor died {MAX_DRIVERS} times without a step in between; start the same command again to go on from the newest "
-                           "checkpoint")
+            raise RunError(
+                f"the driver actor died {MAX_DRIVERS} times without a step in between; start the same command again to "
+                "go on from the newest "
+                "checkpoint"
+            )
     finally:
         console.close()
         roster.close()
@@ -90,7 +97,8 @@ def _run(config: Config, console: Console, waits: Waits, ending: Ending) -> int:
 
 
 def rendezvous_store(host: str) -> TCPStore:
-    """A new store on a free port of `host`, an address of this machine. It listens there alone: left to itself, TCPStore does so on every interface.
+    """A new store on a free port of `host`, an address of this machine. It listens there alone: left to itself,
+    TCPStore does so on every interface.
 
     Raises:
         RunError: `host` is no address of this machine.
@@ -98,7 +106,8 @@ def rendezvous_store(host: str) -> TCPStore:
     from torch.distributed import TCPStore  # seconds to import: after the configuration has been checked
 
     try:
-        server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=4096)
+        server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+                                      backlog=4096)
     except OSError as error:
         raise RunError(f"the rendezvous store cannot listen at {host}, the node's address in Ray: {first_line(error)}; "
                        "allowed: an address of this machine (`ray start --node-ip-address`)") from None
@@ -163,4 +172,5 @@ def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int]
     from dhp_ray.runtime.driver.driver import CONCURRENCY_GROUPS, Driver
 
     actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Driver)  # type: ignore[call-overload]
-    return actor.options(num_cpus=0, resources={"node:__internal_head__": 0.001}).remote(config, workers, store, going_on)
+    return actor.options(num_cpus=0,
+                         resources={"node:__internal_head__": 0.001}).remote(config, workers, store, going_on)

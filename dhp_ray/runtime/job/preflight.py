@@ -1,4 +1,5 @@
-"""What a run is refused for before Ray starts: all that this machine alone can tell, within a second, without Ray, torch or transformers.
+"""What a run is refused for before Ray starts: all that this machine alone can tell, within a second, without Ray,
+torch or transformers.
 
 Paths are looked up here: every node must reach them, and this is one. What lies behind a URI is for the driver to say.
 """
@@ -68,7 +69,8 @@ def _refusing(key: str) -> Iterator[None]:
 
 def resources_here() -> dict[str, float]:
     """What a cluster of this machine alone would have at most, by Ray's names."""
-    here: dict[str, float] = {accelerator.resource or "CPU": accelerator.num_devices() for accelerator in ACCELERATORS.values()}
+    here: dict[str, float] = {accelerator.resource or "CPU": accelerator.num_devices()
+                              for accelerator in ACCELERATORS.values()}
     try:
         given = json.loads(os.environ.get(OVERRIDE, "{}"))
     except ValueError:
@@ -88,15 +90,24 @@ def check_workers(config: Config, here: dict[str, float]) -> None:
     resource = kind.resource
     if resource and not here[resource]:
         hidden = kind.visible in os.environ
-        lack = f"{kind.visible}={os.environ[kind.visible]!r} shows none" if hidden else f"this machine has no {kind.files}"
-        raise ConfigError(f"cluster.device: got {cluster.device!r}; {lack}; allowed: cpu, auto, or a Ray cluster with such devices "
-                          "(its head in RAY_ADDRESS)")
-    needs = {"CPU": cluster.cpus_per_worker * cluster.num_workers} | ({resource: 1.0 * cluster.num_workers} if resource else {})
+        lack = (
+            f"{kind.visible}={os.environ[kind.visible]!r} shows none" if hidden else f"this machine has no {kind.files}"
+        )
+        raise ConfigError(
+            f"cluster.device: got {cluster.device!r}; {lack}; allowed: cpu, auto, or a Ray cluster with such devices "
+            "(its head in RAY_ADDRESS)"
+        )
+    needs = {"CPU": cluster.cpus_per_worker * cluster.num_workers} | ({resource: 1.0 * cluster.num_workers} if resource
+                                                                      else {})
     for name, amount in needs.items():
         if amount > here[name] + 1e-6:
             fit = int(here[name] / (cluster.cpus_per_worker if name == "CPU" else 1) + 1e-6)
-            raise ConfigError(f"cluster.num_workers: got {cluster.num_workers}; they need {amount:g} {name}, this machine has {here[name]:g}; "
-                              f"allowed: {f'at most {fit}, or ' if fit else ''}a Ray cluster with more nodes (its head in RAY_ADDRESS)")
+            raise ConfigError(
+                f"cluster.num_workers: got {cluster.num_workers}; they need {amount:g} {name}, this machine has "
+                f"{here[name]:g}; "
+                f"allowed: {f'at most {fit}, or ' if fit else ''}a Ray cluster with more nodes (its head in "
+                "RAY_ADDRESS)"
+            )
     resolved = deepcopy(config)
     resolved.cluster.device = kind.name
     check_device(resolved)
@@ -106,7 +117,8 @@ def device_of(name: str, resources: dict[str, float]) -> Accelerator:
     """The device that workers get where a cluster has these resources; of `auto` the best kind."""
     if name != "auto":
         return ACCELERATORS[name]
-    return next((kind for kind in (ACCELERATORS["npu"], ACCELERATORS["cuda"]) if resources.get(str(kind.resource))), CPU)
+    return next((kind for kind in (ACCELERATORS["npu"], ACCELERATORS["cuda"]) if resources.get(str(kind.resource))),
+                CPU)
 
 
 def _check_cost(path: str) -> None:

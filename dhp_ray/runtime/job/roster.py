@@ -1,4 +1,6 @@
-"""The workers that the job's process owns, one a slot. Slots have room reserved for them; a worker that is lost gets a successor in its slot."""
+"""The workers that the job's process owns, one a slot. Slots have room reserved for them; a worker that is lost gets a
+successor in its slot.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,20 @@ from dhp_ray.runtime.waits import Waits
 
 
 class Roster:
-    """Slots 0 to cluster.num_workers are one reservation, had whole or not at all; those up to cluster.max_workers one each, had when the cluster grows.
+    """Slots 0 to cluster.num_workers are one reservation, had whole or not at all; those up to cluster.max_workers one
+    each, had when the cluster grows.
 
     Raises:
-        RunError: the cluster has no room for the first ones within `cluster.start_timeout_s`; an autoscaler has been asked for it.
+        RunError: the cluster has no room for the first ones within `cluster.start_timeout_s`; an autoscaler has been
+        asked for it.
     """
 
     def __init__(self, config: Config, accelerator: Accelerator, waits: Waits) -> None:
         self.config, self.accelerator, self.waits = config, accelerator, waits
         self.workers: dict[int, ActorHandle] = {}
         self._starts: dict[int, ray.ObjectRef] = {}
-        self._bundle = {"CPU": config.cluster.cpus_per_worker} | ({accelerator.resource: 1.0} if accelerator.resource else {})
+        self._bundle = {"CPU": config.cluster.cpus_per_worker} | ({accelerator.resource: 1.0} if accelerator.resource
+                                                                  else {})
         self._room = self._reserve(config.cluster.num_workers)
         self._more_room: dict[int, PlacementGroup] = {}
 
@@ -52,10 +57,13 @@ class Roster:
             ray.kill(self.workers[slot])
         actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)  # type: ignore[call-overload]
         resource = self.accelerator.resource
-        devices: dict[str, Any] = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}} if resource else {}
+        devices: dict[str, Any] = (
+            {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}} if resource else {}
+        )
         own = self._more_room.get(slot)
         place = PlacementGroupSchedulingStrategy(own or self._room, placement_group_bundle_index=0 if own else slot)
-        self.workers[slot] = actor.options(scheduling_strategy=place, num_cpus=self.config.cluster.cpus_per_worker, **devices).remote(self.config)
+        self.workers[slot] = actor.options(scheduling_strategy=place, num_cpus=self.config.cluster.cpus_per_worker,
+                                           **devices).remote(self.config)
         self._starts[slot] = self.workers[slot].__ray_ready__.remote()
         return self.workers[slot]
 
@@ -81,6 +89,9 @@ class Roster:
             have = ray.cluster_resources()
             wanted = ", ".join(f"{amount * num_workers:g} {name}" for name, amount in self._bundle.items())
             found = ", ".join(f"{have.get(name, 0.0):g} {name}" for name in self._bundle)
-            raise RunError(f"cluster.num_workers={num_workers}: needs {wanted}; the cluster has {found} in all (some may be in use), "
-                           f"and no more came within {cluster.start_timeout_s:g} s; lower cluster.num_workers or add nodes")
+            raise RunError(
+                f"cluster.num_workers={num_workers}: needs {wanted}; the cluster has {found} in all (some may be in "
+                "use), "
+                f"and no more came within {cluster.start_timeout_s:g} s; lower cluster.num_workers or add nodes"
+            )
         return room

@@ -1,7 +1,8 @@
 """The checkpoints under run.dir: which are whole, which is newest, which may go.
 
-A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, so one without is half-written. The manifest names the generation
-whose files count: what a generation before it may have left, or still writes, is not read, and is deleted when the manifest stands.
+A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, so one without is
+half-written. The manifest names the generation whose files count: what a generation before it may have left, or still
+writes, is not read, and is deleted when the manifest stands.
 """
 
 from __future__ import annotations
@@ -64,14 +65,18 @@ class Checkpoints:
         try:
             return Manifest(**json.loads(self.folder.read(name)))
         except (ValueError, TypeError):
-            raise StorageError(f"{self.folder.uri}/{name}: not the manifest of a checkpoint; allowed: one that a run has written, or no such folder") from None
+            raise StorageError(
+                f"{self.folder.uri}/{name}: not the manifest of a checkpoint; allowed: one that a run has written, or "
+                "no such folder"
+            ) from None
 
     def newest_step(self) -> int:
         """The step of the newest whole checkpoint; 0: there is none."""
         return (self.complete() or [0])[-1]
 
     def seal(self, manifest: Manifest) -> list[str]:
-        """Write the manifest, which makes the checkpoint whole; then drop the oldest ones, and what failed saves have left, of this step or before it.
+        """Write the manifest, which makes the checkpoint whole; then drop the oldest ones, and what failed saves have
+        left, of this step or before it.
 
         What could not be deleted is returned, a line each; a later call deletes it.
         """
@@ -93,7 +98,8 @@ class Checkpoints:
     def _delete(self, names: Iterable[str]) -> list[str]:
         failures = []
         for name in names:
-            self.folder.delete(f"{name}/{MANIFEST_FILE}")  # first: of what is left no part may count as a whole checkpoint
+            # first: of what is left no part may count as a whole checkpoint
+            self.folder.delete(f"{name}/{MANIFEST_FILE}")
             try:
                 self.folder.delete(name)
             except StorageError as error:  # a rank that gave up a save may still write there

@@ -21,13 +21,25 @@ from typing import Any
 import yaml
 
 from dhp_ray.config import Config, ConfigError, dump
-from dhp_ray.run_folder import CLUSTER_FILE, CONFIG_FILE, EVENTS_FILE, LEDGER_FILE, METRICS_FILE, PLANS_FOLDER, SKIPPED_FILE, TRACES_FOLDER, plan_file
+from dhp_ray.run_folder import (
+    CLUSTER_FILE,
+    CONFIG_FILE,
+    EVENTS_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    PLANS_FOLDER,
+    SKIPPED_FILE,
+    TRACES_FOLDER,
+    plan_file,
+)
 from dhp_ray.runtime.waits import Waited
 from dhp_ray.spooled_log import SpooledLog, json_text
 from dhp_ray.storage import Folder, StorageError
 
-METRICS = ("step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s", "planning_time_s",
-           "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees", "planner", "late")
+METRICS = ("step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s",
+           "planning_time_s",
+           "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees",
+           "planner", "late")
 OPTIONAL_METRICS = ("eval_loss",)
 FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze")
 """Keys (or beginnings of keys) that a run keeps for life: they decide what its steps compute."""
@@ -56,7 +68,9 @@ class RunRecords:
         self._last_step = self._check_steps(self._ledger)
         self._metrics.truncate(lambda line: line["step"] <= self._last_step)
         if self._check_steps(self._metrics) < self._last_step:
-            raise StorageError(f"{folder.uri}/metrics.jsonl: lines are missing; ledger.jsonl has committed {self._last_step} steps")
+            raise StorageError(
+                f"{folder.uri}/metrics.jsonl: lines are missing; ledger.jsonl has committed {self._last_step} steps"
+            )
         self._skipped_ids = {(line["epoch"], line["id"]) for line in self._skipped.lines()}
 
     @property
@@ -92,7 +106,9 @@ class RunRecords:
         line = {"step": step, **metrics}
         missing, unknown = set(METRICS) - set(line), set(line) - set(METRICS + OPTIONAL_METRICS)
         if missing or unknown or line["step"] != step:
-            raise ValueError(f"metrics of step {step}: missing {sorted(missing)}, unknown {sorted(unknown)}, step {line['step']}")
+            raise ValueError(
+                f"metrics of step {step}: missing {sorted(missing)}, unknown {sorted(unknown)}, step {line['step']}"
+            )
         self._metrics.append({name: line[name] for name in METRICS + OPTIONAL_METRICS if name in line})
         self._ledger.append({"step": step, "sample_ids": list(sample_ids)})
         self._last_step = step
@@ -144,7 +160,11 @@ class RunRecords:
         return list(self._membership()["ranks"])
 
     def _membership(self) -> dict[str, Any]:
-        tree: dict[str, Any] = json.loads(self.folder.read(CLUSTER_FILE)) if self.folder.exists(CLUSTER_FILE) else {"generation": 0, "ranks": []}
+        tree: dict[str, Any] = (
+            json.loads(self.folder.read(CLUSTER_FILE))
+            if self.folder.exists(CLUSTER_FILE)
+            else {"generation": 0, "ranks": []}
+        )
         return tree
 
     def truncate(self, step: int) -> None:
@@ -154,7 +174,9 @@ class RunRecords:
             StorageError: the ledger ends before that step.
         """
         if step > self._last_step:
-            raise StorageError(f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self._last_step}; the checkpoint is of step {step}")
+            raise StorageError(
+                f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self._last_step}; the checkpoint is of step {step}"
+            )
         self._ledger.truncate(lambda line: line["step"] <= step)  # first: the metrics may have more lines, never fewer
         self._metrics.truncate(lambda line: line["step"] <= step)
         self._skipped.truncate(lambda line: line["step"] <= step)
@@ -175,7 +197,8 @@ class RunRecords:
         return [line["sample_ids"] for line in self._ledger.lines()]
 
     def flush(self) -> None:
-        """Bring the logs on an object store up to date, the ledger last. A checkpoint's manifest is written after this."""
+        """Bring the logs on an object store up to date, the ledger last. A checkpoint's manifest is written after this.
+        """
         for log in (self._events, self._skipped, self._metrics, self._ledger):
             log.flush()
         self._uploaded_at = time.monotonic()
@@ -190,7 +213,10 @@ class RunRecords:
         last = 0
         for line in log.lines():
             if line.get("step") != last + 1:
-                raise StorageError(f"{self.folder.uri}/{log.name}: line {last + 1} is of step {line.get('step')}; it must be of step {last + 1}")
+                raise StorageError(
+                    f"{self.folder.uri}/{log.name}: line {last + 1} is of step {line.get('step')}; it must be of step "
+                    f"{last + 1}"
+                )
             last += 1
         return last
 
@@ -209,7 +235,8 @@ def stored_config(folder: Folder) -> dict[str, Any]:
 
 
 def compare_config(folder: Folder, config: Config, holds_run: bool = False) -> None:
-    """Whether the run of a folder, if it holds one, can go on under a configuration. `holds_run`: it does, even if it has no config.yaml.
+    """Whether the run of a folder, if it holds one, can go on under a configuration. `holds_run`: it does, even if it
+    has no config.yaml.
 
     Raises:
         ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's.
@@ -219,7 +246,10 @@ def compare_config(folder: Folder, config: Config, holds_run: bool = False) -> N
         raise ConfigError(f"run.resume: got 'never' with a run in {folder.uri}; allowed: auto, or another run.dir")
     for name, value in _dotted(asdict(config)).items():
         if name.startswith(FIXED) and stored.get(name, value) != value:
-            raise ConfigError(f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that value, or another run.dir")
+            raise ConfigError(
+                f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that value, or another "
+                "run.dir"
+            )
 
 
 def _dotted(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""What TensorBoard shows of a run, written without torch: curves in groups, pictures of plans, configuration and cluster as text, hyperparameters."""
+"""What TensorBoard shows of a run, written without torch: curves in groups, pictures of plans, configuration and
+cluster as text, hyperparameters.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,8 @@ class ScalarLog:
 
     def _open(self, first_step: int) -> None:
         self.first_step = first_step
-        self._name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"  # readers sort by name: by time
+        # readers sort by name: by time
+        self._name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"
         local = self._folder.local_path()
         self._spool = None if local else tempfile.TemporaryDirectory(prefix="dhp_ray_tensorboard_")
         self._path = (local or Path(self._spool.name if self._spool else "")) / self._name
@@ -82,7 +85,8 @@ class ScalarLog:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  stays open for the log's life
         self._uploaded_at = time.monotonic()
         self._write(event_pb2.Event(file_version="brain.Event:2"))
-        self._write(event_pb2.Event(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)), step=first_step)
+        self._write(event_pb2.Event(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)),
+                    step=first_step)
 
     def step(self, metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         """The curves of a committed step, from its line in metrics.jsonl and what else is known of it."""
@@ -136,13 +140,16 @@ class ScalarLog:
 
 
 def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, float]:
-    """{tag: value} of a step, in groups: loss, throughput, balance, plan (with the number of packs of each degree), data, elastic, comm."""
+    """{tag: value} of a step, in groups: loss, throughput, balance, plan (with the number of packs of each degree),
+    data, elastic, comm.
+    """
     values = {tag: metrics[name] for name, tag in METRIC_TAGS.items() if name in metrics}
     values |= {tag: extra[name] for name, tag in EXTRA_TAGS.items() if name in extra}
     if metrics["step_time_s"] > 0:
         values["throughput/tokens_per_s"] = metrics["num_tokens"] / metrics["step_time_s"]
     degrees = {int(degree): count for degree, count in metrics["degrees"].items()}
-    for degree in range(1, metrics["num_ranks"] + 1):  # zeros too, or a curve would run straight over the steps without that degree
+    # zeros too, or a curve would run straight over the steps without that degree
+    for degree in range(1, metrics["num_ranks"] + 1):
         if degree in degrees or metrics["num_ranks"] <= MAX_CURVES:
             values[f"plan/degree_{degree}"] = degrees.get(degree, 0)
     values |= {f"comm/{name}": count for name, count in extra.items() if name.startswith("pool_")}
@@ -177,4 +184,5 @@ def cluster_text(ranks: Sequence[Mapping[str, Any]]) -> str:
     """The cluster as Markdown: versions, then a table of ranks (rank, pid, node_id, device)."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("dhp_ray", "ray", "torch", "transformers"))
     lines = [versions, "", "| rank | node | process | device |", "|---|---|---|---|"]
-    return "\n".join(lines + [f"| {rank['rank']} | {rank['node_id']} | {rank['pid']} | {rank['device']} |" for rank in ranks])
+    return "\n".join(lines + [f"| {rank['rank']} | {rank['node_id']} | {rank['pid']} | {rank['device']} |"
+                              for rank in ranks])

@@ -1,4 +1,6 @@
-"""What a person looks at while a run goes: pictures of plans for TensorBoard and traces for Perfetto, made in a thread beside the steps."""
+"""What a person looks at while a run goes: pictures of plans for TensorBoard and traces for Perfetto, made in a thread
+beside the steps.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ PICTURE = "plan/planned_and_measured"
 
 
 class Watch:
-    """Shows step 1 and every so manyth: the plan beside what the ranks measured, as a picture in TensorBoard and as `trace/step_*.json`.
+    """Shows step 1 and every so manyth: the plan beside what the ranks measured, as a picture in TensorBoard and as
+    `trace/step_*.json`.
 
-    `every_steps` 0 shows none. No step waits for it: a step that is due while an earlier one is still being drawn is left out.
+    `every_steps` 0 shows none. No step waits for it: a step that is due while an earlier one is still being drawn is
+    left out.
     """
 
     def __init__(self, folder: Folder, every_steps: int) -> None:
@@ -33,7 +37,8 @@ class Watch:
         due = self._every_steps and (step == 1 or step % self._every_steps == 0)
         if not due or (self._thread is not None and self._thread.is_alive()):
             return False
-        self._thread = threading.Thread(target=self._show, args=(step, plan, tuple(results), scalars), name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._show, args=(step, plan, tuple(results), scalars), name="watch",
+                                        daemon=True)
         self._thread.start()
         return True
 

@@ -23,7 +23,9 @@ def processor_spec(config: Config) -> ProcessorSpec:
     return ProcessorSpec.of(config.model, config.data)
 
 
-def load_payloads(plan: RankPlan, blocks: Sequence[BlockRows], processor: Processor, adapter: ModelAdapter) -> tuple[dict[str, Payload], dict[str, str]]:
+def load_payloads(
+    plan: RankPlan, blocks: Sequence[BlockRows], processor: Processor, adapter: ModelAdapter
+) -> tuple[dict[str, Payload], dict[str, str]]:
     """Payloads by sample id, and the reason of each sample that cannot be used; such a one is a placeholder here."""
     rows = {row["id"]: row for row in fetch_rows(blocks)}
     payloads: dict[str, Payload] = {}
@@ -33,7 +35,8 @@ def load_payloads(plan: RankPlan, blocks: Sequence[BlockRows], processor: Proces
             try:
                 payload = payload_of(rows[sample.id], encoded_here, processor)
                 check_payload(sample, payload, adapter, encoded_here)
-            except Exception as error:  # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
+            # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
+            except Exception as error:
                 payload = placeholder(sample)
                 failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
             payloads[sample.id] = payload
@@ -48,21 +51,28 @@ def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
 
 
 def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
-    """A row of a block as a payload, with the patches of the grids that are encoded here. Raises whatever decoders raise on foreign bytes."""
+    """A row of a block as a payload, with the patches of the grids that are encoded here. Raises whatever decoders
+    raise on foreign bytes.
+    """
     return Payload(input_ids=np.asarray(row["input_ids"], np.int32), labels=np.asarray(row["labels"], np.int32),
-                   grids=np.asarray(row["grids"], np.int64).reshape(-1, 3), pixels=pixels_of(row, encoded_here, processor),
+                   grids=np.asarray(row["grids"], np.int64).reshape(-1, 3),
+                   pixels=pixels_of(row, encoded_here, processor),
                    media=np.asarray(row["media"], np.int64), seconds=np.asarray(row["seconds"], np.float64))
 
 
 def pixels_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[np.ndarray | None]:
-    """Patches of every grid that this rank encodes. A video is decoded once, for all of its pieces that are encoded here."""
+    """Patches of every grid that this rank encodes. A video is decoded once, for all of its pieces that are encoded
+    here.
+    """
     pixels: list[np.ndarray | None] = []
-    for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here), key=lambda entry: int(entry[0])):
+    for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here),
+                                   key=lambda entry: int(entry[0])):
         _, seconds, grids, here = zip(*entries)
         if seconds[0] and any(here):
             stops = np.cumsum([int(grid[0]) for grid in grids]).tolist()
             ranges = [range(stop - int(grid[0]), stop) for stop, grid in zip(stops, grids)]
-            decoded = iter(decode_video(row["images"][number], processor, [steps for steps, needed in zip(ranges, here) if needed], stops[-1]))
+            decoded = iter(decode_video(row["images"][number], processor,
+                                        [steps for steps, needed in zip(ranges, here) if needed], stops[-1]))
             pixels += [next(decoded) if needed else None for needed in here]
         else:
             pixels += [decode(row["images"][number], processor) if needed else None for needed in here]

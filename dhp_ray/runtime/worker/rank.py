@@ -1,4 +1,5 @@
-"""Everything that one rank holds in one generation: its place in the world, the engine, the transport, its checkpoints, its mirror.
+"""Everything that one rank holds in one generation: its place in the world, the engine, the transport, its checkpoints,
+its mirror.
 
 Plain torch: a Ray worker wraps one (`worker.py`), and benchmarks run the same object under plain torch.distributed.
 """
@@ -44,7 +45,8 @@ def token_ids(config: Config) -> dict[str, int] | None:
 
 
 def build_adapter(config: Config) -> ModelAdapter:
-    """The model of a run, with its first weights; of a folder with `sync=micro_batch` without them: no rank may hold them all.
+    """The model of a run, with its first weights; of a folder with `sync=micro_batch` without them: no rank may hold
+    them all.
 
     Raises:
         ValueError: one line, when the model cannot be had.
@@ -83,7 +85,9 @@ def state_size(config: Config) -> StateSize:
 
 
 def save_folder(config: Config) -> Path:
-    """Where this node writes checkpoints: run.dir itself where it is a folder, else `checkpoint.scratch`, from where they are uploaded."""
+    """Where this node writes checkpoints: run.dir itself where it is a folder, else `checkpoint.scratch`, from where
+    they are uploaded.
+    """
     local = Folder(config.run.dir).local_path()
     folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir()).expanduser()
     with storage_errors(f"{'run.dir' if local else 'checkpoint.scratch'}: {folder}", "cannot be made"):
@@ -123,8 +127,16 @@ class Rank:
         RendezvousError: the other ranks did not come.
     """
 
-    def __init__(self, config: Config, membership: Membership, accelerator: Accelerator, adapter: ModelAdapter | None = None, keeps_state: bool = False,
-                 originals: Mapping[str, Tensor] | None = None, called_off: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        membership: Membership,
+        accelerator: Accelerator,
+        adapter: ModelAdapter | None = None,
+        keeps_state: bool = False,
+        originals: Mapping[str, Tensor] | None = None,
+        called_off: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.config, self.membership, self.accelerator = config, membership, accelerator
         rank, world_size = membership.rank, membership.world_size
         accelerator.compute_in(config.train.precision)
@@ -139,10 +151,16 @@ class Rank:
         self.state_group = make_group(everyone, "gloo", timeout)  # checkpoints and re-sharding: host memory
         mirrors = world_size > 1 and bool(membership.replica_ranks)
         mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
-        transport = open_transport(config.comm.transport, rank, world_size, accelerator, config.comm.pool_groups, timeout)
-        self.engine = self._sharded_engine() if config.planner.sync == "micro_batch" else self._flat_engine(world, not keeps_state, originals)
+        transport = open_transport(config.comm.transport, rank, world_size, accelerator, config.comm.pool_groups,
+                                   timeout)
+        self.engine = (
+            self._sharded_engine()
+            if config.planner.sync == "micro_batch"
+            else self._flat_engine(world, not keeps_state, originals)
+        )
         try:
-            self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group, snapshot=config.elastic.mirror_every_steps > 1)
+            self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group,
+                                 snapshot=config.elastic.mirror_every_steps > 1)
         except BaseException:
             self.engine.release()  # the next engine over this adapter must not find this one's hooks
             raise
@@ -151,13 +169,16 @@ class Rank:
         self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self.finish_mirror)
         folder = Folder(config.run.dir)
         self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(
-            prefix="dhp_ray_", dir=save_folder(config), ignore_cleanup_errors=True)  # a save that is left may still write there
-        self.checkpointer = Checkpointer(self.engine, rank, world_size, self.state_group, Path(self.scratch.name) if self.scratch else None, folder,
+            # a save that is left may still write there
+            prefix="dhp_ray_", dir=save_folder(config), ignore_cleanup_errors=True)
+        self.checkpointer = Checkpointer(self.engine, rank, world_size, self.state_group,
+                                         Path(self.scratch.name) if self.scratch else None, folder,
                                          membership.generation)
 
     def load_state(self, supplies: Sequence[LocalShard]) -> None:
         """Take over the state of an earlier generation; every rank calls this with what it is to supply."""
-        self.engine.load_state(reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank, self.state_group))
+        self.engine.load_state(reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank,
+                                       self.state_group))
 
     def begin_mirror(self, step: int) -> None:
         """After a step: start to copy the state to this rank's replica rank, when due. Every rank calls this alike."""
@@ -173,21 +194,27 @@ class Rank:
 
     def local_shards(self) -> list[LocalShard]:
         """Every complete shard version that this rank has: its own and those that it keeps for others."""
-        found = {(shard.owner, shard.version): shard for shard in [*self.mirror.local_shards(), *self.engine.local_shards(self.membership.rank)]}
+        found = {(shard.owner, shard.version): shard
+                 for shard in [*self.mirror.local_shards(), *self.engine.local_shards(self.membership.rank)]}
         return list(found.values())
 
     def learning_rate_factor(self, step: int, total_steps: int) -> float:
         train = self.config.train
-        return learning_rate_factor(step, total_steps, train.warmup_steps, train.schedule, train.min_learning_rate_ratio)
+        return learning_rate_factor(step, total_steps, train.warmup_steps, train.schedule,
+                                    train.min_learning_rate_ratio)
 
     def export(self, folder: Path | None) -> None:
-        """Gather the fp32 parameters (all ranks call this) and write them as a Hugging Face folder (rank 0 does, the others give None)."""
+        """Gather the fp32 parameters (all ranks call this) and write them as a Hugging Face folder (rank 0 does, the
+        others give None).
+        """
         state = self.engine.full_parameters()
         if folder is not None:
             self.adapter.save(folder, state)
 
     def close(self, broken: bool = False) -> None:
-        """Leave the generation. `broken`: peers may be gone, so nothing is waited for; local shards taken before stay good."""
+        """Leave the generation. `broken`: peers may be gone, so nothing is waited for; local shards taken before stay
+        good.
+        """
         self.checkpointer.close(timeout_s=0.0 if broken else None)
         destroy_world(lambda: self._let_go(broken), self.accelerator, broken)
         if self.scratch:
@@ -202,15 +229,19 @@ class Rank:
         gone: Any = None
         self.stepper = self.checkpointer = self.mirror = self.state_group = gone
 
-    def _flat_engine(self, world: dist.ProcessGroup | None, initialize: bool, originals: Mapping[str, Tensor] | None) -> Engine:
+    def _flat_engine(
+        self, world: dist.ProcessGroup | None, initialize: bool, originals: Mapping[str, Tensor] | None
+    ) -> Engine:
         train = self.config.train
         self.adapter.module.to(self.device)  # type: ignore[arg-type]
-        return FlatEngine(self.adapter.module, self._optimizer_settings(), world, self.membership.world_size, self.membership.rank,
+        return FlatEngine(self.adapter.module, self._optimizer_settings(), world, self.membership.world_size,
+                          self.membership.rank,
                           train.precision, int(train.bucket_mb * 2**20), initialize, originals)
 
     def _sharded_engine(self) -> Engine:
         assert dist.group.WORLD is not None
-        return ShardedEngine(self.adapter, self._optimizer_settings(), dist.group.WORLD, self.membership.rank, self.device, self.config.train.precision)
+        return ShardedEngine(self.adapter, self._optimizer_settings(), dist.group.WORLD, self.membership.rank,
+                             self.device, self.config.train.precision)
 
     def _optimizer_settings(self) -> OptimizerSettings:
         train = self.config.train

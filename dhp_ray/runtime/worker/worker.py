@@ -1,4 +1,5 @@
-"""The Ray actor of one rank: it trains in one thread, prefetches the next step's payload in another, and answers in a third.
+"""The Ray actor of one rank: it trains in one thread, prefetches the next step's payload in another, and answers in a
+third.
 
 A worker outlives generations. When a call of the training thread fails, it keeps what it holds of the state, leaves the
 generation at once, so that its sockets free the peers that wait for it, and waits to be told to join the next one.
@@ -6,7 +7,6 @@ generation at once, so that its sockets free the peers that wait for it, and wai
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import shutil
@@ -29,10 +29,10 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.world import close_store_connections, destroy_world, is_peer_loss
 from dhp_ray.config import Config
 from dhp_ray.data.blocks import BlockRows
-from dhp_ray.errors import first_line_of
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
+from dhp_ray.runtime.worker.failures import give_back_memory, words_of
 from dhp_ray.runtime.worker.prefetch import load_payloads, processor_spec
 from dhp_ray.runtime.worker.rank import Rank, build_adapter, export_folder, save_folder, state_size
 from dhp_ray.storage import Folder, StorageError
@@ -54,7 +54,9 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def training(method: Callable[Concatenate[Worker, Arguments], Result]) -> Callable[Concatenate[Worker, Arguments], Result]:
+def training(
+    method: Callable[Concatenate[Worker, Arguments], Result],
+) -> Callable[Concatenate[Worker, Arguments], Result]:
     """A call of the training thread. When it fails, the worker leaves its generation and the caller gets one line."""
 
     @wraps(method)
@@ -98,11 +100,16 @@ class Worker:
         try:
             folder.read(probe)
         except StorageError as error:
-            raise StorageError(f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; allowed: a folder or URI that every node "
-                               "reaches") from None
+            raise StorageError(
+                f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; allowed: a folder or "
+                "URI that every node "
+                "reaches"
+            ) from None
         context = ray.get_runtime_context()
-        return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name, "memory_bytes": self.accelerator.memory_bytes(),
-                "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free, **state_size(self.config)._asdict()}
+        return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name,
+                "memory_bytes": self.accelerator.memory_bytes(),
+                "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free,
+                **state_size(self.config)._asdict()}
 
     @training
     def prepare(self) -> None:
@@ -114,7 +121,8 @@ class Worker:
     @training
     def join(self, membership: Membership, origin: FromCheckpoint | FromMemory, step: int) -> int:
         """Enter a generation after `step`, with the state of `origin`; returns the state version."""
-        torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # counts for this thread, which also runs the steps
+        # counts for this thread, which also runs the steps
+        torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))
         self.accelerator.activate()
         self._leave()
         self.generation, self.error = membership.generation, ""
@@ -122,24 +130,30 @@ class Worker:
         self.prefetched.clear()
         self.processor = processor_spec(self.config).load()
         if not gc.get_freeze_count():
-            gc.freeze()  # what is loaded stays: to look through it for cycles, at each change of membership, would take most of its time
+            # what is loaded stays: to look through it for cycles, at each change of membership, would take most of its
+            # time
+            gc.freeze()
         keeps_state = isinstance(origin, FromMemory)
-        reusable = self.adapter if self.unused or (keeps_state and self.config.planner.sync == "step") else None  # FSDP2 modules keep their mesh for life
+        # FSDP2 modules keep their mesh for life
+        reusable = self.adapter if self.unused or (keeps_state and self.config.planner.sync == "step") else None
         if reusable is None:
-            self.originals, self.adapter = {}, None  # before the next one is built: both at once may be more than there is room for
+            # before the next one is built: both at once may be more than there is room for
+            self.originals, self.adapter = {}, None
         self.unused = False
         self.rank = Rank(self.config, membership, self.accelerator, reusable, keeps_state, self.originals,
                          lambda: self.called_off >= membership.generation)
         self.adapter = self.rank.adapter
         if isinstance(origin, FromMemory):
             self.rank.load_state([shard for generation, _, shard in self.kept
-                                  if (generation, shard.version) == (origin.generation, origin.version) and shard.owner in origin.owners])
+                                  if (generation, shard.version) == (origin.generation, origin.version)
+                                  and shard.owner in origin.owners])
         elif origin.name:
             self.rank.checkpointer.load(origin.name)
         self.rank.begin_mirror(0)
         give_back_memory()
         self.ran = {number: ran for number, ran in self.ran.items() if number <= step}
-        self.steps = {version: number for version, number in self.steps.items() if number < step} | {self.rank.engine.state_version: step}
+        self.steps = {version: number for version, number in self.steps.items()
+                      if number < step} | {self.rank.engine.state_version: step}
         return self.rank.engine.state_version
 
     @ray.method(concurrency_group="prefetch")
@@ -186,7 +200,9 @@ class Worker:
     def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> tuple[RankPlan, dict[str, Payload]]:
         """The plan that all ranks are told to run, whatever other one of this step was sent as well."""
         if plan_id not in self.prefetched:
-            raise RunError(f"step {step}: told to run plan {plan_id}; prefetched here: {', '.join(self.prefetched) or 'none'}")
+            raise RunError(
+                f"step {step}: told to run plan {plan_id}; prefetched here: {', '.join(self.prefetched) or 'none'}"
+            )
         plan, payloads = self.prefetched.pop(plan_id)
         for other in [other for other, (held, _) in list(self.prefetched.items()) if held.step == step]:
             del self.prefetched[other]
@@ -237,22 +253,26 @@ class Worker:
         call = self.call
         stands, waits = self._stands() if call else ("", False)
         progress = f"{call} {getattr(self.rank and self.rank.stepper, 'progress', '')} {stands}"
-        return Status(self.generation, call, stands, waits, progress, self.error, () if call else self._held(), dict(self.ran), dict(self.steps))
+        return Status(self.generation, call, stands, waits, progress, self.error, () if call else self._held(),
+                      dict(self.ran), dict(self.steps))
 
     def _stands(self) -> tuple[str, bool]:
         """The line of our code that the training thread is at, and whether it waits for peers there."""
         frame = sys._current_frames().get(self.thread)
         frames = traceback.extract_stack(frame) if frame else []
-        waits = any("/torch/distributed/" in frame.filename or frame.filename.endswith(("comm/link.py", "comm/world.py")) for frame in frames)
+        waits = any("/torch/distributed/" in frame.filename
+                    or frame.filename.endswith(("comm/link.py", "comm/world.py")) for frame in frames)
         ours = [frame for frame in frames if "/dhp_ray/" in frame.filename]
         return (f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""), waits
 
     def _held(self) -> tuple[HeldShards, ...]:
         found: dict[tuple[int, int], dict[int, list[int]]] = {}
-        here = [(self.rank.membership.generation, self.rank.membership.world_size, shard) for shard in self.rank.local_shards()] if self.rank else []
+        here = [(self.rank.membership.generation, self.rank.membership.world_size, shard)
+                for shard in self.rank.local_shards()] if self.rank else []
         for generation, world_size, shard in [*self.kept, *here]:
             found.setdefault((generation, world_size), {}).setdefault(shard.owner, []).append(shard.version)
-        return tuple(HeldShards(generation, world_size, versions) for (generation, world_size), versions in found.items())
+        return tuple(HeldShards(generation, world_size, versions)
+                     for (generation, world_size), versions in found.items())
 
     def _leave(self) -> None:
         """Leave the generation and keep the shards that this worker holds of it."""
@@ -275,20 +295,3 @@ class Worker:
         self._leave()
         gc.collect()
         return RunError(text)
-
-
-def give_back_memory() -> None:
-    """Return freed memory to the system: glibc keeps it for the thread that had it, and each generation has its own threads."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
-
-
-def words_of(error: BaseException) -> str:
-    """One line: an error's own words where they are for the user, else its type, words and place."""
-    text = first_line_of(str(error))
-    if isinstance(error, (ValueError, OSError, RunError)) and text:
-        return text
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dhp_ray/" in frame.filename]
-    place = f" (at {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
-    return f"{type(error).__name__}: {text}{place}"

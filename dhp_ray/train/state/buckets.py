@@ -70,7 +70,8 @@ class FlatLayout:
         self.size = _round_up(end, unit)
         length = _round_up(max(1, bucket_elements), unit)
         edges = [*range(0, self.size, length), self.size]
-        self.buckets = tuple(Bucket(start, stop, slice(start // world_size, stop // world_size)) for start, stop in pairwise(edges))
+        self.buckets = tuple(Bucket(start, stop, slice(start // world_size, stop // world_size))
+                             for start, stop in pairwise(edges))
 
     @property
     def shard_size(self) -> int:
@@ -96,7 +97,8 @@ class FlatLayout:
                 interval = self.interval(names[place])
                 start, stop = max(begin, interval.start), min(begin + width, interval.stop)
                 if start < stop:
-                    found.append(Piece(names[place], start - interval.start, stop - interval.start, bucket.shard.start + start - begin))
+                    found.append(Piece(names[place], start - interval.start, stop - interval.start,
+                                       bucket.shard.start + start - begin))
         return tuple(found)
 
 

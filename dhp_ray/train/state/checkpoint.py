@@ -3,12 +3,12 @@
     checkpoints/step_000020/
         generation_3/                of the ranks that save; a generation that was given up has files of its own
             parameters.json          state version, and the shape of every trained parameter
-            .metadata, __R_0.distcp  torch.distributed.checkpoint: `value.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each the
-                                     flattened parameter in fp32, of which rank R wrote the intervals that it owns
+            .metadata, __R_0.distcp  torch.distributed.checkpoint: `value.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each
+                                     the flattened parameter in fp32, of which rank R wrote the intervals that it owns
         manifest.json                the driver's, written last
 
-A rank writes straight into a run folder on a file system; for an object store into a folder on its node, and uploads from there.
-Frozen parameters are not in it: the model's own files or seed give them.
+A rank writes straight into a run folder on a file system; for an object store into a folder on its node, and uploads
+from there. Frozen parameters are not in it: the model's own files or seed give them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,20 @@ class Checkpointer:
     """Saves and loads one rank's part of the state. All ranks call `begin` and `load` alike, in the same order.
 
     A save runs in a thread of its own on `save_group`, a gloo group that nothing else uses: its collectives never meet
-    training's. Files go to the run's `folder`, by way of `scratch`, a folder on this node, where `folder` is an object store.
+    training's. Files go to the run's `folder`, by way of `scratch`, a folder on this node, where `folder` is an object
+    store.
     """
 
-    def __init__(self, engine: Engine, rank: int, world_size: int, save_group: dist.ProcessGroup | None, scratch: Path | None, folder: Folder,
-                 generation: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        world_size: int,
+        save_group: dist.ProcessGroup | None,
+        scratch: Path | None,
+        folder: Folder,
+        generation: int = 0,
+    ) -> None:
         self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, save_group
         self.scratch, self.folder, self.generation = scratch, folder, generation
         self._thread: Thread | None = None
@@ -56,7 +65,8 @@ class Checkpointer:
         self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
 
     def begin(self, step: int) -> None:
-        """Copy the current state and start to write it to the `tensors_folder` of the step; waits for a save under way."""
+        """Copy the current state and start to write it to the `tensors_folder` of the step; waits for a save under way.
+        """
         self.finish()
         staged = ShardState.zeros(self.engine.shard_size, CPU)
         staged.copy_(self.engine.current)
@@ -87,7 +97,8 @@ class Checkpointer:
             self._thread = None
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait at most `timeout_s` for a save under way, then leave it; the last call, also where peers are dead. Not a collective.
+        """Wait at most `timeout_s` for a save under way, then leave it; the last call, also where peers are dead. Not a
+        collective.
 
         A save that is left uploads no further file. Its thread ends when its group's sockets are closed, which is when
         its peers are gone or have destroyed that group.
@@ -101,7 +112,8 @@ class Checkpointer:
         """Load the state from `name`, a `tensors_folder`, saved by any number of ranks.
 
         Raises:
-            ValueError: it is of another model, or its tensors cannot be read; one line. The engine's state is then as before.
+            ValueError: it is of another model, or its tensors cannot be read; one line. The engine's state is then as
+            before.
             StorageError: a file of it is missing; one line.
         """
         self.finish()
@@ -112,7 +124,8 @@ class Checkpointer:
         fetched = None if local else self._staged("load")
         try:
             source = local / name if local else self._fetch(name, state, self._staged("load"))
-            dcp.load(self._entries(state), storage_reader=dcp.FileSystemReader(source), planner=LoadPlanner(flatten_state_dict=False),
+            dcp.load(self._entries(state), storage_reader=dcp.FileSystemReader(source),
+                     planner=LoadPlanner(flatten_state_dict=False),
                      process_group=self.group, no_dist=self.group is None)
         except CheckpointException as error:
             raise ValueError(f"{name}: cannot be read: {_first_failure(error)}") from None
@@ -149,17 +162,19 @@ class Checkpointer:
             self._results.put((step, error))
 
     def _saved(self, name: str, state: ShardState, group: dist.ProcessGroup | None, folder: Path) -> str | None:
-        """Write every rank's part, or leave none: returns "" when written, what failed on this rank, or None where another rank failed.
+        """Write every rank's part, or leave none: returns "" when written, what failed on this rank, or None where
+        another rank failed.
 
-        A peer must not wait for us in vain: what may fail here happens inside torch's steps, or is caught. Where a collective
-        itself fails, or the save was left, we go: peers are freed when this group is closed.
+        A peer must not wait for us in vain: what may fail here happens inside torch's steps, or is caught. Where a
+        collective itself fails, or the save was left, we go: peers are freed when this group is closed.
         """
         error: str | None = ""
         local = self.folder.local_path()
         try:
             writer = Writer(folder, sync_files=local is not None)  # else the upload is what makes files safe
             planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+            dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=group,
+                     no_dist=group is None)
         except CheckpointException as failure:  # on all ranks alike
             error = named_line(failure.failures[self.rank][0]) if self.rank in failure.failures else None
         else:
@@ -183,7 +198,8 @@ class Checkpointer:
 
     def _describe(self, name: str, state: ShardState) -> None:
         shapes = {parameter: list(shape) for parameter, shape in self.engine.shapes.items()}
-        self.folder.write(f"{name}/{DESCRIPTION}", json.dumps({"state_version": state.version, "shapes": shapes}).encode())
+        self.folder.write(f"{name}/{DESCRIPTION}",
+                          json.dumps({"state_version": state.version, "shapes": shapes}).encode())
 
     def _upload(self, name: str, folder: Path) -> None:
         for file in sorted(folder.iterdir()):
@@ -191,7 +207,8 @@ class Checkpointer:
                 self.folder.upload(file, f"{name}/{file.name}")
 
     def _withdraw(self, name: str, folder: Path) -> None:
-        """Remove this rank's files of a save that failed: a full disk needs the room, for the logs and for the next save.
+        """Remove this rank's files of a save that failed: a full disk needs the room, for the logs and for the next
+        save.
 
         What cannot be removed goes when the next save is whole; what went wrong with this one is told all the same.
         """
@@ -216,7 +233,9 @@ class Checkpointer:
 
 
 def all_well(well: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether all ranks are `well`. Waits as long as the slowest rank needs, whatever the group's timeout: an upload may take long."""
+    """Return whether all ranks are `well`. Waits as long as the slowest rank needs, whatever the group's timeout: an
+    upload may take long.
+    """
     if group is None:
         return well
     failed, options = torch.tensor(int(not well)), dist.AllreduceOptions()
@@ -230,7 +249,10 @@ def compare_shapes(checkpoint: str, saved: dict[str, tuple[int, ...]], model: di
     for name in [*model, *(name for name in saved if name not in model)]:
         if saved.get(name) != model.get(name):
             here, there = (str(shapes[name]) if name in shapes else "none" for shapes in (model, saved))
-            raise ValueError(f"{checkpoint}: of another model: trained parameter {name} has shape {here} in the model and {there} in the checkpoint")
+            raise ValueError(
+                f"{checkpoint}: of another model: trained parameter {name} has shape {here} in the model and {there} "
+                "in the checkpoint"
+            )
 
 
 def needed_files(metadata: Metadata, entries: dict[str, Intervals]) -> set[str]:

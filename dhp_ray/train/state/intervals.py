@@ -18,7 +18,9 @@ from torch.futures import Future
 
 @dataclass
 class Intervals:
-    """This rank's intervals, by their start, of one flattened tensor of `size` elements, for torch.distributed.checkpoint."""
+    """This rank's intervals, by their start, of one flattened tensor of `size` elements, for
+    torch.distributed.checkpoint.
+    """
 
     size_elements: int
     parts: dict[int, Tensor]
@@ -26,11 +28,13 @@ class Intervals:
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
             WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD,
-                      tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32), size=torch.Size([self.size_elements])))
+                      tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32),
+                                                  size=torch.Size([self.size_elements])))
             for chunk in self.__create_chunk_list__()]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=torch.Size([start]), sizes=part.shape) for start, part in self.parts.items()]
+        return [ChunkStorageMetadata(offsets=torch.Size([start]), sizes=part.shape)
+                for start, part in self.parts.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
@@ -38,7 +42,8 @@ class Intervals:
 
 
 class Writer(dcp.FileSystemWriter):
-    """Says why a file cannot be written: torch's own error, of a position in its archive, comes on top of the system's."""
+    """Says why a file cannot be written: torch's own error, of a position in its archive, comes on top of the system's.
+    """
 
     def write_data(self, plan: SavePlan, planner: planners.SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -62,7 +67,9 @@ class SavePlanner(DefaultSavePlanner):
 class LoadPlanner(DefaultLoadPlanner):
     """As SavePlanner; torch's own setting up drops what is neither tensor nor plain value."""
 
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 

@@ -60,8 +60,16 @@ class Mirror:
     is, since the engine has the last two alone. Then updates need not wait for `finish`.
     """
 
-    def __init__(self, engine: Engine, rank: int, replica_ranks: Sequence[int], group: dist.ProcessGroup | None, snapshot: bool = False) -> None:
-        """Every rank calls this. Rank `replica_ranks[r]` holds the replica of rank r's shard; `group` is a gloo group that nothing else uses.
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        replica_ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        snapshot: bool = False,
+    ) -> None:
+        """Every rank calls this. Rank `replica_ranks[r]` holds the replica of rank r's shard; `group` is a gloo group
+        that nothing else uses.
 
         Where there is one rank, or no group, there are no replicas and every call does nothing.
 
@@ -71,7 +79,10 @@ class Mirror:
         self._engine, self._rank, self._group = engine, rank, group if len(replica_ranks) > 1 else None
         for owner, replica_rank in enumerate(replica_ranks if self._group is not None else ()):
             if replica_rank == owner or not 0 <= replica_rank < len(replica_ranks):
-                raise ValueError(f"mirror: got replica rank {replica_rank} for rank {owner}; allowed: another of {len(replica_ranks)} ranks")
+                raise ValueError(
+                    f"mirror: got replica rank {replica_rank} for rank {owner}; allowed: another of "
+                    f"{len(replica_ranks)} ranks"
+                )
         self._replicas: dict[int, _DoubleBuffer] = {}
         self._own: _DoubleBuffer | None = None
         self._sends: list[dist.Work] = []
@@ -83,7 +94,8 @@ class Mirror:
             return
         self._replica_peer = torch_peer(replica_ranks[rank])
         self._version = torch.zeros(1, dtype=torch.int64)
-        self._replicas = self._described([owner for owner, replica_rank in enumerate(replica_ranks) if replica_rank == rank])
+        self._replicas = self._described([owner for owner, replica_rank in enumerate(replica_ranks)
+                                          if replica_rank == rank])
         on_device = engine.device.type != "cpu"
         self._stream: Any = torch.get_device_module(engine.device).Stream(engine.device) if on_device else None
         if on_device or snapshot:
@@ -113,7 +125,8 @@ class Mirror:
         for owner, buffers in self._replicas.items():
             buffers.back.version = UNFINISHED
             tensors = [buffers.version, *buffers.back.tensors().values()]
-            self._receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=torch_peer(owner), tag=tag))
+            self._receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=torch_peer(owner),
+                                                        tag=tag))
                                      for tag, tensor in enumerate(tensors) if tensor.numel()]
         current = self._engine.current
         self._version.fill_(current.version)
@@ -127,7 +140,8 @@ class Mirror:
             self._own.swap()
             self._send(self._own.front)
         else:
-            self._posting = Thread(target=self._send_staged, args=(self._own, self._staging(self._own.back, current)), name="mirror", daemon=True)
+            self._posting = Thread(target=self._send_staged, args=(self._own, self._staging(self._own.back, current)),
+                                   name="mirror", daemon=True)
             self._posting.start()
 
     def finish(self) -> None:
@@ -150,7 +164,8 @@ class Mirror:
 
     def local_shards(self) -> list[LocalShard]:
         """The replicas with the pieces of each owner, as `reshard` takes them."""
-        return [LocalShard(owner, state.version, buffers.pieces, state) for owner, buffers in self._kept().items() for state in buffers.complete()]
+        return [LocalShard(owner, state.version, buffers.pieces, state) for owner, buffers in self._kept().items()
+                for state in buffers.complete()]
 
     def close(self) -> None:
         """Abandon an exchange under way and drop the group; replicas that were given out stay valid."""
@@ -162,18 +177,22 @@ class Mirror:
         return {**self._replicas, self._rank: self._own} if self._own is not None and self._snapshot else self._replicas
 
     def _described(self, owners: list[int]) -> dict[int, _DoubleBuffer]:
-        """Empty replicas of the shards of `owners`: each tells its replica rank the size and the pieces of its shard."""
+        """Empty replicas of the shards of `owners`: each tells its replica rank the size and the pieces of its shard.
+        """
         assert self._group is not None
-        own = torch.frombuffer(bytearray(pickle.dumps([(piece.name, piece.start, piece.stop, piece.offset) for piece in self._engine.pieces()])),
+        own = torch.frombuffer(bytearray(pickle.dumps([(piece.name, piece.start, piece.stop, piece.offset)
+                                                       for piece in self._engine.pieces()])),
                                 dtype=torch.uint8)
         sizes = torch.empty(2 * self._group.size(), dtype=torch.int64)
         dist.all_gather_single(sizes, torch.tensor([self._engine.shard_size, own.numel()]), group=self._group)
         received = {owner: torch.empty(int(sizes[2 * owner + 1]), dtype=torch.uint8) for owner in owners}
-        works = [_posted(dist.irecv(buffer, group=self._group, group_src=torch_peer(owner))) for owner, buffer in received.items()]
+        works = [_posted(dist.irecv(buffer, group=self._group, group_src=torch_peer(owner)))
+                 for owner, buffer in received.items()]
         works.append(_posted(dist.isend(own, group=self._group, group_dst=self._replica_peer)))
         for work in works:
             work.wait()
-        return {owner: _DoubleBuffer.empty(tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes())), int(sizes[2 * owner]))
+        return {owner: _DoubleBuffer.empty(tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes())),
+                                           int(sizes[2 * owner]))
                 for owner, buffer in received.items()}
 
     def _send(self, state: ShardState) -> None:
@@ -190,7 +209,8 @@ class Mirror:
                 mine.copy_(theirs, non_blocking=True)
             copied = self._stream.record_event()
         if self._snapshot:
-            device.current_stream(self._engine.device).wait_event(copied)  # updates go on, and the second would overwrite what is copied
+            # updates go on, and the second would overwrite what is copied
+            device.current_stream(self._engine.device).wait_event(copied)
         return copied
 
     def _send_staged(self, own: _DoubleBuffer, copied: Any) -> None:

@@ -33,7 +33,8 @@ class OptimizerSettings:
 
 @dataclass
 class ShardState:
-    """One version of a rank's shard, fp32 (shard_size,) each. `version` counts the updates since the start of training."""
+    """One version of a rank's shard, fp32 (shard_size,) each. `version` counts the updates since the start of training.
+    """
 
     value: Tensor
     exp_avg: Tensor
@@ -43,7 +44,8 @@ class ShardState:
     @classmethod
     def zeros(cls, size: int, device: torch.device, pinned: bool = False) -> ShardState:
         """`pinned`: in host memory that a device copies to and from beside its computing."""
-        value, exp_avg, exp_avg_sq = torch.zeros(3, size, dtype=torch.float32, device=device, pin_memory=pinned).unbind()
+        value, exp_avg, exp_avg_sq = torch.zeros(3, size, dtype=torch.float32, device=device,
+                                                 pin_memory=pinned).unbind()
         return cls(value, exp_avg, exp_avg_sq)
 
     def copy_(self, other: ShardState) -> None:
@@ -69,7 +71,9 @@ class _Group:
 class ShardedAdamW:
     """Writes the next version of a shard, bucket by bucket."""
 
-    def __init__(self, settings: OptimizerSettings, pieces: Iterable[Piece], buckets: Iterable[Bucket], names: Iterable[str]) -> None:
+    def __init__(
+        self, settings: OptimizerSettings, pieces: Iterable[Piece], buckets: Iterable[Bucket], names: Iterable[str]
+    ) -> None:
         """`names` are those of all parameters, also of those that this rank owns nothing of."""
         self.settings = settings
         self.peak_learning_rate = max(settings.learning_rate_of(name) for name in names)
@@ -82,7 +86,9 @@ class ShardedAdamW:
             by_bucket[starts[place]].append(piece)
         self._groups = {start: self._grouped(found) for start, found in by_bucket.items()}
 
-    def write(self, bucket: Bucket, current: ShardState, following: ShardState, gradient: Tensor, learning_rate_factor: float) -> None:
+    def write(
+        self, bucket: Bucket, current: ShardState, following: ShardState, gradient: Tensor, learning_rate_factor: float
+    ) -> None:
         """Write the bucket's part of version v+1 into `following`, from version v in `current`, which is left as it is.
 
         `gradient` is this rank's slice of the bucket, fp32. Parameters without a gradient have zeros there: their
@@ -94,7 +100,8 @@ class ShardedAdamW:
             steps = torch.full((len(group.intervals),), float(current.version), device=gradient.device)
             adamw(
                 [following.value[interval] for interval in group.intervals],
-                [gradient[interval.start - bucket.shard.start : interval.stop - bucket.shard.start] for interval in group.intervals],
+                [gradient[interval.start - bucket.shard.start : interval.stop - bucket.shard.start]
+                 for interval in group.intervals],
                 [following.exp_avg[interval] for interval in group.intervals],
                 [following.exp_avg_sq[interval] for interval in group.intervals],
                 [], list(steps.unbind()), fused=gradient.device.type in ("cpu", "cuda"), amsgrad=False, maximize=False,
@@ -102,7 +109,9 @@ class ShardedAdamW:
                 lr=group.learning_rate * learning_rate_factor, weight_decay=group.weight_decay)
 
     def _grouped(self, pieces: list[Piece]) -> list[_Group]:
-        """Pieces by their settings; neighbours are joined over the padding between them, which holds zeros and stays so."""
+        """Pieces by their settings; neighbours are joined over the padding between them, which holds zeros and stays
+        so.
+        """
         found: dict[tuple[float, float], list[slice]] = {}
         previous = None
         for piece in pieces:

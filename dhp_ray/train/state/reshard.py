@@ -50,7 +50,9 @@ class LocalShard:
 
 
 class _Transfer(NamedTuple):
-    """Elements on their way: from `source_offset` of the supplier's local shard number `shard` to `target_offset` of the new shard."""
+    """Elements on their way: from `source_offset` of the supplier's local shard number `shard` to `target_offset` of
+    the new shard.
+    """
 
     shard: int
     source_offset: int
@@ -66,15 +68,19 @@ class _Transfer(NamedTuple):
         return slice(self.target_offset, self.target_offset + self.length)
 
 
-def reshard(supplies: Sequence[LocalShard], wanted: Sequence[Piece], shard_size: int, rank: int, group: dist.ProcessGroup | None) -> ShardState:
-    """This rank's shard of the new layout, in host memory: `shard_size` elements, of which `wanted` are filled and the others 0.
+def reshard(
+    supplies: Sequence[LocalShard], wanted: Sequence[Piece], shard_size: int, rank: int, group: dist.ProcessGroup | None
+) -> ShardState:
+    """This rank's shard of the new layout, in host memory: `shard_size` elements, of which `wanted` are filled and the
+    others 0.
 
     Every rank of the new membership calls this on a gloo group of them all; None is for a single rank. `supplies` are
     what this rank is to supply: each old rank's shard is supplied by exactly one new rank, all in one version.
     Values are moved, never computed with: the result is bit for bit what was supplied.
 
     Raises:
-        ValueError: on every rank alike, one line: an interval that nobody supplies, a shard supplied twice, or two versions.
+        ValueError: on every rank alike, one line: an interval that nobody supplies, a shard supplied twice, or two
+        versions.
     """
     offer: list[Offer] = [(shard.owner, shard.version, _intervals(shard.pieces)) for shard in supplies]
     offers, wants = _all_of(offer, _intervals(wanted), group)
@@ -97,7 +103,9 @@ def _intervals(pieces: Iterable[Piece]) -> list[PieceFields]:
     return [(piece.name, piece.start, piece.stop, piece.offset) for piece in pieces]
 
 
-def _all_of(offer: list[Offer], wanted: list[PieceFields], group: dist.ProcessGroup | None) -> tuple[list[list[Offer]], list[list[PieceFields]]]:
+def _all_of(
+    offer: list[Offer], wanted: list[PieceFields], group: dist.ProcessGroup | None
+) -> tuple[list[list[Offer]], list[list[PieceFields]]]:
     """What each new rank supplies and wants."""
     if group is None:
         return [offer], [wanted]
@@ -112,7 +120,10 @@ def _common_version(offers: list[list[Offer]]) -> int:
     for supplier, offered in enumerate(offers):
         for owner, version, _ in offered:
             if owner in suppliers:
-                raise ValueError(f"state: the shard of old rank {owner} is supplied by ranks {suppliers[owner]} and {supplier}; allowed: one")
+                raise ValueError(
+                    f"state: the shard of old rank {owner} is supplied by ranks {suppliers[owner]} and {supplier}; "
+                    "allowed: one"
+                )
             suppliers[owner] = supplier
             versions[version] = owner
     if len(versions) != 1:
@@ -121,8 +132,11 @@ def _common_version(offers: list[list[Offer]]) -> int:
     return next(iter(versions))
 
 
-def _routes(offers: list[list[Offer]], wants: list[list[PieceFields]], rank: int) -> tuple[dict[int, list[_Transfer]], dict[int, list[_Transfer]]]:
-    """What `rank` sends to each rank and receives from each; both ends list a pair's parts in the order in which they are wanted.
+def _routes(
+    offers: list[list[Offer]], wants: list[list[PieceFields]], rank: int
+) -> tuple[dict[int, list[_Transfer]], dict[int, list[_Transfer]]]:
+    """What `rank` sends to each rank and receives from each; both ends list a pair's parts in the order in which they
+    are wanted.
 
     Every rank walks all that is wanted, so that all of them refuse what nobody supplies.
     """
@@ -142,10 +156,13 @@ def _routes(offers: list[list[Offer]], wants: list[list[PieceFields]], rank: int
             place = bisect_right(starts.get(name, []), begin) - 1
             position = begin
             while position < end:
-                start, stop, source_offset, supplier, number = found[place] if 0 <= place < len(found) else (end, end, 0, 0, 0)
+                start, stop, source_offset, supplier, number = found[place] if 0 <= place < len(found) else (end, end,
+                                                                                                             0, 0, 0)
                 if not start <= position < stop:
                     following = starts.get(name, [])[place + 1:place + 2] if position >= stop else [start]
-                    raise ValueError(f"state: nobody supplies elements {position} to {min([end, *following])} of parameter {name}")
+                    raise ValueError(
+                        f"state: nobody supplies elements {position} to {min([end, *following])} of parameter {name}"
+                    )
                 length = min(stop, end) - position
                 part = _Transfer(number, source_offset + position - start, offset + position - begin, length)
                 if supplier == rank:
@@ -157,7 +174,13 @@ def _routes(offers: list[list[Offer]], wants: list[list[PieceFields]], rank: int
     return sends, receives
 
 
-def _exchange(sources: list[Tensor], target: Tensor, sends: dict[int, list[_Transfer]], receives: dict[int, list[_Transfer]], group: dist.ProcessGroup) -> None:
+def _exchange(
+    sources: list[Tensor],
+    target: Tensor,
+    sends: dict[int, list[_Transfer]],
+    receives: dict[int, list[_Transfer]],
+    group: dist.ProcessGroup,
+) -> None:
     """One tensor of the state between all ranks, in one collective."""
     ranks = range(group.size())
     send_counts = [sum(part.length for part in sends.get(other, [])) for other in ranks]

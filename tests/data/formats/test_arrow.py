@@ -15,8 +15,10 @@ from tests.data.samples import talk
 
 def saved(folder: Path, num_rows: int = 100, batch_rows: int = 50) -> Path:
     folder.mkdir(exist_ok=True)
-    table = pa.table({"id": [f"r{number}" for number in range(num_rows)], "conversations": [talk("a", "b")] * num_rows, "extra": list(range(num_rows))})
-    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    table = pa.table({"id": [f"r{number}" for number in range(num_rows)], "conversations": [talk("a", "b")] * num_rows,
+                      "extra": list(range(num_rows))})
+    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"),
+                   "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=batch_rows)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     return folder
@@ -28,7 +30,8 @@ def data(path: Path) -> Data:
 
 def test_rows_of_a_batch_are_read_in_parts(tmp_path: Path) -> None:
     fragments = index_fragments(data(saved(tmp_path)))
-    assert [(fragment.first_row, fragment.num_rows, fragment.offset) for fragment in fragments] == [(0, 32, 0), (32, 18, 32), (50, 32, 0), (82, 18, 32)]
+    assert [(fragment.first_row, fragment.num_rows, fragment.offset)
+            for fragment in fragments] == [(0, 32, 0), (32, 18, 32), (50, 32, 0), (82, 18, 32)]
     rows = [row for fragment in fragments for row in read_rows(fragment)]
     assert [row.id for row in rows] == [f"r{number}" for number in range(100)]
     assert set(rows[0].fields) == {"id", "conversations"}
@@ -45,7 +48,8 @@ def test_a_set_of_splits_wants_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("state", "message"), [
-    ({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_indices_files": [{"filename": "i.arrow"}]}, "allowed: a set saved after flatten_indices"),
+    ({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_indices_files": [{"filename": "i.arrow"}]},
+     "allowed: a set saved after flatten_indices"),
     ({"_data_files": [{"filename": "data-7.arrow"}]}, "state.json names data-7.arrow; allowed: a whole folder"),
     ({"_data_files": [{"filename": "../../etc/passwd"}]}, "state.json names passwd"),
     ({}, "state.json names no file"),

@@ -33,15 +33,19 @@ from tests.data.samples import picture, processor, talk, video, write_rows
 from tests.packs import TOKEN_IDS, plain_copy, plain_loss
 
 PROCESSOR = processor()
-PICTURES = {f"{number}.png": picture(60 + 20 * number, 90) for number in range(3)} | {"turned.jpg": picture(120, 60, "JPEG", quality=90)}
+PICTURES = {f"{number}.png": picture(60 + 20 * number, 90)
+            for number in range(3)} | {"turned.jpg": picture(120, 60, "JPEG", quality=90)}
 FILM = {"film.mp4": video(24, 84, 56)}
 Row = dict[str, Any]
 CALL = {"name": "scale", "arguments": {"factor": 2, "part": "top"}}
-TOOLS = [{"name": "scale", "description": "Enlarge a part.", "parameters": {"type": "object", "properties": {"factor": {"type": "number"}}}}]
+TOOLS = [{"name": "scale", "description": "Enlarge a part.",
+          "parameters": {"type": "object", "properties": {"factor": {"type": "number"}}}}]
 
 
 def rows() -> list[Row]:
-    """Several turns, none to three images, a video beside an image, and in the last calls of a tool that shows an image."""
+    """Several turns, none to three images, a video beside an image, and in the last calls of a tool that shows an
+    image.
+    """
     names = list(PICTURES)
     made = []
     for number in range(11):
@@ -51,9 +55,11 @@ def rows() -> list[Row]:
         made.append({"id": f"talk-{number:02d}", "images": shown, "videos": [],
                      "conversations": talk(first, f"Thing {number}.", second, "größer " * number + "yes")})
     film = talk("<image>\n<video>\nWhere does it go?", "Down.", "And then?", "Right.")
-    made.append({"id": "talk-11", "images": names[:1], "videos": ["film.mp4"], "conversations": [{"from": "system", "value": "Be brief."}, *film]})
+    made.append({"id": "talk-11", "images": names[:1], "videos": ["film.mp4"],
+                 "conversations": [{"from": "system", "value": "Be brief."}, *film]})
     made.append({"id": "talk-12", "images": names[:2], "videos": [], "tools": json.dumps(TOOLS), "conversations": [
-        {"from": "human", "value": "<image>\nWhat is at the top?"}, {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "human", "value": "<image>\nWhat is at the top?"},
+        {"from": "function_call", "value": json.dumps(CALL)},
         {"from": "observation", "value": "<image>\nscaled"}, {"from": "gpt", "value": "A red block."}]})
     return made
 
@@ -64,7 +70,8 @@ def messages_of(row: Row, with_sources: bool) -> list[Row]:
     messages: list[Row] = []
     for stored in row["conversations"]:
         if stored["from"] == "function_call":
-            calls = [{"id": "call", "type": "function", "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}]
+            calls = [{"id": "call", "type": "function",
+                      "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}]
             messages.append({"role": "assistant", "content": None, "tool_calls": calls})
             continue
         turn = turns_of(talk(stored["value"], "yes"))[0]
@@ -77,7 +84,8 @@ def messages_of(row: Row, with_sources: bool) -> list[Row]:
             else:
                 name = next(media)
                 uri = f"data:image/png;base64,{base64.b64encode(PICTURES[name]).decode()}" if name in PICTURES else ""
-                parts.append({"type": "image_url", "image_url": {"url": uri}} if uri else {"type": "video", "video": name})
+                parts.append({"type": "image_url", "image_url": {"url": uri}} if uri
+                             else {"type": "video", "video": name})
         messages.append({"role": ROLES[stored["from"]], "content": parts if turn.media or with_sources else turn.text})
     return messages
 
@@ -90,13 +98,15 @@ def write_llava(folder: Path) -> Data:
 
 def write_jsonl(folder: Path) -> Data:
     write_files(folder)
-    write_rows(folder / "rows.jsonl", [row | {"image": row["images"][0] if len(row["images"]) == 1 else row["images"], "images": None} for row in rows()])
+    write_rows(folder / "rows.jsonl", [row | {"image": row["images"][0] if len(row["images"]) == 1 else row["images"],
+                                              "images": None} for row in rows()])
     return Data(format="llava", path=str(folder))
 
 
 def write_messages(folder: Path) -> Data:
     write_files(folder)
-    write_rows(folder / "rows.jsonl", [{"id": row["id"], "tools": row.get("tools"), "messages": messages_of(row, with_sources=True)} for row in rows()])
+    write_rows(folder / "rows.jsonl", [{"id": row["id"], "tools": row.get("tools"),
+                                        "messages": messages_of(row, with_sources=True)} for row in rows()])
     return Data(format="llava", path=str(folder))
 
 
@@ -104,7 +114,11 @@ def table(messages: bool) -> pa.Table:
     """With the images and videos in the rows; the talks as structs, or as JSON text."""
     found = []
     for row in rows():
-        talks: Row = {"messages": json.dumps(messages_of(row, with_sources=False))} if messages else {"conversations": row["conversations"]}
+        talks: Row = (
+            {"messages": json.dumps(messages_of(row, with_sources=False))}
+            if messages
+            else {"conversations": row["conversations"]}
+        )
         found.append({"id": row["id"], "images": [{"bytes": PICTURES[name], "path": None} for name in row["images"]],
                       "videos": [FILM[name] for name in row["videos"]], "tools": row.get("tools"), **talks})
     return pa.Table.from_pylist(found)
@@ -123,7 +137,8 @@ def write_saved_set(folder: Path) -> Data:
     for name, part in zip(names, (table(messages=True).slice(0, 7), table(messages=True).slice(7))):
         with pa.OSFile(str(split / name), "wb") as file, pa.ipc.new_stream(file, part.schema) as writer:
             writer.write_table(part, max_chunksize=3)
-    (split / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+    (split / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names],
+                                                  "_split": "train"}))
     (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
     return Data(format="huggingface", path=str(folder))
 
@@ -136,12 +151,15 @@ def write_hub_folder(folder: Path) -> Data:
 
 def write_shards(folder: Path) -> Data:
     for shard, part in enumerate((rows()[:5], rows()[5:])):
-        with tarfile.open(folder / f"{shard:04d}.tar", "w", format=tarfile.GNU_FORMAT if shard else tarfile.PAX_FORMAT) as archive:
+        with tarfile.open(folder / f"{shard:04d}.tar", "w", format=tarfile.GNU_FORMAT if shard
+                          else tarfile.PAX_FORMAT) as archive:
             for row in part:
-                names = {name: f"{place}.{name.rpartition('.')[2]}" for place, name in enumerate([*row["images"], *row["videos"]])}
+                names = {name: f"{place}.{name.rpartition('.')[2]}"
+                         for place, name in enumerate([*row["images"], *row["videos"]])}
                 fields = {"conversations": row["conversations"], "tools": json.loads(row.get("tools", "[]"))}
                 fields |= {"images": [names[name] for name in row["images"]]} if shard == 0 else {}
-                members = {"json": json.dumps(fields).encode()} | {names[name]: (PICTURES | FILM)[name] for name in names}
+                members = {"json": json.dumps(fields).encode()} | {names[name]: (PICTURES | FILM)[name]
+                                                                   for name in names}
                 for extension, content in members.items():
                     member = tarfile.TarInfo(f"{row['id']}.{extension}")
                     member.size = len(content)
@@ -156,8 +174,10 @@ def write_files(folder: Path) -> None:
 
 def records(data: Data) -> dict[str, Row]:
     fragments = index_fragments(data)
-    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)} for number, fragment in enumerate(fragments)]
-    block = ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data), 0)(pa.Table.from_pylist(items))
+    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)}
+             for number, fragment in enumerate(fragments)]
+    block = ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data),
+                          0)(pa.Table.from_pylist(items))
     return {record["id"]: record for record in read_payloads(block, list(range(block.num_rows)))}
 
 
@@ -166,8 +186,11 @@ def payload(record: Row) -> Payload:
 
 
 def loss_and_gradient(adapter: ModelAdapter, record: Row) -> tuple[float, torch.Tensor]:
-    """Of a record as a sequence of its own: the loss sum, and its gradient at the input embeddings and at the patches' projection."""
-    sample = Sample(record["id"], record["text_tokens"], record["vision_tokens"], tuple(tuple(grid) for grid in record["grids"].tolist()))
+    """Of a record as a sequence of its own: the loss sum, and its gradient at the input embeddings and at the patches'
+    projection.
+    """
+    sample = Sample(record["id"], record["text_tokens"], record["vision_tokens"],
+                    tuple(tuple(grid) for grid in record["grids"].tolist()))
     pack = RankPack(0, (0,), (sample,), (0,) * len(sample.vision_grids), 0.0)
     adapter.module.zero_grad()
     loss = pack_loss(adapter, collate(pack, {sample.id: payload(record)}, 0, adapter), Link((0,), 0, None))
@@ -183,15 +206,19 @@ def adapter() -> ModelAdapter:
 
 
 @pytest.fixture(scope="module")
-def expected(adapter: ModelAdapter, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Row, float, torch.Tensor]]:
+def expected(
+    adapter: ModelAdapter, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Row, float, torch.Tensor]]:
     """Records, losses and gradients of the LLaVA file."""
     found = records(write_llava(tmp_path_factory.mktemp("expected")))
     return {name: (record, *loss_and_gradient(adapter, record)) for name, record in found.items()}
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_messages, write_parquet, write_saved_set, write_hub_folder, write_shards])
+@pytest.mark.parametrize("write", [write_jsonl, write_messages, write_parquet, write_saved_set, write_hub_folder,
+                                   write_shards])
 def test_every_format_gives_the_same_sequences_pixels_and_losses(
-        write: Callable[[Path], Data], adapter: ModelAdapter, expected: dict[str, tuple[Row, float, torch.Tensor]], tmp_path: Path) -> None:
+        write: Callable[[Path], Data], adapter: ModelAdapter, expected: dict[str, tuple[Row, float, torch.Tensor]],
+        tmp_path: Path) -> None:
     found = records(write(tmp_path))
     assert sorted(found) == sorted(expected) == sorted(row["id"] for row in rows())
     for name, (record, loss, gradient) in expected.items():
@@ -207,7 +234,9 @@ def test_every_format_gives_the_same_sequences_pixels_and_losses(
         assert torch.equal(found_gradient, gradient), name
 
 
-def test_the_losses_are_those_of_plain_transformers(adapter: ModelAdapter, expected: dict[str, tuple[Row, float, torch.Tensor]]) -> None:
+def test_the_losses_are_those_of_plain_transformers(
+    adapter: ModelAdapter, expected: dict[str, tuple[Row, float, torch.Tensor]]
+) -> None:
     plain = plain_copy(adapter)
     assert PROCESSOR.token_ids.items() >= TOKEN_IDS.items()  # those of `plain_loss`
     assert len({loss for _, loss, _ in expected.values()}) == len(expected)

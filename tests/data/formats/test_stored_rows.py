@@ -12,14 +12,16 @@ from tests.data.samples import talk
 def test_conversations_are_lists_or_json_text() -> None:
     assert conversation_of({"conversations": talk("a", "b")}) == talk("a", "b")
     assert conversation_of({"conversations": json.dumps(talk("a", "b"))}) == talk("a", "b")
-    for value, reason in ((None, "no conversations"), (3, "no conversations"), ('"a"', "no conversations"), ("[{", "conversations is not JSON")):
+    for value, reason in ((None, "no conversations"), (3, "no conversations"), ('"a"', "no conversations"),
+                          ("[{", "conversations is not JSON")):
         with pytest.raises(RowError, match=reason):
             conversation_of({"conversations": value})
 
 
 def test_messages_stand_in_for_conversations() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert conversation_of({"messages": messages}) == conversation_of({"messages": json.dumps(messages), "conversations": None}) == messages
+    assert conversation_of({"messages": messages}) == conversation_of({"messages": json.dumps(messages),
+                                                                       "conversations": None}) == messages
     assert conversation_of({"messages": messages, "conversations": talk("a", "b")}) == talk("a", "b")
     with pytest.raises(RowError, match="messages is not JSON"):
         conversation_of({"messages": "["})

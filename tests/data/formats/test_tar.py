@@ -28,32 +28,43 @@ def shard(path: Path, members: list[tuple[str, bytes]], form: int = tarfile.PAX_
 
 
 def rows_of(path: Path) -> list[Row]:
-    return [row for fragment in index_fragments(Data(format="webdataset", path=str(path))) for row in read_rows(fragment)]
+    return [row for fragment in index_fragments(Data(format="webdataset", path=str(path)))
+            for row in read_rows(fragment)]
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 def test_members_of_a_key_are_a_row(form: int, tmp_path: Path) -> None:
     long = "folder/" + "k" * 90
-    path = shard(tmp_path / "a.tar", [("1.json", TALK), ("1.0.avif", b"x" * 700), ("1.png", b"y"), (f"{long}.txt", b" A b. "), (f"{long}.JPG", b"z"),
+    path = shard(tmp_path / "a.tar", [("1.json", TALK), ("1.0.avif", b"x" * 700), ("1.png", b"y"),
+                                      (f"{long}.txt", b" A b. "), (f"{long}.JPG", b"z"),
                                       ("3.md5", b"?"), ("3.json", TALK), ("1.json", TALK)], form)
     rows = rows_of(path)
     assert [row.id for row in rows] == ["1", long, "3", "1#000003"]
     assert not any(row.error for row in rows)
     assert rows[0].fields["images"] == ["1.0.avif", "1.png"]
     assert rows[0].members == {"0.avif": b"x" * 700, "1.0.avif": b"x" * 700, "png": b"y", "1.png": b"y"}
-    assert rows[1].fields["messages"] == [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": [{"type": "text", "text": "A b."}]}]
+    assert rows[1].fields["messages"] == [{"role": "user", "content": "<image>"},
+                                          {"role": "assistant", "content": [{"type": "text", "text": "A b."}]}]
     assert "images" not in rows[2].fields
 
 
-@pytest.mark.parametrize(("members", "reason"), [
-    ([("a.json", TALK), ("a.pkl", b"cos\nsystem\n(S'id'\ntR.")], "member a.pkl is a pickle, which can run code when read"),
-    ([("a.json", TALK), ("a.x.PYD", b"")], "member a.x.PYD is a pickle"),
-    ([("a.json", b"{")], "the member json is not JSON"),
-    ([("a.json", b"3")], "the member json holds int"),
-    ([("a.png", b"")], "the sample has neither a member json nor txt"),
-    ([("a.txt", b"\xff")], "the member txt is not UTF-8 text"),
-])
-def test_a_sample_that_cannot_be_used_names_itself(members: list[tuple[str, bytes]], reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        (
+            [("a.json", TALK), ("a.pkl", b"cos\nsystem\n(S'id'\ntR.")],
+            "member a.pkl is a pickle, which can run code when read",
+        ),
+        ([("a.json", TALK), ("a.x.PYD", b"")], "member a.x.PYD is a pickle"),
+        ([("a.json", b"{")], "the member json is not JSON"),
+        ([("a.json", b"3")], "the member json holds int"),
+        ([("a.png", b"")], "the sample has neither a member json nor txt"),
+        ([("a.txt", b"\xff")], "the member txt is not UTF-8 text"),
+    ],
+)
+def test_a_sample_that_cannot_be_used_names_itself(
+    members: list[tuple[str, bytes]], reason: str, tmp_path: Path
+) -> None:
     rows = rows_of(shard(tmp_path / "a.tar", [*members, ("b.json", TALK)]))
     assert [row.id for row in rows] == ["a", "b"]
     assert rows[0].error.startswith(reason)
@@ -81,7 +92,8 @@ def test_a_cut_shard_is_one_line(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:2300])
     for data in (path.read_bytes(), b"hello", b"\x1f\x8b\x08" + b"\0" * 600):
         path.write_bytes(data)
-        with pytest.raises(DataError, match=r"a.tar is not a tar file that can be read: .*; allowed: uncompressed tar") as caught:
+        with pytest.raises(DataError,
+                           match=r"a.tar is not a tar file that can be read: .*; allowed: uncompressed tar") as caught:
             list(samples_of(str(path), lambda position: None))
         assert "\n" not in str(caught.value)
 

@@ -64,7 +64,9 @@ def wait_until(what: Any) -> None:
         time.sleep(0.05)
 
 
-def test_newcomers_are_ready_once_they_have_loaded_and_are_taken_in_the_order_they_came(arrivals: Any, gate: Path) -> None:
+def test_newcomers_are_ready_once_they_have_loaded_and_are_taken_in_the_order_they_came(
+    arrivals: Any, gate: Path
+) -> None:
     found = arrivals("load", "load", "load")
     time.sleep(0.5)
     assert found.ready() == []
@@ -101,7 +103,9 @@ def until_it_fails(member: Any) -> None:
         time.sleep(0.02)
 
 
-def test_one_that_dies_before_it_is_taken_is_noticed_by_its_next_call_not_by_arrivals(arrivals: Any, gate: Path) -> None:
+def test_one_that_dies_before_it_is_taken_is_noticed_by_its_next_call_not_by_arrivals(
+    arrivals: Any, gate: Path
+) -> None:
     found = arrivals("load")
     gate.touch()
     wait_until(found.ready)

@@ -18,7 +18,8 @@ from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel, warm_up
 from dhp_ray.planner.plan import ClusterSpec, RankPack, RankPlan, Sample
-from dhp_ray.runtime.driver.dispatch import Dispatcher, blocks_of
+from dhp_ray.runtime.driver.batch_reader import blocks_of
+from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.worker.prefetch import encoded_images
 
@@ -27,8 +28,10 @@ SAMPLES = [Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9), Sample("c", 7, 8, ((
 
 def test_each_block_is_sent_once_with_the_rows_that_a_rank_needs(ray_cluster: None) -> None:
     first, second = ray.put(1), ray.put(2)
-    batch = Batch(0, SAMPLES, {"a": (second, 5), "b": (first, 0), "c": (second, 2)}, [], {"epoch": 0, "fragment": 0, "row": 0, "num_rows": 9})
-    plan = RankPlan(1, 0, (), (RankPack(0, (0,), (SAMPLES[0],), (0,), 1.0), RankPack(1, (0, 1), (SAMPLES[1], SAMPLES[2]), (1, 0), 1.0)))
+    batch = Batch(0, SAMPLES, {"a": (second, 5), "b": (first, 0), "c": (second, 2)}, [],
+                  {"epoch": 0, "fragment": 0, "row": 0, "num_rows": 9})
+    plan = RankPlan(1, 0, (), (RankPack(0, (0,), (SAMPLES[0],), (0,), 1.0),
+                               RankPack(1, (0, 1), (SAMPLES[1], SAMPLES[2]), (1, 0), 1.0)))
     blocks = blocks_of(plan, batch)
     assert [(block.reference, block.rows) for block in blocks] == [([second], [2, 5]), ([first], [0])]
 
@@ -73,7 +76,8 @@ def dispatcher(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[D
     config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=3"])
     written: dict[int, Any] = {}
     cost = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
-    made = Dispatcher(Batches(), group, ClusterSpec(2, 2, 64), cost, config, PoolBook(4), 3, write_plan=written.__setitem__,  # type: ignore[arg-type]
+    made = Dispatcher(Batches(), group, ClusterSpec(2, 2, 64), cost, config, PoolBook(4), 3,
+                      write_plan=written.__setitem__,  # type: ignore[arg-type]
                       scale=lambda: 1.0)
     made.written = written  # type: ignore[attr-defined]
     yield made
@@ -123,7 +127,8 @@ def test_a_plan_is_made_beside_the_step_and_written_before_it_is_sent(dispatcher
     assert taken is not None
     assert (taken.step, taken.plan.planner, taken.plan_id, taken.late) == (1, "dhp", "3.1.1", False)
     written = dispatcher.written[1]  # type: ignore[attr-defined]
-    assert (written["id"], written["late"], written["batch"]) == ("3.1.1", False, {"epoch": 0, "cursor": {}, "skipped": []})
+    assert (written["id"], written["late"],
+            written["batch"]) == ("3.1.1", False, {"epoch": 0, "cursor": {}, "skipped": []})
     assert dispatcher.failures(taken) == {}
     assert sent(dispatcher) == [[(1, "3.1.1")]] * 2
 
@@ -135,12 +140,15 @@ def test_a_late_plan_is_replaced_by_a_fast_one(dispatcher: Dispatcher, slow: Slo
     waited_s = time.perf_counter() - begun
     assert taken is not None
     assert (taken.plan.planner, taken.late) == (LAST_RESORT, True)
-    assert (dispatcher.written[1]["planner"], dispatcher.written[1]["late"]) == (LAST_RESORT, True)  # type: ignore[attr-defined]
+    assert (dispatcher.written[1]["planner"],
+            dispatcher.written[1]["late"]) == (LAST_RESORT, True)  # type: ignore[attr-defined]
     assert waited_s < 5
 
 
 def test_a_late_plan_is_not_sent_though_the_next_step_has_begun(dispatcher: Dispatcher, slow: SlowPlanner) -> None:
-    """Its thread finishes while step 2 is being planned: neither the file, nor what the ranks have, nor the pool's book may change."""
+    """Its thread finishes while step 2 is being planned: neither the file, nor what the ranks have, nor the pool's book
+    may change.
+    """
     dispatcher.begin(1)
     taken = dispatcher.take(1)
     assert taken is not None
@@ -197,7 +205,8 @@ def test_compiling_is_not_planning(dispatcher: Dispatcher) -> None:
 
 def test_the_book_of_pools_follows_what_the_ranks_are_told_to_run(dispatcher: Dispatcher) -> None:
     """As with an evaluation between two steps: the plan that was made first is met last."""
-    dispatcher.stream.left[:] = [replace(batch, samples=[Sample(name, 100)], payload={name: (ray.put(1), 0)})  # type: ignore[union-attr]
+    dispatcher.stream.left[:] = [replace(batch, samples=[Sample(name, 100)],
+                                         payload={name: (ray.put(1), 0)})  # type: ignore[union-attr]
                                  for name, batch in zip("abc", dispatcher.stream.left)]  # type: ignore[union-attr]
     first = dispatcher.dispatch(1)
     assert first is not None
@@ -212,13 +221,14 @@ def test_the_book_of_pools_follows_what_the_ranks_are_told_to_run(dispatcher: Di
 def test_the_end_of_the_data_is_no_batch(dispatcher: Dispatcher) -> None:
     dispatcher.config.run.steps = 0
     assert [dispatcher.dispatch(step) is None for step in (1, 2, 3, 4)] == [False, False, False, True]
-    assert dispatcher.at_end
+    assert dispatcher.reader.at_end
 
 
 def test_a_batch_that_needs_more_ranks_is_kept(dispatcher: Dispatcher) -> None:
-    dispatcher.stream.left[0] = Batch(0, [Sample("long", 200)], {"long": (ray.put(1), 0)}, [], {})  # type: ignore[union-attr]
+    dispatcher.stream.left[0] = Batch(0, [Sample("long", 200)], {"long": (ray.put(1), 0)}, [],
+                                      {})  # type: ignore[union-attr]
     assert dispatcher.dispatch(1) is None
-    assert not dispatcher.at_end
+    assert not dispatcher.reader.at_end
     assert dispatcher.needed_ranks == 4
     assert list(dispatcher.stop()) == [1]
 
@@ -252,8 +262,12 @@ def test_a_run_that_is_to_end_waits_for_no_batch(dispatcher: Dispatcher) -> None
     assert dispatcher._planning.reading.result(30) is None
 
 
-def test_a_batch_that_is_being_read_holds_up_no_change_of_membership(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next dispatcher goes on at once with the batches that there are; the one under way joins them and is read once."""
+def test_a_batch_that_is_being_read_holds_up_no_change_of_membership(
+    dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next dispatcher goes on at once with the batches that there are; the one under way joins them and is read
+    once.
+    """
     released, stream = Event(), dispatcher.stream
     assert dispatcher.dispatch(1) is not None
     take = stream.next_batch
@@ -265,7 +279,8 @@ def test_a_batch_that_is_being_read_holds_up_no_change_of_membership(dispatcher:
     monkeypatch.setattr(stream, "next_batch", slow)
     dispatcher.begin(2)
     batches, reader = dispatcher.hand_over()
-    following = Dispatcher(stream, dispatcher.group, dispatcher.cluster, dispatcher.cost, dispatcher.config, PoolBook(4), 4, batches=batches, reader=reader)
+    following = Dispatcher(stream, dispatcher.group, dispatcher.cluster, dispatcher.cost, dispatcher.config,
+                           PoolBook(4), 4, batches=batches, reader=reader)
     again = following.dispatch(1)
     assert again is not None
     assert again.plan_id == "4.1.1"

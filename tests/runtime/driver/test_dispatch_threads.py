@@ -1,4 +1,6 @@
-"""What the dispatcher's threads leave behind when the driver goes on without them: no plan file too late, no row lost, no failure unheard."""
+"""What the dispatcher's threads leave behind when the driver goes on without them: no plan file too late, no row lost,
+no failure unheard.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +64,13 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dispatcher]:
 def following(dispatcher: Dispatcher) -> Dispatcher:
     """The dispatcher of the next membership."""
     batches, reader = dispatcher.hand_over()
-    return Dispatcher(dispatcher.stream, dispatcher.group, dispatcher.cluster, COST, dispatcher.config, PoolBook(4), 4, batches=batches, reader=reader)
+    return Dispatcher(dispatcher.stream, dispatcher.group, dispatcher.cluster, COST, dispatcher.config, PoolBook(4), 4,
+                      batches=batches, reader=reader)
 
 
-def test_a_planner_that_fails_once_another_plan_was_sent_is_heard_with_the_next_step(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_that_fails_once_another_plan_was_sent_is_heard_with_the_next_step(
+    dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     released = Event()
 
     def failing(problem: Any) -> Any:

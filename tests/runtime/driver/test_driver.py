@@ -25,7 +25,8 @@ class Gone(Checkpoints):
 def driver_without_storage(tmp_path: Path, records: Any, checkpoints: Checkpoints) -> Driver:
     """Its run folder cannot be made, which is what ends the run."""
     (tmp_path / "file").write_text("")
-    driver = Driver(load(["data.format=synthetic", "data.path=unused", f"run.dir={tmp_path}/file/run"]), {}, ("", 0), going_on=False)
+    driver = Driver(load(["data.format=synthetic", "data.path=unused", f"run.dir={tmp_path}/file/run"]), {}, ("", 0),
+                    going_on=False)
     session: Any = SimpleNamespace(records=records, checkpoints=checkpoints)
     driver.session = session
     return driver
@@ -33,7 +34,8 @@ def driver_without_storage(tmp_path: Path, records: Any, checkpoints: Checkpoint
 
 def test_a_run_whose_storage_is_gone_ends_with_its_error(tmp_path: Path) -> None:
     """The newest checkpoint, which the line would name, cannot be found out either."""
-    driver = driver_without_storage(tmp_path, RunRecords(Folder(str(tmp_path / "records"))), Gone(Folder(str(tmp_path)), 2))
+    driver = driver_without_storage(tmp_path, RunRecords(Folder(str(tmp_path / "records"))),
+                                    Gone(Folder(str(tmp_path)), 2))
     messages: list[Message] = []
     thread = Thread(target=lambda: messages.extend(driver.run()), daemon=True)
     thread.start()
@@ -47,6 +49,7 @@ def test_a_run_whose_storage_is_gone_ends_with_its_error(tmp_path: Path) -> None
 def test_logs_are_brought_up_to_date_when_an_error_ends_the_run(tmp_path: Path) -> None:
     """The line may say `see events.jsonl`; on an object store that is as old as the last upload."""
     flushed: list[bool] = []
-    driver = driver_without_storage(tmp_path, SimpleNamespace(flush=lambda: flushed.append(True)), Checkpoints(Folder(str(tmp_path)), 2))
+    driver = driver_without_storage(tmp_path, SimpleNamespace(flush=lambda: flushed.append(True)),
+                                    Checkpoints(Folder(str(tmp_path)), 2))
     assert len(list(driver.run())) == 1
     assert flushed == [True]

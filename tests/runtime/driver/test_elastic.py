@@ -25,55 +25,69 @@ from dhp_ray.runtime.driver.elastic import (
 )
 from dhp_ray.runtime.messages import HeldShards
 
-WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name) for name in ("well", "dead", "silent", "raised", "stuck", "slow"))
+WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name)
+                                           for name in ("well", "dead", "silent", "raised", "stuck", "slow"))
 COMPUTES = HealthReport(progress="run step 3, pack 0 attention.py:40")
 WAITS = HealthReport(progress="run step 3, pack 1 link.py:88", waits=True)
 
 
-@pytest.mark.parametrize(("now", "before", "overdue", "condition"), [
-    (COMPUTES, None, False, WELL),
-    (COMPUTES, COMPUTES, False, WELL),  # stands still, but not for long
-    (COMPUTES, COMPUTES, True, STUCK),
-    (COMPUTES, None, True, WELL),  # one look shows no standstill
-    (HealthReport(progress="run step 3, pack 1"), COMPUTES, True, WELL),  # a long step, but it gets on
-    (WAITS, WAITS, True, WELL),  # the one that it waits for is to blame
-    (COMPUTES, WAITS, True, WELL),
-    (HealthReport(answered=False), COMPUTES, False, SILENT),
-    (HealthReport(dead=True), COMPUTES, False, DEAD),
-    (HealthReport(dead=True, answered=False, error="x"), None, True, DEAD),
-    (HealthReport(error="KeyError: 'x'"), None, False, RAISED),
-    (HealthReport(error="KeyError: 'x'", waits=True), WAITS, True, RAISED),
-])
-def test_the_condition_of_a_worker(now: HealthReport, before: HealthReport | None, overdue: bool, condition: Condition) -> None:
+@pytest.mark.parametrize(
+    ("now", "before", "overdue", "condition"),
+    [
+        (COMPUTES, None, False, WELL),
+        (COMPUTES, COMPUTES, False, WELL),  # stands still, but not for long
+        (COMPUTES, COMPUTES, True, STUCK),
+        (COMPUTES, None, True, WELL),  # one look shows no standstill
+        (HealthReport(progress="run step 3, pack 1"), COMPUTES, True, WELL),  # a long step, but it gets on
+        (WAITS, WAITS, True, WELL),  # the one that it waits for is to blame
+        (COMPUTES, WAITS, True, WELL),
+        (HealthReport(answered=False), COMPUTES, False, SILENT),
+        (HealthReport(dead=True), COMPUTES, False, DEAD),
+        (HealthReport(dead=True, answered=False, error="x"), None, True, DEAD),
+        (HealthReport(error="KeyError: 'x'"), None, False, RAISED),
+        (HealthReport(error="KeyError: 'x'", waits=True), WAITS, True, RAISED),
+    ],
+)
+def test_the_condition_of_a_worker(
+    now: HealthReport, before: HealthReport | None, overdue: bool, condition: Condition
+) -> None:
     assert condition_of(now, before, overdue) is condition
 
 
-@pytest.mark.parametrize(("conditions", "newcomers", "min_ranks", "max_ranks", "broken", "decision"), [
-    ([WELL, WELL, WELL], 0, 1, 3, False, GoOn()),
-    ([WELL, WELL, WELL], 2, 1, 3, False, GoOn()),  # there is no place for newcomers
-    ([WELL, WELL, WELL], 0, 1, 3, True, Form((0, 1, 2), 0)),  # nobody is lost, yet collectives have failed
-    ([WELL, DEAD, WELL], 0, 1, 3, True, Form((0, 2), 0)),  # shrink
-    ([WELL, DEAD, WELL], 1, 1, 3, True, Form((0, 2), 1)),  # replace at once
-    ([WELL, DEAD, WELL], 5, 1, 4, True, Form((0, 2), 2)),
-    ([WELL, WELL, WELL], 2, 1, 4, False, Form((0, 1, 2), 1)),  # grow
-    ([WELL, SLOW, WELL], 0, 1, 3, False, Form((0, 2), 0)),  # evict
-    ([SILENT, STUCK, RAISED], 0, 1, 3, True, Wait(1, 0)),
-    ([SILENT, STUCK, RAISED], 1, 1, 3, True, Form((), 1)),
-    ([WELL, DEAD, WELL], 0, 3, 3, True, Wait(3, 2)),  # below the minimum
-    ([WELL, WELL], 0, 3, 4, False, Wait(3, 2)),  # nobody is lost, but a sequence needs more
-    ([WELL, DEAD, WELL], 1, 3, 3, True, Form((0, 2), 1)),
-    ([], 0, 2, 3, True, Wait(2, 0)),
-    ([], 2, 2, 3, True, Form((), 2)),
-    ([WELL] * 5, 0, 1, 3, True, Form((0, 1, 2, 3, 4), 0)),  # who is there stays
-])
-def test_what_becomes_of_the_group(conditions: list[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool, decision: object) -> None:
+@pytest.mark.parametrize(
+    ("conditions", "newcomers", "min_ranks", "max_ranks", "broken", "decision"),
+    [
+        ([WELL, WELL, WELL], 0, 1, 3, False, GoOn()),
+        ([WELL, WELL, WELL], 2, 1, 3, False, GoOn()),  # there is no place for newcomers
+        ([WELL, WELL, WELL], 0, 1, 3, True, Form((0, 1, 2), 0)),  # nobody is lost, yet collectives have failed
+        ([WELL, DEAD, WELL], 0, 1, 3, True, Form((0, 2), 0)),  # shrink
+        ([WELL, DEAD, WELL], 1, 1, 3, True, Form((0, 2), 1)),  # replace at once
+        ([WELL, DEAD, WELL], 5, 1, 4, True, Form((0, 2), 2)),
+        ([WELL, WELL, WELL], 2, 1, 4, False, Form((0, 1, 2), 1)),  # grow
+        ([WELL, SLOW, WELL], 0, 1, 3, False, Form((0, 2), 0)),  # evict
+        ([SILENT, STUCK, RAISED], 0, 1, 3, True, Wait(1, 0)),
+        ([SILENT, STUCK, RAISED], 1, 1, 3, True, Form((), 1)),
+        ([WELL, DEAD, WELL], 0, 3, 3, True, Wait(3, 2)),  # below the minimum
+        ([WELL, WELL], 0, 3, 4, False, Wait(3, 2)),  # nobody is lost, but a sequence needs more
+        ([WELL, DEAD, WELL], 1, 3, 3, True, Form((0, 2), 1)),
+        ([], 0, 2, 3, True, Wait(2, 0)),
+        ([], 2, 2, 3, True, Form((), 2)),
+        ([WELL] * 5, 0, 1, 3, True, Form((0, 1, 2, 3, 4), 0)),  # who is there stays
+    ],
+)
+def test_what_becomes_of_the_group(
+    conditions: list[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool, decision: object
+) -> None:
     assert decide(conditions, newcomers, min_ranks, max_ranks, broken) == decision
 
 
 def test_a_sequence_that_the_run_can_never_hold_ends_it() -> None:
     match decide([WELL, WELL], 0, 5, 4, False):
         case Stop(reason):
-            assert reason == "the next batch has a sequence that needs 5 ranks, and the run has at most 4 (cluster.max_workers)"
+            assert (
+                reason
+                == "the next batch has a sequence that needs 5 ranks, and the run has at most 4 (cluster.max_workers)"
+            )
         case other:
             raise AssertionError(other)
 
@@ -92,8 +106,16 @@ def test_a_step_that_a_worker_raises_in_twice_or_that_breaks_too_often_is_hopele
     assert not failures.with_one(7, raised=False).hopeless(8)
 
 
-@given(st.lists(st.sampled_from(list(Condition)), max_size=6), st.integers(0, 4), st.integers(1, 6), st.integers(1, 6), st.booleans())
-def test_decisions_keep_the_bounds_and_lose_nobody_that_is_well(conditions: list[Condition], newcomers: int, low: int, high: int, broken: bool) -> None:
+@given(
+    st.lists(st.sampled_from(list(Condition)), max_size=6),
+    st.integers(0, 4),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_decisions_keep_the_bounds_and_lose_nobody_that_is_well(
+    conditions: list[Condition], newcomers: int, low: int, high: int, broken: bool
+) -> None:
     well = [place for place, condition in enumerate(conditions) if condition is WELL]
     match decide(conditions, newcomers, low, high, broken):
         case GoOn():
@@ -116,7 +138,9 @@ def held(generation: int, world_size: int, **versions: list[int]) -> HeldShards:
 
 
 def test_the_newest_whole_version_survives() -> None:
-    """Ranks 0 and 1 of three live; rank 2's replica rank is rank 0. Rank 2 died before its copy of version 8 had gone out."""
+    """Ranks 0 and 1 of three live; rank 2's replica rank is rank 0. Rank 2 died before its copy of version 8 had gone
+    out.
+    """
     zero, one = [held(1, 3, r0=[8, 7], r2=[7])], [held(1, 3, r1=[8, 7], r0=[7, 8])]
     assert surviving_state([zero, one]) == SurvivingState(1, 7, ((0, 2), (1,)))
     zero = [held(1, 3, r0=[8, 7], r2=[7, 8])]
@@ -126,12 +150,14 @@ def test_the_newest_whole_version_survives() -> None:
 def test_every_shard_is_supplied_once_by_whoever_supplies_least() -> None:
     all_of_it = [held(1, 4, r0=[3], r1=[3], r2=[3], r3=[3])]
     assert surviving_state([all_of_it, all_of_it]) == SurvivingState(1, 3, ((0, 2), (1, 3)))
-    assert surviving_state([[held(1, 2, r0=[3])], all_of_it[:0], [held(1, 2, r0=[3], r1=[3])]]) == SurvivingState(1, 3, ((0,), (), (1,)))
+    assert surviving_state([[held(1, 2, r0=[3])], all_of_it[:0],
+                            [held(1, 2, r0=[3], r1=[3])]]) == SurvivingState(1, 3, ((0,), (), (1,)))
 
 
 def test_a_shard_that_nobody_has_means_an_earlier_version_or_none() -> None:
     assert surviving_state([[held(1, 3, r0=[8, 7], r1=[8])]]) is None
-    assert surviving_state([[held(1, 3, r0=[8, 7], r1=[8], r2=[6])], [held(1, 3, r1=[6], r0=[6])]]) == SurvivingState(1, 6, ((2,), (0, 1)))
+    assert surviving_state([[held(1, 3, r0=[8, 7], r1=[8], r2=[6])],
+                            [held(1, 3, r1=[6], r0=[6])]]) == SurvivingState(1, 6, ((2,), (0, 1)))
     assert surviving_state([]) is None
     assert surviving_state([[], []]) is None
 
@@ -140,7 +166,8 @@ def test_versions_of_two_generations_are_not_mixed() -> None:
     """Generation 2 broke before all of its mirrors stood: what is left of generation 1 is whole."""
     before = [held(1, 2, r0=[5], r1=[5]), held(2, 3, r0=[5])]
     assert surviving_state([before, [held(2, 3, r1=[5])]]) == SurvivingState(1, 5, ((0, 1), ()))
-    assert surviving_state([before, [held(2, 3, r1=[5], r2=[5])]]) == SurvivingState(2, 5, ((0,), (1, 2)))  # of equal versions the later generation's
+    # of equal versions the later generation's
+    assert surviving_state([before, [held(2, 3, r1=[5], r2=[5])]]) == SurvivingState(2, 5, ((0,), (1, 2)))
     assert surviving_state([[held(1, 2, r0=[5], r1=[5])], [held(2, 1, r0=[4])]]) == SurvivingState(1, 5, ((0, 1), ()))
 
 
@@ -173,7 +200,8 @@ def test_the_loss_of_a_rank_or_a_node_leaves_every_shard(ranks_of_nodes: list[in
     if len(ranks_of_nodes) > 1:
         lost_together += [{rank for rank, node in enumerate(nodes) if node == lost} for lost in set(nodes)]
     for lost in lost_together:
-        assert all(owner not in lost or replica_rank not in lost for owner, replica_rank in enumerate(replica_ranks)), (nodes, replica_ranks, lost)
+        assert all(owner not in lost or replica_rank not in lost
+                   for owner, replica_rank in enumerate(replica_ranks)), (nodes, replica_ranks, lost)
     kept = [replica_ranks.count(rank) for rank in range(len(nodes))]
     if len(set(ranks_of_nodes)) == 1:
         assert set(kept) == {1}  # nobody keeps more than one where nodes are alike

@@ -1,4 +1,6 @@
-"""What the driver does for each rank of a large group: a bounded number of calls, and work that grows with the ranks, not with their square."""
+"""What the driver does for each rank of a large group: a bounded number of calls, and work that grows with the ranks,
+not with their square.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ def work_of_steps(num_ranks: int, folder: Path) -> tuple[int, list[Any]]:
 
     sys.setprofile(count)
     try:
-        steps = [message.metrics["step"] for message in driver._steps(driver.session) if isinstance(message, StepCommitted)]
+        steps = [message.metrics["step"] for message in driver._steps(driver.session)
+                 if isinstance(message, StepCommitted)]
     finally:
         sys.setprofile(None)
     driver.session.current.dispatcher.stop()
@@ -87,7 +90,9 @@ def work_of_steps(num_ranks: int, folder: Path) -> tuple[int, list[Any]]:
 
 
 def test_a_step_of_the_driver_grows_with_the_ranks(ray_cluster: None, tmp_path: Path) -> None:
-    """Four times the ranks are at most four times the work between two steps, and each rank is called twice a step, and once more where states are mirrored."""
+    """Four times the ranks are at most four times the work between two steps, and each rank is called twice a step, and
+    once more where states are mirrored.
+    """
     few, _ = work_of_steps(32, tmp_path / "few")
     many, handles = work_of_steps(128, tmp_path / "many")
     assert many <= 4.2 * few

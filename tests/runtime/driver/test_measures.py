@@ -6,12 +6,14 @@ from dhp_ray.train.results import PackTime, StepResult
 
 
 def result(rank: int, *times: PackTime, loss_sum: float = 12.0, num_valid_tokens: int = 4) -> StepResult:
-    return StepResult(step=3, rank=rank, loss_sum=loss_sum, num_valid_tokens=num_valid_tokens, gradient_norm=1.0, learning_rate=1e-3, applied=True,
+    return StepResult(step=3, rank=rank, loss_sum=loss_sum, num_valid_tokens=num_valid_tokens, gradient_norm=1.0,
+                      learning_rate=1e-3, applied=True,
                       state_version=3, step_time_s=5.0, data_wait_s=0.0, pack_times=times, pool={"hits": 0})
 
 
 def test_idle_time_is_what_ranks_neither_compute_nor_have_packs_for() -> None:
-    results = [result(0, PackTime(0, 1.0, 3.0, 0.5), PackTime(1, 3.0, 5.0, 0.0)), result(1, PackTime(0, 1.0, 3.0, 1.0)), result(2)]
+    results = [result(0, PackTime(0, 1.0, 3.0, 0.5), PackTime(1, 3.0, 5.0, 0.0)), result(1, PackTime(0, 1.0, 3.0, 1.0)),
+               result(2)]
     assert makespan_s(results) == 4.0
     assert measured_idle_fraction(results) == pytest.approx(1 - (1.5 + 2.0 + 1.0) / (3 * 4.0))
 
@@ -36,13 +38,15 @@ def test_the_scale_is_the_running_median_of_measured_over_predicted() -> None:
 def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
     samples = (Sample("a", 10, 4, ((1, 4, 4),)), Sample("b", 6), Sample("c", 5))
     plan = Plan("dhp", "step", ClusterSpec(3, 3, 8), samples,
-                (GroupPlan((0, 1), Pack((0,)), 1.0, encoders=(0,)), GroupPlan((2,), Pack((1,)), 0.5), GroupPlan((2,), Pack((2,)), 0.5)), 1.0, 0.9, 0.002)
+                (GroupPlan((0, 1), Pack((0,)), 1.0, encoders=(0,)), GroupPlan((2,), Pack((1,)), 0.5),
+                 GroupPlan((2,), Pack((2,)), 0.5)), 1.0, 0.9, 0.002)
     metrics = step_metrics(plan, [result(0, PackTime(0, 0.0, 2.0, 0.0)), result(1), result(2)], 2.5, 2.0, 1, late=True)
     assert metrics["loss"] == 3.0
     assert metrics["degrees"] == {"1": 2, "2": 1}
     assert (metrics["num_tokens"], metrics["num_samples"], metrics["num_ranks"]) == (25, 3, 3)
     assert (metrics["predicted_makespan_s"], metrics["measured_makespan_s"]) == (2.0, 2.0)
-    assert (metrics["learning_rate"], metrics["gradient_norm"], metrics["planner"], metrics["late"]) == (1e-3, 1.0, "dhp", True)
+    assert (metrics["learning_rate"], metrics["gradient_norm"], metrics["planner"],
+            metrics["late"]) == (1e-3, 1.0, "dhp", True)
 
 
 def test_a_batch_without_a_valid_token_has_loss_zero() -> None:

@@ -27,15 +27,19 @@ def test_of_two_that_claim_a_step_one_sends() -> None:
         assert planning.claimed
 
 
-@pytest.mark.parametrize(("last_resort_s", "expected_s", "scale", "seconds"), [
-    (4.0, 3.0, 1.0, 1.0),  # what the last resort loses
-    (4.0, 3.0, 2.5, 2.5),  # in measured seconds
-    (3.0, 3.0, 1.0, LATE_S),  # nothing to lose
-    (2.9, 3.0, 1.0, LATE_S),
-    (4.0, 3.0, None, float("inf")),  # nobody knows what a predicted second is yet
-])
-def test_a_plan_is_waited_for_as_long_as_that_costs_less_than_the_last_resort(last_resort_s: float, expected_s: float, scale: float | None,
-                                                                             seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("last_resort_s", "expected_s", "scale", "seconds"),
+    [
+        (4.0, 3.0, 1.0, 1.0),  # what the last resort loses
+        (4.0, 3.0, 2.5, 2.5),  # in measured seconds
+        (3.0, 3.0, 1.0, LATE_S),  # nothing to lose
+        (2.9, 3.0, 1.0, LATE_S),
+        (4.0, 3.0, None, float("inf")),  # nobody knows what a predicted second is yet
+    ],
+)
+def test_a_plan_is_waited_for_as_long_as_that_costs_less_than_the_last_resort(
+    last_resort_s: float, expected_s: float, scale: float | None, seconds: float
+) -> None:
     assert patience_s(last_resort_s, expected_s, scale) == pytest.approx(seconds)
 
 

@@ -22,11 +22,13 @@ GIB = 2**30
 
 
 def config_of(run_dir: str, *more: str) -> Config:
-    return load(["data=synthetic", "data.path=none.parquet", f"run.dir={run_dir}", "cluster.num_workers=2", "cluster.device=cpu", *more])
+    return load(["data=synthetic", "data.path=none.parquet", f"run.dir={run_dir}", "cluster.num_workers=2",
+                 "cluster.device=cpu", *more])
 
 
 def members(*described: dict[str, Any]) -> list[Member]:
-    return [Member(slot, None, {"node_id": "a", "device": "cuda"} | found) for slot, found in enumerate(described)]  # type: ignore[arg-type]
+    return [Member(slot, None, {"node_id": "a", "device": "cuda"} | found)
+            for slot, found in enumerate(described)]  # type: ignore[arg-type]
 
 
 def bytes_held(rank: int, port: int, config: Config) -> tuple[int, int]:
@@ -36,7 +38,8 @@ def bytes_held(rank: int, port: int, config: Config) -> tuple[int, int]:
     tensors = [*engine.current.tensors().values(), *engine.spare.tensors().values()]
     if isinstance(engine, ShardedEngine):
         tensors += [parameter.to_local() for parameter in (engine.parameters | engine.frozen).values()]
-        gradients = sum(parameter.to_local().nbytes for parameter in engine.parameters.values())  # they are there from a backward pass on
+        # they are there from a backward pass on
+        gradients = sum(parameter.to_local().nbytes for parameter in engine.parameters.values())
     else:
         assert isinstance(engine, FlatEngine)
         tensors += [*engine.module.parameters(), *engine.gradients().values(), engine._shard_gradient]
@@ -44,7 +47,8 @@ def bytes_held(rank: int, port: int, config: Config) -> tuple[int, int]:
     member.checkpointer.begin(1)
     member.checkpointer.finish()
     assert member.checkpointer.poll() == ([1], "")
-    saved = sum(path.stat().st_size for path in Path(config.run.dir).glob(f"checkpoints/step_000001/generation_1/__{rank}_*"))
+    saved = sum(path.stat().st_size
+                for path in Path(config.run.dir).glob(f"checkpoints/step_000001/generation_1/__{rank}_*"))
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     member.close()
     return sum(held.values()) + gradients, saved
@@ -55,14 +59,17 @@ def bytes_held(rank: int, port: int, config: Config) -> tuple[int, int]:
 def test_described_bytes_are_what_a_rank_keeps_and_saves(tmp_path: Path, sync: str, freeze: str) -> None:
     config = config_of(str(tmp_path), f"planner.sync={sync}", f"train.freeze={freeze}")
     size, found = state_size(config), run_processes(bytes_held, 2, config)
-    assert [held for held, _ in found] == pytest.approx([size.resident_bytes] * 2, rel=0.03)  # padding, and rows that do not divide evenly
-    assert sum(saved for _, saved in found) == pytest.approx(size.checkpoint_bytes, rel=0.08)  # what torch writes about each piece
+    # padding, and rows that do not divide evenly
+    assert [held for held, _ in found] == pytest.approx([size.resident_bytes] * 2, rel=0.03)
+    # what torch writes about each piece
+    assert sum(saved for _, saved in found) == pytest.approx(size.checkpoint_bytes, rel=0.08)
 
 
 def test_frozen_parts_take_neither_gradients_nor_state(tmp_path: Path) -> None:
     """A model whose state fits only because its encoder is frozen is admitted, in both modes."""
     for sync in ("step", "micro_batch"):
-        whole, frozen = (state_size(config_of(str(tmp_path), f"planner.sync={sync}", f"train.freeze={freeze}")) for freeze in ("[]", "[vision]"))
+        whole, frozen = (state_size(config_of(str(tmp_path), f"planner.sync={sync}", f"train.freeze={freeze}"))
+                         for freeze in ("[]", "[vision]"))
         assert frozen.num_parameters == whole.num_parameters
         memory_bytes = int((whole.resident_bytes + frozen.resident_bytes) / 2 / 0.9)
         described = [{"memory_bytes": memory_bytes, **size._asdict()} for size in (whole, frozen)]
@@ -71,33 +78,41 @@ def test_frozen_parts_take_neither_gradients_nor_state(tmp_path: Path) -> None:
             check_memory(WorkerGroup(members(described[0], described[0])), sync)
 
 
-@pytest.mark.parametrize(("done", "total", "every", "expected"), [(0, 10, 4, 3), (0, 8, 4, 2), (4, 8, 4, 1), (5, 8, 4, 1), (0, 3, 0, 1), (3, 3, 2, 0)])
+@pytest.mark.parametrize(("done", "total", "every", "expected"),
+                         [(0, 10, 4, 3), (0, 8, 4, 2), (4, 8, 4, 1), (5, 8, 4, 1), (0, 3, 0, 1), (3, 3, 2, 0)])
 def test_saves_that_are_still_to_come(done: int, total: int, every: int, expected: int) -> None:
     assert saves_ahead(done, total, every) == expected
 
 
 def test_a_run_folder_without_room_is_refused(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "checkpoint.keep=2")
-    found = members({"checkpoint_bytes": 12 * GIB, "save_free_bytes": 35 * GIB}, {"checkpoint_bytes": 12 * GIB, "save_free_bytes": 35 * GIB})
+    found = members({"checkpoint_bytes": 12 * GIB, "save_free_bytes": 35 * GIB},
+                    {"checkpoint_bytes": 12 * GIB, "save_free_bytes": 35 * GIB})
     for num_present, num_ahead in ((0, 2), (1, 9), (2, 9), (0, 0)):
         check_room(found, config, tmp_path, num_present, num_ahead)
     with pytest.raises(RunError) as caught:
         check_room(found, config, tmp_path, 0, 9)
     assert str(caught.value) == (
-        f"run.dir: {tmp_path} has 35 GiB free, and the next 3 checkpoints of 12 GiB each need 36 GiB (checkpoint.keep=2 and the one being written); make room, "
-        "lower checkpoint.keep, or choose another run.dir")
+        f"run.dir: {tmp_path} has 35 GiB free, and the next 3 checkpoints of 12 GiB each need 36 GiB "
+        "(checkpoint.keep=2 and the one being written); make room, "
+        "lower checkpoint.keep, or choose another run.dir"
+    )
 
 
 def test_a_node_without_room_for_its_parts_is_refused() -> None:
     """Two of three ranks are on node b: they stage two thirds."""
     config = config_of("s3://bucket/run", "checkpoint.scratch=/fast")
-    found = members(*({"node_id": node, "checkpoint_bytes": 12 * GIB, "save_free_bytes": free * GIB} for node, free in (("a", 5), ("b", 9), ("b", 9))))
+    found = members(*({"node_id": node, "checkpoint_bytes": 12 * GIB, "save_free_bytes": free * GIB}
+                      for node, free in (("a", 5), ("b", 9), ("b", 9))))
     check_room(found, config, None, 0, 9)
     found[1].described["save_free_bytes"] = 7 * GIB
     with pytest.raises(RunError) as caught:
         check_room(found, config, None, 0, 9)
-    assert str(caught.value) == ("checkpoint.scratch: /fast on node b has 7 GiB free, and the parts of its 2 ranks in a checkpoint need 8 GiB before they are "
-                                 "uploaded; make room, or name another folder")
+    assert str(caught.value) == (
+        "checkpoint.scratch: /fast on node b has 7 GiB free, and the parts of its 2 ranks in a checkpoint need 8 GiB "
+        "before they are "
+        "uploaded; make room, or name another folder"
+    )
 
 
 def test_a_model_that_a_killed_export_has_left_goes_with_the_next(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ def test_nothing_seen_is_nominal_speed() -> None:
 
 
 def test_long_packs_make_nobody_slow() -> None:
-    """Rank 0 had five times the work and took five times as long; what the others waited for is not in their busy seconds."""
+    """Rank 0 had five times the work and took five times as long; what the others waited for is not in their busy
+    seconds.
+    """
     assert metered(3, [((5.0, 1.0, 1.0), (5.0, 1.0, 1.0))] * 30, evict_below=0.5).planned() == (1.0, 1.0, 1.0)
 
 
@@ -127,10 +129,12 @@ def test_nominal_seconds_are_the_packs_compute_without_communication() -> None:
         for place, rank in enumerate(group.ranks):
             for row in group.pack.sequences:
                 sample = plan.samples[row]
-                expected[rank] += (cost.attention_s(sample.num_tokens) + cost.linear_s * sample.num_tokens) / group.degree
+                expected[rank] += (cost.attention_s(sample.num_tokens) + cost.linear_s
+                                   * sample.num_tokens) / group.degree
             expected[rank] += cost.pack_s
             images = [image_s for row in group.pack.sequences for image_s in cost.image_s(plan.samples[row])]
-            expected[rank] += sum(image_s for image_s, encoder in zip(images, group.encoders, strict=True) if encoder == place)
+            expected[rank] += sum(image_s for image_s, encoder in zip(images, group.encoders, strict=True)
+                                  if encoder == place)
     assert seconds == pytest.approx(expected)
     assert max(group.degree for group in plan.groups) >= 2
     alone = plan_batch(samples, ClusterSpec(1, 1, 4096), cost)
@@ -140,7 +144,8 @@ def test_nominal_seconds_are_the_packs_compute_without_communication() -> None:
 
 def test_busy_seconds_leave_out_what_a_rank_was_blocked_for() -> None:
     def result(rank: int, *times: PackTime) -> StepResult:
-        return StepResult(step=1, rank=rank, loss_sum=1.0, num_valid_tokens=1, gradient_norm=1.0, learning_rate=1.0, applied=True, state_version=1,
+        return StepResult(step=1, rank=rank, loss_sum=1.0, num_valid_tokens=1, gradient_norm=1.0, learning_rate=1.0,
+                          applied=True, state_version=1,
                           step_time_s=9.0, data_wait_s=0.0, pack_times=times, pool={})
 
     results = [result(2, PackTime(0, 0.0, 2.0, 0.5), PackTime(1, 2.0, 3.0, 0.25)), result(0)]

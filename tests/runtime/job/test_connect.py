@@ -1,4 +1,6 @@
-"""Meeting Ray: a head that is gone is told within seconds; the rendezvous store listens on its node's address alone; where a submitted job may write."""
+"""Meeting Ray: a head that is gone is told within seconds; the rendezvous store listens on its node's address alone;
+where a submitted job may write.
+"""
 
 from __future__ import annotations
 
@@ -50,28 +52,39 @@ def plant(folder: Path, address: str) -> Path:
 
 def data(folder: Path) -> list[str]:
     """Of a run that nothing is wrong with but its cluster."""
-    return ["data=llava", f"data.path={write_rows(folder / 'rows.json', [{'conversations': talk('Name a colour.', 'Red.')}])}"]
+    return [
+        "data=llava",
+        f"data.path={write_rows(folder / 'rows.json', [{'conversations': talk('Name a colour.', 'Red.')}])}",
+    ]
 
 
 def test_a_dead_address_ends_a_run_with_one_line(dead_port: int, tmp_path: Path) -> None:
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "jobs/train.py", f"run.dir={tmp_path}", *data(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60,
+    done = subprocess.run([sys.executable, "jobs/train.py", f"run.dir={tmp_path}", *data(tmp_path)], cwd=ROOT,
+                          capture_output=True, text=True, timeout=60,
                           env=os.environ | {"RAY_ADDRESS": f"127.0.0.1:{dead_port}"}, check=False)
     assert done.returncode == 1, done.stderr
-    assert done.stderr.splitlines() == [f"error: no Ray cluster at 127.0.0.1:{dead_port}, which RAY_ADDRESS names: [Errno 111] Connection refused; "
-                                        "allowed: a running head (`ray start --head`), its address in RAY_ADDRESS, "
-                                        "or RAY_ADDRESS=local for a cluster of this machine alone"]
+    assert done.stderr.splitlines() == [
+        f"error: no Ray cluster at 127.0.0.1:{dead_port}, which RAY_ADDRESS names: [Errno 111] Connection refused; "
+        "allowed: a running head (`ray start --head`), its address in RAY_ADDRESS, "
+        "or RAY_ADDRESS=local for a cluster of this machine alone"
+    ]
     assert time.monotonic() - started < 30  # of which all but a moment is importing Ray
 
 
 @pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
 @pytest.mark.parametrize("address", [None, "", "auto"])
-def test_a_stale_file_is_named(variable: str, address: str | None, dead_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_file_is_named(
+    variable: str, address: str | None, dead_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = plant(tmp_path, f"127.0.0.1:{dead_port}\n")
     monkeypatch.setenv(variable, str(tmp_path))
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(RunError, match=rf"no Ray cluster at 127.0.0.1:{dead_port}, which {file} names: .*`ray stop`, or deleting it, clears it"):
+    with pytest.raises(
+        RunError,
+        match=rf"no Ray cluster at 127.0.0.1:{dead_port}, which {file} names: .*`ray stop`, or deleting it, clears it",
+    ):
         connect()
 
 
@@ -103,14 +116,19 @@ def test_an_address_that_leads_nowhere(address: str, monkeypatch: pytest.MonkeyP
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("variables", "found"), [
-    ({"RAY_ADDRESS": "10.0.0.1:6379", "RAY_TMPDIR": "first"}, "10.0.0.1:6379"),
-    ({"RAY_ADDRESS": "local", "RAY_TMPDIR": "first"}, "local"),
-    ({"RAY_TMPDIR": "first", "TMPDIR": "second"}, "10.0.0.2:1"),
-    ({"TMPDIR": "second"}, "10.0.0.2:2"),
-    ({"RAY_TMPDIR": "none"}, ""),
-])
-def test_the_address_is_the_one_that_ray_takes(variables: dict[str, str], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({"RAY_ADDRESS": "10.0.0.1:6379", "RAY_TMPDIR": "first"}, "10.0.0.1:6379"),
+        ({"RAY_ADDRESS": "local", "RAY_TMPDIR": "first"}, "local"),
+        ({"RAY_TMPDIR": "first", "TMPDIR": "second"}, "10.0.0.2:1"),
+        ({"TMPDIR": "second"}, "10.0.0.2:2"),
+        ({"RAY_TMPDIR": "none"}, ""),
+    ],
+)
+def test_the_address_is_the_one_that_ray_takes(
+    variables: dict[str, str], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(tmp_path / "first", "10.0.0.2:1")
     plant(tmp_path / "second", "10.0.0.2:2")
     monkeypatch.chdir(tmp_path)
@@ -142,13 +160,19 @@ def test_the_store_listens_on_its_address_alone(host: str) -> None:
 def listening() -> set[str]:
     """ADDRESS:PORT, as the kernel writes them, of every socket that this process listens on."""
     folder = Path("/proc/self/fd")
-    inodes = {os.readlink(link)[8:-1] for link in folder.iterdir() if os.path.lexists(link) and os.readlink(link).startswith("socket:[")}
-    words = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]]
+    inodes = {os.readlink(link)[8:-1] for link in folder.iterdir() if os.path.lexists(link)
+              and os.readlink(link).startswith("socket:[")}
+    words = [line.split() for kind in ("tcp", "tcp6")
+             for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]]
     return {row[1] for row in words if row[3] == "0A" and row[9] in inodes}
 
 
 def test_an_address_of_elsewhere_is_no_place_for_the_store() -> None:
-    with pytest.raises(RunError, match=r"the rendezvous store cannot listen at 198.51.100.77, the node's address in Ray: .*; allowed: an address"):
+    with pytest.raises(
+        RunError,
+        match=r"the rendezvous store cannot listen at 198.51.100.77, the node's address in Ray: .*; "
+              r"allowed: an address",
+    ):
         rendezvous_store("198.51.100.77")
 
 
@@ -156,8 +180,11 @@ def test_an_address_of_elsewhere_is_no_place_for_the_store() -> None:
 def test_a_relative_run_folder_in_an_upload_is_warned_of(folder: str) -> None:
     config = Config()
     config.run.dir = folder
-    assert re.fullmatch(rf"warning: run.dir={folder} is relative: it lies in {IN_UPLOAD}/jobs, .*; give an absolute path or a URI that every node reaches",
-                        run_folder_warning(config, IN_UPLOAD / "jobs"))
+    assert re.fullmatch(
+        rf"warning: run.dir={folder} is relative: it lies in {IN_UPLOAD}/jobs, .*; give an absolute path or a URI that "
+        "every node reaches",
+        run_folder_warning(config, IN_UPLOAD / "jobs"),
+    )
     assert not run_folder_warning(config, Path("/home/me/dhp_ray"))
 
 
@@ -173,7 +200,8 @@ def test_a_job_in_an_upload_says_so_first(tmp_path: Path, dead_port: int) -> Non
     plugin = WorkingDirPlugin(str(tmp_path), None)  # type: ignore[arg-type]
     upload = Path(plugin._resources_dir) / "_ray_pkg_1"
     upload.mkdir()
-    done = subprocess.run([sys.executable, str(ROOT / "jobs" / "train.py"), *data(tmp_path)], cwd=upload, capture_output=True, text=True, timeout=60,
+    done = subprocess.run([sys.executable, str(ROOT / "jobs" / "train.py"), *data(tmp_path)], cwd=upload,
+                          capture_output=True, text=True, timeout=60,
                           env=os.environ | {"RAY_ADDRESS": f"127.0.0.1:{dead_port}"}, check=False)
     assert done.stdout.startswith("warning: run.dir=runs/default is relative: ")
     assert done.returncode == 1, done.stderr
@@ -181,8 +209,12 @@ def test_a_job_in_an_upload_says_so_first(tmp_path: Path, dead_port: int) -> Non
 
 
 @pytest.mark.parametrize("address", ["local", "a head"])
-def test_a_cluster_that_is_started_here_leaves_out_what_nobody_looks_at(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its dashboard, metrics and task events would take time from ranks that share the machine. A cluster that is joined is left as it is."""
+def test_a_cluster_that_is_started_here_leaves_out_what_nobody_looks_at(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its dashboard, metrics and task events would take time from ranks that share the machine. A cluster that is
+    joined is left as it is.
+    """
     for name in LOCAL_SETTINGS:
         monkeypatch.setenv(name, "as it was")
         monkeypatch.delenv(name)
@@ -193,4 +225,5 @@ def test_a_cluster_that_is_started_here_leaves_out_what_nobody_looks_at(address:
         monkeypatch.setenv("RAY_ADDRESS", address if address == "local" else f"{host}:{port}")
         connect()
     assert asked["include_dashboard"] is False
-    assert {name: os.environ[name] for name in LOCAL_SETTINGS if name in os.environ} == (LOCAL_SETTINGS if address == "local" else {})
+    assert {name: os.environ[name] for name in LOCAL_SETTINGS
+            if name in os.environ} == (LOCAL_SETTINGS if address == "local" else {})

@@ -12,7 +12,8 @@ from dhp_ray.runtime.messages import Notice, RunFinished, RunStarted, StepCommit
 
 METRICS: dict[str, Any] = {"step": 12, "loss": 2.4131, "learning_rate": 9.8e-4, "gradient_norm": 1.2,
                            "num_tokens": 2604, "num_samples": 16, "step_time_s": 0.84, "planning_time_s": 0.0031,
-                           "predicted_makespan_s": 0.4, "measured_makespan_s": 0.45, "idle_fraction": 0.181, "num_ranks": 4, "generation": 1,
+                           "predicted_makespan_s": 0.4, "measured_makespan_s": 0.45, "idle_fraction": 0.181,
+                           "num_ranks": 4, "generation": 1,
                            "degrees": {"2": 2, "1": 9, "10": 1}, "planner": "dhp", "late": False}
 EXTRA: dict[str, Any] = {"applied": True}
 
@@ -26,9 +27,12 @@ class Screen(io.StringIO):
 
 def test_the_line_of_a_step() -> None:
     assert step_line(METRICS, 60) == (
-        "step 12/60 loss 2.413 (lr 9.8e-4, norm 1.2) 3.1k tokens/s step 0.84 s plan 3 ms idle 18 % degrees 1x9 2x2 10x1")
+        "step 12/60 loss 2.413 (lr 9.8e-4, norm 1.2) 3.1k tokens/s step 0.84 s plan 3 ms idle 18 % degrees 1x9 2x2 10x1"
+    )
     assert step_line(METRICS | {"eval_loss": 2.5}, 0) == (
-        "step 12 loss 2.413 (lr 9.8e-4, norm 1.2) eval loss 2.500 3.1k tokens/s step 0.84 s plan 3 ms idle 18 % degrees 1x9 2x2 10x1")
+        "step 12 loss 2.413 (lr 9.8e-4, norm 1.2) eval loss 2.500 3.1k tokens/s step 0.84 s plan 3 ms idle 18 % "
+        "degrees 1x9 2x2 10x1"
+    )
 
 
 def test_the_line_of_a_late_plan_says_which_planner_s_ran() -> None:
@@ -36,13 +40,15 @@ def test_the_line_of_a_late_plan_says_which_planner_s_ran() -> None:
     assert " plan 3 ms (late: dhp_quick) idle 18 % " in line
 
 
-@pytest.mark.parametrize(("tokens", "shown"), [(1, "1.19"), (600, "714"), (839.7, "1k"), (8400, "10k"), (2_000_000, "2.38M"), (9e9, "10.7G"), (0, "0")])
+@pytest.mark.parametrize(("tokens", "shown"), [(1, "1.19"), (600, "714"), (839.7, "1k"), (8400, "10k"),
+                                               (2_000_000, "2.38M"), (9e9, "10.7G"), (0, "0")])
 def test_token_rates(tokens: float, shown: str) -> None:
     assert f") {shown} tokens/s " in step_line(METRICS | {"num_tokens": tokens}, 60)
 
 
 def test_numbers_that_are_none_have_a_line_too() -> None:
-    line = step_line(METRICS | {"loss": math.nan, "step_time_s": 0.0, "gradient_norm": math.inf, "learning_rate": 0.0}, 60)
+    line = step_line(METRICS | {"loss": math.nan, "step_time_s": 0.0, "gradient_norm": math.inf, "learning_rate": 0.0},
+                     60)
     assert "loss nan (lr 0, norm inf) 0 tokens/s" in line
 
 
@@ -77,7 +83,8 @@ def test_plain_output_is_lines() -> None:
     console.show(StepCommitted(METRICS, EXTRA))
     console.show(RunFinished("done: model in runs/default/model"))
     console.close()
-    assert output.getvalue().splitlines() == ["model tiny", "4 ranks [cpu]", "sample a[1] left out: truncated", step_line(METRICS, 60),
+    assert output.getvalue().splitlines() == ["model tiny", "4 ranks [cpu]", "sample a[1] left out: truncated",
+                                              step_line(METRICS, 60),
                                               "done: model in runs/default/model"]
 
 

@@ -32,8 +32,10 @@ def main(work):
         return 1
 """
 SLEEP = "sys.exit(main(lambda: time.sleep(60)))"
-# A mutex that the thread holds itself: signals do not interrupt the wait for it, as they do not interrupt Ray's for a head.
-FOREIGN = "mutex = ctypes.create_string_buffer(256); lock = ctypes.CDLL(None).pthread_mutex_lock; sys.exit(main(lambda: (lock(mutex), lock(mutex))))"
+# A mutex that the thread holds itself: signals do not interrupt the wait for it, as they do not interrupt Ray's for a
+# head.
+FOREIGN = ("mutex = ctypes.create_string_buffer(256); lock = ctypes.CDLL(None).pthread_mutex_lock; "
+           "sys.exit(main(lambda: (lock(mutex), lock(mutex))))")
 TRAIN = """ending.hand_over(lambda reason: print("told", reason, flush=True)); """ + SLEEP
 OVER = 'ending.hand_over(lambda reason: print("told", flush=True)); ending.over(); main(lambda: time.sleep(0.5))'
 MUTE = "ending.say = lambda text: open('/nowhere/at/all'); " + TRAIN
@@ -43,7 +45,8 @@ RAY = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(15)); ending.take_signa
 class Process:
     def __init__(self, code: str, ignored: str = "") -> None:
         before = f"import signal; signal.signal(signal.{ignored}, signal.SIG_IGN)" if ignored else ""
-        self._process = subprocess.Popen([sys.executable, "-c", before + HEAD + code], env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+        self._process = subprocess.Popen([sys.executable, "-c", before + HEAD + code],
+                                         env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert self._process.stdout is not None
         self.lines = iter(self._process.stdout)
@@ -80,8 +83,12 @@ def begin() -> Iterator[Begin]:
 
 
 @pytest.mark.parametrize("code", [SLEEP, RAY], ids=["sleep", "after-another-handler"])
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")], ids=["SIGINT", "SIGTERM"])
-def test_before_there_is_anything_to_save_a_signal_ends_the_process(begin: Begin, code: str, number: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")], ids=["SIGINT", "SIGTERM"]
+)
+def test_before_there_is_anything_to_save_a_signal_ends_the_process(
+    begin: Begin, code: str, number: int, name: str
+) -> None:
     process = begin(code)
     process.send(number)
     assert process.ended() == (1, [], f"error: stopped before the first step: {name}; start the same command again\n")
@@ -100,9 +107,15 @@ def test_a_run_that_trains_is_told_and_a_second_ctrl_c_ends_it_at_once(begin: Be
     process = begin(TRAIN)
     process.send(signal.SIGINT)
     assert next(process.lines) == "told Ctrl-C\n"
-    assert next(process.lines).startswith("Ctrl-C: the run ends after the step under way, with a checkpoint; press it again to end at once")
+    assert next(process.lines).startswith(
+        "Ctrl-C: the run ends after the step under way, with a checkpoint; press it again to end at once"
+    )
     process.send(signal.SIGINT)
-    assert process.ended() == (1, [], "error: ended at once: Ctrl-C; start the same command again to go on from the newest checkpoint\n")
+    assert process.ended() == (
+        1,
+        [],
+        "error: ended at once: Ctrl-C; start the same command again to go on from the newest checkpoint\n",
+    )
 
 
 def test_a_run_that_trains_is_told_of_sigterm_once(begin: Begin) -> None:

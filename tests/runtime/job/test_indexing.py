@@ -11,10 +11,13 @@ from dhp_ray.schema import Data, Source
 from tests.data.samples import talk, write_rows
 
 
-def test_the_index_of_much_data_is_shown_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_index_of_much_data_is_shown_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("DHP_RAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(indexing, "LINE_EVERY_S", 0.0)
-    paths = [str(write_rows(tmp_path / f"{name}.jsonl", [{"id": f"{name}{number}", "conversations": talk("a", "b")} for number in range(40)])) for name in "ab"]
+    paths = [str(write_rows(tmp_path / f"{name}.jsonl", [{"id": f"{name}{number}", "conversations": talk("a", "b")}
+                                                         for number in range(40)])) for name in "ab"]
     data = Data(format="llava", sources=[Source(path=path) for path in paths])
     index_ahead(data)
     assert not (tmp_path / "cache").exists()  # little data: not worth it

@@ -44,7 +44,8 @@ def test_what_a_failed_save_has_left_goes_with_the_next_whole_one(tmp_path: Path
     for step in (4, 8):
         (tmp_path / f"checkpoints/step_{step:06d}").mkdir()
     checkpoints.seal(manifest(6))
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000006", "step_000008"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000006",
+                                                                                  "step_000008"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 3}', "null"])
@@ -52,7 +53,8 @@ def test_what_is_no_manifest_is_one_line(tmp_path: Path, content: str) -> None:
     checkpoints = Checkpoints(Folder(str(tmp_path)), keep=2)
     checkpoints.seal(manifest(4))
     (tmp_path / "checkpoints/step_000004/manifest.json").write_text(content)
-    with pytest.raises(StorageError, match=r"checkpoints/step_000004/manifest\.json: not the manifest of a checkpoint") as caught:
+    with pytest.raises(StorageError,
+                       match=r"checkpoints/step_000004/manifest\.json: not the manifest of a checkpoint") as caught:
         checkpoints.newest()
     assert "\n" not in str(caught.value)
 
@@ -67,12 +69,15 @@ def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:
 
 
 def test_the_manifest_names_the_generation_whose_files_count(tmp_path: Path) -> None:
-    """Files of a generation that was given up go when the manifest stands; checkpoints of before have theirs beside the manifest."""
+    """Files of a generation that was given up go when the manifest stands; checkpoints of before have theirs beside the
+    manifest.
+    """
     checkpoints = Checkpoints(Folder(str(tmp_path)), keep=2)
     for generation in (2, 3):
         (tmp_path / f"checkpoints/step_000004/generation_{generation}").mkdir(parents=True)
     checkpoints.seal(replace(manifest(4), generation=3))
-    assert sorted(path.name for path in (tmp_path / "checkpoints/step_000004").iterdir()) == ["generation_3", "manifest.json"]
+    assert sorted(path.name for path in (tmp_path
+                                         / "checkpoints/step_000004").iterdir()) == ["generation_3", "manifest.json"]
     newest = checkpoints.newest()
     assert newest is not None
     assert newest.files == "checkpoints/step_000004/generation_3"
@@ -110,7 +115,9 @@ def test_files_of_another_generation_that_cannot_be_deleted_end_no_run(tmp_path:
     (tmp_path / "checkpoints/step_000004/generation_2").mkdir(parents=True)
     folder.held = "checkpoints/step_000004/generation_2"
     checkpoints = Checkpoints(folder, keep=1)
-    assert checkpoints.seal(replace(manifest(4), generation=3)) == ["checkpoints/step_000004/generation_2: cannot be deleted: Directory not empty"]
+    assert checkpoints.seal(replace(manifest(4), generation=3)) == [
+        "checkpoints/step_000004/generation_2: cannot be deleted: Directory not empty"
+    ]
     assert checkpoints.complete() == [4]
 
 

@@ -24,7 +24,8 @@ EXTRA = {"applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.0
 def metrics(step: int, **changes: Any) -> dict[str, Any]:
     return {"step": step, "loss": 10.0 / step, "learning_rate": 1e-3, "gradient_norm": 1.5, "num_tokens": 100,
             "num_samples": 2, "step_time_s": 0.5, "planning_time_s": 0.001,
-            "predicted_makespan_s": 0.4, "measured_makespan_s": 0.45, "idle_fraction": 0.1, "num_ranks": 4, "generation": 1,
+            "predicted_makespan_s": 0.4, "measured_makespan_s": 0.45, "idle_fraction": 0.1, "num_ranks": 4,
+            "generation": 1,
             "degrees": {"1": 9, "3": 1}, "planner": "dhp", "late": step == 2} | changes
 
 
@@ -76,13 +77,16 @@ def test_many_ranks_draw_only_the_degrees_that_occur() -> None:
 
 
 def test_a_resumed_run_shows_every_step_once(tmp_path: Path) -> None:
-    """A first process reaches step 7, is killed, and a second goes on from the checkpoint of step 4; then again from step 6."""
+    """A first process reaches step 7, is killed, and a second goes on from the checkpoint of step 4; then again from
+    step 6.
+    """
     for first, last, scale in ((1, 7, 1.0), (5, 8, 2.0), (7, 9, 3.0)):
         log = ScalarLog(Folder(str(tmp_path)), first_step=first)
         log.text("configuration", f"from {first}")
         for step in range(first, last + 1):
             log.step(metrics(step, loss=scale * step), EXTRA)
-    assert points(tmp_path, "loss/train") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 10.0), (6, 12.0), (7, 21.0), (8, 24.0), (9, 27.0)]
+    assert points(tmp_path, "loss/train") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 10.0), (6, 12.0), (7, 21.0),
+                                              (8, 24.0), (9, 27.0)]
     assert [step for step, _ in points(tmp_path, "plan/degree_3")] == list(range(1, 10))
 
 
@@ -95,11 +99,15 @@ def test_a_run_started_over_shows_nothing_of_the_old_one(tmp_path: Path) -> None
 
 
 def test_what_a_killed_process_wrote_is_there(tmp_path: Path) -> None:
-    program = ("import os, sys; from dhp_ray.runtime.records.tensorboard import ScalarLog; from dhp_ray.storage import Folder\n"
-               "log = ScalarLog(Folder(sys.argv[1]), 1)\n"
-               "for step in (1, 2, 3): log.scalars(step, {'loss/train': 1.0})\n"
-               "os.kill(os.getpid(), 9)")
-    finished = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parents[3], check=False)
+    program = (
+        "import os, sys; from dhp_ray.runtime.records.tensorboard import ScalarLog; from dhp_ray.storage import "
+        "Folder\n"
+        "log = ScalarLog(Folder(sys.argv[1]), 1)\n"
+        "for step in (1, 2, 3): log.scalars(step, {'loss/train': 1.0})\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    finished = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parents[3],
+                              check=False)
     assert finished.returncode == -9
     assert points(tmp_path, "loss/train") == [(1, 1.0), (2, 1.0), (3, 1.0)]
 
@@ -153,16 +161,23 @@ def test_an_object_store_gets_the_whole_file(tmp_path: Path, monkeypatch: pytest
 
 
 def test_tensorboard_reads_a_bucket(object_store: str, tmp_path: Path) -> None:
-    """As the README has it: `tensorboard --logdir s3://bucket/runs` while the run is going. Its reader finds the server by S3_ENDPOINT, through boto3."""
+    """As the README has it: `tensorboard --logdir s3://bucket/runs` while the run is going. Its reader finds the server
+    by S3_ENDPOINT, through boto3.
+    """
     pytest.importorskip("boto3")
     log = ScalarLog(Folder(f"s3://bucket/{tmp_path.name}/first/tensorboard{object_store}"), first_step=1)
     log.step(metrics(1), EXTRA)
     log.flush()
-    program = ("from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer\n"
-               f"multiplexer = EventMultiplexer().AddRunsFromDirectory('s3://bucket/{tmp_path.name}').Reload()\n"
-               "print([(run, event.step) for run in multiplexer.Runs() for event in multiplexer.Scalars(run, 'loss/train')])")
-    environment = os.environ | {"S3_ENDPOINT": f"http://{object_store.partition('endpoint_override=')[2].partition('&')[0]}"}
-    finished = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    program = (
+        "from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer\n"
+        f"multiplexer = EventMultiplexer().AddRunsFromDirectory('s3://bucket/{tmp_path.name}').Reload()\n"
+        "print([(run, event.step) for run in multiplexer.Runs() for event in multiplexer.Scalars(run, 'loss/train')])"
+    )
+    environment = os.environ | {
+        "S3_ENDPOINT": f"http://{object_store.partition('endpoint_override=')[2].partition('&')[0]}"
+    }
+    finished = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True,
+                              check=True)
     assert finished.stdout.strip() == "[('first/tensorboard', 1)]"
     log.close()
 
@@ -179,7 +194,11 @@ def test_a_full_disk_is_waited_for(small_disk: Path) -> None:
 
 
 def test_torch_is_not_needed() -> None:
-    program = ("import sys, dhp_ray.runtime.records.tensorboard, dhp_ray.runtime.records.run_records, dhp_ray.runtime.job.console\n"
-               "print([name for name in ('torch', 'ray') if name in sys.modules])")
-    finished = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, dhp_ray.runtime.records.tensorboard, dhp_ray.runtime.records.run_records, "
+        "dhp_ray.runtime.job.console\n"
+        "print([name for name in ('torch', 'ray') if name in sys.modules])"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], capture_output=True,
+                              text=True, check=True)
     assert finished.stdout.strip() == "[]"

@@ -48,7 +48,8 @@ def test_tensorboard_shows_a_run(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("tensorboard")), "--logdir", str(tmp_path / "tensorboard"), "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(Path(sys.executable).with_name("tensorboard")), "--logdir", str(tmp_path / "tensorboard"), "--host",
+               "127.0.0.1", "--port", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
@@ -66,7 +67,8 @@ def test_tensorboard_shows_a_run(tmp_path: Path) -> None:
     finally:
         server.terminate()
         server.wait(20)
-    for tag in ("balance/", "elastic/", "loss/", "plan/"):  # the first cards of the page; others wait until they are scrolled to
+    # the first cards of the page; others wait until they are scrolled to
+    for tag in ("balance/", "elastic/", "loss/", "plan/"):
         assert tag in document or tag.rstrip("/") in document, tag
     shown = np.asarray(Image.open(picture).convert("RGB"))
     assert (shown.max(axis=2).astype(int) - shown.min(axis=2) > 60).mean() > 0.003, "curves are drawn"

@@ -16,7 +16,8 @@ from tests.report.runs import plan_of, results_of, write_run
 
 def pictures(path: Path) -> list[tuple[int, bytes]]:
     events = EventAccumulator(str(path), size_guidance={"images": 0}).Reload()
-    return [(event.step, event.encoded_image_string) for event in events.Images(PICTURE)] if PICTURE in events.Tags()["images"] else []
+    return [(event.step, event.encoded_image_string)
+            for event in events.Images(PICTURE)] if PICTURE in events.Tags()["images"] else []
 
 
 def test_due_steps_have_a_picture_and_a_trace(tmp_path: Path) -> None:
@@ -49,7 +50,8 @@ def test_no_step_waits_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return trace(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "trace_of", slow_trace)
-    plan, scalars, watch = plan_of(1), ScalarLog(Folder(str(tmp_path / "tensorboard")), 1), Watch(Folder(str(tmp_path)), 1)
+    plan, scalars, watch = plan_of(1), ScalarLog(Folder(str(tmp_path / "tensorboard")),
+                                                 1), Watch(Folder(str(tmp_path)), 1)
     assert watch.step(1, plan, results_of(plan, 1), scalars)
     assert not watch.step(2, plan, results_of(plan, 2), scalars)
     going.set()
@@ -59,7 +61,8 @@ def test_no_step_waits_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_cannot_be_shown_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace").write_text("in the way of the folder")
-    plan, scalars, watch = plan_of(1), ScalarLog(Folder(str(tmp_path / "tensorboard")), 1), Watch(Folder(str(tmp_path)), 1)
+    plan, scalars, watch = plan_of(1), ScalarLog(Folder(str(tmp_path / "tensorboard")),
+                                                 1), Watch(Folder(str(tmp_path)), 1)
     watch.step(1, plan, results_of(plan, 1), scalars)
     watch.close()
     said = capsys.readouterr().err.splitlines()

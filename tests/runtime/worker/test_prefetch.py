@@ -28,21 +28,25 @@ PROCESSOR = processor()
 def film_record(folder: Path, max_image_tokens: int) -> dict[str, Any]:
     (folder / "a.mp4").write_bytes(video(30, 84, 56, rate=7))
     (folder / "a.png").write_bytes(picture(60, 90))
-    row = {"id": "film", "image": "a.png", "video": "a.mp4", "conversations": talk("<image>Here\n<video>Where?", "Left.", "Sure?", "Yes.")}
+    row = {"id": "film", "image": "a.png", "video": "a.mp4",
+           "conversations": talk("<image>Here\n<video>Where?", "Left.", "Sure?", "Yes.")}
     fragments = index_fragments(Data(format="llava", path=str(write_rows(folder / "rows.json", [row]))))
     items = [{"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragments[0])}]
-    block = ReadFragments(ProcessorSpec("tiny"), str(folder), 0, max_image_tokens=max_image_tokens)(pa.Table.from_pylist(items))
+    block = ReadFragments(ProcessorSpec("tiny"), str(folder), 0,
+                          max_image_tokens=max_image_tokens)(pa.Table.from_pylist(items))
     return read_payloads(block, [0])[0]
 
 
 def payload_of(record: dict[str, Any], here: tuple[bool, ...]) -> Payload:
-    return Payload(input_ids=record["input_ids"], labels=record["labels"], grids=record["grids"], pixels=pixels_of(record, here, PROCESSOR),
+    return Payload(input_ids=record["input_ids"], labels=record["labels"], grids=record["grids"],
+                   pixels=pixels_of(record, here, PROCESSOR),
                    media=record["media"], seconds=record["seconds"])
 
 
 def test_a_video_in_pieces_has_the_loss_of_plain_transformers(tmp_path: Path) -> None:
     record = film_record(tmp_path, max_image_tokens=12)
-    sample = Sample("film", record["text_tokens"], record["vision_tokens"], tuple((int(t), int(h), int(w)) for t, h, w in record["grids"]))
+    sample = Sample("film", record["text_tokens"], record["vision_tokens"],
+                    tuple((int(t), int(h), int(w)) for t, h, w in record["grids"]))
     assert sample.vision_grids == ((1, 6, 4), (2, 4, 6), (2, 4, 6))
     here = (True,) * len(sample.vision_grids)
     adapter, payload = rough_model(), payload_of(record, here)
@@ -58,7 +62,8 @@ def test_a_video_in_pieces_has_the_loss_of_plain_transformers(tmp_path: Path) ->
     with torch.no_grad():
         expected = plain_copy(adapter)(
             input_ids=ids, labels=labels, pixel_values=pixels[0], image_grid_thw=torch.from_numpy(grids[:1]),
-            pixel_values_videos=torch.cat(pixels[1:]), video_grid_thw=torch.from_numpy(grids[1:]), second_per_grid_ts=torch.tensor(seconds[1:]).float(),
+            pixel_values_videos=torch.cat(pixels[1:]), video_grid_thw=torch.from_numpy(grids[1:]),
+            second_per_grid_ts=torch.tensor(seconds[1:]).float(),
             mm_token_type_ids=(ids == TOKEN_IDS["image"]).int() + 2 * (ids == TOKEN_IDS["video"]).int()).loss.item()
     assert found == pytest.approx(expected * int((labels[:, 1:] != -100).sum()), rel=1e-5)
 
@@ -74,8 +79,10 @@ def test_only_the_pieces_of_this_rank_are_made(tmp_path: Path) -> None:
 
 def test_a_video_that_decodes_to_other_frames_is_no_payload(tmp_path: Path) -> None:
     record = film_record(tmp_path, max_image_tokens=0)
-    sample = Sample("film", record["text_tokens"], record["vision_tokens"], tuple((int(t), int(h), int(w)) for t, h, w in record["grids"]))
+    sample = Sample("film", record["text_tokens"], record["vision_tokens"],
+                    tuple((int(t), int(h), int(w)) for t, h, w in record["grids"]))
     other = record | {"images": [record["images"][0], video(6, 84, 56, rate=7)]}
     with pytest.raises(ValueError, match=r"^the video gives 4 frames; planned: 8"):
         payload_of(other, (True, True))
-    check_payload(sample, replace(payload_of(record, (False, False)), pixels=[None, None]), rough_model(), (False, False))
+    check_payload(sample, replace(payload_of(record, (False, False)), pixels=[None, None]), rough_model(),
+                  (False, False))

@@ -1,4 +1,6 @@
-"""What a checkpoint holds (checkpoint.py, intervals.py), and what loads it: the same ranks, other ranks, an object store, another model."""
+"""What a checkpoint holds (checkpoint.py, intervals.py), and what loads it: the same ranks, other ranks, an object
+store, another model.
+"""
 
 import json
 import shutil
@@ -59,7 +61,15 @@ def save_while_training(rank, world_size, run_dir):
     checkpointer.may_write.set()
     train_step(engine, network, 5, rank, world_size)  # its collectives run beside the save's
     checkpointer.finish()
-    return saved, early, checkpointer.poll(), checkpointer.poll(), state_of(engine), engine.state_version, list(checkpointer.scratch.glob("*"))
+    return (
+        saved,
+        early,
+        checkpointer.poll(),
+        checkpointer.poll(),
+        state_of(engine),
+        engine.state_version,
+        list(checkpointer.scratch.glob("*")),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +121,8 @@ def test_a_save_of_four_ranks_loads_bit_exact_on_others_with_other_buckets(saved
     assert all(torch.equal(tensor.flatten(), results[0][0]["value"][name]) for name, tensor in results[0][2].items())
     if (world_size, bucket_bytes) == (4, 400):  # the same sums in the same order
         for kind in KINDS:
-            assert all(torch.equal(results[0][4][kind][name], saved[0][4][kind][name]) for name in saved[0][4][kind]), "goes on as if never stopped"
+            assert all(torch.equal(results[0][4][kind][name], saved[0][4][kind][name])
+                       for name in saved[0][4][kind]), "goes on as if never stopped"
 
 
 def test_bf16_goes_on_from_the_fp32_state(saved_run):
@@ -133,7 +144,8 @@ def test_from_an_object_store_each_rank_fetches_the_files_that_it_needs(saved_ru
 def own_files(rank, world_size, run_dir):
     checkpointer = make_checkpointer(make_engine(Network(), rank, world_size, 400), rank, world_size, run_dir)
     metadata = dcp.FileSystemReader(f"{run_dir}/run/{NAME}").read_metadata()
-    return needed_files(metadata, checkpointer._entries(ShardState.zeros(checkpointer.engine.layout.shard_size, torch.device("cpu"))))
+    return needed_files(metadata, checkpointer._entries(ShardState.zeros(checkpointer.engine.layout.shard_size,
+                                                                         torch.device("cpu"))))
 
 
 def test_equal_ranks_need_their_own_file_alone(saved_run):
@@ -151,7 +163,8 @@ def load_another(rank, world_size, run_dir, change):
         checkpointer.load(NAME)
     except ValueError as error:
         after = state_of(engine)
-        return str(error), all(torch.equal(before[kind][name], after[kind][name]) for kind in KINDS for name in before[kind])
+        return str(error), all(torch.equal(before[kind][name], after[kind][name]) for kind in KINDS
+                               for name in before[kind])
     return "no error", False
 
 
@@ -193,7 +206,8 @@ def test_one_rank_needs_no_process_group(tmp_path):
     fresh = make_engine(Network(), 0, 1, 10**6)
     Checkpointer(fresh, 0, 1, None, tmp_path / "scratch", Folder(str(tmp_path / "run"))).load("checkpoints/step_000002")
     assert fresh.state_version == 1
-    assert all(torch.equal(whole(fresh, kind)[name], whole(engine, kind)[name]) for kind in KINDS for name in engine.shapes)
+    assert all(torch.equal(whole(fresh, kind)[name], whole(engine, kind)[name]) for kind in KINDS
+               for name in engine.shapes)
 
 
 def test_shapes_are_compared_in_the_order_of_the_model():

@@ -1,4 +1,6 @@
-"""Saves that fail: no room, a folder that cannot be written, a rank that dies. The failure is told in one line, and the next save works."""
+"""Saves that fail: no room, a folder that cannot be written, a rank that dies. The failure is told in one line, and the
+next save works.
+"""
 
 import os
 import re
@@ -26,7 +28,8 @@ def fail_then_save(rank, world_size, run_dir, blocked, folder_kind=Folder):
     checkpointer = make_checkpointer(engine, rank, world_size, run_dir, folder_kind=folder_kind)
     checkpoints = Path(run_dir) / "run" / "checkpoints"
     folder = checkpoints / "step_000001" / "__1_0.distcp"  # where a file should be
-    obstacle = {"scratch": checkpointer.scratch, "run": checkpoints, "part": folder / "x", "size": Path(run_dir) / "none"}[blocked]
+    obstacle = {"scratch": checkpointer.scratch, "run": checkpoints, "part": folder / "x",
+                "size": Path(run_dir) / "none"}[blocked]
     if rank == 1 and blocked == "size":
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
     elif rank == 1:
@@ -38,7 +41,8 @@ def fail_then_save(rank, world_size, run_dir, blocked, folder_kind=Folder):
     train_step(engine, network, 1, rank, world_size)
     checkpointer.finish()
     dist.barrier()  # all have taken back what they wrote
-    first = (*checkpointer.poll(), [path.name for path in checkpoints.glob("step_000001/*")] if checkpoints.is_dir() else [])
+    first = (*checkpointer.poll(), [path.name for path in checkpoints.glob("step_000001/*")] if checkpoints.is_dir()
+             else [])
     dist.barrier()
     if rank == 1:
         obstacle.unlink(missing_ok=True)
@@ -64,11 +68,13 @@ def test_a_node_that_cannot_write_is_told_and_the_next_save_works(tmp_path):
     assert error.startswith("step 1: ")
     assert "scratch_3_1" in error
     assert "\n" not in error
-    assert [results[rank][0] for rank in (0, 2)] == [([], "", [])] * 2, "the others have not failed, and have saved nothing"
+    assert [results[rank][0] for rank in (0, 2)] == [([], "",
+                                                      [])] * 2, "the others have not failed, and have saved nothing"
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
 
 
-@pytest.mark.parametrize(("folder_kind", "place"), [(Folder, "run/checkpoints/step_000001"), (FarFolder, r"scratch_2_1/step_000001_\w+")])
+@pytest.mark.parametrize(("folder_kind", "place"),
+                         [(Folder, "run/checkpoints/step_000001"), (FarFolder, r"scratch_2_1/step_000001_\w+")])
 def test_a_node_without_room_says_so(tmp_path, folder_kind, place):
     results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "size", folder_kind)
     assert re.fullmatch(rf"step 1: OSError: {tmp_path}/{place}: cannot be written: File too large", results[1][0][1])
@@ -88,7 +94,8 @@ def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp
 
 
 @pytest.mark.parametrize(("folder_kind", "said"), [
-    (Folder, "OSError: {}: cannot be written: Is a directory"), (FarFolder, "StorageError: {}/__1_0.distcp: cannot be copied from ")])
+    (Folder, "OSError: {}: cannot be written: Is a directory"),
+    (FarFolder, "StorageError: {}/__1_0.distcp: cannot be copied from ")])
 def test_parts_of_a_save_that_failed_elsewhere_are_taken_back(tmp_path, folder_kind, said):
     """On a full disk the parts that were written would take the room of the next save, and of the logs."""
     results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "part", folder_kind)
@@ -98,9 +105,12 @@ def test_parts_of_a_save_that_failed_elsewhere_are_taken_back(tmp_path, folder_k
 
 
 def die_in_a_save(rank, port, run_dir, moment):
-    """Rank 2 dies in a save: how long closing and destroying took, whether the save's thread ended, and a save of the survivors."""
+    """Rank 2 dies in a save: how long closing and destroying took, whether the save's thread ended, and a save of the
+    survivors.
+    """
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    dist.init_process_group("gloo", store=dist.PrefixStore("first", store), rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=dist.PrefixStore("first", store), rank=rank, world_size=3,
+                            timeout=timedelta(seconds=30))
     network = Network()
     engine = make_engine(network, rank, 3)
     checkpointer = make_checkpointer(engine, rank, 3, run_dir, LateCheckpointer, generation=1)
@@ -121,7 +131,8 @@ def die_in_a_save(rank, port, run_dir, moment):
     closed_s = time.perf_counter() - start
     checkpointer.may_write.set()  # "start": it comes to a group that is no more
     thread.join(10.0)
-    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=2,
+                            timeout=timedelta(seconds=30))
     again = make_checkpointer(make_engine(Network(), rank, 2), rank, 2, run_dir, generation=2)
     again.begin(1)
     again.finish()
@@ -135,13 +146,16 @@ def test_a_save_whose_peer_died_is_left_at_once(tmp_path, moment):
         assert not alive
         assert polled == ([1], "")
     step = tmp_path / "run" / "checkpoints" / "step_000001"
-    assert sorted(path.name for path in (step / "generation_2").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "parameters.json"]
+    assert sorted(path.name for path in (step / "generation_2").iterdir()) == [".metadata", "__0_0.distcp",
+                                                                               "__1_0.distcp", "parameters.json"]
     abandoned = {path.name for path in (step / "generation_1").iterdir()} if (step / "generation_1").exists() else set()
     assert abandoned <= {"__2_0.distcp"}, "the survivors have taken back their parts"
 
 
 def save_beside_an_abandoned_one(rank, world_size, run_dir, folder_kind):
-    """A save that was left writes late, after the next generation has saved the same step; the bytes of that, before and after."""
+    """A save that was left writes late, after the next generation has saved the same step; the bytes of that, before
+    and after.
+    """
     network = Network()
     engine = make_engine(network, rank, world_size)
     train_step(engine, network, 0, rank, world_size)
@@ -161,7 +175,8 @@ def save_beside_an_abandoned_one(rank, world_size, run_dir, folder_kind):
     dist.barrier()
     again.load(tensors_folder(1, 2))
     loaded = state_of(engine)
-    return polled, all(torch.equal(expected[kind][name], loaded[kind][name]) for kind in KINDS for name in expected[kind])
+    return polled, all(torch.equal(expected[kind][name], loaded[kind][name]) for kind in KINDS
+                       for name in expected[kind])
 
 
 @pytest.mark.parametrize("folder_kind", [Folder, FarFolder])

@@ -25,7 +25,9 @@ def copied(state: ShardState) -> ShardState:
 
 
 def equal(first: ShardState, second: ShardState) -> bool:
-    return first.version == second.version and all(torch.equal(mine, theirs) for mine, theirs in zip(first.tensors().values(), second.tensors().values()))
+    return first.version == second.version and all(torch.equal(mine, theirs)
+                                                   for mine, theirs in zip(first.tensors().values(),
+                                                                           second.tensors().values()))
 
 
 def gathered(state: ShardState) -> list[ShardState]:
@@ -72,7 +74,9 @@ def test_a_replica_rank_has_two_versions_of_which_one_is_whole_at_any_moment(rep
 
 
 def skipped_and_seldom(rank: int) -> list[Any]:
-    """Mirrored at versions 0, 2 and 2 again, with a snapshot: this rank's own two versions are kept beside the engine's."""
+    """Mirrored at versions 0, 2 and 2 again, with a snapshot: this rank's own two versions are kept beside the
+    engine's.
+    """
     network = Network()
     engine = make_engine(network, rank, 2)
     mirror = Mirror(engine, rank, [1, 0], dist.new_group([0, 1], backend="gloo"), snapshot=True)
@@ -85,7 +89,8 @@ def skipped_and_seldom(rank: int) -> list[Any]:
     mirror.begin()
     mirror.finish()
     own = mirror.replicas()[rank]
-    right = equal(own[0], early) and equal(own[1], engine.current) and mirror.memory_bytes == 2 * 2 * 3 * 4 * engine.shard_size
+    right = equal(own[0], early) and equal(own[1],
+                                           engine.current) and mirror.memory_bytes == 2 * 2 * 3 * 4 * engine.shard_size
     mirror.begin()
     mirror.finish()
     return [first, right, {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}]
@@ -116,12 +121,15 @@ def no_group(rank: int) -> list[Any]:
 
 
 def test_one_rank_holds_no_replica_and_no_rank_its_own() -> None:
-    said = ["mirror: got replica rank 0 for rank 0; allowed: another of 2 ranks", "mirror: got replica rank 2 for rank 1; allowed: another of 2 ranks"]
+    said = ["mirror: got replica rank 0 for rank 0; allowed: another of 2 ranks",
+            "mirror: got replica rank 2 for rank 1; allowed: another of 2 ranks"]
     assert run_ranks(no_group, 2) == [[({}, [], 0), said]] * 2
 
 
 def broken_off(rank: int, port: int, width: int, sends: bool) -> Any:
-    """Rank 2 dies before it sends its version 2, or while that is on its way: what the others hold, and whether it is right."""
+    """Rank 2 dies before it sends its version 2, or while that is on its way: what the others hold, and whether it is
+    right.
+    """
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
     network = Network(width=width)
@@ -155,7 +163,8 @@ def broken_off(rank: int, port: int, width: int, sends: bool) -> Any:
 @pytest.mark.parametrize(("width", "sends"), [(6, False), pytest.param(1000, True, marks=pytest.mark.slow)])
 def test_a_peer_that_dies_before_all_has_come_leaves_its_older_version_whole(width: int, sends: bool) -> None:
     """What is to be sent is 2 kB, or 64 MB, all of which may get away before its sender is gone."""
-    (said, versions, right), (other_said, other_versions, other_right) = run_processes(broken_off, 3, width, sends, mortal=[2])[:2]
+    (said, versions, right), (other_said, other_versions,
+                              other_right) = run_processes(broken_off, 3, width, sends, mortal=[2])[:2]
     if not (sends and versions == {1: [1, 2], 2: [1, 2]}):
         assert said.startswith("mirror: rank 0's exchange broke off: ")
         assert "\n" not in said.strip()

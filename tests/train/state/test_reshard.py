@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 def whole(kind: str, name: str) -> torch.Tensor:
     """Any bits at all, NaNs and denormals among them: they are to be moved, not understood."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{kind} {name}".encode()))
-    return torch.randint(-2**31, 2**31, (math.prod(SHAPES[name]),), generator=generator).to(torch.int32).view(torch.float32)
+    return torch.randint(-2**31, 2**31, (math.prod(SHAPES[name]),),
+                         generator=generator).to(torch.int32).view(torch.float32)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -70,14 +71,16 @@ def shard_of(mode: str, world_size: int, owner: int, version: int = 7, bucket_el
 
 
 def same_bits(found: ShardState, expected: ShardState) -> bool:
-    return found.version == expected.version and all(bits(found.tensors()[kind]) == bits(expected.tensors()[kind]) for kind in KINDS)
+    return found.version == expected.version and all(bits(found.tensors()[kind]) == bits(expected.tensors()[kind])
+                                                     for kind in KINDS)
 
 
 def moved(rank: int, new_size: int, cases: list[tuple[str, int, str]]) -> list[bool]:
     """For each case (old mode, old ranks, new mode), whether this rank's new shard is bit for bit what it should be."""
     found = []
     for old_mode, old_size, new_mode in cases:
-        suppliers = [(owner * 2 + 1) % new_size for owner in range(old_size)]  # some new ranks supply several, some nothing
+        # some new ranks supply several, some nothing
+        suppliers = [(owner * 2 + 1) % new_size for owner in range(old_size)]
         supplies = [shard_of(old_mode, old_size, owner) for owner in range(old_size) if suppliers[owner] == rank]
         wanted, size = layout(new_mode, new_size, rank, 64)
         state = reshard(supplies, wanted, size, rank, dist.group.WORLD)
@@ -85,7 +88,8 @@ def moved(rank: int, new_size: int, cases: list[tuple[str, int, str]]) -> list[b
     return found
 
 
-CASES = [(old_mode, old_size, new_mode) for old_mode in ("step", "micro_batch") for new_mode in ("step", "micro_batch") for old_size in (1, 2, 3, 4, 5)]
+CASES = [(old_mode, old_size, new_mode) for old_mode in ("step", "micro_batch") for new_mode in ("step", "micro_batch")
+         for old_size in (1, 2, 3, 4, 5)]
 
 
 @pytest.mark.parametrize("new_size", [1, 2, 3, 5])
@@ -144,8 +148,11 @@ def cut(draw: st.DrawFn) -> list[list[Piece]]:
 
 @settings(max_examples=60, deadline=None)
 @given(old=cut(), new=cut(), gap=st.integers(0, 5))
-def test_any_cut_becomes_any_other_and_what_no_piece_covers_is_zero(old: list[list[Piece]], new: list[list[Piece]], gap: int) -> None:
-    supplies = [LocalShard(owner, 3, tuple(pieces), filled(tuple(pieces), max([piece.shard.stop for piece in pieces], default=0), 3))
+def test_any_cut_becomes_any_other_and_what_no_piece_covers_is_zero(
+    old: list[list[Piece]], new: list[list[Piece]], gap: int
+) -> None:
+    supplies = [LocalShard(owner, 3, tuple(pieces),
+                           filled(tuple(pieces), max([piece.shard.stop for piece in pieces], default=0), 3))
                 for owner, pieces in enumerate(old)]
     for wanted in new:
         size = max([piece.shard.stop for piece in wanted], default=0) + gap

@@ -1,0 +1,29 @@
+"""What a worker says of an error, and what it gives back to the system after one."""
+
+from __future__ import annotations
+
+import ctypes
+import traceback
+from pathlib import Path
+
+from dhp_ray.errors import first_line_of
+from dhp_ray.runtime.messages import RunError
+
+
+def words_of(error: BaseException) -> str:
+    """One line: an error's own words where they are for the user, else its type, words and place."""
+    text = first_line_of(str(error))
+    if isinstance(error, (ValueError, OSError, RunError)) and text:
+        return text
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dhp_ray/" in frame.filename]
+    place = f" (at {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system: glibc keeps it for the thread that had it, and each generation has its own
+    threads.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
