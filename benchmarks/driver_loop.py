@@ -19,9 +19,8 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -35,6 +34,7 @@ import ray
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.stopwatch import Stopwatch  # noqa: E402
 from dhp_ray.config import CONF, load  # noqa: E402
 from dhp_ray.data.stream import Batch  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
@@ -61,45 +61,10 @@ RAY = "Ray: waiting for answers, unpickling them"
 PARTS = (
     (WorkerGroup, "start", "calls to the ranks"), (WorkerGroup, "collect", "their answers, by rank"),
     (Dispatcher, "_plan", "planning"), (Dispatcher, "_send", "slices, and calls that send them"),
-    (RunRecords, "plan", "the plan file"),
-    (RunRecords, "commit", "metrics and ledger"), (ScalarLog, "step", "TensorBoard"),
-    (Commits, "commit", "the rest of a commit"),
+    (RunRecords, "plan", "the plan file"), (RunRecords, "commit", "metrics and ledger"),
+    (ScalarLog, "step", "TensorBoard"), (Commits, "commit", "the rest of a commit"),
     (Session, "leaving", "who leaves"))
 """Methods, and what the table calls the time in each that is not in another of them."""
-
-
-class Stopwatch:
-    """Milliseconds by thread and part, without those of the parts inside."""
-
-    def __init__(self) -> None:
-        self.wall_ms: dict[tuple[str, str], float] = defaultdict(float)
-        self.cpu_ms: dict[tuple[str, str], float] = defaultdict(float)
-        self._inside = threading.local()
-
-    def time(self, owner: Any, name: str, part: str) -> None:
-        """From here on, calls of a method count."""
-        method = getattr(owner, name)
-
-        @functools.wraps(method)
-        def call(*arguments: Any, **options: Any) -> Any:
-            result, stack = None, self._inside.__dict__.setdefault("stack", [])
-            stack.append([0.0, 0.0])
-            wall, cpu = time.perf_counter(), time.thread_time()
-            try:
-                result = method(*arguments, **options)
-                if hasattr(result, "__next__"):
-                    result = iter(list(result))  # generators of messages: their work is done when they are gone through
-                return result
-            finally:
-                spent = (time.perf_counter() - wall, time.thread_time() - cpu)
-                inner = stack.pop()
-                key = ("main" if threading.current_thread() is threading.main_thread() else "planning", part)
-                self.wall_ms[key] += 1e3 * (spent[0] - inner[0])
-                self.cpu_ms[key] += 1e3 * (spent[1] - inner[1])
-                if stack:
-                    stack[-1] = [before + now for before, now in zip(stack[-1], spent)]
-
-        setattr(owner, name, call)
 
 
 class Handle:
@@ -141,10 +106,9 @@ class Batches:
     epoch, num_rows, cursor = 0, 1, None
 
     def __init__(self, samples: list[Sample]) -> None:
-        payload = {sample.id: (ray.put(number), 0) for number, sample in enumerate(samples[::64])}
-        blocks = list(payload.values())
-        self.batch = Batch(0, samples, {sample.id: (blocks[number // 64][0], number % 64)
-                                        for number, sample in enumerate(samples)}, [], {"epoch": 0})
+        blocks = [ray.put(number) for number in range(-(-len(samples) // 64))]
+        rows = {sample.id: (blocks[number // 64], number % 64) for number, sample in enumerate(samples)}
+        self.batch = Batch(0, samples, rows, [], {"epoch": 0})
 
     def next_batch(self, num_samples: int) -> Batch:
         return self.batch
@@ -160,8 +124,8 @@ def main(argv: list[str]) -> int:
     ray.init("local", num_cpus=1, include_dashboard=False, configure_logging=False, log_to_driver=False)
     with tempfile.TemporaryDirectory(prefix="dhp_ray_loop_") as folder:
         handles_of = functools.partial(real_handles, arguments.actors) if arguments.actors else prepared_handles
-        driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, arguments.steps + WARM_UP,
-                                    handles_of)
+        num_steps = arguments.steps + WARM_UP
+        driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, num_steps, handles_of)
         assert driver.session is not None
         watch = Stopwatch()
         watch.time(driver.session.current.dispatcher, "begin", WAITING)
@@ -204,9 +168,8 @@ def ready_driver(
     that every step has.
     """
     config = load(["data.format=synthetic", "data.path=unused", f"run.dir={folder}", f"run.steps={num_steps}",
-                   f"batch.global_samples={num_samples}",
-                   f"planner.tokens_per_rank={TOKENS_PER_RANK}", f"planner.max_sequence_tokens={16 * TOKENS_PER_RANK}",
-                   "checkpoint.every_steps=0"])
+                   f"batch.global_samples={num_samples}", "checkpoint.every_steps=0",
+                   f"planner.tokens_per_rank={TOKENS_PER_RANK}", f"planner.max_sequence_tokens={16 * TOKENS_PER_RANK}"])
     compiled: Future[float] = Future()
     compiled.set_result(warm_up())
     cost, cluster = CostModel.load(str(CONF / "cost" / "cpu.yaml")), ClusterSpec(num_ranks, 8, TOKENS_PER_RANK)
@@ -220,10 +183,10 @@ def ready_driver(
         member.described = {"pid": rank, "node_id": f"node-{rank // 8}", "device": "cpu", "memory_bytes": 1,
                             "num_parameters": 1, "resident_bytes": 1}
     storage = Folder(str(folder))
-    session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1),
-                      ScalarLog(storage.child("tensorboard"), 1),
-                      Watch(storage, 0), cost, Batches(samples), None, Arrivals("cpu"), num_steps,
-                      compiled)  # type: ignore[arg-type]
+    curves, batches = ScalarLog(storage.child("tensorboard"), 1), Batches(samples)
+    session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,
+                      Watch(storage, 0), cost, batches, None, Arrivals("cpu"), num_steps,  # type: ignore[arg-type]
+                      compiled)
     session.enter(1)
     driver.session, driver.commits = session, Commits(session)
     driver.commits.save = lambda step: None  # type: ignore[method-assign]  # the last step's: no rank here has a state
@@ -273,8 +236,8 @@ def prepared_handles(plan: Plan, num_steps: int) -> list[Any]:
 
 def real_handles(num_actors: int, plan: Plan, num_steps: int) -> list[Any]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    actor: Any = ray.remote(num_cpus=0,
-                            concurrency_groups={"prefetch": 1, "control": 1})(Ranks)  # type: ignore[call-overload]
+    options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"prefetch": 1, "control": 1}}
+    actor = ray.remote(**options)(Ranks)
     actors = [actor.remote() for _ in range(num_actors)]
     ray.get([each.answer_as.remote(results_of(plan)[0]) for each in actors])
     return [actors[rank % num_actors] for rank in range(plan.cluster.num_ranks)]
@@ -306,11 +269,9 @@ def report(
 ) -> int:
     steps = len(times)
     answers = f"{arguments.actors} actors answer for all" if arguments.actors else "answers are there at once"
-    print(
-        f"{arguments.ranks} ranks, {arguments.samples} samples, {len(plan.groups)} packs, {len(plan.process_groups())} "
-        f"process groups; {answers}; "
-        f"plan file {len(json.dumps(plan.to_json())) / 1e3:.0f} kB; {steps} steps"
-    )
+    plan_kb = len(json.dumps(plan.to_json())) / 1e3
+    print(f"{arguments.ranks} ranks, {arguments.samples} samples, {len(plan.groups)} packs, "
+          f"{len(plan.process_groups())} process groups; {answers}; plan file {plan_kb:.0f} kB; {steps} steps")
     print("| milliseconds a step | main thread: CPU | wall | beside the step: CPU | wall |")
     print("|---|---|---|---|---|")
     for part in [WAITING, RAY, *dict.fromkeys(part for _, _, part in PARTS)]:
@@ -320,15 +281,14 @@ def report(
     cpu = statistics.mean(cpu for _, cpu in times)
     wall = statistics.mean(wall for wall, _ in times) - watch.wall_ms["main", WAITING] / steps
     print(f"a step of the main thread: {cpu:.1f} ms of CPU, {wall:.1f} ms without that wait")
-    print(
-        "while no rank has work, from a step's last answer to the next step's calls: "
-        f"{statistics.mean(cpu for cpu, _ in between):.1f} ms of CPU, "
-        f"{statistics.mean(wall for _, wall in between):.1f} ms"
-    )
+    cpu_between, wall_between = (statistics.mean(values) for values in zip(*between))
+    print("while no rank has work, from a step's last answer to the next step's calls: "
+          f"{cpu_between:.1f} ms of CPU, {wall_between:.1f} ms")
     if arguments.actors:
         return 0
     own = cpu - watch.cpu_ms["main", RAY] / steps
-    print("ok  " if own <= LIMIT_MS else "FAIL",
+    verdict = "ok  " if own <= LIMIT_MS else "FAIL"
+    print(verdict,
           f"at most {LIMIT_MS:g} ms of the main thread's CPU are the driver's own: {own:.1f}, the rest is Ray's")
     return int(own > LIMIT_MS)
 

@@ -38,9 +38,8 @@ from tests.integration.jobs import ledger, lines, losses  # noqa: E402
 from tests.integration.nodes import Nodes  # noqa: E402
 
 SETTINGS = ["data.max_pixels=40000", "planner.tokens_per_rank=512", "planner.max_sequence_tokens=512",
-            "train.adam_eps=1e-6", "train.learning_rate=1e-3",
-            "train.schedule=constant", "cluster.cpus_per_worker=1.3", "cluster.start_timeout_s=60",
-            "batch.global_samples=6", "seed=5"]
+            "train.adam_eps=1e-6", "train.learning_rate=1e-3", "train.schedule=constant", "batch.global_samples=6",
+            "cluster.cpus_per_worker=1.3", "cluster.start_timeout_s=60", "seed=5"]
 HEAD_CPUS, NODE_CPUS = 1, 3
 """No worker fits on the head, two fit on a node; what is left is for tasks that read data. Ray wants whole numbers."""
 
@@ -50,13 +49,9 @@ lost where none is missing.
 """
 
 ALARMS = ("broken", "worker_lost", "newcomer_lost")
-"""Events that an undisturbed run has none of. `slow` is not among them: ranks that share cores are slow at times, and
-it only tells.
-"""
+"""Events that an undisturbed run has none of. `slow` is not among them: ranks that share cores are slow at times."""
 
-COMPARED = 50
-WINDOW = 20
-STALL_S = 240.0
+COMPARED, WINDOW, STALL_S = 50, 20, 240.0
 
 
 @dataclass
@@ -88,8 +83,8 @@ class Soak:
     def inflict(self, kind: str) -> Fault:
         """Do it, or what can be done in its place."""
         if kind in ("node lost", "node added"):
-            kind = "node added" if len(self.nodes.nodes) < (2 if kind == "node lost"
-                                                            else self.num_nodes) else "node lost"
+            least = 2 if kind == "node lost" else self.num_nodes
+            kind = "node added" if len(self.nodes.nodes) < least else "node lost"
         pids, step = self.run.pids, self.run.step
         match kind:
             case "kill":
@@ -153,8 +148,8 @@ def main(argv: list[str]) -> int:
                   f"batch.global_samples={arguments.samples}"]
         with Nodes(HEAD_CPUS) as nodes:
             os.environ["RAY_ADDRESS"] = nodes.address
-            return churn(nodes, folder, common,
-                         arguments) if arguments.churn else soak(nodes, folder, common, arguments)
+            what = churn if arguments.churn else soak
+            return what(nodes, folder, common, arguments)
 
 
 def soak(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
@@ -162,8 +157,8 @@ def soak(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     for _ in range(max(arguments.nodes, 3 if steps > COMPARED and not arguments.reference else 0)):
         nodes.add(NODE_CPUS)
     numbers = [] if arguments.reference else [3, 5] if steps > COMPARED else [3]
-    calm = [undisturbed(folder / f"calm{number}", number, common, steps)
-            for number in numbers] or [Path(folder) for folder in arguments.reference]
+    calm = [undisturbed(folder / f"calm{number}", number, common, steps) for number in numbers]
+    calm += [Path(folder) for folder in arguments.reference]
     while len(nodes.nodes) > arguments.nodes:
         nodes.vanish(nodes.nodes[-1])
     draw = random.Random(arguments.seed)
@@ -172,8 +167,7 @@ def soak(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     # A fault may come while the run still recovers from the one before: some share a step.
     when = sorted(draw.randint(2, max(3, steps - 8)) for _ in range(arguments.faults))
     run = Run(folder / "soak", *common, f"run.steps={steps}", f"cluster.num_workers={2 * arguments.nodes}",
-              f"planner.sync={arguments.sync}",
-              "checkpoint.every_steps=10")
+              f"planner.sync={arguments.sync}", "checkpoint.every_steps=10")
     state = Soak(run, nodes, draw, arguments.nodes)
     begun = time.time()
     try:
@@ -214,47 +208,36 @@ def report(state: Soak, calm: list[Path], steps: int, seconds: float) -> int:
         print(fault)
     for kind in dict.fromkeys(fault.kind for fault in state.faults):
         of_kind = [fault for fault in state.faults if fault.kind == kind]
-        medians = [statistics.median([seconds for seconds in found if seconds is not None] or [float("nan")])
-                   for found in ([fault.seen_s for fault in of_kind], [fault.over_s for fault in of_kind])]
-        print(
-            f"{kind:<11} {len(of_kind):3d} times, median: seen after {medians[0]:.1f} s, over after {medians[1]:.1f} s"
-        )
-    rollbacks = run.events("rollback")
-    print(
-        f"{steps} steps in {seconds:.0f} s, {len(run.events('generation'))} generations, {len(rollbacks)} times back "
-        "to an earlier step"
-    )
+        seen_s, over_s = (
+            statistics.median([seconds for seconds in found if seconds is not None] or [float("nan")])
+            for found in ([fault.seen_s for fault in of_kind], [fault.over_s for fault in of_kind]))
+        print(f"{kind:<11} {len(of_kind):3d} times, median: seen after {seen_s:.1f} s, over after {over_s:.1f} s")
+    generations, rollbacks = run.events("generation"), run.events("rollback")
+    print(f"{steps} steps in {seconds:.0f} s, {len(generations)} generations, "
+          f"{len(rollbacks)} times back to an earlier step")
     ended = run.process.returncode == 0
     exact = run.ledger == ledger(calm[0])[:steps]
     compared = min(COMPARED, steps)
     apart = max((abs(mine - calm) / abs(calm) for mine, calm in zip(run.losses[:compared], reference)),
                 default=float("inf"))
-    checks = [(f"ends by itself (exit status {run.process.returncode})", ended),
-              (f"ledger: {len(run.ledger)} lines, those of the undisturbed run", exact and len(run.ledger) == steps),
-              (f"loss: {apart:.1e} from the undisturbed run's in the first {compared} steps, at most 1e-4",
-               apart <= 1e-4)]
+    checks = {
+        f"ends by itself (exit status {run.process.returncode})": ended,
+        f"ledger: {len(run.ledger)} lines, those of the undisturbed run": exact and len(run.ledger) == steps,
+        f"loss: {apart:.1e} from the undisturbed run's in the first {compared} steps, at most 1e-4": apart <= 1e-4}
     if len(calm) > 1:
         between, mine = distance(reference, losses(calm[1])), distance(reference, run.losses)
-        checks.append(
-            (
-                f"means of {WINDOW} steps: {mine:.2e} from the undisturbed run's, at most 3 times {between:.2e} "
-                "(undisturbed, 3 and 5 workers)",
-                mine <= 3 * between,
-            )
-        )
+        words = (f"means of {WINDOW} steps: {mine:.2e} from the undisturbed run's, "
+                 f"at most 3 times {between:.2e} (undisturbed, 3 and 5 workers)")
+        checks[words] = mine <= 3 * between
     kinds = [event["kind"] for folder in calm for event in lines(folder, "events.jsonl")]
     alarms = [kind for kind in kinds if kind in ALARMS]
-    checks.append(
-        (
-            f"false alarms in {sum(len(losses(folder)) for folder in calm)} undisturbed steps: {len(alarms)} (ranks "
-            "called slow for a while: "
-            f"{kinds.count('slow')})",
-            not alarms,
-        )
-    )
-    for words, passed in checks:
+    calm_steps = sum(len(losses(folder)) for folder in calm)
+    words = (f"false alarms in {calm_steps} undisturbed steps: {len(alarms)} "
+             f"(ranks called slow for a while: {kinds.count('slow')})")
+    checks[words] = not alarms
+    for words, passed in checks.items():
         print("ok  " if passed else "FAIL", words)
-    if not all(passed for _, passed in checks):
+    if not all(checks.values()):
         print(run.said())
         return 1
     return 0
@@ -273,8 +256,7 @@ def churn(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     for _ in range(arguments.nodes):
         nodes.add(NODE_CPUS)
     run = Run(folder / "churn", *common, f"run.steps={steps}", f"cluster.num_workers={2 * arguments.nodes}",
-              f"planner.sync={arguments.sync}",
-              "checkpoint.every_steps=50")
+              f"planner.sync={arguments.sync}", "checkpoint.every_steps=50")
     held: list[tuple[int, int, int, int, float]] = []
     try:
         wait_for(run, lambda: run.step >= 5)
@@ -284,8 +266,8 @@ def churn(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
             changes = run.cluster["generation"] - 1
             if not held or changes > held[-1][1]:
                 held.append((run.step, changes, *held_by(survivor)))
-                print("step {} after {} changes: {} file descriptors, {} threads, {:.0f} MB".format(*held[-1]),
-                      flush=True)
+                said = "step {} after {} changes: {} file descriptors, {} threads, {:.0f} MB"
+                print(said.format(*held[-1]), flush=True)
             others = [pid for pid in run.pids if pid != survivor]
             if others:
                 kill(others[len(held) % len(others)])
@@ -299,8 +281,8 @@ def churn(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     print(f"{steps} steps, {changes} changes of membership, one every {steps / max(1, changes):.1f} steps")
     print("| of a survivor | after the first | at the end |\n|---|---|---|")
     grown = False
-    for column, (name, slack) in enumerate((("file descriptors", 8.0), ("threads", 4.0), ("memory, MB", 64.0)),
-                                           start=2):
+    slacks = {"file descriptors": 8.0, "threads": 4.0, "memory, MB": 64.0}
+    for column, (name, slack) in enumerate(slacks.items(), start=2):
         before, after = (statistics.median(row[column] for row in rows) for rows in (early, late))
         grown |= after > before + slack
         print(f"| {name} | {before:.0f} | {after:.0f} |")

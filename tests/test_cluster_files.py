@@ -1,6 +1,4 @@
-"""The files that start clusters: Ray's own schema and preparation, KubeRay's keys, the commands in them, and what must
-not be in them.
-"""
+"""The files that start clusters: Ray's own schema and preparation, KubeRay's keys, their commands, nothing secret."""
 
 from __future__ import annotations
 
@@ -63,9 +61,8 @@ CLUSTER = only(
                            idleTimeoutSeconds=NUMBER),
     networkPolicy=only("mode", mode={"enum": ["DenyAll", "DenyAllIngress", "DenyAllEgress"]}),
     headGroupSpec=only("template", serviceType={"enum": ["ClusterIP"]}, rayStartParams=TEXTS, template=POD),
-    workerGroupSpecs=some(only("groupName minReplicas maxReplicas template", groupName=TEXT, replicas=NUMBER,
-                               minReplicas=NUMBER, maxReplicas=NUMBER,
-                               rayStartParams=TEXTS, template=POD)))
+    workerGroupSpecs=some(only("groupName minReplicas maxReplicas template", groupName=TEXT, rayStartParams=TEXTS,
+                               replicas=NUMBER, minReplicas=NUMBER, maxReplicas=NUMBER, template=POD)))
 SPECS = {"RayCluster": CLUSTER,
          "RayJob": only("entrypoint rayClusterSpec", entrypoint=TEXT,
                         submissionMode={"enum": ["K8sJobMode", "HTTPMode"]}, backoffLimit=NUMBER,
@@ -116,8 +113,8 @@ def test_ray_takes_the_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RAY_UP, ids=name)
-@pytest.mark.parametrize("place", [(), ("auth",), ("provider", "head_ip"), ("head_start_ray_commands",),
-                                   ("max_workers",)], ids=str)
+@pytest.mark.parametrize("place", [
+    (), ("auth",), ("provider", "head_ip"), ("head_start_ray_commands",), ("max_workers",)], ids=str)
 def test_a_planted_mistake_fails(path: Path, place: tuple[str, ...]) -> None:
     config = tree(path)
     match place:
@@ -126,9 +123,10 @@ def test_a_planted_mistake_fails(path: Path, place: tuple[str, ...]) -> None:
         case ("auth",):
             config["auth"]["ssh_usr"] = "root"
         case ("provider", key):
-            config["provider"].pop(key) if key in config["provider"] else config["available_node_types"]["head"].update(
-                max_worker=1
-            )
+            if key in config["provider"]:
+                del config["provider"][key]
+            else:
+                config["available_node_types"]["head"]["max_worker"] = 1
         case ("head_start_ray_commands",):
             config["head_start_ray_commands"][1] += " --dashboard-adress=127.0.0.1"
         case ("max_workers",):
@@ -166,8 +164,8 @@ def test_a_planted_mistake_in_a_manifest_fails(path: Path, place: str) -> None:
 
 
 def submitted(path: Path) -> list[list[str]]:
-    """The arguments of every `jobs/train.py` of a file: of the commands in its comments, and of a RayJob's entrypoint.
-    The image's checkout is this one.
+    """The arguments of every `jobs/train.py` in a file's comments, and in a RayJob's entrypoint. The image's checkout
+    is this one.
     """
     comments = "\n".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
     lines = comments.replace("\\\n", " ").splitlines()
@@ -194,8 +192,8 @@ def test_what_is_submitted_suits_a_real_model(path: Path, monkeypatch: pytest.Mo
 def test_a_planted_demo_setting_shows(tmp_path: Path) -> None:
     """What submits without `--config conf/finetune.yaml` is refused, or has the demo's settings."""
     planted = tmp_path / "nvidia.yaml"
-    planted.write_text((CONF / "cluster" / "launch"
-                        / "nvidia.yaml").read_text().replace("--config conf/finetune.yaml ", ""))
+    original = (CONF / "cluster" / "launch" / "nvidia.yaml").read_text()
+    planted.write_text(original.replace("--config conf/finetune.yaml ", ""))
     [arguments] = submitted(planted)
     with pytest.raises(ConfigError, match=r"train\.precision: got 'fp32' with cluster\.device=cuda"):
         load(arguments)
@@ -206,10 +204,10 @@ def test_a_job_asks_for_the_workers_that_its_cluster_has() -> None:
     path = CONF / "cluster" / "launch" / "kuberay_job.yaml"
     assert tree(path)["spec"]["entrypoint"].startswith("python /home/ray/dhp_ray/jobs/train.py ")
     groups = tree(path)["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    gpus = sum(
-        group["replicas"] * int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
-        for group in groups
-    )
+    gpus = 0
+    for group in groups:
+        [container] = group["template"]["spec"]["containers"]
+        gpus += group["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert load(submitted(path)[0]).cluster.num_workers == gpus
 
 
@@ -226,8 +224,8 @@ def test_what_is_the_users_own_stays_here() -> None:
 def test_versions_are_pinned_and_the_projects(path: Path) -> None:
     text = path.read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {line.name: line for line in map(Requirement,
-                                              [*project["dependencies"], *project["optional-dependencies"]["npu"]])}
+    lines = [*project["dependencies"], *project["optional-dependencies"]["npu"]]
+    wanted = {line.name: line for line in map(Requirement, lines)}
     pins = {match[1]: match[2] for match in re.finditer(r'"(\w+)(?:\[[\w,]+\])?==([\w.]+)"', text)}
     if path in KUBERAY:
         manifest = tree(path)
@@ -258,9 +256,8 @@ def test_nothing_is_open_and_nothing_is_secret(path: Path) -> None:
         assert cluster["authOptions"] == {"mode": "token"}
         assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
         assert cluster["networkPolicy"] == {"mode": "DenyAllIngress"}
-        assert "featureGates[0].name=RayClusterNetworkPolicy" in text, (
-            "KubeRay 1.7 refuses networkPolicy without its gate"
-        )
+        gate = "featureGates[0].name=RayClusterNetworkPolicy"
+        assert gate in text, "KubeRay 1.7 refuses networkPolicy without its gate"
 
 
 def test_ascend_nodes_get_their_environment() -> None:
@@ -269,8 +266,8 @@ def test_ascend_nodes_get_their_environment() -> None:
     for variable in ("HCCL_IF_IP", "HCCL_SOCKET_IFNAME", "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_BUFFSIZE"):
         assert f"export {variable}=" in environment
     assert any("torch_npu" in command for command in config["worker_setup_commands"])
-    assert not any("torch_npu" in command
-                   for command in config["setup_commands"]), "without CANN, torch_npu breaks the head's torch"
+    on_the_head = "\n".join(config["setup_commands"])
+    assert "torch_npu" not in on_the_head, "without CANN, torch_npu breaks the head's torch"
 
 
 @pytest.mark.parametrize("path", RAY_UP, ids=name)
@@ -296,8 +293,7 @@ def test_the_files_that_cluster_chooses_are_configuration(path: Path) -> None:
 
 def test_each_file_is_of_one_kind() -> None:
     """conf/cluster/*.yaml are chosen by cluster=NAME; launch/ holds what starts clusters."""
-    assert {path.name for path in LAUNCH} == {"nvidia.yaml", "aws_spot.yaml", "kuberay_cluster.yaml",
-                                              "kuberay_job.yaml"}
-    assert sorted(path.relative_to(CONF / "cluster").as_posix()
-                  for path in (CONF / "cluster").rglob("*.yaml")) == sorted(
-        [*(path.name for path in (CONF / "cluster").glob("*.yaml")), *(f"launch/{path.name}" for path in LAUNCH)])
+    launch = {"nvidia.yaml", "aws_spot.yaml", "kuberay_cluster.yaml", "kuberay_job.yaml"}
+    assert {path.name for path in LAUNCH} == launch
+    folder = CONF / "cluster"
+    assert {*folder.rglob("*.yaml")} == {*folder.glob("*.yaml"), *LAUNCH}

@@ -5,13 +5,11 @@ with groups used again.
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 
 from benchmarks.planner import PEERS, SKETCH, bimodal, drawn, gap_of, planned, published_cost, reused
-from dhp_ray.planner import warm_up
 
 needs_data = pytest.mark.skipif("DHP_RAY_TEST_DATA" not in os.environ,
                                 reason="DHP_RAY_TEST_DATA names no folder with cost/ and lengths/")
@@ -73,20 +71,6 @@ def test_groups_of_the_pool_are_used_again_on_wikipedia_lengths(count):
     assert uses > 150
     assert hits >= 0.95 * uses
     assert longer <= 0.01
-
-
-@needs_data
-@pytest.mark.parametrize(("count", "num_ranks", "allowed_s"),
-                         [(512, 64, 3e-3), (2048, 512, 10e-3), (2048, 1024, 20e-3), (16384, 4096, 60e-3)])
-def test_planning_takes_milliseconds(count, num_ranks, allowed_s):
-    """Loosely: tests run on machines that do other things. benchmarks/planner.py measures."""
-    cost, lengths = published_cost(), bimodal(count, num_ranks)
-    warm_up()
-    begin = time.perf_counter()
-    planned(lengths, num_ranks, cost)
-    assert time.perf_counter() - begin < 1.0
-    for sync in ("step", "micro_batch"):
-        assert min(planned(lengths, num_ranks, cost, sync=sync).planning_time_s for _ in range(5)) < 5 * allowed_s
 
 
 MANY_RANKS = """

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -80,11 +79,9 @@ def test_fixed_costs_are_printed_and_are_not_idle(lengths, tmp_path, capsys):
     assert "idle:            0.0 % of rank time" in text
 
 
-def test_help_names_every_planner_and_is_instant():
+def test_help_names_every_planner():
     assert tuple(PLANNERS) == job.PLANNERS
-    begin = time.perf_counter()
     text = subprocess.run([sys.executable, str(JOB), "--help"], check=True, capture_output=True, text=True).stdout
-    assert time.perf_counter() - begin < 1.0
     assert all(name in text for name in (*PLANNERS, *(f"{key}=" for key in job.DEFAULTS)))
 
 

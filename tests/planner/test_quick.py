@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -56,11 +54,8 @@ def test_the_short_last_batch_of_an_epoch_runs_on_both_ranks(sync):
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_at_512_ranks_it_is_near_dhp_and_takes_milliseconds(sync):
+def test_at_512_ranks_it_is_near_dhp(sync):
     samples, random = bimodal(2048, 512), np.random.default_rng(1)
     spread = tuple(np.clip(random.normal(1.0, 0.05, 512), 0.7, 1.3))
     for speeds in ((), spread, tuple(random.uniform(0.4, 1.2, 512))):
         assert ratio(samples, ClusterSpec(512, 8, 32768, speeds), ALL_TO_ALL, sync) <= ALLOWED
-    begin = time.process_time()
-    plan_batch(samples, ClusterSpec(512, 8, 32768, spread), ALL_TO_ALL, planner=LAST_RESORT, sync=sync)
-    assert time.process_time() - begin < 0.3  # some 20 ms by itself

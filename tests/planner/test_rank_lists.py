@@ -2,13 +2,12 @@
 over speeds made them, in far less time.
 """
 
-import time
 
 import numpy as np
 import pytest
 from test_dhp import ALL_TO_ALL, bimodal
 
-from dhp_ray.planner import ClusterSpec, Sample, plan_batch, warm_up
+from dhp_ray.planner import ClusterSpec, Sample, plan_batch
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.step.rank_lists import rank_lists
 
@@ -56,13 +55,10 @@ ranks.
 
 
 @pytest.mark.parametrize(("num_ranks", "kind"), FORMER_S)
-def test_as_short_as_by_an_exhaustive_search_and_quick(num_ranks, kind):
+def test_as_short_as_by_an_exhaustive_search(num_ranks, kind):
     random = np.random.default_rng(1)
     speeds = {"spread": np.clip(random.normal(1.0, 0.05, num_ranks), 0.7, 1.3),
               "third": np.where(np.arange(num_ranks) % 8 == 5, 1 / 3, 1.0),
               "wide": np.random.default_rng(1).uniform(0.4, 1.2, num_ranks)}[kind]
-    warm_up()
-    begin = time.process_time()
     plan = plan_batch(bimodal(4 * num_ranks, num_ranks), ClusterSpec(num_ranks, 8, 8192, tuple(speeds)), ALL_TO_ALL)
-    assert time.process_time() - begin < (3.0 if num_ranks == 4096 else 0.5)  # loosely: benchmarks/planner.py measures
     assert plan.predicted_time_s <= 1.01 * FORMER_S[num_ranks, kind]

