@@ -173,8 +173,8 @@ def ready_driver(
     compiled: Future[float] = Future()
     compiled.set_result(warm_up())
     cost, cluster = CostModel.load(str(CONF / "cost" / "cpu.yaml")), ClusterSpec(num_ranks, 8, TOKENS_PER_RANK)
-    lengths = np.minimum(np.random.default_rng(0).lognormal(6.0, 1.5, num_samples),
-                         min(num_ranks, 16) * TOKENS_PER_RANK - 1).astype(int)
+    drawn = np.random.default_rng(0).lognormal(6.0, 1.5, num_samples)
+    lengths = np.minimum(drawn, min(num_ranks, 16) * TOKENS_PER_RANK - 1).astype(int)
     samples = [Sample(f"shard-{number // 1000:05d}/{number:09d}", int(length) + 1)
                for number, length in enumerate(lengths)]
     plan = plan_batch(samples, cluster, cost)

@@ -215,13 +215,12 @@ def report(state: Soak, calm: list[Path], steps: int, seconds: float) -> int:
     generations, rollbacks = run.events("generation"), run.events("rollback")
     print(f"{steps} steps in {seconds:.0f} s, {len(generations)} generations, "
           f"{len(rollbacks)} times back to an earlier step")
-    ended = run.process.returncode == 0
     exact = run.ledger == ledger(calm[0])[:steps]
     compared = min(COMPARED, steps)
     apart = max((abs(mine - calm) / abs(calm) for mine, calm in zip(run.losses[:compared], reference)),
                 default=float("inf"))
     checks = {
-        f"ends by itself (exit status {run.process.returncode})": ended,
+        f"ends by itself (exit status {run.process.returncode})": run.process.returncode == 0,
         f"ledger: {len(run.ledger)} lines, those of the undisturbed run": exact and len(run.ledger) == steps,
         f"loss: {apart:.1e} from the undisturbed run's in the first {compared} steps, at most 1e-4": apart <= 1e-4}
     if len(calm) > 1:
