@@ -142,9 +142,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _value(name: str, text: str) -> Any:
-    """The value of an override, read as YAML (so that lists and numbers work); text that stands for a string is taken
-    as it is.
-    """
+    """The value of an override, read as YAML, so that lists and numbers work; text for a string is taken as it is."""
     kind = _types().get(name)
     if not text:
         return [] if kind not in (int, float, str, bool) else "" if kind is str else None

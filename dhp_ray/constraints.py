@@ -136,9 +136,7 @@ def _check_value(dotted: str, value: Any, spec: dict[str, Any]) -> None:
 
 
 def brief(value: Any) -> str:
-    """A value as an error shows it; a number of a thousand digits would drown the message (and Python refuses to print
-    it).
-    """
+    """A value as an error shows it, without the thousand digits of a huge number (Python refuses to print it)."""
     if isinstance(value, int) and abs(value) >= 2**63:
         return "a number of more than 18 digits"
     return repr(value)

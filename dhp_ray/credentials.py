@@ -25,9 +25,7 @@ def masked(text: str) -> str:
 
 
 class Uri(str):
-    """A URI that reads, prints, compares and is written without its credentials; `full` has them. Copies and pickles
-    keep both.
-    """
+    """A URI that reads, prints, compares and is written without its credentials; `full` has them, in copies too."""
 
     full: str
 
@@ -41,9 +39,7 @@ class Uri(str):
 
 
 def concealed(value: Any) -> Any:
-    """A value of the configuration: strings with credentials in them as Uri, also inside lists; everything else as it
-    is.
-    """
+    """A configuration's value: strings with credentials in them as Uri, also inside lists; everything else as it is."""
     if isinstance(value, list):
         return [concealed(inner) for inner in value]
     return Uri(value) if isinstance(value, str) and MASK in _shown(value) and MASK not in value else value

@@ -159,9 +159,8 @@ class Checkpoint:
     keep: int = key(2, "newest checkpoints kept", minimum=1)
     scratch: str = key(
         "",
-        "folder of each node from which checkpoints are uploaded to an object store; empty: the system's temporary "
-        "one. Not used where "
-        "run.dir is a folder",
+        "folder of each node from which checkpoints are uploaded to an object store; "
+        "empty: the system's temporary one. Not used where run.dir is a folder",
     )
 
 

@@ -101,9 +101,7 @@ class Folder:
                 self._files.delete_file(self._at(name))
 
     def upload(self, local_path: str | Path, name: str) -> None:
-        """Copy the local file or folder to `name`; each file appears whole, and files that are already there are
-        replaced.
-        """
+        """Copy the local file or folder to `name`; each file appears whole, and files already there are replaced."""
         source = Path(local_path)
         for file, target in _pairs(source, name):
             with storage_errors(self._full(target), f"cannot be copied from {file}"):

@@ -15,9 +15,7 @@ Change = tuple[Literal["hit", "create", "evict", "overflow"], Key]
 
 
 class PoolBook:
-    """The keys of at most `capacity` groups, least recently used first. The same calls leave the same book on every
-    rank.
-    """
+    """The keys of at most `capacity` groups, least recently used first. Equal calls leave equal books on all ranks."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

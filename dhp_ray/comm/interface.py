@@ -16,9 +16,7 @@ SIOCGIFADDR = 0x8915
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has this IPv4 address; empty where none has it (or the address is of another
-    kind).
-    """
+    """The name of the interface that has this IPv4 address; empty where none has it, or for another kind of address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

@@ -30,9 +30,7 @@ from dhp_ray.comm.ranks import own_rank, torch_ranks
 
 POLL_S = 0.01
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""For connections to the store, and of gloo groups whose members are all there: one that dies just then would be waited
-for.
-"""
+"""For connections to the store, and of gloo groups whose members are all there; one that dies then is waited for."""
 
 
 class RendezvousError(RuntimeError):
@@ -40,9 +38,7 @@ class RendezvousError(RuntimeError):
 
 
 def open_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Connect to the rendezvous store. From then on this process's gloo groups listen only on the network that leads
-    there.
-    """
+    """Connect to the rendezvous store. From then on this process's gloo groups listen only on the network to it."""
     listen_on(address_towards(host, port))
     store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT_TIMEOUT)
     store.set_timeout(timeout)  # NCCL and HCCL wait there for the rank that begins a group
@@ -103,11 +99,10 @@ def init_world(
     _gather(dist.PrefixStore(f"generation-{generation}", store), "world", tuple(range(world_size)), timeout)
     # part of the group's keys in the store; an attempt that failed has left it counted up, here alone
     dist.distributed_c10d._world.group_count = 0
+    device = accelerator.torch_device() if accelerator.name == "cuda" else None
     dist.init_process_group(
         accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store),
-        timeout=_connecting(accelerator.backend, timeout), rank=rank,
-        world_size=world_size, **({"device_id": accelerator.torch_device()} if accelerator.name == "cuda"
-                                  else {}))  # type: ignore[arg-type]
+        timeout=_connecting(accelerator.backend, timeout), rank=rank, world_size=world_size, device_id=device)
     _allow(timeout, dist.group.WORLD, accelerator.backend)
 
 

@@ -42,9 +42,7 @@ class BlockServer:
 
 
 GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)
-"""A server has died, cannot be started, or its answer was lost: with its node, most likely. Ray makes the block again
-somewhere.
-"""
+"""A server died, cannot be started, or its answer was lost, most likely with its node. Ray makes the block again."""
 
 _servers: dict[str, ActorHandle] = {}
 """By node: those that this process has started or asked. A server lives as long as the process that started it."""

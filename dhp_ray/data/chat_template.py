@@ -84,7 +84,7 @@ class ChatTemplate:
         return opening, closing
 
     def _apply(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
-        text = self.tokenizer.apply_chat_template(messages, chat_template=self.template, tokenize=False,
-                                                  add_generation_prompt=prompt)
+        text = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.template, tokenize=False, add_generation_prompt=prompt)
         assert isinstance(text, str)
         return text

@@ -26,9 +26,7 @@ class Clip:
         return math.ceil(self.num_frames / self._interval(limits, temporal_patch_size))
 
     def sampled(self, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
-        """Numbers of the frames that are taken, ascending, evenly over the video (imports torch, whose rounding
-        decides).
-        """
+        """Numbers of the frames taken, ascending, evenly over the video (imports torch, whose rounding decides)."""
         import torch
 
         numbers = torch.arange(0, self.num_frames, self._interval(limits, temporal_patch_size),
@@ -44,5 +42,5 @@ class Clip:
 
     def seconds_per_step(self, limits: MediaLimits, temporal_patch_size: int) -> float:
         """Seconds between two steps in time of the grid."""
-        return temporal_patch_size * self.num_frames / (self.num_sampled(limits,
-                                                                         temporal_patch_size) * self.frames_per_second)
+        num_sampled = self.num_sampled(limits, temporal_patch_size)
+        return temporal_patch_size * self.num_frames / (num_sampled * self.frames_per_second)

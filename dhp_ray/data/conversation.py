@@ -31,9 +31,7 @@ _MARK = re.compile("|".join(f"({re.escape(mark)})" for mark in MARKS))
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a turn: `kind` is text, image or video. `source` is where an image or video comes from, None for the
-    row's next one.
-    """
+    """A piece of a turn: `kind` is text, image or video. `source`: where it comes from, None for the row's next one."""
 
     kind: str
     text: str = ""
@@ -59,8 +57,9 @@ class Turn:
         """The turn as chat templates take it, images and videos as parts between the texts around them."""
         if not self.media:
             return {"role": self.role, "content": self.text}
-        return {"role": self.role, "content": [{"type": "text", "text": part.text} if part.kind == "text"
-                                               else {"type": part.kind} for part in self.parts]}
+        content = [{"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind}
+                   for part in self.parts]
+        return {"role": self.role, "content": content}
 
 
 def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] = ()) -> list[Turn]:
@@ -199,8 +198,8 @@ def _part(number: int, item: Any) -> ContentPart:
             raise RowError(f"turn {number} has a part {kind} without url")
         return ContentPart(kind.removesuffix("_url"), source={"url": url})
     if kind in MEDIA:
-        return ContentPart(kind, source=next((item[name] for name in (kind, "path", "bytes")
-                                              if item.get(name) is not None), None))
+        sources = (item[name] for name in (kind, "path", "bytes") if item.get(name) is not None)
+        return ContentPart(kind, source=next(sources, None))
     raise RowError(f"turn {number} has a part of the type {_brief(kind)}; allowed: text, image, image_url, video")
 
 

@@ -54,8 +54,8 @@ class Fragments(Sequence[Fragment]):
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        self._files: list[tuple[str, str]] = [(path, kind)
-                                              for path, kind in json.loads(table.schema.metadata[b"files"])]
+        files = json.loads(table.schema.metadata[b"files"])
+        self._files: list[tuple[str, str]] = [(path, kind) for path, kind in files]
         self.sizes: np.ndarray = np.asarray(table["num_rows"], np.int64)
         """(number of fragments,): rows of each."""
         self.num_bytes: np.ndarray = np.asarray(table["num_bytes"], np.int64)
@@ -108,11 +108,12 @@ class FragmentWriter:
     def table(self) -> pa.Table:
         """The fragments so far. It shares the writer's memory: add nothing afterwards."""
         columns = [_values(self._numbers[name], pa.int64()).cast(_SCHEMA.field(name).type) for name in _PLAIN]
-        columns += [pa.ListArray.from_arrays(_values(self._spans, pa.int32()), _values(self._numbers[name], pa.int64()))
+        spans, renames = _values(self._spans, pa.int32()), _values(self._renames, pa.int32())
+        columns += [pa.ListArray.from_arrays(spans, _values(self._numbers[name], pa.int64()))
                     for name in ("starts", "stops")]
-        names = pa.LargeStringArray.from_buffers(len(self._renamed), pa.py_buffer(self._name_ends),
-                                                 pa.py_buffer(self._names))
-        columns += [pa.ListArray.from_arrays(_values(self._renames, pa.int32()), values)
+        ends, characters = pa.py_buffer(self._name_ends), pa.py_buffer(self._names)
+        names = pa.LargeStringArray.from_buffers(len(self._renamed), ends, characters)
+        columns += [pa.ListArray.from_arrays(renames, values)
                     for values in (_values(self._renamed, pa.int32()), names)]
         return pa.table(columns, schema=_SCHEMA.with_metadata({"files": json.dumps(list(self._files))}))
 

@@ -1,6 +1,4 @@
-"""Encoded images and videos of a row, from wherever it says that they are. Nothing outside the image root is ever
-opened.
-"""
+"""Encoded images and videos of a row, from where it names them. Nothing outside the image root is ever opened."""
 
 from __future__ import annotations
 
@@ -75,8 +73,8 @@ def column_of(fields: Mapping[str, Any], kind: str) -> list[Any]:
 
 def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
     """Bytes of the files that the columns of a row, or its turns, name; those that are not there count nothing."""
-    turns: list[Any] = next((fields[name] for name in ("conversations", "messages")
-                             if isinstance(fields.get(name), list)), [])
+    lists = (fields[name] for name in ("conversations", "messages") if isinstance(fields.get(name), list))
+    turns: list[Any] = next(lists, [])
     parts = [part for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("content"), list)
              for part in turn["content"]]
     own = [part.get(name) for part in parts if isinstance(part, Mapping)

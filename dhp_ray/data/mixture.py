@@ -38,9 +38,9 @@ class Mixture:
 
     def __init__(self, data: Data, model: Model, seed: int, max_tokens: int = 0, drop_last: bool = False) -> None:
         self._shares = shares([source.weight for source in data.sources])
+        weighted = zip(sources_of(data), self._shares.tolist(), strict=True)
         self._sources = [SourceStream(source, model, seed + number, f"{number}/", share)
-                         for number, (source, share) in enumerate(zip(sources_of(data), self._shares.tolist(),
-                                                                      strict=True))]
+                         for number, (source, share) in enumerate(weighted)]
         self._path = ", ".join(source.path for source in data.sources)
         self._drop_last = drop_last
         self.num_rows = sum(source.num_rows for source in self._sources)
@@ -94,8 +94,8 @@ class Mixture:
         check_cursor(cursor, self.num_rows, f"data.sources: {self._path}")
         for number, source in enumerate(self._sources):
             source.file_bytes = cursor[f"file_bytes_{number}"]
-        self._start(cursor["epoch"], np.array([cursor[f"source_{number}"] for number in range(len(self._sources))],
-                                              np.int64))
+        taken = [cursor[f"source_{number}"] for number in range(len(self._sources))]
+        self._start(cursor["epoch"], np.array(taken, np.int64))
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""

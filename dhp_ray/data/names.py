@@ -39,9 +39,7 @@ class Names:
 
 
 class HashSet:
-    """Numbers from 1 to 2**64 - 1, in a table with linear probing: 8 bytes a slot, where a Python set of ids takes a
-    hundred.
-    """
+    """Numbers from 1 to 2**64 - 1, in a table with linear probing: 8 bytes a slot; a set of ids takes a hundred."""
 
     def __init__(self) -> None:
         self._slots, self._count = array("Q", bytes(8 * 2**10)), 0

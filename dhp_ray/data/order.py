@@ -78,8 +78,9 @@ class EpochOrder:
     def _rows_until(self, position: int) -> int:
         """How many rows lie before the beginning of the fragment at `position`."""
         first = self._first_open(position)
-        return int(self._rows_before[first]) + sum(int((self.places(number) < self.begins[position]).sum())
-                                                   for number in range(first, position))
+        begin = self.begins[position]
+        of_open = sum(int((self.places(number) < begin).sum()) for number in range(first, position))
+        return int(self._rows_before[first]) + of_open
 
 
 def fragment_order(seed: int, epoch: int, num_fragments: int) -> np.ndarray:

@@ -96,8 +96,8 @@ class Processor:
         self.token_ids = special_token_ids(self.tokenizer)
         present = set(self.tokenizer.get_vocab())
         named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token)
-        self._reserved = tuple(token for token in dict.fromkeys((*STRUCTURE_TOKENS, *named)) if token
-                               and token in present)
+        reserved = dict.fromkeys((*STRUCTURE_TOKENS, *named))
+        self._reserved = tuple(token for token in reserved if token and token in present)
         self._template = ChatTemplate(self.tokenizer, self.chat_template)
 
     @property

@@ -49,9 +49,7 @@ UNREADABLE = -1
 
 @dataclass(frozen=True)
 class ReadFragments:
-    """Maps items {position, number, epoch, fragment} to blocks of `PAYLOAD`, rows in the order of (seed, epoch,
-    number).
-    """
+    """Maps items {position, number, epoch, fragment} to blocks of `PAYLOAD`, rows in order of (seed, epoch, number)."""
 
     processor: ProcessorSpec
     image_root: str
@@ -106,8 +104,10 @@ class ReadFragments:
         for part, data in zip((part for turn in turns for part in turn.media), images):
             numbers[part.kind] += 1
             try:
-                sizes.append(clip_of(data, processor.limits) if part.kind == "video"
-                             else image_size(data, processor.limits.max_decoded_pixels))
+                if part.kind == "video":
+                    sizes.append(clip_of(data, processor.limits))
+                else:
+                    sizes.append(image_size(data, processor.limits.max_decoded_pixels))
             except RowError as error:
                 raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
         encoded = processor.encode_turns(turns, sizes, min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS))

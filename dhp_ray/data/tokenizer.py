@@ -47,9 +47,7 @@ CHAT_TEMPLATE = """
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer in which every byte of UTF-8 text is one token, whose id is the byte; special tokens follow from 256
-    on.
-    """
+    """A tokenizer in which every byte of UTF-8 text is one token, whose id is the byte; special tokens from 256 on."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -65,14 +65,17 @@ def holds_any(value: Any) -> bool:
 
 
 def _call_text(call: Any) -> str:
-    inner: Any = call.get("function") if isinstance(call,
-                                                    Mapping) and isinstance(call.get("function"), Mapping) else call
+    inner = call
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        inner = call["function"]
     name = inner.get("name") if isinstance(inner, Mapping) else None
     if not isinstance(name, str) or not name:
         raise RowError(f"the call of a tool is {repr(call)[:100]}; allowed: an object with name and arguments")
-    given = inner.get("arguments")
-    arguments = _read(given, f"the arguments of {name[:50]}") if isinstance(given,
-                                                                            str) else {} if given is None else given
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _read(arguments, f"the arguments of {name[:50]}")
+    elif arguments is None:
+        arguments = {}
     if not isinstance(arguments, Mapping):
         raise RowError(f"the arguments of {name[:50]} are {repr(arguments)[:100]}; allowed: an object")
     return f"<tool_call>\n{_json({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -92,9 +95,9 @@ def _present(value: Any) -> Any:
     """Without the keys that hold null."""
     if isinstance(value, Mapping):
         return {name: _present(inner) for name, inner in value.items() if inner is not None}
-    return [_present(inner) for inner in value] if isinstance(value,
-                                                              Sequence) and not isinstance(value,
-                                                                                           (str, bytes)) else value
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_present(inner) for inner in value]
+    return value
 
 
 def _json(tree: Any) -> str:

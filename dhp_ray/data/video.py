@@ -45,9 +45,8 @@ def clip_of(data: bytes, limits: MediaLimits) -> Clip:
         raise RowError(f"not a video that can be read: {first_line(error)}; allowed: {CONTAINERS}") from None
     if min(clip.width, clip.height, clip.num_frames) < 1 or not 0 < clip.frames_per_second < math.inf:
         raise RowError(
-            f"a video of {clip.num_frames} frames of {clip.width}x{clip.height} pixels, {clip.frames_per_second:g} a "
-            "second; "
-            "allowed: at least one frame, and a rate"
+            f"a video of {clip.num_frames} frames of {clip.width}x{clip.height} pixels, "
+            f"{clip.frames_per_second:g} a second; allowed: at least one frame, and a rate"
         )
     if clip.width * clip.height > limits.max_decoded_pixels:
         raise RowError(
@@ -129,8 +128,8 @@ def _normalised(frame: np.ndarray, rows: int, columns: int, processor: Processor
     if pixels.shape[1:] != (rows, columns):
         import torch  # its bicubic filter is the one that torchvision calls; Pillow's differs by one level in places
 
-        resized = torch.nn.functional.interpolate(torch.from_numpy(pixels)[None], size=(rows, columns), mode="bicubic",
-                                                  align_corners=False, antialias=True)
+        resized = torch.nn.functional.interpolate(
+            torch.from_numpy(pixels)[None], size=(rows, columns), mode="bicubic", align_corners=False, antialias=True)
         pixels = resized[0].numpy()
     scale = np.float32(1.0 / settings["rescale_factor"])
     mean, deviation = (np.asarray(settings[name], np.float32).reshape(3, 1, 1) * scale

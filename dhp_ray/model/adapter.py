@@ -33,9 +33,7 @@ class ModelAdapter(Protocol):
     """The Hugging Face model; all trainable state is in its `named_parameters()`."""
 
     weights: StoredWeights | None
-    """Where the parameters' values are to be read from, of a module that was built without (on the meta device); None:
-    it has them.
-    """
+    """Where to read the parameters' values, of a module built on the meta device; None: it has them."""
 
     feature_width: int
     """F: width of a vision feature as it enters the language model."""

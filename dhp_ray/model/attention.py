@@ -160,8 +160,8 @@ class _RingAttention(torch.autograd.Function):
             rows, key_rows = segments.query_rows, segments.key_rows
             if len(segments):
                 shard_k, shard_v = shard[:, key_rows]
-                part_q, part_k, part_v = kernel.backward(gradient[rows], q[rows], shard_k, shard_v, out[rows],
-                                                         lse[:, rows], segments, ctx.scale)
+                part_q, part_k, part_v = kernel.backward(
+                    gradient[rows], q[rows], shard_k, shard_v, out[rows], lse[:, rows], segments, ctx.scale)
                 add_rows(d_q, rows, part_q)
             if pending is not None:
                 pending.wait()

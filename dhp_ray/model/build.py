@@ -1,6 +1,4 @@
-"""Builds a model from a preset or from a local Hugging Face folder: the families that there are, by their config's
-name.
-"""
+"""Builds a model from a preset or a local Hugging Face folder: the families that there are, by their config's name."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def weight_files(path: str) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted({os.fspath(file)
-                            for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted({os.fspath(file) for file in weight_map.values()})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"model.path: {index} is not an index of safetensors: {error!r}") from None
     else:

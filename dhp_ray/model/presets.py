@@ -24,9 +24,7 @@ def small(token_ids: Mapping[str, int]) -> Qwen2_5_VLConfig:
 def _qwen2_5_vl(
     token_ids: Mapping[str, int], width: int, layers: int, heads: int, vision_width: int, vision_blocks: int
 ) -> Qwen2_5_VLConfig:
-    """Heads are 32 wide, two share a key and value. All vision blocks but the last attend inside windows of 4 x 4
-    vision tokens.
-    """
+    """Heads are 32 wide, two share a key and value. Vision blocks but the last attend in windows of 4 x 4 tokens."""
     assert width == 32 * heads
     return Qwen2_5_VLConfig(
         text_config={

@@ -1,6 +1,4 @@
-"""The safetensors of a model folder, read by rows of one parameter at a time, so that a rank reads its share and no
-more.
-"""
+"""The safetensors of a model folder, read by rows of one parameter at a time: a rank reads its share and no more."""
 
 from __future__ import annotations
 
@@ -88,9 +86,8 @@ class StoredWeights:
                 rows = stored.get_slice(key)[start : start + len(into)]
                 if name in read_as and not torch.equal(into, rows.to(into)):
                     raise ModelError(
-                        f"model.path: {self.path}: {read_as[name]} and {key} differ; its config.json says that they "
-                        "are one "
-                        "(tie_word_embeddings)"
+                        f"model.path: {self.path}: {read_as[name]} and {key} differ; "
+                        "its config.json says that they are one (tie_word_embeddings)"
                     )
                 into.copy_(rows)
                 read_as[name] = key

@@ -87,10 +87,10 @@ def degrees_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
         widths = [metrics[rows[-1]]["step"] + 0.5 - start for rows, start in zip(groups, left)]
         colours = _shades(len(degrees))
         for degree, colour in zip(degrees, colours):
-            counts = np.array([sum(metrics[row]["degrees"].get(str(degree), 0) for row in rows)
-                               for rows in groups]) / np.maximum(totals, 1)
-            axes.bar(left, counts, widths, below, align="edge", color=colour, label=f"{degree}")
-            below += counts
+            counts = [sum(metrics[row]["degrees"].get(str(degree), 0) for row in rows) for rows in groups]
+            shares = np.array(counts) / np.maximum(totals, 1)
+            axes.bar(left, shares, widths, below, align="edge", color=colour, label=f"{degree}")
+            below += shares
         axes.set(xlabel="step", ylabel="share of packs", ylim=(0, 1), xlim=(left[0], left[-1] + widths[-1]))
         if len(degrees) <= 16:
             axes.legend(title="degree", loc="center left", bbox_to_anchor=(1, 0.5))
@@ -98,9 +98,7 @@ def degrees_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
 
 
 def lengths_picture(samples: Sequence[Sample]) -> bytes:
-    """Histograms of lengths: all tokens by kind of sample, and by modality the text's and the images' and videos'
-    tokens.
-    """
+    """Histograms of lengths: all tokens by kind of sample, and by modality those of text and of images and videos."""
     with svg(10, 6, 2, 1) as ((above, below), stream):
         edges = np.geomspace(1, max(2, *(sample.num_tokens for sample in samples)) * 1.01, 41)
         by_kind = {kind: [sample.num_tokens for sample in samples if kind_of(sample) == kind] for kind in KINDS}

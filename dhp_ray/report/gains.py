@@ -78,9 +78,7 @@ class Gains:
 
 
 def compare(steps: Sequence[int], read_plan: Callable[[int], dict[str, Any]], budget_s: float = 60.0) -> Gains:
-    """Plan the batches of `steps` again with every baseline, as many as the budget allows (at least one), in the order
-    given.
-    """
+    """Plan the batches of `steps` again with every baseline, as far as the budget goes (at least one), in order."""
     gains, problems, begin = Gains(), [], perf_counter()
     for step in steps:
         if gains.steps and perf_counter() - begin > budget_s:
@@ -123,8 +121,8 @@ def problem_of_plan(plan: Plan) -> Problem:
 def other_mode(plan: Plan) -> tuple[str, int]:
     """The mode that a plan is not of, and the tokens that a rank holds in it on the same device."""
     other = "step" if plan.sync == "micro_batch" else "micro_batch"
-    return other, CostModel.from_json(plan.inputs["cost"]).tokens_at_equal_memory(plan.cluster.tokens_per_rank,
-                                                                                  plan.sync, other)
+    cost = CostModel.from_json(plan.inputs["cost"])
+    return other, cost.tokens_at_equal_memory(plan.cluster.tokens_per_rank, plan.sync, other)
 
 
 def _planned(problem: Problem, name: str) -> Plan:
@@ -133,9 +131,7 @@ def _planned(problem: Problem, name: str) -> Plan:
 
 
 def _on_equal_clusters(problems: Sequence[Problem]) -> list[list[int]]:
-    """Places of the batches that ran on clusters alike but for speeds, in one mode: a static layout is chosen for these
-    together.
-    """
+    """Places of the batches that ran on clusters alike but for speeds, in one mode: they share a static layout."""
     places: dict[tuple[ClusterSpec, str], list[int]] = {}
     for place, problem in enumerate(problems):
         places.setdefault((replace(problem.cluster, speeds=(1.0,) * problem.cluster.num_ranks), problem.sync),

@@ -53,21 +53,17 @@ def page(run: RunFiles) -> str:
              section("Configuration", f"<pre>{text(run.config)}</pre>")]
     title = text(f"Run {run.folder.uri}")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
-        f'content="{policy}">'
-        f'<meta name="viewport" content="width=device-width, '
-        f'initial-scale=1"><title>{title}</title><style>{STYLE}</style></head>\n'
-        f"<body><h1>{title}</h1>\n<p class=note>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by dhp_ray's "
-        "jobs/report.py.</p>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
-    )
+    head = (f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{title}</title><style>{STYLE}</style>")
+    written = f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by dhp_ray's jobs/report.py."
+    body = f"<h1>{title}</h1>\n<p class=note>{written}</p>\n" + "\n".join(parts) + "\n"
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 
 def summary(run: RunFiles, gains: Gains) -> str:
-    last, rates = run.metrics[-1], [line["num_tokens"] / line["step_time_s"]
-                                    for line in run.metrics if line["step_time_s"]]
+    last = run.metrics[-1]
+    rates = [line["num_tokens"] / line["step_time_s"] for line in run.metrics if line["step_time_s"]]
     cells = [("steps", f"{last['step']}"), ("samples", f"{sum(line['num_samples'] for line in run.metrics):,}"),
              ("tokens", f"{sum(line['num_tokens'] for line in run.metrics):,}"), ("last loss", _number(last["loss"])),
              ("tokens a second, median", f"{statistics.median(rates):,.0f}" if rates else "unknown"),
@@ -79,21 +75,19 @@ def summary(run: RunFiles, gains: Gains) -> str:
         cells.append(("last held-out loss", _number(evaluated[-1])))
     best = gains.best_baseline()
     if best:
-        cells.append((f"best baseline ({best}), modelled",
-                      f"{gains.total_s(best) / gains.total_s(RUN):.2f} times as long"))
-    return "<dl>" + "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>"
-                            for name, value in cells) + "</dl>"
+        ratio = gains.total_s(best) / gains.total_s(RUN)
+        cells.append((f"best baseline ({best}), modelled", f"{ratio:.2f} times as long"))
+    shown = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in cells)
+    return f"<dl>{shown}</dl>"
 
 
 def curves(run: RunFiles) -> str:
-    return section("Loss", picture(figures.loss_picture(run.metrics), "loss of each step")) + section(
-        "Throughput",
-        picture(figures.throughput_picture(run.metrics), "tokens a second and idle share of each step")
-        + picture(figures.prediction_picture(run.metrics), "predicted and measured makespan of each step")
-        + "<p class=note>Idle is rank time without a pack, or blocked in an exchange. The prediction is the plan's, "
-          "times the run's median of "
-        "measured over predicted.</p>",
-    )
+    loss = picture(figures.loss_picture(run.metrics), "loss of each step")
+    throughput = picture(figures.throughput_picture(run.metrics), "tokens a second and idle share of each step")
+    prediction = picture(figures.prediction_picture(run.metrics), "predicted and measured makespan of each step")
+    note = ("<p class=note>Idle is rank time without a pack, or blocked in an exchange. "
+            "The prediction is the plan's, times the run's median of measured over predicted.</p>")
+    return section("Loss", loss) + section("Throughput", throughput + prediction + note)
 
 
 def planning(run: RunFiles, gains: Gains) -> str:
@@ -111,18 +105,15 @@ def planning(run: RunFiles, gains: Gains) -> str:
     missing = sorted(set().union(*(step.times_s for step in gains.steps)) - set(planners))
     note = (
         f"<p>Modelled: {len(gains.steps)} of {len(run.plan_steps)} batches, spread over the run, planned again by each "
-        "baseline at its best pack cap: on "
-        f"the same ranks, in the same mode (sync={text(modes)}), with the same memory ({memory} tokens a rank), under "
-        "the same "
-        "cost model. These are the model's seconds; none of the baselines has run. The run's own row has the plans "
-        "that ran, late ones included.</p>"
+        f"baseline at its best pack cap: on the same ranks, in the same mode (sync={text(modes)}), with the same "
+        f"memory ({memory} tokens a rank), under the same cost model. These are the model's seconds; none of the "
+        "baselines has run. The run's own row has the plans that ran, late ones included.</p>"
     )
     if missing:
         note += f"<p class=note>Not for every batch, and so not shown: {text(', '.join(missing))}.</p>"
-    table_ = table(("planner", "which is", "seconds, modelled", "of this run's", "idle"), rows, numbers=(2, 3, 4))
-    return section("What planning gained", note + picture(figures.gains_picture(gains), "modelled time of each planner")
-                   + table_ + mode_gain(gains)
-                   + measured(run))
+    times = picture(figures.gains_picture(gains), "modelled time of each planner")
+    times += table(("planner", "which is", "seconds, modelled", "of this run's", "idle"), rows, numbers=(2, 3, 4))
+    return section("What planning gained", note + times + mode_gain(gains) + measured(run))
 
 
 def mode_gain(gains: Gains) -> str:
@@ -132,11 +123,10 @@ def mode_gain(gains: Gains) -> str:
     words = (f"The mode itself, modelled: dhp with sync={other} on devices of the same memory "
              "(resident_bytes plus the cost file's bytes a token: ")
     words += f"{max(tokens, 0):,} tokens a rank there, {last.cluster.tokens_per_rank:,} here)"
-    words += (
-        " cannot hold every batch."
-        if there_s is None
-        else f" takes {there_s / gains.total_s('dhp'):.2f} of dhp's seconds here."
-    )
+    if there_s is None:
+        words += " cannot hold every batch."
+    else:
+        words += f" takes {there_s / gains.total_s('dhp'):.2f} of dhp's seconds here."
     return f"<p>{text(words)}</p>"
 
 
@@ -147,16 +137,13 @@ def measured(run: RunFiles) -> str:
         lines.setdefault((line.get("planner") or "not recorded", bool(line.get("late"))), []).append(line)
     rows = []
     for (planner, late), those in lines.items():
-        predicted, clock = (sum(line[name] or 0.0 for line in those)
-                            for name in ("predicted_makespan_s", "measured_makespan_s"))
+        predicted = sum(line["predicted_makespan_s"] or 0.0 for line in those)
+        clock = sum(line["measured_makespan_s"] or 0.0 for line in those)
         rows.append((planner, "late" if late else "in time", len(those),
                      _number(sum(line["step_time_s"] for line in those)), _number(clock),
                      f"{clock / predicted:.2f}" if predicted else ""))
-    words = (
-        "<p>Measured: every step of the run, by the planner whose plan it ran on. Where a plan came too late for its "
-        "step, the step ran on a quick "
-        "planner's, and counts as late.</p>"
-    )
+    words = ("<p>Measured: every step of the run, by the planner whose plan it ran on. "
+             "Where a plan came too late for its step, the step ran on a quick planner's, and counts as late.</p>")
     head = ("planner", "plans", "steps", "seconds, measured", "of them in packs", "packs over their prediction")
     return words + table(head, rows, numbers=(2, 3, 4, 5))
 
@@ -166,8 +153,8 @@ def degrees(run: RunFiles, plans: Sequence[Plan]) -> str:
     if plans:
         stream, plan = BytesIO(), plans[-1]
         draw_plan(plan, stream)
-        shown += f"<p>The plan of step {run.plan_steps[-1]}:</p>" + picture(stream.getvalue(),
-                                                                            "ranks down, time across, packs as boxes")
+        shown += f"<p>The plan of step {run.plan_steps[-1]}:</p>"
+        shown += picture(stream.getvalue(), "ranks down, time across, packs as boxes")
     return section("Degrees", "<p>How many ranks the packs ran on.</p>" + shown)
 
 
@@ -188,27 +175,26 @@ def data(run: RunFiles, samples: Sequence[Sample], num_plans: int) -> str:
     top = table(("longest samples", "tokens", "of text", "of images or video"),
                 [(sample.id, f"{sample.num_tokens:,}", f"{sample.text_tokens:,}", f"{sample.vision_tokens:,}")
                  for sample in longest], numbers=(1, 2, 3))
-    left_out = "<p>No sample was left out.</p>" if not run.skipped else f"<p>{len(run.skipped)} left out:</p>" + table(
-        ("sample", "reason", "step"), [(line.get("id"), line.get("reason"), line.get("step"))
-                                       for line in run.skipped[:MAX_ROWS]]) + _more(run.skipped)
-    return section("Data", seen + picture(figures.lengths_picture(samples), "histograms of lengths by modality")
-                   + by_kind + top + left_out)
+    lengths_shown = picture(figures.lengths_picture(samples), "histograms of lengths by modality")
+    left_out = "<p>No sample was left out.</p>"
+    if run.skipped:
+        cells = [[line.get(name) for name in ("id", "reason", "step")] for line in run.skipped[:MAX_ROWS]]
+        left_out = f"<p>{len(run.skipped)} left out:</p>" + table(("sample", "reason", "step"), cells)
+        left_out += _more(run.skipped)
+    return section("Data", seen + lengths_shown + by_kind + top + left_out)
 
 
 def events(run: RunFiles) -> str:
-    last = run.events[-MAX_ROWS:]
+    last, num_earlier = run.events[-MAX_ROWS:], len(run.events[:-MAX_ROWS])
     details = [", ".join(f"{name}={value}" for name, value in line.items() if name not in ("time", "kind"))
                for line in last]
     rows = [(line.get("time"), line.get("kind"), words) for line, words in zip(last, details)]
-    earlier = (
-        f"<p class=note>{len(run.events) - len(last)} earlier ones are in events.jsonl.</p>"
-        if len(run.events) > len(last)
-        else ""
-    )
+    shown = table(("time", "event", "details"), rows)
+    if num_earlier:
+        shown += f"<p class=note>{num_earlier} earlier ones are in events.jsonl.</p>"
     ranks = table(("rank", "node", "process", "device"),
                   [[rank.get(name) for name in ("rank", "node_id", "pid", "device")] for rank in run.ranks[:MAX_ROWS]])
-    return section("Events", table(("time", "event", "details"),
-                                   rows) + earlier) + section("Ranks", ranks + _more(run.ranks))
+    return section("Events", shown) + section("Ranks", ranks + _more(run.ranks))
 
 
 def section(title: str, content: str) -> str:

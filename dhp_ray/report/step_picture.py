@@ -1,6 +1,4 @@
-"""A step as a picture: above what the plan expected, below what the ranks measured, one row a rank, in the same
-colours.
-"""
+"""A step as a picture: above what the plan expected, below what the ranks measured; one row a rank, same colours."""
 
 from __future__ import annotations
 

@@ -198,8 +198,8 @@ def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapte
         shifted = np.full(len(ids), IGNORED, np.int64)
         shifted[:-1] = payload.labels[1:]
         owner, feature = torch.full_like(ids, -1), torch.full_like(ids, -1)
-        start_of_image = ((ids == adapter.image_token_id)
-                          | (ids == adapter.video_token_id)).nonzero()[:, 0] if encoders else ids[:0]
+        is_vision = (ids == adapter.image_token_id) | (ids == adapter.video_token_id)
+        start_of_image = is_vision.nonzero()[:, 0] if encoders else ids[:0]
         for grid, encoder, patches in zip(payload.grids, encoders, payload.pixels):
             count = int(np.prod(grid)) // adapter.merge_area
             place, start_of_image = start_of_image[:count], start_of_image[count:]

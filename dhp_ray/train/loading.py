@@ -1,6 +1,4 @@
-"""Gives a sharded module its values: each rank reads the rows that it owns from the files, so that the whole is
-nowhere.
-"""
+"""Gives a sharded module its values: each rank reads the rows that it owns from the files; the whole is nowhere."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ class MicroBatchModel(nn.Module):
 
 
 def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
-    """The inputs of a rank that encodes nothing, with an image of one vision token that no member needs: its gradient
-    is zero.
-    """
+    """The inputs of a rank that encodes nothing, with an image of one token that nobody needs: its gradient is zero."""
     side = isqrt(adapter.merge_area)
     return replace(inputs, pixels=inputs.pixels.new_zeros(adapter.merge_area, adapter.patch_dim),
                    grids=inputs.grids.new_tensor([[1, side, side]]))

@@ -74,8 +74,8 @@ class ShardedEngine(Engine):
             TimedCollective(dist.reduce_scatter_single),
         )
         for unit in units:
-            sharded = cast(FSDPModule, fully_shard(unit, mesh=mesh, mp_policy=policy,
-                                                   reshard_after_forward=unit is not self.root))
+            wrapped = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not self.root)
+            sharded = cast(FSDPModule, wrapped)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums over ranks
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
             sharded.set_custom_all_gather(cast(Any, self._gather))
@@ -90,8 +90,8 @@ class ShardedEngine(Engine):
         self._unit_pieces = self._lay_out(units)
         pieces = tuple(piece for found in self._unit_pieces.values() for piece in found)
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        self._buckets = tuple(Bucket(start, found[-1].shard.stop, slice(start, found[-1].shard.stop))
-                              for start, found in self._unit_pieces.items())
+        ends = {start: found[-1].shard.stop for start, found in self._unit_pieces.items()}
+        self._buckets = tuple(Bucket(start, stop, slice(start, stop)) for start, stop in ends.items())
         super().__init__(settings, world_group if self.world_size > 1 else None, shapes, pieces, self._buckets,
                          pieces[-1].shard.stop if pieces else 0, device)
         for piece in pieces:

@@ -49,10 +49,10 @@ def saved_files(path: str) -> list[str]:
                 f"data.path: {path}: state.json names {missing or 'no file'}; allowed: a whole folder of save_to_disk"
             )
         return [os.path.join(path, name) for name in names]
-    found = sorted(os.path.join(folder, name) for folder, folders, names in os.walk(path) for name in names
-                   if name.endswith(".parquet")
-                   and not any(part.startswith(".")
-                               for part in os.path.relpath(os.path.join(folder, name), path).split(os.sep)))
+    files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
+                   if name.endswith(".parquet"))
+    found = [file for file in files
+             if not any(part.startswith(".") for part in os.path.relpath(file, path).split(os.sep))]
     if not found:
         raise DataError(
             f"data.path: {path} is no saved set; allowed: a folder of save_to_disk (state.json and .arrow files), or "

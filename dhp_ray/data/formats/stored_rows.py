@@ -37,9 +37,7 @@ class Row:
     fields: Mapping[str, Any]
     error: str = ""
     members: Mapping[str, bytes] | None = None
-    """Images and videos by name, where they come with the row: then none is looked for among the files of the image
-    root.
-    """
+    """Images and videos by name, where they come with the row: then no file of the image root is looked for."""
 
 
 def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -75,9 +73,7 @@ def fragments_of(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]
 
 
 def new_names(given: Iterable[Any], names: Names, path: str, first: int) -> tuple[tuple[int, str], ...]:
-    """(offset, name) of the rows whose given id is missing or taken; `first` is the number of the first row in the
-    file.
-    """
+    """(offset, name) of the rows whose given id is missing or taken; `first` is the first row's number in the file."""
     claimed = ((offset, names.claim(name, path, first + offset)) for offset, name in enumerate(given))
     return tuple((offset, name) for offset, name in claimed if name)
 

@@ -16,8 +16,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     wide = _wide(q.dtype)
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((q.shape[1], q.shape[0]),
-                                                                                       dtype=wide)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
     for query, key in segments.pairs():
         part, part_lse = _forward(_batch(q[query], wide), _batch(k[key], wide), _batch(v[key], wide), 0.0,
                                   segments.causal, scale=scale)

@@ -19,8 +19,8 @@ from dhp_ray.model.kernels.segments import Segments
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     import torch_npu
 
-    out, maximum, total, *_ = torch_npu.npu_fusion_attention(q, k, v, q.shape[1], "TND", scale=scale,
-                                                             **_options(segments, q.device))
+    out, maximum, total, *_ = torch_npu.npu_fusion_attention(
+        q, k, v, q.shape[1], "TND", scale=scale, **_options(segments, q.device))
     return out, (maximum[..., 0] + total[..., 0].log()).t()
 
 

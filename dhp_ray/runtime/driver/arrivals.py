@@ -36,9 +36,7 @@ class Arrivals:
         self._offered.put((slot, actor))
 
     def ready(self) -> list[Member]:
-        """Return the newcomers that can join now. One that fails is listed in `failed` with the reason: its slot is
-        open again.
-        """
+        """Return the newcomers that can join now. One that fails goes into `failed` with the reason; its slot opens."""
         while True:
             try:
                 slot, actor = self._offered.get_nowait()

@@ -31,10 +31,11 @@ class Commits:
         """Seconds after which a step is looked at, and after which a worker that does not get on is stuck: once it is
         known what predictions are worth.
         """
-        elastic = self.session.config.elastic
-        limit_s = max(elastic.hang_s, elastic.hang_factor * plan.predicted_time_s * self.session.history.scale.value)
-        return (limit_s / 2, limit_s) if self.session.history.scale.ratios else (elastic.hang_s / 2,
-                                                                                 self.session.config.comm.timeout_s)
+        elastic, scale = self.session.config.elastic, self.session.history.scale
+        if not scale.ratios:
+            return elastic.hang_s / 2, self.session.config.comm.timeout_s
+        limit_s = max(elastic.hang_s, elastic.hang_factor * plan.predicted_time_s * scale.value)
+        return limit_s / 2, limit_s
 
     def recovered(self, finished: list[FinishedStep]) -> Iterator[Message]:
         """Commit the steps that the last generation had finished, once the state after them has its replicas and

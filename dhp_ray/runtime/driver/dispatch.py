@@ -243,10 +243,10 @@ class Dispatcher:
         self._num_sent += 1
         plan_id = f"{self.generation}.{step}.{self._num_sent}"
         if self.write_plan:
-            self.write_plan(step, {"id": plan_id, "late": late} | plan.to_json() | {"batch": {
-                "epoch": batch.epoch, "cursor": batch.cursor,
-                "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}})
-        prefetches: list[ray.ObjectRef] = [member.actor.prefetch.remote(rank_plan, blocks_of(rank_plan, batch))
-                                           for member, rank_plan in zip(self.group.members,
-                                                                        plan.rank_plans(step, plan_id), strict=True)]
+            read = {"epoch": batch.epoch, "cursor": batch.cursor,
+                    "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}
+            self.write_plan(step, {"id": plan_id, "late": late, **plan.to_json(), "batch": read})
+        prefetches: list[ray.ObjectRef] = [
+            member.actor.prefetch.remote(rank_plan, blocks_of(rank_plan, batch))
+            for member, rank_plan in zip(self.group.members, plan.rank_plans(step, plan_id), strict=True)]
         return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(ray.get, prefetches))

@@ -97,8 +97,8 @@ class Driver:
 
     def _run(self) -> Iterator[Message]:
         try:
-            self.session = session = yield from open_session(self.config, self.group, self.store, self.arrivals,
-                                                             self.going_on, lambda: self.stop_reason)
+            self.session = session = yield from open_session(
+                self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
             self.commits = Commits(session)
             yield from self._train(session, "the driver was lost" if self.going_on else "")
         except ConfigError as error:
@@ -146,10 +146,9 @@ class Driver:
             following = session.current.dispatcher.take(step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
             self.leaving = session.leaving()
-            # Ranks that leave take nothing along where every step is mirrored; of a drained node, the rest may follow
-            # soon.
-            endangered = Condition.DRAINED in self.leaving.values() or (bool(self.leaving)
-                                                                        and self.config.elastic.mirror_every_steps != 1)
+            # Ranks that leave take nothing along where every step is mirrored; the rest of a drained node may follow.
+            drained, mirrored = Condition.DRAINED in self.leaving.values(), self.config.elastic.mirror_every_steps == 1
+            endangered = drained or (bool(self.leaving) and not mirrored)
             self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
             eval_loss = yield from session.current.evaluation.loss_when_due(step)
             change = yield from self._change(session)
@@ -161,9 +160,10 @@ class Driver:
             running = launched
         if self.refused:  # also where it is the first step
             raise RunError(self.refused)
-        short = session.current.dispatcher.needed_ranks > session.group.size and not session.stopping
-        return change or (f"a sequence of the next batch needs {session.current.dispatcher.needed_ranks} ranks" if short
-                          else "")
+        needed = session.current.dispatcher.needed_ranks
+        if not change and needed > session.group.size and not session.stopping:
+            return f"a sequence of the next batch needs {needed} ranks"
+        return change
 
     def _launch(self, session: Session, dispatched: DispatchedStep | None, waited_s: float = 0.0) -> RunningStep | None:
         """Start a dispatched step on all ranks, once each has said which samples it cannot decode. `waited_s`: how long
@@ -200,9 +200,7 @@ class Driver:
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
 
     def _save_last(self, session: Session) -> Generator[Message, None, str]:
-        """Save what the last step has left, and export the model of a run that is complete; returns why the run ends
-        early.
-        """
+        """Save what the last step left, and export the model of a complete run; returns why the run ends early."""
         last_step, stopping = session.records.last_step, session.stopping
         # the group broke, or the run was asked to end, after that save was due
         if last_step and session.checkpoints.newest_step() < last_step:

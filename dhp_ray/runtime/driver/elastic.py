@@ -46,9 +46,7 @@ class HealthReport:
 
 
 def condition_of(now: HealthReport, before: HealthReport | None, overdue: bool) -> Condition:
-    """`before` is what an earlier survey showed, one watchdog period ago; `overdue`: the step is far past its predicted
-    end.
-    """
+    """`before`: what a survey showed one watchdog period ago; `overdue`: the step is far past its predicted end."""
     if now.dead:
         return Condition.DEAD
     if not now.answered:

@@ -55,9 +55,7 @@ class Member:
 
 
 def by_node(members: Sequence[Member]) -> list[Member]:
-    """Sort members into rank order: the ranks of a node are neighbours; nodes and members keep the order in which they
-    come.
-    """
+    """Sort members into rank order: a node's ranks are neighbours; nodes and members keep the order of coming."""
     nodes = list(dict.fromkeys(member.described["node_id"] for member in members))
     return sorted(members, key=lambda member: nodes.index(member.described["node_id"]))
 

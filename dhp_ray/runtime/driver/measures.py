@@ -11,9 +11,7 @@ from dhp_ray.train.results import StepResult
 
 
 def makespan_s(results: Sequence[StepResult]) -> float:
-    """Seconds from the first pack's start to the last pack's end, each rank on its own clock from its start of the
-    step.
-    """
+    """Seconds from the first pack's start to the last pack's end, each rank on its clock from its start of the step."""
     times = [time for result in results for time in result.pack_times]
     return max(time.end_s for time in times) - min(time.start_s for time in times) if times else 0.0
 

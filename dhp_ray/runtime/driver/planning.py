@@ -22,9 +22,7 @@ LATE_S = 0.01
 
 @dataclass
 class Planning:
-    """One step's planning, held by the planning thread and by the driver: `speeds` and `pool` as they are when it
-    begins.
-    """
+    """One step's planning, held by the planning thread and the driver: `speeds` and `pool` as when it begins."""
 
     step: int
     speeds: tuple[float, ...]
@@ -54,9 +52,7 @@ class Planning:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a plan is worth waiting for, from `since_s` on: as long as waiting costs less than running the last
-    resort.
-    """
+    """How long a plan is worth waiting for, from `since_s` on: while that costs less than running the last resort."""
 
     since_s: float
     seconds: float

@@ -108,8 +108,8 @@ def form_anew(
     origins: dict[int, FromCheckpoint | FromMemory] = {}
     load = FromCheckpoint(session.checkpoints.manifest(step).files if step and not surviving else "")
     for place, seen in enumerate(survivors):
-        origins[seen.member.slot] = FromMemory(surviving.generation, surviving.version,
-                                               surviving.owners[place]) if surviving else load
+        origins[seen.member.slot] = (
+            FromMemory(surviving.generation, surviving.version, surviving.owners[place]) if surviving else load)
     for member in newcomers:
         origins[member.slot] = FromMemory(surviving.generation, surviving.version) if surviving else load
 
@@ -223,8 +223,8 @@ def _enough(
         ready = session.arrivals.ready()
         yield from reopened(session)
         # A run that is to end forms anew of whoever is left, to save what they hold.
-        needed = 1 if session.stopping else max(session.config.cluster.min_workers,
-                                                session.current.dispatcher.needed_ranks)
+        enough = max(session.config.cluster.min_workers, session.current.dispatcher.needed_ranks)
+        needed = 1 if session.stopping else enough
         conditions = [found.condition for found in workers]
         match decide(conditions, len(ready), needed, session.max_workers, broken or bool(session.stopping)):
             case Stop(reason):

@@ -23,17 +23,15 @@ def check_memory(group: WorkerGroup, sync: str) -> None:
         if resident_bytes > MEMORY_SHARE * group.memory_bytes:
             other = "planner.sync=micro_batch, " if sync == "step" else ""
             raise RunError(
-                f"model of {num_parameters / 1e9:.2f} B parameters: planner.sync={sync} keeps "
-                f"{resident_bytes / 2**30:.1f} GiB "
-                f"on each rank, rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; use more or larger devices, "
-                f"{other}or a smaller model"
+                f"model of {num_parameters / 1e9:.2f} B parameters: "
+                f"planner.sync={sync} keeps {resident_bytes / 2**30:.1f} GiB on each rank, "
+                f"rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; "
+                f"use more or larger devices, {other}or a smaller model"
             )
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:
-    """Checkpoints that a run will write after `done` of its `total` steps: one every so many steps (0: none), and one
-    at the end.
-    """
+    """Checkpoints that a run will write after `done` of `total` steps: one every so many (0: none), one at the end."""
     if done >= total:
         return 0
     return (total // every - done // every + (total % every > 0)) if every else 1
@@ -52,17 +50,16 @@ def check_room(
     """
     if not num_ahead:
         return
-    whole_bytes, free = members[0].described["checkpoint_bytes"], [member.described["save_free_bytes"]
-                                                                   for member in members]
+    whole_bytes = members[0].described["checkpoint_bytes"]
+    free = [member.described["save_free_bytes"] for member in members]
     if run_folder is not None:  # one file system for all; the one under way comes beside those that are kept
         count = min(num_ahead, config.checkpoint.keep + 1 - min(num_present, config.checkpoint.keep))
         if count * whole_bytes > min(free):
             raise RunError(
                 f"run.dir: {run_folder} has {_gib(min(free))} free, and the next {count} checkpoints of "
-                f"{_gib(whole_bytes)} each need "
-                f"{_gib(count * whole_bytes)} (checkpoint.keep={config.checkpoint.keep} and the one being written); "
-                "make room, lower "
-                "checkpoint.keep, or choose another run.dir"
+                f"{_gib(whole_bytes)} each need {_gib(count * whole_bytes)} "
+                f"(checkpoint.keep={config.checkpoint.keep} and the one being written); "
+                "make room, lower checkpoint.keep, or choose another run.dir"
             )
         return
     ranks_of = Counter(member.described["node_id"] for member in members)
@@ -70,11 +67,10 @@ def check_room(
         count = ranks_of[member.described["node_id"]]
         need = count * math.ceil(whole_bytes / len(members))
         if need > free_bytes:
+            folder, node_id = config.checkpoint.scratch or "the folder for temporary files", member.described["node_id"]
             raise RunError(
-                f"checkpoint.scratch: {config.checkpoint.scratch or 'the folder for temporary files'} on node "
-                f"{member.described['node_id']} has "
-                f"{_gib(free_bytes)} free, and the parts of its {count} ranks in a checkpoint need {_gib(need)} before "
-                "they are uploaded; "
+                f"checkpoint.scratch: {folder} on node {node_id} has {_gib(free_bytes)} free, and the parts of its "
+                f"{count} ranks in a checkpoint need {_gib(need)} before they are uploaded; "
                 "make room, or name another folder"
             )
 

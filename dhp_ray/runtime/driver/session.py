@@ -33,9 +33,7 @@ COMPILING_TOLD_S = 5.0
 
 @dataclass
 class Generation:
-    """What belongs to one membership of the group: it plans for these ranks, evaluates on them, and measures their
-    speeds.
-    """
+    """What belongs to one membership of the group: it plans for these ranks, evaluates, measures their speeds."""
 
     number: int = 0
     dispatcher: Dispatcher = field(init=False)
@@ -57,9 +55,7 @@ class History:
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is ready for its next step: the services that it uses to its end, its history, and its current
-    generation.
-    """
+    """A run that is ready for its next step: the services that it uses to its end, its history, its generation."""
 
     config: Config
     group: WorkerGroup
@@ -100,9 +96,7 @@ class Session:
 
     @property
     def patience_s(self) -> float:
-        """How long a worker may stand at one place amid a broken step before it counts as stuck: its pack may be a long
-        one.
-        """
+        """How long a worker may stand at one place of a broken step before it counts as stuck: a pack may be long."""
         return max(self.config.elastic.hang_s,
                    self.config.elastic.hang_factor * max(self.history.step_times_s, default=0.0))
 

@@ -62,22 +62,20 @@ class SpeedMeter:
         """One step: seconds by rank."""
         for rank, nominal, busy in zip(self._ranks, nominal_s, busy_s, strict=True):
             if nominal > 0 and busy > 0:
-                rank.nominal_s, rank.busy_s, rank.unseen = (
-                    DECAY * rank.nominal_s + nominal,
-                    DECAY * rank.busy_s + busy,
-                    0,
-                )
+                rank.nominal_s = DECAY * rank.nominal_s + nominal
+                rank.busy_s = DECAY * rank.busy_s + busy
+                rank.unseen = 0
             else:
                 rank.unseen += 1
                 if rank.unseen >= FORGET_AFTER:
                     rank.nominal_s = rank.busy_s = 0.0
         slowdowns = sorted(rank.busy_s / rank.nominal_s for rank in self._ranks if rank.nominal_s > 0)
         typical = slowdowns[(len(slowdowns) - 1) // 2] if slowdowns else 0.0  # the faster one of two
-        self._measured = tuple([typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0
-                                for rank in self._ranks])
+        self._measured = tuple(
+            typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0 for rank in self._ranks)
         for rank, speed in zip(self._ranks, self._measured):
-            rank.below = {limit: rank.below.get(limit, 0) + 1 for limit in (SLOW_BELOW, self.evict_below)
-                          if speed < limit}
+            passed = [limit for limit in (SLOW_BELOW, self.evict_below) if speed < limit]
+            rank.below = {limit: rank.below.get(limit, 0) + 1 for limit in passed}
 
     def measured(self) -> tuple[float, ...]:
         """Speed of each rank: 1.0 is the group's typical one."""

@@ -145,8 +145,8 @@ def resolve_limits(config: Config, stored: Mapping[str, Any], cost: CostModel, g
     if planner.tokens_per_rank == "auto":
         planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or tokens_that_fit(cost, group))
     if not planner.max_sequence_tokens:
-        planner.max_sequence_tokens = int(stored.get("planner.max_sequence_tokens")
-                                          or int(planner.tokens_per_rank) * group.size)
+        stored_tokens = stored.get("planner.max_sequence_tokens")
+        planner.max_sequence_tokens = int(stored_tokens or int(planner.tokens_per_rank) * group.size)
 
 
 def tokens_that_fit(cost: CostModel, group: WorkerGroup) -> int:

@@ -37,9 +37,7 @@ def take_over(
 
 
 def _part(group: WorkerGroup, arrivals: Arrivals) -> Iterator[Message]:
-    """Drop the workers that are dead or hung; where others are in a generation, offer those that are in none as
-    newcomers.
-    """
+    """Drop dead or hung workers; where others are in a generation, offer those that are in none as newcomers."""
     seen = list(zip(group.members, group.survey()))
     begun = any(status.generation for _, (_, status) in seen)
     for member, (sight, status) in seen:

@@ -78,8 +78,8 @@ def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
     planner's ran instead. `total_steps` is 0 when it is not known.
     """
     place = f"step {metrics['step']}/{total_steps}" if total_steps else f"step {metrics['step']}"
-    degrees = " ".join(f"{degree}x{count}" for degree, count in sorted((int(degree), count)
-                                                                       for degree, count in metrics["degrees"].items()))
+    counts = sorted((int(degree), count) for degree, count in metrics["degrees"].items())
+    degrees = " ".join(f"{degree}x{count}" for degree, count in counts)
     words = [place, f"loss {metrics['loss']:.3f}",
              f"(lr {_short_exponent(metrics['learning_rate'])}, norm {metrics['gradient_norm']:.3g})"]
     if "eval_loss" in metrics:

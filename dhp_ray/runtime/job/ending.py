@@ -48,9 +48,7 @@ class Ending:
         self.take_signals()
 
     def take_signals(self) -> None:
-        """Handle the signals here, whoever has put handlers of its own; those that the process was started to ignore
-        stay ignored.
-        """
+        """Handle the signals here, whoever has handlers of its own; those ignored since the process began stay so."""
         for number in NAMES:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)

@@ -83,9 +83,8 @@ def _run(config: Config, console: Console, waits: Waits, ending: Ending) -> int:
             lost = lost + 1 if console.steps == steps else 1
         else:
             raise RunError(
-                f"the driver actor died {MAX_DRIVERS} times without a step in between; start the same command again to "
-                "go on from the newest "
-                "checkpoint"
+                f"the driver actor died {MAX_DRIVERS} times without a step in between; "
+                "start the same command again to go on from the newest checkpoint"
             )
     finally:
         console.close()

@@ -69,8 +69,7 @@ def _refusing(key: str) -> Iterator[None]:
 
 def resources_here() -> dict[str, float]:
     """What a cluster of this machine alone would have at most, by Ray's names."""
-    here: dict[str, float] = {accelerator.resource or "CPU": accelerator.num_devices()
-                              for accelerator in ACCELERATORS.values()}
+    here: dict[str, float] = {kind.resource or "CPU": kind.num_devices() for kind in ACCELERATORS.values()}
     try:
         given = json.loads(os.environ.get(OVERRIDE, "{}"))
     except ValueError:
@@ -97,16 +96,16 @@ def check_workers(config: Config, here: dict[str, float]) -> None:
             f"cluster.device: got {cluster.device!r}; {lack}; allowed: cpu, auto, or a Ray cluster with such devices "
             "(its head in RAY_ADDRESS)"
         )
-    needs = {"CPU": cluster.cpus_per_worker * cluster.num_workers} | ({resource: 1.0 * cluster.num_workers} if resource
-                                                                      else {})
+    needs = {"CPU": cluster.cpus_per_worker * cluster.num_workers}
+    if resource:
+        needs[resource] = 1.0 * cluster.num_workers
     for name, amount in needs.items():
         if amount > here[name] + 1e-6:
             fit = int(here[name] / (cluster.cpus_per_worker if name == "CPU" else 1) + 1e-6)
+            fewer = f"at most {fit}, or " if fit else ""
             raise ConfigError(
                 f"cluster.num_workers: got {cluster.num_workers}; they need {amount:g} {name}, this machine has "
-                f"{here[name]:g}; "
-                f"allowed: {f'at most {fit}, or ' if fit else ''}a Ray cluster with more nodes (its head in "
-                "RAY_ADDRESS)"
+                f"{here[name]:g}; allowed: {fewer}a Ray cluster with more nodes (its head in RAY_ADDRESS)"
             )
     resolved = deepcopy(config)
     resolved.cluster.device = kind.name

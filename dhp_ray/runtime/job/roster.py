@@ -30,8 +30,9 @@ class Roster:
         self.config, self.accelerator, self.waits = config, accelerator, waits
         self.workers: dict[int, ActorHandle] = {}
         self._starts: dict[int, ray.ObjectRef] = {}
-        self._bundle = {"CPU": config.cluster.cpus_per_worker} | ({accelerator.resource: 1.0} if accelerator.resource
-                                                                  else {})
+        self._bundle = {"CPU": config.cluster.cpus_per_worker}
+        if accelerator.resource:
+            self._bundle[accelerator.resource] = 1.0
         self._room = self._reserve(config.cluster.num_workers)
         self._more_room: dict[int, PlacementGroup] = {}
 
@@ -90,8 +91,8 @@ class Roster:
             wanted = ", ".join(f"{amount * num_workers:g} {name}" for name, amount in self._bundle.items())
             found = ", ".join(f"{have.get(name, 0.0):g} {name}" for name in self._bundle)
             raise RunError(
-                f"cluster.num_workers={num_workers}: needs {wanted}; the cluster has {found} in all (some may be in "
-                "use), "
+                f"cluster.num_workers={num_workers}: needs {wanted}; "
+                f"the cluster has {found} in all (some may be in use), "
                 f"and no more came within {cluster.start_timeout_s:g} s; lower cluster.num_workers or add nodes"
             )
         return room

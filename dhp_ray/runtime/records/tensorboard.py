@@ -184,5 +184,5 @@ def cluster_text(ranks: Sequence[Mapping[str, Any]]) -> str:
     """The cluster as Markdown: versions, then a table of ranks (rank, pid, node_id, device)."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("dhp_ray", "ray", "torch", "transformers"))
     lines = [versions, "", "| rank | node | process | device |", "|---|---|---|---|"]
-    return "\n".join(lines + [f"| {rank['rank']} | {rank['node_id']} | {rank['pid']} | {rank['device']} |"
-                              for rank in ranks])
+    lines += [f"| {rank['rank']} | {rank['node_id']} | {rank['pid']} | {rank['device']} |" for rank in ranks]
+    return "\n".join(lines)

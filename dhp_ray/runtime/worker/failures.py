@@ -21,9 +21,7 @@ def words_of(error: BaseException) -> str:
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system: glibc keeps it for the thread that had it, and each generation has its own
-    threads.
-    """
+    """Return freed memory to the system: glibc keeps it for its thread, and each generation has its own threads."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -61,9 +61,7 @@ def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Pro
 
 
 def pixels_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[np.ndarray | None]:
-    """Patches of every grid that this rank encodes. A video is decoded once, for all of its pieces that are encoded
-    here.
-    """
+    """Patches of every grid that this rank encodes. A video is decoded once, for all of its pieces encoded here."""
     pixels: list[np.ndarray | None] = []
     for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here),
                                    key=lambda entry: int(entry[0])):

@@ -212,9 +212,7 @@ class Rank:
             self.adapter.save(folder, state)
 
     def close(self, broken: bool = False) -> None:
-        """Leave the generation. `broken`: peers may be gone, so nothing is waited for; local shards taken before stay
-        good.
-        """
+        """Leave the generation. `broken`: peers may be gone: nothing is waited for; shards taken before stay good."""
         self.checkpointer.close(timeout_s=0.0 if broken else None)
         destroy_world(lambda: self._let_go(broken), self.accelerator, broken)
         if self.scratch:

@@ -101,9 +101,8 @@ class Worker:
             folder.read(probe)
         except StorageError as error:
             raise StorageError(
-                f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; allowed: a folder or "
-                "URI that every node "
-                "reaches"
+                f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; "
+                "allowed: a folder or URI that every node reaches"
             ) from None
         context = ray.get_runtime_context()
         return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name,
@@ -144,9 +143,10 @@ class Worker:
                          lambda: self.called_off >= membership.generation)
         self.adapter = self.rank.adapter
         if isinstance(origin, FromMemory):
-            self.rank.load_state([shard for generation, _, shard in self.kept
-                                  if (generation, shard.version) == (origin.generation, origin.version)
-                                  and shard.owner in origin.owners])
+            state = (origin.generation, origin.version)
+            shards = [shard for generation, _, shard in self.kept
+                      if (generation, shard.version) == state and shard.owner in origin.owners]
+            self.rank.load_state(shards)
         elif origin.name:
             self.rank.checkpointer.load(origin.name)
         self.rank.begin_mirror(0)

@@ -70,8 +70,8 @@ class FlatLayout:
         self.size = _round_up(end, unit)
         length = _round_up(max(1, bucket_elements), unit)
         edges = [*range(0, self.size, length), self.size]
-        self.buckets = tuple(Bucket(start, stop, slice(start // world_size, stop // world_size))
-                             for start, stop in pairwise(edges))
+        self.buckets = tuple(
+            Bucket(start, stop, slice(start // world_size, stop // world_size)) for start, stop in pairwise(edges))
 
     @property
     def shard_size(self) -> int:

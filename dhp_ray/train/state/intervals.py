@@ -18,19 +18,16 @@ from torch.futures import Future
 
 @dataclass
 class Intervals:
-    """This rank's intervals, by their start, of one flattened tensor of `size` elements, for
-    torch.distributed.checkpoint.
-    """
+    """This rank's intervals, by start, of one flattened tensor of `size` elements, for torch.distributed.checkpoint."""
 
     size_elements: int
     parts: dict[int, Tensor]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD,
-                      tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32),
-                                                  size=torch.Size([self.size_elements])))
-            for chunk in self.__create_chunk_list__()]
+        properties, size = TensorProperties(dtype=torch.float32), torch.Size([self.size_elements])
+        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD,
+                          tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size))
+                for chunk in self.__create_chunk_list__()]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=torch.Size([start]), sizes=part.shape)

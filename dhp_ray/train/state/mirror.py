@@ -94,8 +94,8 @@ class Mirror:
             return
         self._replica_peer = torch_peer(replica_ranks[rank])
         self._version = torch.zeros(1, dtype=torch.int64)
-        self._replicas = self._described([owner for owner, replica_rank in enumerate(replica_ranks)
-                                          if replica_rank == rank])
+        owners = [owner for owner, replica_rank in enumerate(replica_ranks) if replica_rank == rank]
+        self._replicas = self._described(owners)
         on_device = engine.device.type != "cpu"
         self._stream: Any = torch.get_device_module(engine.device).Stream(engine.device) if on_device else None
         if on_device or snapshot:
@@ -125,8 +125,8 @@ class Mirror:
         for owner, buffers in self._replicas.items():
             buffers.back.version = UNFINISHED
             tensors = [buffers.version, *buffers.back.tensors().values()]
-            self._receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=torch_peer(owner),
-                                                        tag=tag))
+            peer = torch_peer(owner)
+            self._receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
                                      for tag, tensor in enumerate(tensors) if tensor.numel()]
         current = self._engine.current
         self._version.fill_(current.version)
@@ -177,12 +177,10 @@ class Mirror:
         return {**self._replicas, self._rank: self._own} if self._own is not None and self._snapshot else self._replicas
 
     def _described(self, owners: list[int]) -> dict[int, _DoubleBuffer]:
-        """Empty replicas of the shards of `owners`: each tells its replica rank the size and the pieces of its shard.
-        """
+        """Empty replicas of the shards of `owners`: each tells its replica rank its shard's size and pieces."""
         assert self._group is not None
-        own = torch.frombuffer(bytearray(pickle.dumps([(piece.name, piece.start, piece.stop, piece.offset)
-                                                       for piece in self._engine.pieces()])),
-                                dtype=torch.uint8)
+        pieces = [(piece.name, piece.start, piece.stop, piece.offset) for piece in self._engine.pieces()]
+        own = torch.frombuffer(bytearray(pickle.dumps(pieces)), dtype=torch.uint8)
         sizes = torch.empty(2 * self._group.size(), dtype=torch.int64)
         dist.all_gather_single(sizes, torch.tensor([self._engine.shard_size, own.numel()]), group=self._group)
         received = {owner: torch.empty(int(sizes[2 * owner + 1]), dtype=torch.uint8) for owner in owners}
@@ -191,9 +189,11 @@ class Mirror:
         works.append(_posted(dist.isend(own, group=self._group, group_dst=self._replica_peer)))
         for work in works:
             work.wait()
-        return {owner: _DoubleBuffer.empty(tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes())),
-                                           int(sizes[2 * owner]))
-                for owner, buffer in received.items()}
+        replicas = {}
+        for owner, buffer in received.items():
+            of_owner = tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes()))
+            replicas[owner] = _DoubleBuffer.empty(of_owner, int(sizes[2 * owner]))
+        return replicas
 
     def _send(self, state: ShardState) -> None:
         tensors = [self._version, *state.tensors().values()]

@@ -44,8 +44,8 @@ class ShardState:
     @classmethod
     def zeros(cls, size: int, device: torch.device, pinned: bool = False) -> ShardState:
         """`pinned`: in host memory that a device copies to and from beside its computing."""
-        value, exp_avg, exp_avg_sq = torch.zeros(3, size, dtype=torch.float32, device=device,
-                                                 pin_memory=pinned).unbind()
+        values = torch.zeros(3, size, dtype=torch.float32, device=device, pin_memory=pinned)
+        value, exp_avg, exp_avg_sq = values.unbind()
         return cls(value, exp_avg, exp_avg_sq)
 
     def copy_(self, other: ShardState) -> None:
@@ -109,9 +109,7 @@ class ShardedAdamW:
                 lr=group.learning_rate * learning_rate_factor, weight_decay=group.weight_decay)
 
     def _grouped(self, pieces: list[Piece]) -> list[_Group]:
-        """Pieces by their settings; neighbours are joined over the padding between them, which holds zeros and stays
-        so.
-        """
+        """Pieces by their settings; neighbours are joined over the padding between them, which stays zero."""
         found: dict[tuple[float, float], list[slice]] = {}
         previous = None
         for piece in pieces:

@@ -156,8 +156,8 @@ def _routes(
             place = bisect_right(starts.get(name, []), begin) - 1
             position = begin
             while position < end:
-                start, stop, source_offset, supplier, number = found[place] if 0 <= place < len(found) else (end, end,
-                                                                                                             0, 0, 0)
+                nothing = (end, end, 0, 0, 0)
+                start, stop, source_offset, supplier, number = found[place] if 0 <= place < len(found) else nothing
                 if not start <= position < stop:
                     following = starts.get(name, [])[place + 1:place + 2] if position >= stop else [start]
                     raise ValueError(
