@@ -31,7 +31,7 @@ lint: install
 	$(BIN)/lint-imports
 
 test: install lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -o faulthandler_timeout=400
 
 # Also what is slow, and what needs a CUDA device (those tests skip themselves where there is none). Screenshots stay in build/artifacts.
 test-all: install lint

@@ -4,6 +4,7 @@ skips for what a machine lacks.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -62,6 +63,7 @@ def ray_cluster() -> Iterator[None]:
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     yield
     del os.environ["RAY_ADDRESS"]
+    gc.collect()  # an executor of Ray Data that is collected later would start Ray again
     ray.shutdown()
 
 

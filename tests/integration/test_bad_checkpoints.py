@@ -57,10 +57,11 @@ def test_a_half_written_checkpoint_is_ignored(copied: Path, data: list[str]) -> 
     assert "resuming after step 2" in ended.output
     assert losses(copied)[:3] == pytest.approx(before, rel=1e-5)
     assert [line["step"] for line in lines(copied, "ledger.jsonl")] == [1, 2, 3, 4]
-    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["step_000001", "step_000002",
-                                                                                "step_000004"]
+    saved = sorted(path.name for path in (copied / "checkpoints").iterdir())
+    assert saved == ["step_000001", "step_000002", "step_000004"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model(whole_run: Path, copied: Path, data: list[str], tmp_path: Path) -> None:
     """The folder that model.path names has come to hold another model since."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -69,8 +70,9 @@ def test_a_checkpoint_of_another_model(whole_run: Path, copied: Path, data: list
     config = Qwen2_5_VLConfig.from_pretrained(model)
     config.text_config.intermediate_size = 256
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(model)
-    (copied / "config.yaml").write_text((copied / "config.yaml").read_text().replace("preset: tiny\n  path: ''",
-                                                                                     f"preset: ''\n  path: {model}"))
+    stored = (copied / "config.yaml").read_text()
+    changed = stored.replace("preset: tiny\n  path: ''", f"preset: ''\n  path: {model}")
+    (copied / "config.yaml").write_text(changed)
     line = refused(1, f"run.dir={copied}", *data, f"model.path={model}", "run.steps=4")
     assert re.fullmatch(
         r"error: rank \d \(pid \d+ on node \w+\): checkpoints/step_000003/generation_\d+: of another model: trained "
@@ -222,9 +224,8 @@ def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(
     assert [point.value for point in curves.Scalars("loss/update_applied")] == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("options",
-                         ["no_such_option=1", pytest.param("endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1",
-                                                           marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["no_such_option=1", "endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1"])
 def test_a_credential_of_the_run_folder_is_nowhere(ray_cluster: None, data: list[str], options: str) -> None:
     """A URI that storage refuses, and a server that does not answer (which takes a minute of attempts): the secret is
     in no line of it.

@@ -235,7 +235,8 @@ def test_a_credential_in_a_row_is_nowhere(ended: tuple[Path, Ended]) -> None:
         assert not path.is_file() or b"secret" not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize("sample_id", ["half-an-image", pytest.param("unknown-role", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sample_id", ["half-an-image", "unknown-role"])
 def test_a_bad_sample_ends_the_run_when_asked(
     ray_cluster: None, sources: list[tuple[Path, str, int]], tmp_path: Path, sample_id: str
 ) -> None:

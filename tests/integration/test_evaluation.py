@@ -85,8 +85,8 @@ def test_it_is_plain_transformers_loss_of_the_held_out_samples(
 
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(one_worker[0] / "model").eval()
     processor = load_processor("", str(one_worker[0] / "model"), 3136, 1003520)
-    held_out = json.loads(Path(next(word for word in conversations
-                                    if word.startswith("eval.path=")).partition("=")[2]).read_text())
+    [path] = [word.partition("=")[2] for word in conversations if word.startswith("eval.path=")]
+    held_out = json.loads(Path(path).read_text())
     loss_sum, count = 0.0, 0
     for row in held_out:
         names = [row["image"]] if isinstance(row["image"], str) else row["image"]

@@ -100,7 +100,7 @@ def test_a_step_of_the_driver_grows_with_the_ranks(ray_cluster: None, tmp_path: 
     assert all(handle.calls == {"prefetch": 3, "run": 3, "mirrored": 1} for handle in handles)
 
 
-def test_a_plan_is_sent_in_one_pass_over_its_groups() -> None:
+def test_a_plan_is_sent_in_one_pass_over_its_groups(ray_cluster: None) -> None:
     assert passes_of_a_send(256) == passes_of_a_send(4)
 
 
