@@ -118,8 +118,8 @@ def main(words: list[str]) -> int:
         for tokens in [tokens for tokens in MEMORIES if str(tokens) in words] or MEMORIES:
             rows = table(sync, tokens, cost)
             ranges = [[row.over_dhp for row in rows], [row.last_resort_s / row.dhp_s for row in rows]]
-            summary.append(f"| {sync} | {tokens:,} | "
-                           + " | ".join(f"{min(values):.2f} to {max(values):.2f}" for values in ranges) + " |")
+            cells = [f"{min(values):.2f} to {max(values):.2f}" for values in ranges]
+            summary.append(f"| {sync} | {tokens:,} | {' | '.join(cells)} |")
     print("\n| mode | tokens a rank | best baseline over dhp | last resort over dhp |\n|---|---|---|---|\n"
           + "\n".join(summary))
     print(f"\n{time.perf_counter() - begin:.0f} s in all")

@@ -122,8 +122,8 @@ def main(argv: list[str]) -> int:
     from tests.ranks import run_ranks
 
     torch.set_num_threads(1)
-    packs: list[list[list[Any]]] = [[[length] for length in lengths]
-                                    for lengths in TEXT] + [[[20, *[grid] * count, 20]] for count, grid in IMAGES]
+    packs: list[list[list[Any]]] = [[[length] for length in lengths] for lengths in TEXT]
+    packs += [[[20, *[grid] * count, 20]] for count, grid in IMAGES]
     times = []
     for number, parts in enumerate(packs, 1):
         times.append(pack_seconds(parts))

@@ -273,9 +273,8 @@ def waits_of(run_dir: Path) -> tuple[list[float], int]:
     events.Reload()
     driver, ranks = ([point.value for point in events.Scalars(tag)]
                      for tag in ("data/data_wait_s", "data/prefetch_wait_s"))
-    return [before + inside for before, inside in zip(driver, ranks,
-                                                      strict=True)], int(sum(point.value
-                                                                             for point in events.Scalars("plan/late")))
+    num_late = int(sum(point.value for point in events.Scalars("plan/late")))
+    return [before + inside for before, inside in zip(driver, ranks, strict=True)], num_late
 
 
 if __name__ == "__main__":

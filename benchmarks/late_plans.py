@@ -109,9 +109,11 @@ def live(folder: Path, steps: int) -> None:
     inexact = [line["step"] for line, file in zip(ledger, files, strict=True)
                if sorted(line["sample_ids"]) != sorted(sample["id"] for sample in file["inputs"]["samples"])]
     plans = [Plan.from_json(file) for file in files]
-    ratios = [plan.predicted_time_s / plan_batch(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]),
-                                                 sync=plan.sync).predicted_time_s
-              for plan in plans]
+    ratios = []
+    for plan in plans:
+        cost = CostModel.from_json(plan.inputs["cost"])
+        exact = plan_batch(plan.samples, plan.cluster, cost, sync=plan.sync)
+        ratios.append(plan.predicted_time_s / exact.predicted_time_s)
     row(
         f"{steps} live steps, 2 ranks; plan files that differ from what ran: {len(differ)}, ledger lines that are not "
         f"exact: {len(inexact)}",

@@ -64,8 +64,8 @@ def drawn(name: str, count: int, num_ranks: int, seed: int) -> np.ndarray:
         lengths = np.maximum(4, np.ceil(generator.uniform(chosen[:, 0], chosen[:, 1]))).astype(int) * 256 + 60
     else:
         files = {"wikipedia": ["wikipedia_sample"], "internvl": ["internvl_ai2d", "internvl_chartqa"]}[name]
-        known = np.concatenate([np.loadtxt(folder / f"{file}.csv", skiprows=1, delimiter=",", dtype=int, usecols=0)
-                                for file in files])
+        known = np.concatenate([
+            np.loadtxt(folder / f"{file}.csv", skiprows=1, delimiter=",", dtype=int, usecols=0) for file in files])
         lengths = generator.choice(known, count)
     return np.minimum(lengths, TOKENS_PER_RANK * num_ranks)
 
@@ -141,9 +141,9 @@ def mode(cost: CostModel) -> None:
         lengths, cells = bimodal(count, num_ranks), []
         for share in (0.0, 0.1, 0.5, 1.0):
             charged = replace(cost, pack_s=share * cost.fixed_s, _cache={})
-            step_s, micro_batch_s = (planned(lengths, num_ranks, charged, tokens_per_rank=room,
-                                             sync=sync).predicted_time_s
-                                  for sync, room in (("step", tokens), ("micro_batch", micro_batch_tokens)))
+            plans = (planned(lengths, num_ranks, charged, tokens_per_rank=room, sync=sync)
+                     for sync, room in (("step", tokens), ("micro_batch", micro_batch_tokens)))
+            step_s, micro_batch_s = (plan.predicted_time_s for plan in plans)
             cells.append(f"{step_s:.2f} / {micro_batch_s:.2f} = {step_s / micro_batch_s:.2f}")
         print(f"| {count}/{num_ranks} | {' | '.join(cells)} |")
 

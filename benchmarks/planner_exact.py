@@ -77,8 +77,8 @@ def optimum_s(problem: Problem, makespan_s: float, limit_s: float = 60.0) -> tup
     solver.parameters.max_time_in_seconds = limit_s
     solver.parameters.num_workers = 8
     status = solver.solve(model)
-    return solver.best_objective_bound * tick_s, (solver.objective_value
-                                                  + len(items)) * tick_s, status == cp_model.OPTIMAL
+    bound_s, found_s = solver.best_objective_bound * tick_s, (solver.objective_value + len(items)) * tick_s
+    return bound_s, found_s, status == cp_model.OPTIMAL
 
 
 def compare(seed: int) -> Result:

@@ -71,8 +71,8 @@ def write_rows(path: Path, num_rows: int) -> Path:
     pictures = []
     for number in range(2 * GROUP_ROWS):
         picture = io.BytesIO()
-        Image.fromarray(np.random.default_rng(number).integers(0, 256, (*PICTURE, 3),
-                                                               np.uint8)).save(picture, "png", compress_level=0)
+        noise = np.random.default_rng(number).integers(0, 256, (*PICTURE, 3), np.uint8)
+        Image.fromarray(noise).save(picture, "png", compress_level=0)
         pictures.append(picture.getvalue())
     talk = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "Noise."}]
     schema = pa.schema([("id", pa.string()), ("image", pa.binary()),
@@ -139,8 +139,8 @@ def open_stream(path: Path, window: int) -> Stream:
 def share_of(ids: list[str]) -> float:
     """The most frequent source's share of a batch, in the mean."""
     sources = np.array([int(name[0]) for name in ids])
-    return float(np.mean([np.bincount(sources[start : start + BATCH]).max() / BATCH
-                          for start in range(0, len(sources), BATCH)]))
+    batches = [sources[start : start + BATCH] for start in range(0, len(sources), BATCH)]
+    return float(np.mean([np.bincount(batch).max() / BATCH for batch in batches]))
 
 
 def resident_bytes() -> int:
@@ -181,8 +181,8 @@ def count_bytes(path: Path, num_steps: int) -> None:
                 blocks = blocks_of(batch, number, len(ranks))
                 before = settled_bytes(node)
                 own = ray.get(rank.fetch.remote(blocks))
-                far = sum(len(block.rows) for block in blocks
-                          if block.node != node["NodeID"]) / sum(len(block.rows) for block in blocks)
+                num_far = sum(len(block.rows) for block in blocks if block.node != node["NodeID"])
+                far = num_far / sum(len(block.rows) for block in blocks)
                 ratios.append((settled_bytes(node) - before) / (far * own) if far else 0.0)
             whole = sum(ray.get(block_bytes.remote([reference]))
                         for reference in batch.nodes) / (BATCH / len(ranks) * 100e3)

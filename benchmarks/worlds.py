@@ -82,9 +82,9 @@ class Corpus:
             for sample, encoded_here in zip(pack.samples, encoded_images(pack, plan.rank)):
                 payload, first, pixels = self.payloads[sample.id], self.first_patch[sample.id], []
                 for (time, height, width), here in zip(sample.vision_grids, encoded_here):
-                    pixels.append(np.array(self._all_patches()[first : first + time * height * width]) if here
-                                  else None)
-                    first += time * height * width
+                    stop = first + time * height * width
+                    pixels.append(np.array(self._all_patches()[first:stop]) if here else None)
+                    first = stop
                 found[sample.id] = replace(payload, pixels=pixels)
         return found
 
@@ -136,10 +136,10 @@ def rows_of(config: Config, num_samples: int, max_tokens: int = 0) -> list[dict[
     for position, number in enumerate(fragment_order(config.seed, 0, len(fragments)).tolist()):
         item = {"position": position, "epoch": 0, "number": number, "fragment": pickle.dumps(fragments[number])}
         block = reader(pa.Table.from_pylist([item]))
-        lengths = [text + vision for text, vision in zip(block["text_tokens"].to_pylist(),
-                                                         block["vision_tokens"].to_pylist())]
-        rows += read_payloads(block, [row for row, length in enumerate(lengths) if length
-                                      and not 0 < max_tokens < length])
+        texts, visions = block["text_tokens"].to_pylist(), block["vision_tokens"].to_pylist()
+        lengths = [text + vision for text, vision in zip(texts, visions)]
+        kept = [row for row, length in enumerate(lengths) if length and not 0 < max_tokens < length]
+        rows += read_payloads(block, kept)
         if len(rows) >= num_samples:
             return rows[:num_samples]
     raise ValueError(f"{config.data.path}: {len(rows)} usable samples; {num_samples} are needed")

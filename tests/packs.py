@@ -150,6 +150,6 @@ def own_payloads(pack: RankPack, payloads: Mapping[str, Payload], rank: int) -> 
         encoders = pack.encoders[first:first + len(sample.vision_grids)]
         first += len(encoders)
         payload = payloads[sample.id]
-        own[sample.id] = replace(payload, pixels=[patches if encoder == member else None
-                                                  for patches, encoder in zip(payload.pixels, encoders)])
+        pixels = [patches if encoder == member else None for patches, encoder in zip(payload.pixels, encoders)]
+        own[sample.id] = replace(payload, pixels=pixels)
     return own

@@ -12,8 +12,8 @@ from tests.ranks import run_ranks
 
 
 def test_every_torch_rank_is_of_one_rank_of_the_plan() -> None:
-    assert len(set(torch_ranks(range(5)))) == len(torch_ranks(range(5))) == sum(len(torch_ranks([rank]))
-                                                                                for rank in range(5))
+    together, alone = torch_ranks(range(5)), [torch_ranks([rank]) for rank in range(5)]
+    assert len(set(together)) == len(together) == sum(map(len, alone))
     assert all(torch_peer(rank) in torch_ranks([rank]) for rank in range(5))
     assert torch_ranks([3, 1]) == [*torch_ranks([3]), *torch_ranks([1])]
 

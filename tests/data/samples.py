@@ -62,8 +62,8 @@ def video(
         for number in range(num_frames):
             place = number // 2 if pairs else number
             pixels = background.copy()
-            pixels[(place * 3) % (height - 8) :][:8,
-                                                 (place * 5) % (width - 8) :][:, :8] = (250, 40 + place * 5 % 200, 20)
+            top, left = (place * 3) % (height - 8), (place * 5) % (width - 8)
+            pixels[top : top + 8, left : left + 8] = (250, 40 + place * 5 % 200, 20)
             container.mux(track.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(track.encode())
     return stream.getvalue()

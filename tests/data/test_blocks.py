@@ -19,8 +19,8 @@ def batch_of(path: Path) -> Batch:
     """64 samples in two blocks, with 20 kB of picture each."""
     from PIL import Image
 
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 80, 3),
-                                                      np.uint8)).save(path / "noise.png", compress_level=0)
+    noise = np.random.default_rng(0).integers(0, 255, (80, 80, 3), np.uint8)
+    Image.fromarray(noise).save(path / "noise.png", compress_level=0)
     rows = write_rows(path / "rows.json", [{"id": str(row), "image": "noise.png",
                                             "conversations": talk("<image>", "noise")} for row in range(64)])
     stream = Stream(Data(format="llava", path=str(rows)), Model(preset="tiny"), 0)

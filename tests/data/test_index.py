@@ -83,8 +83,8 @@ def test_a_row_that_is_not_json_keeps_its_place(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "conversations": []}\n{"id": "b", \n[1]\n\n{"id": "c", "conversations": []}\n')
     rows = [row for fragment in index_fragments(llava(path)) for row in read_rows(fragment)]
-    assert [(row.id, bool(row.error)) for row in rows] == [("a", False), ("rows#000001", True), ("rows#000002", True),
-                                                           ("c", False)]
+    expected = [("a", False), ("rows#000001", True), ("rows#000002", True), ("c", False)]
+    assert [(row.id, bool(row.error)) for row in rows] == expected
     assert rows[1].error.startswith("the row is not JSON: ")
     assert rows[2].error == "the row holds list; allowed: an object"
 

@@ -24,8 +24,8 @@ TINY = Model(preset="tiny")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     """40 rows of JSON, one of them bad, and 10 of parquet; three to one."""
     folder = tmp_path_factory.mktemp("sources")
-    write_rows(folder / "large.json", [{"id": f"a{number}", "conversations": talk("a", "b") if number != 7 else []}
-                                       for number in range(40)])
+    large = [{"id": f"a{number}", "conversations": talk("a", "b") if number != 7 else []} for number in range(40)]
+    write_rows(folder / "large.json", large)
     pq.write_table(pa.table({"id": [f"b{number}" for number in range(10)], "conversations": [talk("c", "d")] * 10}),
                    folder / "small.parquet", row_group_size=4)
     return Data(format="llava", sources=[Source(path=str(folder / "large.json"), weight=1.5),

@@ -77,14 +77,14 @@ def test_what_is_open_is_within_the_window_and_one_fragment(window: ShuffleWindo
 def test_without_a_window_fragments_follow_one_another() -> None:
     for rows in (0, 1):
         order = order_of([5, 7, 300, 2], ShuffleWindow(rows, 1e9))
-        assert [row for row, _ in rows_from(order)] == [(position, place) for position, size in enumerate(order.sizes)
-                                                        for place in range(size)]
+        expected = [(position, place) for position, size in enumerate(order.sizes) for place in range(size)]
+        assert [row for row, _ in rows_from(order)] == expected
 
 
 def shares_of(sources: np.ndarray, batch: int = 64) -> float:
     """The most frequent source's share of a batch, in the mean."""
-    return float(np.mean([np.bincount(sources[start : start + batch]).max() / batch
-                          for start in range(0, len(sources), batch)]))
+    batches = [sources[start : start + batch] for start in range(0, len(sources), batch)]
+    return float(np.mean([np.bincount(each).max() / batch for each in batches]))
 
 
 def test_a_window_of_a_tenth_mixes_almost_like_a_perfect_shuffle() -> None:
@@ -95,8 +95,8 @@ def test_a_window_of_a_tenth_mixes_almost_like_a_perfect_shuffle() -> None:
     assert shares_of(np.array([order.fragments[position] // 100 for (position, _), _ in rows])) <= 1.15 * perfect
     assert rows[63][1] == 1  # and the first batch waits for one fragment, as without a window
     apart = order_of([100] * 400, ShuffleWindow(0, 1e9))
-    assert shares_of(np.array([apart.fragments[position] // 100
-                               for (position, _), _ in rows_from(apart)])) > 2.5 * perfect
+    sources = np.array([apart.fragments[position] // 100 for (position, _), _ in rows_from(apart)])
+    assert shares_of(sources) > 2.5 * perfect
 
 
 def test_the_order_is_that_of_seed_epoch_and_fragment() -> None:

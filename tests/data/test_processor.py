@@ -57,23 +57,21 @@ def word_tokenizer(folder: Path) -> Path:
         "Is this sentence true of the image? There is a blue block\n\n over a yellow block. true false assistant user "
         "system\n"
     ] * 9
-    tokenizer.train_from_iterator(corpus,
-                                  trainers.BpeTrainer(vocab_size=400,
-                                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                                                      show_progress=False))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
                             chat_template=CHAT_TEMPLATE).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR.image_settings
-                                                                | {"image_processor_type": "Qwen2VLImageProcessor"}))
+    settings = PROCESSOR.image_settings | {"image_processor_type": "Qwen2VLImageProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 
 
 def own_processor(folder: Path, ours: Processor) -> OwnProcessor:
     """Made of the same folder by transformers alone."""
-    images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil",
-                                                size={"shortest_edge": ours.min_pixels,
-                                                      "longest_edge": ours.max_pixels})
+    size = {"shortest_edge": ours.min_pixels, "longest_edge": ours.max_pixels}
+    images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil", size=size)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return OwnProcessor(images, tokenizer, tokenizer.chat_template)
 
@@ -175,9 +173,9 @@ def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
     assert np.array_equal(loaded.encode(conversation, [(56, 56)]).input_ids,
                           PROCESSOR.encode(conversation, [(56, 56)]).input_ids)
     assert loaded.grid_of(1000, 1000) == (1, 16, 16)  # the configuration's max_pixels, not the folder's
-    assert {path.name for path in tmp_path.iterdir()} >= {"tokenizer.json", "tokenizer_config.json",
-                                                          "chat_template.jinja", "preprocessor_config.json",
-                                                         "video_preprocessor_config.json", "processor_config.json"}
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json",
+        "video_preprocessor_config.json", "processor_config.json"}
 
 
 def test_transformers_reads_the_sizes_of_a_saved_processor(tmp_path: Path) -> None:
@@ -201,8 +199,8 @@ def test_auto_processor_loads_a_saved_processor(tmp_path: Path) -> None:
 
 def test_a_template_that_strips_answers_is_followed(tmp_path: Path) -> None:
     word_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{{- message['content'] -}}",
-                                                                        "{{- message['content'] | trim -}}"))
+    stripping = CHAT_TEMPLATE.replace("{{- message['content'] -}}", "{{- message['content'] | trim -}}")
+    (tmp_path / "chat_template.jinja").write_text(stripping)
     loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
     encoded = loaded.encode(talk("a", "  true "), [])
     assert loaded.tokenizer.decode(encoded.labels[encoded.labels != -100]) == "true<|im_end|>"

@@ -93,19 +93,19 @@ def test_lengths_from_headers_are_those_of_the_decoded_images(test_data: Path, t
 
 
 def test_rows_of_a_fragment_are_shuffled(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.json", [{"id": str(number), "conversations": talk("a", "b")}
-                                               for number in range(40)])
+    rows = [{"id": str(number), "conversations": talk("a", "b")} for number in range(40)]
+    path = write_rows(tmp_path / "rows.json", rows)
     block = block_of(path, tmp_path, seed=5, epoch=2)
     assert block["position"].to_pylist() == [0] * 32 + [1] * 8
     assert block["row"].to_pylist() == [*range(32), *range(8)]
-    assert block["id"].to_pylist() == [str(row) for row in row_order(5, 2, 0, 32)] + [str(32 + row)
-                                                                                      for row in row_order(5, 2, 1, 8)]
+    expected = [*row_order(5, 2, 0, 32), *(32 + row for row in row_order(5, 2, 1, 8))]
+    assert block["id"].to_pylist() == [str(row) for row in expected]
 
 
 @pytest.mark.parametrize("rows", [[], [1], [2, 0]])
 def test_rows_of_a_block_come_as_asked(rows: list[int], tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.json", [{"id": str(number), "conversations": talk("a", "b" * (number + 1))}
-                                               for number in range(3)])
+    stored = [{"id": str(number), "conversations": talk("a", "b" * (number + 1))} for number in range(3)]
+    path = write_rows(tmp_path / "rows.json", stored)
     block = block_of(path, tmp_path)
     ids = block["id"].to_pylist()
     found = read_payloads(block, rows)

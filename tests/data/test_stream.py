@@ -194,8 +194,7 @@ def test_no_payload_comes_to_the_driver(ray_cluster: None, tmp_path: Path, monke
     from PIL import Image
 
     Image.fromarray(noise).save(tmp_path / "noise.png")
-    path = write_rows(tmp_path / "rows.json", [{"image": "noise.png", "conversations": talk("<image>", "noise")}
-                                               for _ in range(12)])
+    path = write_rows(tmp_path / "rows.json", [{"image": "noise.png", "conversations": talk("<image>", "noise")}] * 12)
     fetched: list[int] = []
     get = ray.get
 

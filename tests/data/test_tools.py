@@ -93,9 +93,8 @@ def with_text_arguments(messages: list[Row]) -> list[Row]:
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["none", "tools"])
 @pytest.mark.parametrize("messages", [ONE, SEVERAL], ids=["one", "several"])
 def test_ids_and_labels_are_those_of_the_familys_own_template(messages: list[Row], tools: list[Row] | None) -> None:
-    expected = PROCESSOR.tokenizer.apply_chat_template(messages, tools=tools, chat_template=NATIVE, tokenize=True,
-                                                       return_dict=True,
-                                                       return_assistant_tokens_mask=True)
+    expected = PROCESSOR.tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=NATIVE, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     found = encoded(with_text_arguments(messages), tools)
     assert PROCESSOR.tokenizer.decode(found.input_ids) == PROCESSOR.tokenizer.decode(expected["input_ids"])
     assert found.input_ids.tolist() == expected["input_ids"]
@@ -157,9 +156,9 @@ def test_nulls_of_json_text_are_what_the_assistant_wrote() -> None:
     openai = {"name": "weather", "arguments": '{"place": "Köln", "zone": null}', "id": None}
     assert learnt(encoded([QUESTION, {"role": "assistant", "tool_calls": [{"function": openai}]}])) == expected
     signature = [{"name": "f", "parameters": {"default": None}}]
-    assert '"parameters": {"default": null}' in PROCESSOR.tokenizer.decode(encoded(ONE,
-                                                                                   json.dumps(signature)).input_ids)
-    assert '"parameters": {}' in PROCESSOR.tokenizer.decode(encoded(ONE, signature).input_ids)
+    from_text, from_rows = encoded(ONE, json.dumps(signature)), encoded(ONE, signature)
+    assert '"parameters": {"default": null}' in PROCESSOR.tokenizer.decode(from_text.input_ids)
+    assert '"parameters": {}' in PROCESSOR.tokenizer.decode(from_rows.input_ids)
 
 
 @pytest.mark.parametrize("calls", [None, [], "", "[]", " null "])

@@ -67,22 +67,21 @@ KEYS = st.sampled_from(["id", "conversations", "messages", "from", "value", "rol
                         "videos", "path", "bytes"]) | st.text(max_size=3)
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
                     max_leaves=12)
-TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool",
-                                                                 "function_call"]), "content": JSON})
+ROLES = st.sampled_from(["user", "assistant", "system", "tool", "function_call"])
+TURNS = st.lists(st.fixed_dictionaries({"role": ROLES, "content": JSON})
                  | st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "robot"]), "value": JSON}) | JSON,
                  max_size=4)
-ROWS = st.lists(st.fixed_dictionaries({}, optional={"id": JSON, "messages": TURNS | JSON, "conversations": TURNS | JSON,
-                                                    "image": JSON, "images": JSON,
-                                                    "video": JSON}),
-                min_size=1, max_size=4)
+COLUMNS = {"id": JSON, "messages": TURNS | JSON, "conversations": TURNS | JSON, "image": JSON, "images": JSON,
+           "video": JSON}
+ROWS = st.lists(st.fixed_dictionaries({}, optional=COLUMNS), min_size=1, max_size=4)
 
 
 @SLOW
 @given(rows=ROWS)
 def test_any_conversation_is_used_or_named(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(SEEDS[0])
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row)
-                                                   for row in [{"id": "good", "conversations": talk("a", "b")}, *rows]))
+    good = {"id": "good", "conversations": talk("a", "b")}
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in [good, *rows]))
     found = records(tmp_path / "rows.jsonl", tmp_path)
     assert len({record["id"] for record in found}) == len(found) == len(rows) + 1
     for record in found:

@@ -100,8 +100,8 @@ def test_pairs_of_equal_frames_are_the_image_processors_patches() -> None:
     patches = decoded(data).reshape(4, 24, 3, 2, 14, 14)
     for step in range(4):
         for half in range(2):
-            image = PROCESSOR.image_processor(images=[Image.fromarray(frames[2 * step + half])],
-                                              return_tensors="np")["pixel_values"]
+            frame = Image.fromarray(frames[2 * step + half])
+            image = PROCESSOR.image_processor(images=[frame], return_tensors="np")["pixel_values"]
             np.testing.assert_allclose(patches[step, :, :, half], image.reshape(24, 3, 2, 14, 14)[:, :, 0], atol=1e-5)
 
 
@@ -119,8 +119,8 @@ def test_a_long_video_is_cut_in_time() -> None:
     data = video(40, 56, 56, rate=4)
     clip = clip_of(data, LIMITS)
     turns = PROCESSOR.turns(talk("<video>and<image>", "a"))
-    whole, cut = PROCESSOR.encode_turns(turns, [clip, (56, 56)]), PROCESSOR.encode_turns(turns, [clip, (56, 56)],
-                                                                                         slice_tokens=12)
+    whole = PROCESSOR.encode_turns(turns, [clip, (56, 56)])
+    cut = PROCESSOR.encode_turns(turns, [clip, (56, 56)], slice_tokens=12)
     assert whole.grids == ((10, 4, 4), (1, 4, 4))
     assert cut.grids == ((3, 4, 4), (3, 4, 4), (3, 4, 4), (1, 4, 4), (1, 4, 4))
     assert (cut.media, cut.seconds) == ((0, 0, 0, 0, 1), (1.0, 1.0, 1.0, 1.0, 0.0))

@@ -95,8 +95,8 @@ def test_a_bucket_without_permission_is_one_line(ray_cluster: None, object_store
     address = f"http://{object_store.partition('endpoint_override=')[2].partition('&')[0]}/closed"
     for url, body in ((address, None),
                       (f"{address}?policy", json.dumps({"Version": "2012-10-17", "Statement": [denied]}).encode())):
-        urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"},
-                                                      method="PUT")).close()
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="PUT")
+        urllib.request.urlopen(request).close()
     line = refused(1, f"run.dir=s3://test:secret@closed/run{object_store}", "data=llava", f"data.path={rows}",
                    "cluster.num_workers=1")
     assert line.startswith("error: run.dir: s3://***@closed/run/")

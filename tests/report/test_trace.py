@@ -22,13 +22,13 @@ def test_each_rank_shows_what_it_measured(sync: str) -> None:
     trace = json.loads(json.dumps(trace_of(plan, results)))
     for result in results:
         packs = slices(trace, result.rank, "pack")
-        assert [event["args"]["ranks"] for event in packs] == [list(plan.groups[time.index].ranks)
-                                                               for time in result.pack_times]
+        members = [list(plan.groups[time.index].ranks) for time in result.pack_times]
+        assert [event["args"]["ranks"] for event in packs] == members
         compute = sum(event["dur"] for event in slices(trace, result.rank, "compute"))
         exchange = sum(event["dur"] for event in slices(trace, result.rank, "exchange"))
         assert exchange == pytest.approx(1e6 * sum(time.blocked_s for time in result.pack_times), abs=1)
-        assert compute + exchange == pytest.approx(1e6 * sum(time.end_s - time.start_s for time in result.pack_times),
-                                                   abs=1)
+        busy_s = sum(time.end_s - time.start_s for time in result.pack_times)
+        assert compute + exchange == pytest.approx(1e6 * busy_s, abs=1)
         row = sorted(slices(trace, result.rank, "pack", "wait", "update"), key=lambda event: event["ts"])
         assert all(first["ts"] + first["dur"] <= second["ts"] + 1e-3 for first, second in pairwise(row))
         assert row[-1]["name"] == "update"

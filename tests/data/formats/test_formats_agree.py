@@ -98,8 +98,9 @@ def write_llava(folder: Path) -> Data:
 
 def write_jsonl(folder: Path) -> Data:
     write_files(folder)
-    write_rows(folder / "rows.jsonl", [row | {"image": row["images"][0] if len(row["images"]) == 1 else row["images"],
-                                              "images": None} for row in rows()])
+    renamed = [row | {"image": row["images"][0] if len(row["images"]) == 1 else row["images"], "images": None}
+               for row in rows()]
+    write_rows(folder / "rows.jsonl", renamed)
     return Data(format="llava", path=str(folder))
 
 
@@ -137,8 +138,8 @@ def write_saved_set(folder: Path) -> Data:
     for name, part in zip(names, (table(messages=True).slice(0, 7), table(messages=True).slice(7))):
         with pa.OSFile(str(split / name), "wb") as file, pa.ipc.new_stream(file, part.schema) as writer:
             writer.write_table(part, max_chunksize=3)
-    (split / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names],
-                                                  "_split": "train"}))
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    (split / "state.json").write_text(json.dumps(state))
     (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
     return Data(format="huggingface", path=str(folder))
 
@@ -151,15 +152,15 @@ def write_hub_folder(folder: Path) -> Data:
 
 def write_shards(folder: Path) -> Data:
     for shard, part in enumerate((rows()[:5], rows()[5:])):
-        with tarfile.open(folder / f"{shard:04d}.tar", "w", format=tarfile.GNU_FORMAT if shard
-                          else tarfile.PAX_FORMAT) as archive:
+        form = tarfile.GNU_FORMAT if shard else tarfile.PAX_FORMAT
+        with tarfile.open(folder / f"{shard:04d}.tar", "w", format=form) as archive:
             for row in part:
                 names = {name: f"{place}.{name.rpartition('.')[2]}"
                          for place, name in enumerate([*row["images"], *row["videos"]])}
                 fields = {"conversations": row["conversations"], "tools": json.loads(row.get("tools", "[]"))}
                 fields |= {"images": [names[name] for name in row["images"]]} if shard == 0 else {}
-                members = {"json": json.dumps(fields).encode()} | {names[name]: (PICTURES | FILM)[name]
-                                                                   for name in names}
+                members = {"json": json.dumps(fields).encode()}
+                members |= {own: (PICTURES | FILM)[name] for name, own in names.items()}
                 for extension, content in members.items():
                     member = tarfile.TarInfo(f"{row['id']}.{extension}")
                     member.size = len(content)

@@ -20,8 +20,8 @@ def test_conversations_are_lists_or_json_text() -> None:
 
 def test_messages_stand_in_for_conversations() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert conversation_of({"messages": messages}) == conversation_of({"messages": json.dumps(messages),
-                                                                       "conversations": None}) == messages
+    as_text = {"messages": json.dumps(messages), "conversations": None}
+    assert conversation_of({"messages": messages}) == conversation_of(as_text) == messages
     assert conversation_of({"messages": messages, "conversations": talk("a", "b")}) == talk("a", "b")
     with pytest.raises(RowError, match="messages is not JSON"):
         conversation_of({"messages": "["})

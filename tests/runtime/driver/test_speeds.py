@@ -129,8 +129,8 @@ def test_nominal_seconds_are_the_packs_compute_without_communication() -> None:
         for place, rank in enumerate(group.ranks):
             for row in group.pack.sequences:
                 sample = plan.samples[row]
-                expected[rank] += (cost.attention_s(sample.num_tokens) + cost.linear_s
-                                   * sample.num_tokens) / group.degree
+                text_s = cost.attention_s(sample.num_tokens) + cost.linear_s * sample.num_tokens
+                expected[rank] += text_s / group.degree
             expected[rank] += cost.pack_s
             images = [image_s for row in group.pack.sequences for image_s in cost.image_s(plan.samples[row])]
             expected[rank] += sum(image_s for image_s, encoder in zip(images, group.encoders, strict=True)

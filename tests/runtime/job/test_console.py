@@ -40,8 +40,8 @@ def test_the_line_of_a_late_plan_says_which_planner_s_ran() -> None:
     assert " plan 3 ms (late: dhp_quick) idle 18 % " in line
 
 
-@pytest.mark.parametrize(("tokens", "shown"), [(1, "1.19"), (600, "714"), (839.7, "1k"), (8400, "10k"),
-                                               (2_000_000, "2.38M"), (9e9, "10.7G"), (0, "0")])
+@pytest.mark.parametrize(("tokens", "shown"), [
+    (1, "1.19"), (600, "714"), (839.7, "1k"), (8400, "10k"), (2_000_000, "2.38M"), (9e9, "10.7G"), (0, "0")])
 def test_token_rates(tokens: float, shown: str) -> None:
     assert f") {shown} tokens/s " in step_line(METRICS | {"num_tokens": tokens}, 60)
 

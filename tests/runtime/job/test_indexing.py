@@ -16,8 +16,10 @@ def test_the_index_of_much_data_is_shown_and_kept(
 ) -> None:
     monkeypatch.setenv("DHP_RAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(indexing, "LINE_EVERY_S", 0.0)
-    paths = [str(write_rows(tmp_path / f"{name}.jsonl", [{"id": f"{name}{number}", "conversations": talk("a", "b")}
-                                                         for number in range(40)])) for name in "ab"]
+    paths = []
+    for name in "ab":
+        rows = [{"id": f"{name}{number}", "conversations": talk("a", "b")} for number in range(40)]
+        paths.append(str(write_rows(tmp_path / f"{name}.jsonl", rows)))
     data = Data(format="llava", sources=[Source(path=path) for path in paths])
     index_ahead(data)
     assert not (tmp_path / "cache").exists()  # little data: not worth it

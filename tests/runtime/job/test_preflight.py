@@ -223,8 +223,8 @@ def test_workers_that_fit(config: Config) -> None:
     check_workers(config, {"CPU": 8, "GPU": 1, "NPU": 0})
 
 
-@pytest.mark.parametrize(("resources", "name"), [({"CPU": 8.0}, "cpu"), ({"GPU": 1}, "cuda"),
-                                                 ({"GPU": 1, "NPU": 8}, "npu"), ({"GPU": 0.0, "NPU": 0}, "cpu")])
+@pytest.mark.parametrize(("resources", "name"), [
+    ({"CPU": 8.0}, "cpu"), ({"GPU": 1}, "cuda"), ({"GPU": 1, "NPU": 8}, "npu"), ({"GPU": 0.0, "NPU": 0}, "cpu")])
 def test_the_best_kind_of_device(resources: dict[str, float], name: str) -> None:
     assert device_of("auto", resources).name == name
     assert device_of("cpu", resources).name == "cpu"

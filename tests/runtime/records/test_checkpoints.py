@@ -44,8 +44,8 @@ def test_what_a_failed_save_has_left_goes_with_the_next_whole_one(tmp_path: Path
     for step in (4, 8):
         (tmp_path / f"checkpoints/step_{step:06d}").mkdir()
     checkpoints.seal(manifest(6))
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000006",
-                                                                                  "step_000008"]
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step_000002", "step_000006", "step_000008"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 3}', "null"])
@@ -76,8 +76,8 @@ def test_the_manifest_names_the_generation_whose_files_count(tmp_path: Path) -> 
     for generation in (2, 3):
         (tmp_path / f"checkpoints/step_000004/generation_{generation}").mkdir(parents=True)
     checkpoints.seal(replace(manifest(4), generation=3))
-    assert sorted(path.name for path in (tmp_path
-                                         / "checkpoints/step_000004").iterdir()) == ["generation_3", "manifest.json"]
+    kept = sorted(path.name for path in (tmp_path / "checkpoints/step_000004").iterdir())
+    assert kept == ["generation_3", "manifest.json"]
     newest = checkpoints.newest()
     assert newest is not None
     assert newest.files == "checkpoints/step_000004/generation_3"

@@ -50,8 +50,8 @@ def test_no_step_waits_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return trace(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "trace_of", slow_trace)
-    plan, scalars, watch = plan_of(1), ScalarLog(Folder(str(tmp_path / "tensorboard")),
-                                                 1), Watch(Folder(str(tmp_path)), 1)
+    plan, watch = plan_of(1), Watch(Folder(str(tmp_path)), 1)
+    scalars = ScalarLog(Folder(str(tmp_path / "tensorboard")), 1)
     assert watch.step(1, plan, results_of(plan, 1), scalars)
     assert not watch.step(2, plan, results_of(plan, 2), scalars)
     going.set()
@@ -61,8 +61,8 @@ def test_no_step_waits_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_cannot_be_shown_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace").write_text("in the way of the folder")
-    plan, scalars, watch = plan_of(1), ScalarLog(Folder(str(tmp_path / "tensorboard")),
-                                                 1), Watch(Folder(str(tmp_path)), 1)
+    plan, watch = plan_of(1), Watch(Folder(str(tmp_path)), 1)
+    scalars = ScalarLog(Folder(str(tmp_path / "tensorboard")), 1)
     watch.step(1, plan, results_of(plan, 1), scalars)
     watch.close()
     said = capsys.readouterr().err.splitlines()
