@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -147,3 +149,12 @@ def named(rank: int, device: torch.device) -> str:
 
 def test_torch_knows_it_by_name() -> None:
     assert run_group(named, EMULATED) == [BACKEND, BACKEND]
+
+
+def test_the_table_says_what_holds_and_what_was_not_run() -> None:
+    program = "from tests.async_backend.rules import table; print(table('contiguous'))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    row = done.stdout.strip().splitlines()[-1]
+    real = "" if torch.cuda.is_available() else "not run: no CUDA device on this machine"
+    assert row.startswith("| Tensors must be contiguous. | ProcessGroupNCCL, check_gpu_single_tensor | holds | ")
+    assert row.count(real) >= 2

@@ -59,8 +59,8 @@ class Member:
         """
         self.generation += 1
         self.rank, self.size, self.sync = rank, size, sync
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"generation-{self.generation}", self.store), rank=rank,
-                                world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(choose("cpu").backend, rank=rank, world_size=size, timeout=TIMEOUT,
+                                store=dist.PrefixStore(f"generation-{self.generation}", self.store))
         save_group, mirror_group = (dist.new_group(list(range(size)), backend="gloo", timeout=TIMEOUT)
                                     for _ in range(2))
         world = dist.group.WORLD
@@ -74,7 +74,7 @@ class Member:
                                 "fp32",
                                 200_000, initialize=supplies is None)
         if supplies is not None:
-            engine.load_state(reshard(supplies, engine.pieces(), engine.shard_size, rank, world))
+            engine.load_state(reshard(supplies, engine.pieces(), engine.shard_size, rank, save_group))
         transport = open_transport("pool", rank, size, choose("cpu"), 16, TIMEOUT)
         self.stepper = (MicroBatchStep if sync == "micro_batch"
                         else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
