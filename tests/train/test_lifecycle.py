@@ -230,6 +230,7 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
     return said, losses, held, len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
+@pytest.mark.gloo("its survivors leave because a collective raises; on a device they must be let go by an abort")
 @pytest.mark.parametrize(("sync", "where"), [("step", "forward"), ("step", "backward"), ("micro_batch", "forward"),
                                              ("micro_batch", "backward")])
 def test_a_rank_killed_in_a_step_is_survived_and_the_loss_goes_on(tmp_path: Path, sync: str, where: str) -> None:
