@@ -276,6 +276,7 @@ def reformed(process: int, port: int, run_dir: str, sync: str, num_changes: int)
     return opened
 
 
+@pytest.mark.gloo("as above")
 @pytest.mark.parametrize(("sync", "num_changes"), [("step", 6), ("micro_batch", 6),
                                                    *[pytest.param(sync, 50, marks=pytest.mark.slow)
                                                      for sync in ("step", "micro_batch")]])
