@@ -120,7 +120,8 @@ def table(only: str = "") -> str:
     outcomes = _Outcomes()
     pytest.main([str(SUITE), "-q", "-m", "", "-k", only, "-p", "no:cacheprovider"], plugins=[outcomes])
     lines = [f"| rule | source | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
-    for name, test in outcomes.tests.items():
+    for name in dict.fromkeys(name for name, _ in outcomes.found if name in outcomes.tests):
+        test = outcomes.tests[name]
         absent = f"not run: {test.hccl_alone}"  # type: ignore[attr-defined]
         cells = [outcomes.found.get((name, column), absent) for column in COLUMNS]
         lines.append(f"| {test.rule} | {test.source} | {' | '.join(cells)} |")  # type: ignore[attr-defined]

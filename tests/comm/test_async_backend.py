@@ -155,6 +155,6 @@ def test_the_table_says_what_holds_and_what_was_not_run() -> None:
     program = "from tests.async_backend.rules import table; print(table('contiguous'))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     row = done.stdout.strip().splitlines()[-1]
-    real = "" if torch.cuda.is_available() else "not run: no CUDA device on this machine"
     assert row.startswith("| Tensors must be contiguous. | ProcessGroupNCCL, check_gpu_single_tensor | holds | ")
-    assert row.count(real) >= 2
+    if not torch.cuda.is_available():
+        assert row.endswith("| holds | not run: no CUDA device on this machine | not run: no CUDA device on this machine |")
