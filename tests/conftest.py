@@ -19,6 +19,10 @@ from typing import Any
 import pytest
 
 from dhp_ray.storage import Folder
+from tests import ranks
+
+RUN_RANKS = {"run_ranks", "run_processes", "run_tensors"}
+"""Of a test module that has one of these names, tests run ranks."""
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # as in cluster.yaml
 # a local ray.init would leave a token file behind that later clusters demand
@@ -52,6 +56,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of comm, model and train that run ranks do so twice: also over a backend that behaves as a device's."""
+    folder = Path(metafunc.module.__file__).relative_to(Path(__file__).parent).parts[0]
+    if folder in ("comm", "model", "train") and RUN_RANKS & vars(metafunc.module).keys():
+        twice = metafunc.definition.get_closest_marker("gloo") is None
+        asynchronous = [pytest.param("asynchronous", marks=pytest.mark.slow)] if twice else []
+        metafunc.parametrize("backend_of_ranks", ["gloo", *asynchronous], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def backend_of_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks of `tests/ranks.py` exchange over."""
+    monkeypatch.setattr(ranks, "BACKEND", getattr(request, "param", "gloo"))
 
 
 @pytest.fixture(scope="session")

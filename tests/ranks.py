@@ -1,4 +1,7 @@
-"""Runs a function on several real gloo ranks, each a process of its own, under a watchdog."""
+"""Runs a function on several real ranks, each a process of its own, under a watchdog.
+
+They exchange over gloo, or over the asynchronous backend where BACKEND says so (`tests/async_backend`).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "dhp_ray.model.build",
-           "dhp_ray.runtime.worker.rank"]
+           "dhp_ray.runtime.worker.rank", "tests.async_backend"]
+BACKEND = "gloo"
+"""Of the ranks of tests that do not name one; the fixture `backend_of_ranks` sets it."""
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Call `function(rank, *arguments)` on `num_ranks` ranks of one gloo world; the results, by rank. Fails as
+    """Call `function(rank, *arguments)` on `num_ranks` ranks of one world; the results, by rank. Fails as
     `run_processes` does.
     """
     return run_processes(_in_world, num_ranks, num_ranks, timeout_s, function, arguments, timeout_s=timeout_s)
@@ -39,7 +44,7 @@ def run_processes(
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_process_main, args=(theirs, function, rank, store.port, arguments),
+        process = context.Process(target=_process_main, args=(theirs, function, rank, store.port, arguments, BACKEND),
                                   daemon=True)
         process.start()
         theirs.close()
@@ -80,11 +85,14 @@ def _collect(pipes: list[Connection], timeout_s: float, mortal: Collection[int])
 
 
 def _process_main(
-    pipe: Connection, function: Callable[..., Any], rank: int, port: int, arguments: tuple[Any, ...]
+    pipe: Connection, function: Callable[..., Any], rank: int, port: int, arguments: tuple[Any, ...], backend: str
 ) -> None:
     import torch
 
+    from tests.async_backend import compute_over
+
     torch.set_num_threads(1)
+    compute_over(backend)
     try:
         pipe.send((False, function(rank, port, *arguments)))
     except BaseException:
@@ -96,9 +104,11 @@ def _in_world(
 ) -> Any:
     import torch.distributed as dist
 
+    from dhp_ray.comm.device import CPU
+
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    dist.init_process_group(CPU.backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     result = function(rank, *arguments)
     dist.barrier()
     return result

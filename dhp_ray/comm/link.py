@@ -76,7 +76,7 @@ class Link:
             for call, messages in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, member in messages if tensor.numel() > 0
         ]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        works = post_together(operations) if operations else []
         return Pending(self, works, [operation.tensor for operation in operations])
 
     def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
@@ -107,3 +107,15 @@ class Pending:
         if self._works:
             self._link.wait(self._works, self._tensors[0].device)
         self._works, self._tensors = (), ()
+
+
+def post_together(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Start sends and receives of one group together: as one operation of NCCL and HCCL, so that none of them waits for
+    another.
+
+    torch hands a backend a batch only where the group is of its own type; a group that is written in Python is handed
+    it here.
+    """
+    batch = getattr(operations[0].group, "batch_isend_irecv", dist.batch_isend_irecv)
+    works: list[dist.Work] = batch(operations)
+    return works

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.book import Key, PoolBook, key_of
 from dhp_ray.comm.device import CPU, Accelerator
+from dhp_ray.comm.link import post_together
 from dhp_ray.comm.ranks import own_rank, torch_peer
 from dhp_ray.comm.world import make_group
 
@@ -85,7 +86,7 @@ def warm_up_group(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.
     received = {rank: torch.empty(1, device=device) for rank in others}
     operations = [dist.P2POp(dist.isend, sent, torch_peer(rank), group=group) for rank in others]
     operations += [dist.P2POp(dist.irecv, received[rank], torch_peer(rank), group=group) for rank in others]
-    for work in dist.batch_isend_irecv(operations):
+    for work in post_together(operations):
         work.wait()
     wrong = [rank for rank in others if received[rank].item() != rank]
     if wrong:

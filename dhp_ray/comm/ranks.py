@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,3 +31,10 @@ def own_rank() -> int:
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Sum in place what every rank of the plan has; each rank counts once. All torch ranks of `group` call this."""
     dist.all_reduce(tensor, group=group)
+
+
+def gather_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """What every rank has, by rank; the shapes are alike. All torch ranks of `group` call this."""
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered

@@ -170,10 +170,14 @@ PEER_LOSS = ("connection closed by peer", "connection reset", "broken pipe", "co
              "timeout", "gloo", "nccl", "hccl",
              "socket", "process group", "aborted", "communicator")
 """What backends say of a peer that is gone; all of them raise RuntimeError."""
+REFUSAL = ("unsupported data type", "not supported", "does not support")
+"""What they say of a call that they do not take, with their names in it."""
 
 
 def is_peer_loss(error: BaseException) -> bool:
     """Whether an error is what a lost peer, or a generation called off, leads to."""
     if isinstance(error, (RendezvousError, dist.DistError)):
         return True
-    return type(error) is RuntimeError and any(phrase in str(error).lower() for phrase in PEER_LOSS)
+    said = str(error).lower()
+    refused = any(phrase in said for phrase in REFUSAL)
+    return type(error) is RuntimeError and not refused and any(phrase in said for phrase in PEER_LOSS)

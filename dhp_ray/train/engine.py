@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.comm.ranks import sum_over_ranks
+from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.train.state.buckets import Bucket, Piece
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
 from dhp_ray.train.state.reshard import LocalShard
@@ -163,9 +163,6 @@ class Engine(ABC):
         """The norm over all ranks of what this rank's `slices` are a part of."""
         # float32 sums of many squares lose digits on the CPU; NPUs have no float64
         wide = torch.float32 if self.device.type == "npu" else torch.float64
-        squares = torch.zeros((), dtype=wide, device=self.device)
-        for tensor in slices:
-            squares += torch.linalg.vector_norm(tensor, dtype=wide).square()
-        if self.group is not None:
-            sum_over_ranks(squares, self.group)
-        return math.sqrt(float(squares))
+        norms = [torch.linalg.vector_norm(tensor, dtype=wide) for tensor in slices]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
+        return math.hypot(*numbers_of_ranks(norm, self.group, self.device))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.link import Link
-from dhp_ray.comm.ranks import sum_over_ranks
+from dhp_ray.comm.totals import numbers_of_ranks, sum_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
@@ -52,9 +52,9 @@ class RankStep:
         self.progress = f"step {plan.step}, update"
         self.before_update()
         loss_sum, num_valid_tokens = self._totals(sums)
-        update = self.engine.update(int(num_valid_tokens), learning_rate_factor)
+        update = self.engine.update(num_valid_tokens, learning_rate_factor)
         return StepResult(
-            step=plan.step, rank=plan.rank, loss_sum=loss_sum, num_valid_tokens=int(num_valid_tokens),
+            step=plan.step, rank=plan.rank, loss_sum=loss_sum, num_valid_tokens=num_valid_tokens,
             gradient_norm=update.gradient_norm, learning_rate=update.learning_rate, applied=update.applied,
             state_version=self.engine.state_version, step_time_s=perf_counter() - start, data_wait_s=data_wait_s,
             pack_times=tuple(time for time in times if time.index >= 0), pool=self.transport.counters(),
@@ -67,8 +67,7 @@ class RankStep:
         sums = torch.zeros(2, dtype=torch.float64)
         for pack in self._packs(plan):
             self._run_pack(plan, pack, payloads, sums, 0.0)
-        loss_sum, num_valid_tokens = self._totals(sums)
-        return loss_sum, int(num_valid_tokens)
+        return self._totals(sums)
 
     def _packs(self, plan: RankPlan) -> Sequence[RankPack]:
         """What this rank runs, in order; a pack that is not of the plan has index -1."""
@@ -90,8 +89,6 @@ class RankStep:
         sums += torch.tensor([loss.item(), inputs.num_valid_tokens], dtype=torch.float64)  # item() waits for the device
         return PackTime(pack.index, begin - start, perf_counter() - start, link.blocked_s)
 
-    def _totals(self, sums: torch.Tensor) -> list[float]:
-        if self.world is not None:
-            sums = sums.to(self.device)
-            sum_over_ranks(sums, self.world)
-        return [float(value) for value in sums.tolist()]
+    def _totals(self, sums: torch.Tensor) -> tuple[float, int]:
+        loss_sum = sum(numbers_of_ranks(sums[0], self.world, self.device))
+        return loss_sum, sum_of_counts(int(sums[1]), self.world, self.device)

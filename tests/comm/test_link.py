@@ -55,6 +55,7 @@ def two_packs_at_once(rank: int) -> list[float]:
     return [box.item() for box in boxes]
 
 
+@pytest.mark.gloo("devices ignore tags")
 def test_packs_and_tags_are_kept_apart() -> None:
     assert run_ranks(two_packs_at_once, 2) == [[], [1.0, 2.0, 3.0]]
 
@@ -105,6 +106,7 @@ def silent_peer(rank: int) -> str:
     return "no error"
 
 
+@pytest.mark.gloo("a device raises nothing")
 def test_a_silent_peer_times_out() -> None:
     assert "timed out" in run_ranks(silent_peer, 2)[0].lower()
 

@@ -90,6 +90,7 @@ def timeout_of_a_new_group(rank: int) -> str:
     return message
 
 
+@pytest.mark.gloo("a device's watchdog ends the process")
 def test_groups_have_the_pools_timeout() -> None:
     assert "timed out" in run_ranks(timeout_of_a_new_group, 2)[0].lower()
 

@@ -67,6 +67,7 @@ def broken_update(rank, world_size, broken_part):
     return failed, unchanged, version, back, engine.full_parameters()
 
 
+@pytest.mark.gloo("a collective that times out raises; a device's watchdog ends the process")
 @pytest.mark.parametrize("broken_part", ["reduce", "gather"])
 def test_a_failure_inside_the_update_leaves_the_version_whole(broken_part):
     expected, _, _ = plain_training(Network(), 2)

@@ -59,8 +59,8 @@ class Member:
         """
         self.generation += 1
         self.rank, self.size, self.sync = rank, size, sync
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"generation-{self.generation}", self.store), rank=rank,
-                                world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(choose("cpu").backend, rank=rank, world_size=size, timeout=TIMEOUT,
+                                store=dist.PrefixStore(f"generation-{self.generation}", self.store))
         save_group, mirror_group = (dist.new_group(list(range(size)), backend="gloo", timeout=TIMEOUT)
                                     for _ in range(2))
         world = dist.group.WORLD
@@ -74,7 +74,7 @@ class Member:
                                 "fp32",
                                 200_000, initialize=supplies is None)
         if supplies is not None:
-            engine.load_state(reshard(supplies, engine.pieces(), engine.shard_size, rank, world))
+            engine.load_state(reshard(supplies, engine.pieces(), engine.shard_size, rank, save_group))
         transport = open_transport("pool", rank, size, choose("cpu"), 16, TIMEOUT)
         self.stepper = (MicroBatchStep if sync == "micro_batch"
                         else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
@@ -230,6 +230,7 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
     return said, losses, held, len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
+@pytest.mark.gloo("its survivors leave because a collective raises; on a device they must be let go by an abort")
 @pytest.mark.parametrize(("sync", "where"), [("step", "forward"), ("step", "backward"), ("micro_batch", "forward"),
                                              ("micro_batch", "backward")])
 def test_a_rank_killed_in_a_step_is_survived_and_the_loss_goes_on(tmp_path: Path, sync: str, where: str) -> None:
@@ -275,6 +276,7 @@ def reformed(process: int, port: int, run_dir: str, sync: str, num_changes: int)
     return opened
 
 
+@pytest.mark.gloo("as above")
 @pytest.mark.parametrize(("sync", "num_changes"), [("step", 6), ("micro_batch", 6),
                                                    *[pytest.param(sync, 50, marks=pytest.mark.slow)
                                                      for sync in ("step", "micro_batch")]])

@@ -139,6 +139,7 @@ def die_in_a_save(rank, port, run_dir, moment):
     return closed_s, thread.is_alive(), again.poll()
 
 
+@pytest.mark.gloo("the world's collectives are gloo's, and raise")
 @pytest.mark.parametrize("moment", ["collective", "start"])
 def test_a_save_whose_peer_died_is_left_at_once(tmp_path, moment):
     for closed_s, alive, polled in run_processes(die_in_a_save, 3, str(tmp_path), moment, mortal=[2])[:2]:

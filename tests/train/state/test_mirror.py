@@ -108,11 +108,12 @@ def no_group(rank: int) -> list[Any]:
     held = mirror.replicas(), mirror.local_shards(), mirror.memory_bytes
     mirror.close()
     said = []
+    group = dist.new_group([0, 1], backend="gloo")
     for replica_ranks in ([0, 1], [1, 2]):
         with pytest.raises(ValueError, match="mirror: got replica rank") as raised:
-            Mirror(engine, rank, replica_ranks, dist.group.WORLD)
+            Mirror(engine, rank, replica_ranks, group)
         said.append(str(raised.value))
-    pair = Mirror(make_engine(Network(), rank, 2), rank, [1, 0], dist.group.WORLD)
+    pair = Mirror(make_engine(Network(), rank, 2), rank, [1, 0], group)
     pair.begin()
     with pytest.raises(RuntimeError, match="mirror: begin before the last exchange was finished"):
         pair.begin()
@@ -160,6 +161,7 @@ def broken_off(rank: int, port: int, width: int, sends: bool) -> Any:
     return said, versions, right
 
 
+@pytest.mark.gloo("the world's collectives are gloo's, and raise")
 @pytest.mark.parametrize(("width", "sends"), [(6, False), pytest.param(1000, True, marks=pytest.mark.slow)])
 def test_a_peer_that_dies_before_all_has_come_leaves_its_older_version_whole(width: int, sends: bool) -> None:
     """What is to be sent is 2 kB, or 64 MB, all of which may get away before its sender is gone."""

@@ -1,0 +1,35 @@
+"""Numbers of all ranks, for sums that every rank must know alike. No collective is of float64: HCCL refuses it.
+
+    count      int64, summed by the collective
+    number     high + low, two fp32 numbers with 48 of float64's 53 bits; gathered, and added up in float64 on the host
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp_ray.comm.ranks import gather_over_ranks, sum_over_ranks
+
+
+def sum_of_counts(count: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """The sum over all ranks of a whole number; every rank of `group` calls this. None is for a single rank."""
+    if group is None:
+        return count
+    total = torch.tensor([count], dtype=torch.int64, device=device)
+    sum_over_ranks(total, group)
+    return int(total.item())
+
+
+def numbers_of_ranks(number: Tensor, group: dist.ProcessGroup | None, device: torch.device) -> list[float]:
+    """A number of every rank, by rank: the same on all of them. `number` has no dimension, and any floating type.
+
+    `device` is the group's. Within fp32's range; every rank of `group` calls this.
+    """
+    if group is None:
+        return [float(number)]
+    high = number.to(torch.float32)
+    low = torch.where(high.isfinite(), number - high, 0.0).to(torch.float32)
+    pairs = gather_over_ranks(torch.stack([high, low]).to(device), group)
+    return [sum(pair) for pair in torch.stack(pairs).tolist()]

@@ -1,0 +1,132 @@
+"""Rules of asynchronous backends: each a test that names its source and runs on the emulation and on NCCL alike.
+
+    python -m tests.async_backend.rules     runs them all, and prints the table
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import async_backend
+from tests.async_backend.watchdog import HANDLING
+from tests.ranks import run_processes
+
+SUITE = Path(__file__).parent.parent / "comm" / "test_conformance.py"
+NCCL_OF_SHARED_DEVICES = (2, 30)
+"""From this version on, and with NCCL_MULTI_RANK_GPU_ENABLE=1, ranks may share a GPU."""
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """`name` as torch knows it, on tensors of `device`."""
+
+    name: str
+    device: str
+
+    def lacks(self, num_ranks: int) -> str:
+        """What keeps this machine from running it on that many ranks; empty: nothing."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return "no CUDA device on this machine"
+        if self.name == "nccl" and torch.cuda.device_count() < num_ranks:
+            version = torch.cuda.nccl.version()
+            if version < NCCL_OF_SHARED_DEVICES:
+                return (f"{torch.cuda.device_count()} CUDA devices for {num_ranks} ranks, and NCCL "
+                        f"{'.'.join(map(str, version))} does not share one (2.30 does)")
+        return ""
+
+
+EMULATED, STAGED = Backend(async_backend.BACKEND, "cpu"), Backend(async_backend.BACKEND, "cuda")
+NCCL = Backend("nccl", "cuda")
+COLUMNS = {"emulated": EMULATED, "staged": STAGED, "nccl": NCCL}
+
+
+def rule(text: str, source: str, hccl_alone: str = "") -> Callable[[Test], Test]:
+    """A test of a rule; it is called with a `backend`. `hccl_alone`: why NCCL is not to be asked."""
+    backends = [pytest.param(backend, id=name, marks=[pytest.mark.gpu] if backend.device == "cuda" else [])
+                for name, backend in COLUMNS.items() if not (hccl_alone and backend is NCCL)]
+
+    def mark(test: Test) -> Test:
+        test.rule, test.source, test.hccl_alone = text, source, hccl_alone  # type: ignore[attr-defined]
+        marked: Test = pytest.mark.parametrize("backend", backends)(test)
+        return marked
+
+    return mark
+
+
+def run_group(
+    function: Callable[..., Any], backend: Backend, num_ranks: int = 2, mortal: Collection[int] = (),
+    error_handling: str = "0",
+) -> list[Any]:
+    """Call `function(rank, device)` on ranks that have exchanged once over `backend`; the results, by rank.
+
+    `error_handling` is the value of torch's variables of that name. Fails as `run_processes` does.
+    """
+    if lack := backend.lacks(num_ranks):
+        pytest.skip(lack)
+    return run_processes(_in_group, num_ranks, backend, num_ranks, function, error_handling, mortal=mortal)
+
+
+def _in_group(
+    rank: int, port: int, backend: Backend, num_ranks: int, function: Callable[..., Any], error_handling: str
+) -> Any:
+    os.environ.update(dict.fromkeys(HANDLING, error_handling), NCCL_MULTI_RANK_GPU_ENABLE="1")
+    async_backend.register()
+    device, bound = torch.device(backend.device), {}
+    if backend.device == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        bound = {"device_id": device} if backend is NCCL else {}
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend.name, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60),
+                            **bound)
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total)
+    assert total.item() == num_ranks
+    return function(rank, device)
+
+
+class _Outcomes:
+    """Of the suite's tests, by (test, column), as pytest reports them."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, Callable[..., None]] = {}
+        self.found: dict[tuple[str, str], str] = {}
+
+    def pytest_itemcollected(self, item: Any) -> None:
+        if hasattr(item.function, "rule"):
+            self.tests[item.originalname] = item.function
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name, _, column = report.nodeid.rpartition("::")[2].rstrip("]").partition("[")
+        if report.skipped:
+            reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else ""
+            self.found[name, column] = f"not run: {reason.removeprefix('Skipped: ')}"
+        elif report.when == "call" or report.failed:
+            self.found[name, column] = "holds" if report.passed else "FAILS"
+
+
+def table(only: str = "") -> str:
+    """Run the suite (or what pytest's `-k` calls `only`) and say what came of it, as a table in markdown."""
+    outcomes = _Outcomes()
+    pytest.main([str(SUITE), "-q", "-m", "", "-k", only, "-p", "no:cacheprovider"], plugins=[outcomes])
+    lines = [f"| rule | source | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
+    for name in dict.fromkeys(name for name, _ in outcomes.found if name in outcomes.tests):
+        test = outcomes.tests[name]
+        absent = f"not run: {test.hccl_alone}"  # type: ignore[attr-defined]
+        cells = [outcomes.found.get((name, column), absent) for column in COLUMNS]
+        lines.append(f"| {test.rule} | {test.source} | {' | '.join(cells)} |")  # type: ignore[attr-defined]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
