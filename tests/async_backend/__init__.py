@@ -5,7 +5,7 @@
     abort       from another thread: the waits return, with garbage; the next operation on the group raises
     watchdog    ends the process when an operation is not over within the group's timeout, counted from its call
 
-`tests/comm/test_conformance.py` states each rule with its source, and runs on real NCCL as well.
+`tests/comm/test_conformance*.py` state each rule with its source, and run on real NCCL as well.
 
 What is not as on a device: `Work.wait` blocks the host (there it blocks the device's stream, and the host in its next
 read). Tensors of a device are copied through the host, so that several ranks can share one.

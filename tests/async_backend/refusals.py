@@ -26,7 +26,9 @@ def refuse_types(tensors: Sequence[Tensor], reduced: bool) -> None:
 
 
 def refuse_layouts(tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError for a tensor that is not contiguous (ProcessGroupNCCL.cpp, check_gpu_single_tensor)."""
+    """Raise ValueError for a tensor that is not contiguous (ProcessGroupNCCL.cpp, check_gpu_single_tensor; it only
+    warns of one that is sent, and sends its memory as it lies).
+    """
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")

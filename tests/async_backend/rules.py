@@ -20,7 +20,7 @@ from tests import async_backend
 from tests.async_backend.watchdog import HANDLING
 from tests.ranks import run_processes
 
-SUITE = Path(__file__).parent.parent / "comm" / "test_conformance.py"
+SUITE = sorted(map(str, (Path(__file__).parent.parent / "comm").glob("test_conformance*.py")))
 NCCL_OF_SHARED_DEVICES = (2, 30)
 """From this version on, and with NCCL_MULTI_RANK_GPU_ENABLE=1, ranks may share a GPU."""
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -118,7 +118,7 @@ class _Outcomes:
 def table(only: str = "") -> str:
     """Run the suite (or what pytest's `-k` calls `only`) and say what came of it, as a table in markdown."""
     outcomes = _Outcomes()
-    pytest.main([str(SUITE), "-q", "-m", "", "-k", only, "-p", "no:cacheprovider"], plugins=[outcomes])
+    pytest.main([*SUITE, "-q", "-m", "", "-k", only, "-p", "no:cacheprovider"], plugins=[outcomes])
     lines = [f"| rule | source | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
     for name in dict.fromkeys(name for name, _ in outcomes.found if name in outcomes.tests):
         test = outcomes.tests[name]

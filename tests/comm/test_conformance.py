@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,40 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dhp_ray.comm.link import Link
 from tests.async_backend import work
+from tests.async_backend.blocked import ENDS_S, SILENT_S, Blocked, store
 from tests.async_backend.rules import Backend, rule, run_group
-
-SILENT_S = 2.0
-"""A wait that has not ended after this long on one machine is one for a peer."""
-ENDS_S = 2.0
-
-
-def store() -> dist.Store:
-    found: dist.Store = dist.distributed_c10d._get_default_store()
-    return found
-
-
-class Blocked:
-    """A call in a thread of its own, as training's beside the control thread: its result or what it raised."""
-
-    def __init__(self, call: Callable[[], Any], device: torch.device) -> None:
-        self.result: Any = None
-        self._call, self._device = call, device
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def ends_within(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        try:
-            self.result = self._call()
-        except Exception as error:
-            self.result = error
 
 
 def sum_of_ones(device: torch.device) -> float:
@@ -107,12 +74,12 @@ def stopped_peer(rank: int, device: torch.device) -> tuple[bool, Any]:
 
 
 @rule("A peer's death raises nothing: who waits for it stays blocked.",
-      "NCCL, Fault Tolerance: kernels wait until the communicator is aborted; ProcessGroupNCCL, watchdogHandler")
+      "NCCL, Creating a Communicator, Asynchronous errors and error handling: the host must abort what waits")
 def test_a_dead_peer_is_silent(backend: Backend) -> None:
     assert run_group(killed_peer, backend, mortal=[1])[0] == (False, None)
 
 
-@rule("A peer that stands still raises nothing.", "NCCL, Fault Tolerance")
+@rule("A peer that stands still raises nothing.", "as a dead one: nothing but the watchdog's timeout tells them apart")
 def test_a_stopped_peer_is_silent(backend: Backend) -> None:
     assert run_group(stopped_peer, backend)[0] == (False, None)
 
@@ -232,78 +199,6 @@ def test_tensors_that_are_not_contiguous_are_refused(backend: Backend) -> None:
     assert all("contiguous" in said for said in run_group(strided, backend))
 
 
-def crossed_tags(rank: int, device: torch.device) -> list[float]:
-    """Rank 0 sends 1, 2 with tags 7, 9; rank 1 receives with tags 9, 7."""
-    tensors = [torch.full((1,), 1.0 + k if rank == 0 else 0.0, device=device) for k in range(2)]
-    for tensor, tag in zip(tensors, (7, 9) if rank == 0 else (9, 7)):
-        operation = dist.P2POp(dist.isend if rank == 0 else dist.irecv, tensor, 1 - rank, dist.group.WORLD, tag)
-        for pending in dist.batch_isend_irecv([operation]):
-            pending.wait()
-    return [tensor.item() for tensor in tensors]
-
-
-@rule("Tags are ignored: the k-th send to a peer is its k-th receive.",
-      "torch.distributed, isend (tag is not supported with NCCL); pytorch#125079; NCCL, Point-to-point communication")
-def test_tags_are_ignored(backend: Backend) -> None:
-    assert run_group(crossed_tags, backend)[1] == [1.0, 2.0]
-
-
-def behind_a_late_one(rank: int, device: torch.device) -> float:
-    """Rank 0 receives from rank 1, which comes 2 s late, and then sends to rank 2: seconds until rank 2 has it."""
-    tensors = [torch.zeros(1, device=device) for _ in range(2)]
-    begin = time.monotonic()
-    if rank == 1:
-        time.sleep(2.0)
-    messages = {0: [(dist.irecv, 1), (dist.isend, 2)], 1: [(dist.isend, 0)], 2: [(dist.irecv, 0)]}[rank]
-    pending = [one for tensor, (call, peer) in zip(tensors, messages)
-               for one in dist.batch_isend_irecv([dist.P2POp(call, tensor, peer, dist.group.WORLD)])]
-    for one in pending:
-        one.wait()
-    tensors[0].item()
-    return time.monotonic() - begin
-
-
-@rule("A group is one queue: an operation waits for those that were called before it.",
-      "ProcessGroupNCCL, ncclStreams_: one stream a communicator; CANN, HcclSend: synchronous")
-def test_a_group_is_one_queue(backend: Backend) -> None:
-    assert run_group(behind_a_late_one, backend, 3)[2] > 1.5
-
-
-NUM_ELEMENTS = 2**24
-"""More than a backend takes from a sender before the receiver has come (NCCL: some MB)."""
-
-
-def exchange_as_a_batch(rank: int, device: torch.device) -> float:
-    sent, received = torch.full((NUM_ELEMENTS,), float(rank), device=device), torch.empty(NUM_ELEMENTS, device=device)
-    link = Link((0, 1), rank, dist.group.WORLD)
-    link.exchange([(sent, 1 - rank)], [(received, 1 - rank)]).wait()
-    return received[-1].item()
-
-
-@rule("Sends and receives of one batch run beside one another.",
-      "NCCL, Point-to-point communication: calls of one group never block each other")
-def test_a_batch_runs_together(backend: Backend) -> None:
-    assert run_group(exchange_as_a_batch, backend) == [1.0, 0.0]
-
-
-def exchange_one_by_one(rank: int, device: torch.device) -> bool:
-    """Both ranks send, then receive: whether that ends."""
-    sent, received = torch.full((NUM_ELEMENTS,), float(rank), device=device), torch.empty(NUM_ELEMENTS, device=device)
-
-    def exchange() -> None:
-        for pending in (dist.isend(sent, 1 - rank), dist.irecv(received, 1 - rank)):
-            pending.wait()  # type: ignore[union-attr]
-        received[-1].item()
-
-    return Blocked(exchange, device).ends_within(SILENT_S)
-
-
-@rule("Sends and receives that are called one by one wait for one another.",
-      "NCCL, Point-to-point communication: merge calls that need to progress concurrently to avoid deadlocks")
-def test_single_messages_in_both_directions_block(backend: Backend) -> None:
-    assert run_group(exchange_one_by_one, backend) == [False, False]
-
-
 def destroyed_amid(rank: int, device: torch.device) -> tuple[bool, bool]:
     """Rank 1 never joins an operation. Whether destroying the group ends before an abort, and after one."""
     if rank == 1:
@@ -320,7 +215,7 @@ def destroyed_amid(rank: int, device: torch.device) -> tuple[bool, bool]:
 
 
 @rule("Destroying a group waits for its operations, also for those that never end; an abort lets it go.",
-      "ProcessGroupNCCL, shutdown: it finalizes communicators, which flushes what is enqueued")
+      "ProcessGroupNCCL: shutdown() will wait for all NCCL kernels to finish; abort() terminates them")
 def test_destroying_waits_for_what_is_under_way(backend: Backend) -> None:
     assert run_group(destroyed_amid, backend)[0] == (False, True)
 
