@@ -151,6 +151,7 @@ def test_torch_knows_it_by_name() -> None:
     assert run_group(named, EMULATED) == [BACKEND, BACKEND]
 
 
+@pytest.mark.slow
 def test_the_table_says_what_holds_and_what_was_not_run() -> None:
     program = "from tests.async_backend.rules import table; print(table('contiguous'))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
