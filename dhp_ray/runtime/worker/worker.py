@@ -280,7 +280,9 @@ class Worker:
         if rank is None:
             destroy_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
             return
-        self.kept += [(rank.membership.generation, rank.membership.world_size, shard) for shard in rank.local_shards()]
+        # in host memory, where they also go through the reshard: the device needs the room for the next engine
+        self.kept += [(rank.membership.generation, rank.membership.world_size, shard.on_host())
+                      for shard in rank.local_shards()]
         if isinstance(rank.engine, FlatEngine):
             self.originals = rank.engine.originals
         rank.close(broken=True)

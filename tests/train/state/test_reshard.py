@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dhp_ray.train.state.buckets import FlatLayout, Piece
 from dhp_ray.train.state.optimizer import ShardState
@@ -170,3 +171,18 @@ def test_many_pieces_take_no_time() -> None:
     found = reshard([LocalShard(0, 0, old, state)], wanted, 3 * number, 0, None)
     assert time.perf_counter() - start < 20
     assert torch.equal(found.value, torch.arange(3 * number, dtype=torch.float32))
+
+
+def test_a_shard_of_a_device_goes_to_host_memory() -> None:
+    """Tensors without storage stand for a device that this machine lacks."""
+    with FakeTensorMode():
+        state = ShardState.zeros(8, torch.device("cuda"))
+        state.version = 5
+        kept = LocalShard(1, 5, (), state).on_host()
+        assert {tensor.device.type for tensor in kept.state.tensors().values()} == {"cpu"}
+        assert (kept.owner, kept.version, kept.state.version) == (1, 5, 5)
+
+
+def test_a_shard_in_host_memory_is_not_copied() -> None:
+    shard = LocalShard(0, 1, (), ShardState.zeros(8, torch.device("cpu")))
+    assert shard.on_host() is shard
