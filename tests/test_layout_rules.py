@@ -27,7 +27,7 @@ COVERED_BY = {
     "model/files.py": "model/test_build.py",
     "model/kernels/cpu.py": "model/test_kernels.py",
     "model/kernels/cuda.py": "model/test_kernels.py",
-    "model/kernels/npu.py": "model/test_kernels.py",
+    "model/kernels/npu.py": "model/test_npu_kernel.py",
     "model/kernels/segments.py": "model/test_kernels.py",
     "model/presets.py": "model/test_build.py",
     "model/weights.py": "train/test_loading.py",

@@ -47,7 +47,11 @@ class Accelerator:
         return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, index)
 
     def activate(self, index: int = 0) -> None:
-        """Make the device this process's current one; NCCL and HCCL take it from there."""
+        """Make the device this process's current one; NCCL and HCCL take it from there.
+
+        From then on the process outlives a lost peer: torch's watchdogs leave it alone.
+        """
+        os.environ.update(WATCHDOGS)
         import torch
 
         if self.name == "npu":
@@ -78,6 +82,10 @@ class Accelerator:
 CPU = Accelerator("cpu", "gloo", None)
 CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES")
 NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES")
+WATCHDOGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0"}
+"""By default they end the process when a peer is gone; a survivor must keep its state and join the next generation.
+Process groups read these when they are made.
+"""
 ACCELERATORS = {accelerator.name: accelerator for accelerator in (CPU, CUDA, NPU)}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from dhp_ray.compatibility import checkpoint_activations
 from dhp_ray.model import attention
 from dhp_ray.model.adapter import PARTS, empty_features
 from dhp_ray.model.attention import PackContext
@@ -114,7 +115,7 @@ class Qwen25VL:
         return [*model.visual.blocks, model.visual, *model.language_model.layers]
 
     def set_activation_checkpointing(self) -> None:
-        self.module.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(self.module)
         # transformers also makes every embedding require a gradient, which only the reentrant kind needs. With a frozen
         # encoder its features would then want a backward pass on the ranks that have images, and on no other: the
         # exchange would hang.

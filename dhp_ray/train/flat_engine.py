@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.state.buckets import Bucket, FlatLayout
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardState
@@ -149,8 +150,8 @@ class FlatEngine(Engine):
     def _reduce_scatter(self, bucket: Bucket) -> dist.Work | None:
         if self.world_size == 1:
             return None
-        return dist.reduce_scatter_single(self._shard_gradient[bucket.shard], self._gradient[bucket.flat],
-                                          group=self.group, async_op=True)
+        return reduce_scatter_single(self._shard_gradient[bucket.shard], self._gradient[bucket.flat],
+                                     group=self.group, async_op=True)
 
     def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
         """Bring the resident parameters up to `state`.
@@ -172,7 +173,7 @@ class FlatEngine(Engine):
         if self.world_size == 1:
             whole.copy_(mine)
             return None
-        return dist.all_gather_single(whole, mine, group=self.group, async_op=True)
+        return all_gather_single(whole, mine, group=self.group, async_op=True)
 
     def _reduced(self) -> Iterator[Bucket]:
         """Yields each bucket when the sum of its gradients is there, while the next one's is under way."""

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dhp_ray.comm.link import Link
+from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.collectives import TimedCollective
@@ -70,8 +71,8 @@ class ShardedEngine(Engine):
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32,
                                       cast_forward_inputs=False)
         self._gather, self._scatter = (
-            TimedCollective(dist.all_gather_single),
-            TimedCollective(dist.reduce_scatter_single),
+            TimedCollective(all_gather_single),
+            TimedCollective(reduce_scatter_single),
         )
         for unit in units:
             wrapped = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not self.root)

@@ -63,6 +63,26 @@ def test_a_torch_npu_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     )
 
 
+def test_an_active_device_leaves_the_process_alone_when_a_peer_is_lost(tmp_path: Path) -> None:
+    """torch_npu's device as torch knows it, which says what it finds in the environment when it is first used."""
+    (tmp_path / "torch_npu.py").write_text("""
+import os, sys, torch
+
+torch.utils.rename_privateuse1_backend("npu")
+torch._register_device_module("npu", sys.modules[__name__])
+
+
+def set_device(device):
+    print(device, os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"], os.environ["TORCH_HCCL_ASYNC_ERROR_HANDLING"])
+""")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}",
+                   "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "1"}
+    environment.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
+    program = "from dhp_ray.comm.device import NPU\nNPU.activate(3)"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "3 0 0\n"
+
+
 def test_an_unknown_device_names_those_allowed() -> None:
     with pytest.raises(ValueError, match=r"got 'tpu'; allowed: auto, cpu, cuda, npu"):
         choose("tpu")

@@ -1,12 +1,14 @@
-"""Ascend NPU: torch_npu's fused attention in its variable-length layout TND, one call for all segments.
+"""Ascend NPU: torch_npu's fused attention in its variable-length layout TND, up to 1,024 segments a call.
 
-Written against the documented signatures of torch_npu 2.13; not yet run on a device. Offsets are cumulative without a
-leading 0. Causal is sparse_mode 3 with a fixed 2048 x 2048 mask, True where masked, whatever the lengths are.
-The softmax's maximum and sum come apart, (T, N, 8) with the last axis repeated: lse = maximum + log(sum).
+Written against the operators of torch_npu 2.13 (tests/contracts/torch_npu.yaml); not yet run on a device. Offsets are
+cumulative without a leading 0. Causal is sparse_mode 3 with a fixed 2048 x 2048 mask, True where masked, whatever the
+lengths are. The softmax's maximum and sum come apart, (T, N, 8) with the last axis repeated: lse = maximum + log(sum).
+Unless asked for in TND as well, they lie in memory as (N, S, 8) of one segment after the other, in spite of that shape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,13 +17,20 @@ from torch import Tensor
 
 from dhp_ray.model.kernels.segments import Segments
 
+MAX_SEGMENTS = 1024
+"""Of a call in TND: its lists of lengths may be no longer."""
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     import torch_npu
 
-    out, maximum, total, *_ = torch_npu.npu_fusion_attention(
-        q, k, v, q.shape[1], "TND", scale=scale, **_options(segments, q.device))
-    return out, (maximum[..., 0] + total[..., 0].log()).t()
+    outs, lses = [], []
+    for rows, key_rows, options in _calls(segments, q.device):
+        out, maximum, total, *_ = torch_npu.npu_fusion_attention(
+            q[rows], k[key_rows], v[key_rows], q.shape[1], "TND", scale=scale, **options)
+        outs.append(out)
+        lses.append((maximum[..., 0] + total[..., 0].log()).t())
+    return _joined(outs), _joined(lses, dim=1)
 
 
 def backward(
@@ -29,17 +38,33 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     import torch_npu
 
-    # exp(score - maximum) / total with the merged lse as maximum and a total of 1 are the merged probabilities.
-    maximum = lse.t()[..., None].expand(-1, -1, 8).contiguous()
-    d_q, d_k, d_v, *_ = torch_npu.npu_fusion_attention_grad(
-        q, k, v, gradient.contiguous(), q.shape[1], "TND", softmax_max=maximum, softmax_sum=torch.ones_like(maximum),
-        attention_in=out.contiguous(), scale_value=scale, **_options(segments, q.device))
+    parts = []
+    for rows, key_rows, options in _calls(segments, q.device):
+        # exp(score - maximum) / total with the merged lse as maximum and a total of 1 are the merged probabilities.
+        maximum = lse[:, rows].t()[..., None].expand(-1, -1, 8).contiguous()
+        d_q, d_k, d_v, *_ = torch_npu.npu_fusion_attention_grad(
+            q[rows], k[key_rows], v[key_rows], gradient[rows].contiguous(), q.shape[1], "TND", softmax_max=maximum,
+            softmax_sum=torch.ones_like(maximum), attention_in=out[rows].contiguous(), scale_value=scale, **options)
+        parts.append((d_q, d_k, d_v))
+    d_q, d_k, d_v = (_joined(gradients) for gradients in zip(*parts))
     return d_q, d_k, d_v
 
 
-def _options(segments: Segments, device: torch.device) -> dict[str, Any]:
-    return {"actual_seq_qlen": segments.query_offsets[1:], "actual_seq_kvlen": segments.key_offsets[1:],
-            "atten_mask": _causal_mask(device) if segments.causal else None, "sparse_mode": 3 if segments.causal else 0}
+def _calls(segments: Segments, device: torch.device) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+    """The rows of queries and of keys of each call, and the arguments that both operators have."""
+    options = {"atten_mask": _causal_mask(device) if segments.causal else None,
+               "sparse_mode": 3 if segments.causal else 0, "softmax_layout": "TND"}
+    for first in range(0, len(segments), MAX_SEGMENTS):
+        queries = segments.query_offsets[first:first + MAX_SEGMENTS + 1]
+        keys = segments.key_offsets[first:first + MAX_SEGMENTS + 1]
+        yield slice(queries[0], queries[-1]), slice(keys[0], keys[-1]), options | {
+            "actual_seq_qlen": [offset - queries[0] for offset in queries[1:]],
+            "actual_seq_kvlen": [offset - keys[0] for offset in keys[1:]]}
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The parts one after the other, without a copy where there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 @cache

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dhp_ray.comm.ranks import torch_peer
+from dhp_ray.compatibility import all_gather_single
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.state.buckets import Piece
 from dhp_ray.train.state.optimizer import UNFINISHED, ShardState
@@ -182,7 +183,7 @@ class Mirror:
         pieces = [(piece.name, piece.start, piece.stop, piece.offset) for piece in self._engine.pieces()]
         own = torch.frombuffer(bytearray(pickle.dumps(pieces)), dtype=torch.uint8)
         sizes = torch.empty(2 * self._group.size(), dtype=torch.int64)
-        dist.all_gather_single(sizes, torch.tensor([self._engine.shard_size, own.numel()]), group=self._group)
+        all_gather_single(sizes, torch.tensor([self._engine.shard_size, own.numel()]), group=self._group)
         received = {owner: torch.empty(int(sizes[2 * owner + 1]), dtype=torch.uint8) for owner in owners}
         works = [_posted(dist.irecv(buffer, group=self._group, group_src=torch_peer(owner)))
                  for owner, buffer in received.items()]
