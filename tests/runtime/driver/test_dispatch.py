@@ -205,9 +205,9 @@ def test_compiling_is_not_planning(dispatcher: Dispatcher) -> None:
 
 def test_the_book_of_pools_follows_what_the_ranks_are_told_to_run(dispatcher: Dispatcher) -> None:
     """As with an evaluation between two steps: the plan that was made first is met last."""
-    dispatcher.stream.left[:] = [replace(batch, samples=[Sample(name, 100)],
+    dispatcher.reader.stream.left[:] = [replace(batch, samples=[Sample(name, 100)],
                                          payload={name: (ray.put(1), 0)})  # type: ignore[union-attr]
-                                 for name, batch in zip("abc", dispatcher.stream.left)]  # type: ignore[union-attr]
+                                 for name, batch in zip("abc", dispatcher.reader.stream.left)]  # type: ignore[union-attr]
     first = dispatcher.dispatch(1)
     assert first is not None
     assert dispatcher.pool.held() == []
@@ -225,7 +225,7 @@ def test_the_end_of_the_data_is_no_batch(dispatcher: Dispatcher) -> None:
 
 
 def test_a_batch_that_needs_more_ranks_is_kept(dispatcher: Dispatcher) -> None:
-    dispatcher.stream.left[0] = Batch(0, [Sample("long", 200)], {"long": (ray.put(1), 0)}, [],
+    dispatcher.reader.stream.left[0] = Batch(0, [Sample("long", 200)], {"long": (ray.put(1), 0)}, [],
                                       {})  # type: ignore[union-attr]
     assert dispatcher.dispatch(1) is None
     assert not dispatcher.reader.at_end
@@ -247,7 +247,7 @@ class Unread(Batches):
 
 def test_a_run_that_is_to_end_waits_for_no_batch(dispatcher: Dispatcher) -> None:
     stream, reason = Unread(), ""
-    dispatcher.stream, dispatcher.config.run.steps = stream, 0  # type: ignore[assignment]
+    dispatcher.reader.stream, dispatcher.config.run.steps = stream, 0  # type: ignore[assignment]
     dispatcher.stopping = lambda: reason
     dispatcher.begin(1)
     assert stream.asked.wait(30)
@@ -268,7 +268,7 @@ def test_a_batch_that_is_being_read_holds_up_no_change_of_membership(
     """The next dispatcher goes on at once with the batches that there are; the one under way joins them and is read
     once.
     """
-    released, stream = Event(), dispatcher.stream
+    released, stream = Event(), dispatcher.reader.stream
     assert dispatcher.dispatch(1) is not None
     take = stream.next_batch
 

@@ -64,8 +64,8 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dispatcher]:
 def following(dispatcher: Dispatcher) -> Dispatcher:
     """The dispatcher of the next membership."""
     batches, reader = dispatcher.hand_over()
-    return Dispatcher(dispatcher.stream, dispatcher.group, dispatcher.cluster, COST, dispatcher.config, PoolBook(4), 4,
-                      batches=batches, reader=reader)
+    return Dispatcher(dispatcher.reader.stream, dispatcher.group, dispatcher.cluster, COST, dispatcher.config,
+                      PoolBook(4), 4, batches=batches, reader=reader)
 
 
 def test_a_planner_that_fails_once_another_plan_was_sent_is_heard_with_the_next_step(
@@ -111,7 +111,7 @@ def test_a_plan_file_that_is_being_written_is_written_before_the_next_membership
 
 def test_rows_of_a_batch_that_could_not_be_read_to_its_end_are_read_again(dispatcher: Dispatcher) -> None:
     """The group broke at the same time: nobody hears of the failed batch, and the next membership asks for it anew."""
-    stream: Any = dispatcher.stream
+    stream: Any = dispatcher.reader.stream
     stream.damaged = 1
     dispatcher.begin(1)
     planning = dispatcher._planning
