@@ -28,6 +28,12 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # as in cluster.yaml
 # a local ray.init would leave a token file behind that later clusters demand
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A test without a cluster must not join, by a call of Ray, the one that another test has started: once that cluster is
+# gone, Ray ends the process. Ray reads the variable when it is imported; processes that tests start may connect.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+import ray  # noqa: E402
+
+del os.environ["RAY_ENABLE_AUTO_CONNECT"]
 # a shell starts background commands so, and every process that a test starts would inherit it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,7 +82,6 @@ def backend_of_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local cluster of 2 CPUs; entry points started as processes find it through RAY_ADDRESS."""
-    import ray
 
     ray.init("local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
