@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dhp_ray.errors import first_line_of
-from dhp_ray.runtime.driver.elastic import Condition, HealthReport, condition_of
+from dhp_ray.runtime.driver.elastic import Condition, HealthReport, Standstill, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status, StoppingError
 from dhp_ray.runtime.waits import Waits
 
@@ -94,6 +94,11 @@ class WorkerGroup:
         return min(member["memory_bytes"] // (sharing[member["node_id"]] if member["device"] == "cpu" else 1)
                    for member in found)
 
+    @property
+    def num_layers(self) -> int:
+        """Of the model that the workers train."""
+        return int(self.members[0].described["num_layers"])
+
     def membership(self) -> list[dict[str, Any]]:
         """The ranks of this generation, as cluster.json lists them."""
         return [{"rank": rank, **{name: member.described[name] for name in ("pid", "node_id", "device")}}
@@ -130,8 +135,7 @@ class WorkerGroup:
 
         Raises:
             GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others;
-            the message
-                names it, with its own words where it has any.
+                the message names it, with its own words where it has any.
             StoppingError: `stopping` gives a reason to end the run before all have come.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
@@ -202,23 +206,18 @@ class _HealthMonitor:
     """Surveys a group while some of its calls are pending."""
 
     def __init__(self, group: WorkerGroup, stuck_s: float, end_stuck: bool) -> None:
-        self.group, self.stuck_s, self.end_stuck = group, stuck_s, end_stuck
-        self.before: list[HealthReport] = []
-        self.stands_since = [monotonic()] * group.size
+        self.group, self.end_stuck = group, end_stuck
+        self.standstill = Standstill(group.size, stuck_s, monotonic())
 
     def look(self, pending: set[int]) -> None:
         """Raise GroupError for a worker that is gone, or does not get on with its call (ranks in `pending`)."""
-        reports = [report for report, _ in self.group.survey()]
-        for rank, report in enumerate(reports):
-            before = self.before[rank] if self.before else None
-            if before is None or report.progress != before.progress or rank not in pending:
-                self.stands_since[rank] = monotonic()
-            condition = condition_of(report, before, overdue=monotonic() - self.stands_since[rank] >= self.stuck_s)
+        for rank, (report, _) in enumerate(self.group.survey()):
+            overdue = rank in pending and self.standstill.overdue(rank, report, monotonic())
+            condition = condition_of(report, overdue)
             if condition is Condition.STUCK and self.end_stuck:
                 ray.kill(self.group.members[rank].actor)
             if condition is not Condition.WELL:
                 raise GroupError(self.group.words(rank, condition))
-        self.before = reports
 
 
 def _answered(calls: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
