@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from time import monotonic
@@ -178,10 +178,14 @@ class WorkerGroup:
                         raise GroupError(self.words(rank, Condition.DEAD))
                 last = monotonic()
 
-    def survey(self, timeout_s: float = SURVEY_S) -> list[tuple[HealthReport, Status]]:
-        """Query the health of every worker, by rank; answers that take longer than `timeout_s` are given up."""
+    def survey(self, silent: Collection[int] = ()) -> list[tuple[HealthReport, Status]]:
+        """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. Those of
+        `silent` ranks are not waited for.
+        """
         calls = self.start("status")
-        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        waited_for = [call for rank, call in enumerate(calls) if rank not in silent]
+        if waited_for:
+            ray.wait(waited_for, num_returns=len(waited_for), timeout=SURVEY_S)
         return [_health_of(call) for call in calls]
 
     def words(self, rank: int, condition: Condition) -> str:
@@ -211,13 +215,15 @@ class _HealthMonitor:
 
     def look(self, pending: set[int]) -> None:
         """Raise GroupError for a worker that is gone, or does not get on with its call (ranks in `pending`)."""
-        for rank, (report, _) in enumerate(self.group.survey()):
+        reports = [report for report, _ in self.group.survey()]
+        silent = [rank for rank, report in enumerate(reports) if not (report.answered or report.dead)]
+        for rank, report in enumerate(reports):
             overdue = rank in pending and self.standstill.overdue(rank, report, monotonic())
             condition = condition_of(report, overdue)
             if condition is Condition.STUCK and self.end_stuck:
                 ray.kill(self.group.members[rank].actor)
             if condition is not Condition.WELL:
-                raise GroupError(self.group.words(rank, condition))
+                raise GroupError(self.group.words(rank, condition), silent)
 
 
 def _answered(calls: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:

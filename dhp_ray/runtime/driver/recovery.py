@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -59,13 +59,13 @@ class WorkerHealth:
 
 
 def form_anew(
-    session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition]
+    session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition], silent: Sequence[int] = ()
 ) -> Generator[Message, None, list[FinishedStep]]:
     """Replace the current generation of `session` by the next one; returns the steps that are finished and not
     committed.
 
     `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced though
-    they work.
+    they work; `silent`: ranks that were just asked and gave no answer.
 
     Raises:
         GroupError: it broke too; call again.
@@ -79,7 +79,7 @@ def form_anew(
     session.current.dispatcher.drop()
     _end_where_saved(session, session.records.last_step)
     with session.group.waits.on(f"the workers to leave generation {session.current.number}"):
-        workers = yield from _settled(session, leaving)
+        workers = yield from _settled(session, leaving, silent)
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(workers)
                       if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, workers, cause if broken else "")
@@ -153,7 +153,9 @@ def _end_where_saved(session: Session, step: int) -> None:
         raise StoppingError
 
 
-def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[WorkerHealth]]:
+def _settled(
+    session: Session, leaving: Mapping[int, Condition], silent: Sequence[int]
+) -> Generator[Message, None, list[WorkerHealth]]:
     """Query the health of every worker until all healthy ones have left their calls; end and replace the others."""
     group = session.group
     stuck_s = max(session.config.elastic.hang_s, session.history.stuck_s)
@@ -161,7 +163,7 @@ def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Me
     ended: dict[int, WorkerHealth] = {}  # as they were when they were ended
     while True:
         _end_where_saved(session, session.records.last_step)
-        seen = group.survey()
+        seen = group.survey([place for place in silent if place not in ended])
         for member, (_, status) in zip(group.members, seen):
             if status.call:
                 # those that it waits for, to meet or to make a group, may never come
@@ -232,7 +234,7 @@ def _enough(
         time.sleep(CAPACITY_POLL_S)
         # the others are being replaced
         session.group.members = [found.member for found in workers if found.condition is Condition.WELL]
-        workers = yield from _settled(session, {})
+        workers = yield from _settled(session, {}, ())
 
 
 def reopened(session: Session) -> Iterator[Message]:

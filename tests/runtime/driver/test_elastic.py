@@ -74,7 +74,7 @@ def test_layers_30_times_slower_than_predicted_are_no_standstill(layer_s: float)
 @pytest.mark.parametrize("begun_s", [0.0, 3.0, 3.76, 100.0])
 def test_an_operation_that_never_ends_is_found(layer_s: float, begun_s: float) -> None:
     found_within_s = max(10.0, 60 * layer_s)
-    marks = [(0.0, COMPUTES), (begun_s, HealthReport(progress="run 43"))]
+    marks = [(now_s * begun_s / 100, HealthReport(progress=f"run {now_s}")) for now_s in range(101)]
     found_s = first_overdue_s(marks, FOUND_BY * found_within_s, 10.0 / LOOKS, begun_s + 2 * found_within_s)
     assert FOUND_BY * found_within_s <= found_s - begun_s <= found_within_s
 
