@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
@@ -70,6 +70,7 @@ class WorkerGroup:
     def __init__(self, members: Sequence[Member], look_s: float | None = None, waits: Waits | None = None) -> None:
         """`waits`: where those who wait for the group say so."""
         self.members, self.look_s = list(members), look_s
+        self.exchange_s = math.inf  # how long all ranks may wait for one another
         self.waits = waits or Waits()
 
     @property
@@ -135,7 +136,7 @@ class WorkerGroup:
 
         Raises:
             GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others;
-                the message names it, with its own words where it has any.
+                the message names it, with its own words where it has any. Or all wait for one another.
             StoppingError: `stopping` gives a reason to end the run before all have come.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
@@ -212,11 +213,16 @@ class _HealthMonitor:
     def __init__(self, group: WorkerGroup, stuck_s: float, end_stuck: bool) -> None:
         self.group, self.end_stuck = group, end_stuck
         self.standstill = Standstill(group.size, stuck_s, monotonic())
+        self.exchange = Standstill(group.size, group.exchange_s, monotonic())
 
     def look(self, pending: set[int]) -> None:
         """Raise GroupError for a worker that is gone, or does not get on with its call (ranks in `pending`)."""
         reports = [report for report, _ in self.group.survey()]
         silent = [rank for rank, report in enumerate(reports) if not (report.answered or report.dead)]
+        hopeless = [report.waits and self.exchange.overdue(rank, replace(report, waits=False), monotonic())
+                    for rank, report in enumerate(reports) if rank in pending]
+        if all(hopeless):
+            raise GroupError(f"all ranks have waited for one another for {self.group.exchange_s:g} s (comm.timeout_s)")
         for rank, report in enumerate(reports):
             overdue = rank in pending and self.standstill.overdue(rank, report, monotonic())
             condition = condition_of(report, overdue)
