@@ -181,7 +181,7 @@ def ready_driver(
     driver = Driver(config, dict(enumerate(handles_of(plan, num_steps))), ("", 0), going_on=False)
     for rank, member in enumerate(driver.group.members):
         member.described = {"pid": rank, "node_id": f"node-{rank // 8}", "device": "cpu", "memory_bytes": 1,
-                            "num_parameters": 1, "resident_bytes": 1}
+                            "num_parameters": 1, "num_layers": 2, "resident_bytes": 1}
     storage = Folder(str(folder))
     curves, batches = ScalarLog(storage.child("tensorboard"), 1), Batches(samples)
     session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,

@@ -177,8 +177,10 @@ class Elastic:
         "copy each rank's state to another rank after so many steps; 0: never, a lost worker then costs a rollback",
         minimum=0,
     )
-    hang_s: float = key(10.0, "a step counts as hung at the earliest after so many seconds", above=0, maximum=MONTH_S)
-    hang_factor: float = key(5.0, "and after so many times its predicted seconds", minimum=1)
+    hang_s: float = key(
+        10.0, "a rank that computes and gets no further is given up within so many seconds", above=0, maximum=MONTH_S
+    )
+    hang_factor: float = key(60.0, "or within so many times the predicted seconds of a layer, if longer", minimum=1)
     evict_below: float = key(
         0.2,
         "a worker slower than this share of the others' speed is replaced, once in its place; 0: never",

@@ -59,6 +59,20 @@ class Accelerator:
         if self.name != "cpu":
             torch.get_device_module(self.name).set_device(index)
 
+    def stop(self, index: int = 0) -> None:
+        """End what the device computes and waits for; from a control thread. On CUDA aborting the groups does that."""
+        if self.name == "npu":
+            import torch
+
+            torch.get_device_module(self.name).stop_device(index)
+
+    def restart(self, index: int = 0) -> None:
+        """Let a device that may have been stopped compute again; its memory holds what it did."""
+        if self.name == "npu":
+            import torch
+
+            torch.get_device_module(self.name).restart_device(index)
+
     def compute_in(self, precision: str) -> None:
         """Say which type this process is going to compute in, before its first product: oneDNN reads this setting once.
 

@@ -7,15 +7,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp_ray.comm.progress import Moment, Progress
 from dhp_ray.comm.ranks import torch_peer
 
 
@@ -40,14 +39,22 @@ class Link:
     starts from the current stream, and `wait` makes that stream wait for it before the next pack posts anything.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, pack_index: int = 0) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        pack_index: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.index = self.ranks.index(rank)
         self._group = group
         self._first_tag = pack_index * TAGS_PER_PACK
+        self.progress = progress or Progress()
+        self._waits: list[tuple[Moment, Moment]] = []
         self._blocked_s = 0.0
-        self._events: list[tuple[Any, Any]] = []
         if self.size > 1 and group is None:
             raise ValueError(f"link: ranks {self.ranks} need a process group to exchange through")
 
@@ -57,10 +64,8 @@ class Link:
 
         On a device this waits for the stream to get there; ask once, at the end of a pack or of a step.
         """
-        for start, end in self._events:
-            end.synchronize()
-            self._blocked_s += start.elapsed_time(end) / 1000.0
-        self._events.clear()
+        self._blocked_s += sum(end.since_s(start) for start, end in self._waits)
+        self._waits.clear()
         return self._blocked_s
 
     def exchange(
@@ -80,20 +85,12 @@ class Link:
         return Pending(self, works, [operation.tensor for operation in operations])
 
     def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
-        """Wait for all of `works`, and count the time."""
-        if device.type == "cpu":
-            start_s = time.perf_counter()
+        """Wait for all of `works`, and count the time. Raises AbortedError after an abort."""
+        start = Moment(device)
+        with self.progress.waiting("exchange of a pack"):
             for work in works:
                 work.wait()
-            self._blocked_s += time.perf_counter() - start_s
-            return
-        event = torch.get_device_module(device).Event
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        start.record()
-        for work in works:
-            work.wait()
-        end.record()
-        self._events.append((start, end))
+        self._waits.append((start, Moment(device)))
 
 
 class Pending:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dhp_ray.comm.book import Key, PoolBook, key_of
 from dhp_ray.comm.device import CPU, Accelerator
 from dhp_ray.comm.link import post_together
+from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import own_rank, torch_peer
 from dhp_ray.comm.world import make_group
 
@@ -27,10 +28,13 @@ class GroupPool:
     groups that found the pool full of others of the same plan and are left to the parent transport.
     """
 
-    def __init__(self, capacity: int, timeout: timedelta, accelerator: Accelerator = CPU) -> None:
+    def __init__(
+        self, capacity: int, timeout: timedelta, accelerator: Accelerator = CPU, progress: Progress | None = None
+    ) -> None:
         if capacity < 0:
             raise ValueError(f"comm.pool_groups: got {capacity}; allowed: at least 0")
         self.capacity, self.timeout, self.accelerator = capacity, timeout, accelerator
+        self.progress = progress or Progress(accelerator.torch_device())
         self.hits = self.creations = self.evictions = self.overflows = 0
         self._book = PoolBook(capacity)
         self._groups: dict[Key, dist.ProcessGroup] = {}
@@ -65,9 +69,10 @@ class GroupPool:
         self._book.clear()
 
     def _create(self, key: Key) -> None:
-        self._groups[key] = make_group(key, self.accelerator.backend, self.timeout)
+        with self.progress.waiting("making of a process group"):
+            self._groups[key] = make_group(key, self.accelerator.backend, self.timeout)
         if own_rank() in key:
-            warm_up_group(self._groups[key], key, self.accelerator.torch_device())
+            warm_up_group(self._groups[key], key, self.progress)
 
     def _destroy(self, key: Key) -> None:
         group = self._groups.pop(key)
@@ -75,19 +80,21 @@ class GroupPool:
             dist.destroy_process_group(group)
 
 
-def warm_up_group(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
+def warm_up_group(group: dist.ProcessGroup, ranks: Sequence[int], progress: Progress) -> None:
     """Exchange one number between every two members: the first batch of a group must involve all of its ranks.
 
     NCCL and HCCL build a communicator's channels then; a later exchange may leave out members that hold no tokens.
     """
     mine = own_rank()
     others = [rank for rank in ranks if rank != mine]
-    sent = torch.full((1,), float(mine), device=device)
-    received = {rank: torch.empty(1, device=device) for rank in others}
+    sent = torch.full((1,), float(mine), device=progress.device)
+    received = torch.empty(len(others), device=progress.device)
     operations = [dist.P2POp(dist.isend, sent, torch_peer(rank), group=group) for rank in others]
-    operations += [dist.P2POp(dist.irecv, received[rank], torch_peer(rank), group=group) for rank in others]
-    for work in post_together(operations):
-        work.wait()
-    wrong = [rank for rank in others if received[rank].item() != rank]
+    operations += [dist.P2POp(dist.irecv, number, torch_peer(rank), group=group)
+                   for rank, number in zip(others, received.split(1))]
+    with progress.waiting("first exchange of a process group"):
+        for work in post_together(operations):
+            work.wait()
+    wrong = [rank for rank, number in zip(others, progress.read(received)) if number != rank]
     if wrong:
         raise RuntimeError(f"process group {tuple(ranks)}: rank {mine} received wrong numbers from ranks {wrong}")

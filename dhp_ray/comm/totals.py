@@ -10,26 +10,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import gather_over_ranks, sum_over_ranks
 
 
-def sum_of_counts(count: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+def sum_of_counts(count: int, group: dist.ProcessGroup | None, progress: Progress) -> int:
     """The sum over all ranks of a whole number; every rank of `group` calls this. None is for a single rank."""
     if group is None:
         return count
-    total = torch.tensor([count], dtype=torch.int64, device=device)
-    sum_over_ranks(total, group)
-    return int(total.item())
+    total = torch.tensor(count, dtype=torch.int64, device=progress.device)
+    with progress.waiting("counts of other ranks"):
+        sum_over_ranks(total, group)
+    return int(progress.read(total))
 
 
-def numbers_of_ranks(number: Tensor, group: dist.ProcessGroup | None, device: torch.device) -> list[float]:
+def numbers_of_ranks(number: Tensor, group: dist.ProcessGroup | None, progress: Progress) -> list[float]:
     """A number of every rank, by rank: the same on all of them. `number` has no dimension, and any floating type.
 
-    `device` is the group's. Within fp32's range; every rank of `group` calls this.
+    `progress` is of the group's device. Within fp32's range; every rank of `group` calls this.
     """
     if group is None:
-        return [float(number)]
+        return [float(progress.read(number))]
     high = number.to(torch.float32)
     low = torch.where(high.isfinite(), number - high, 0.0).to(torch.float32)
-    pairs = gather_over_ranks(torch.stack([high, low]).to(device), group)
-    return [sum(pair) for pair in torch.stack(pairs).tolist()]
+    with progress.waiting("numbers of other ranks"):
+        pairs = gather_over_ranks(torch.stack([high, low]).to(progress.device), group)
+    return [sum(pair) for pair in progress.read(torch.stack(pairs))]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.link import Link
 from dhp_ray.comm.pool import GroupPool, warm_up_group
+from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.world import make_group
 
 
@@ -37,14 +38,14 @@ class Transport(Protocol):
 class ParentTransport:
     """Every pack over one group of all ranks; messages of different packs are kept apart by tag and plan order."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int) -> None:
-        self._group, self._rank = group, rank
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, progress: Progress) -> None:
+        self._group, self._rank, self._progress = group, rank, progress
 
     def prepare(self, process_groups: Sequence[tuple[int, ...]]) -> None:
         """Nothing to make: the one group is there."""
 
     def link(self, ranks: Sequence[int], pack_index: int) -> Link:
-        return Link(ranks, self._rank, self._group, pack_index)
+        return Link(ranks, self._rank, self._group, pack_index, self._progress)
 
     def counters(self) -> dict[str, int]:
         return {"hits": 0, "creations": 0, "evictions": 0, "overflows": 0}
@@ -58,15 +59,17 @@ class ParentTransport:
 class PoolTransport:
     """Every pack over its ranks' own group; the parent carries those that the pool has no room for."""
 
-    def __init__(self, pool: GroupPool, parent: ParentTransport, rank: int) -> None:
-        self._pool, self._parent, self._rank = pool, parent, rank
+    def __init__(self, pool: GroupPool, parent: ParentTransport, rank: int, progress: Progress) -> None:
+        self._pool, self._parent, self._rank, self._progress = pool, parent, rank, progress
 
     def prepare(self, process_groups: Sequence[tuple[int, ...]]) -> None:
         self._pool.prepare(process_groups)
 
     def link(self, ranks: Sequence[int], pack_index: int) -> Link:
         group = self._pool.get(ranks)
-        return self._parent.link(ranks, pack_index) if group is None else Link(ranks, self._rank, group, pack_index)
+        if group is None:
+            return self._parent.link(ranks, pack_index)
+        return Link(ranks, self._rank, group, pack_index, self._progress)
 
     def counters(self) -> dict[str, int]:
         return {"hits": self._pool.hits, "creations": self._pool.creations,
@@ -78,7 +81,13 @@ class PoolTransport:
 
 
 def open_transport(
-    name: str, rank: int, world_size: int, accelerator: Accelerator, capacity: int, timeout: timedelta
+    name: str,
+    rank: int,
+    world_size: int,
+    accelerator: Accelerator,
+    capacity: int,
+    timeout: timedelta,
+    progress: Progress | None = None,
 ) -> Transport:
     """The transport called `name` (pool or parent); every rank calls this alike, after `init_process_group`.
 
@@ -87,10 +96,13 @@ def open_transport(
     """
     if name not in ("pool", "parent"):
         raise ValueError(f"comm.transport: got {name!r}; allowed: pool, parent")
+    progress = progress or Progress(accelerator.torch_device())
     group = None
     if world_size > 1:
         ranks = range(world_size)
         group = make_group(ranks, accelerator.backend, timeout)
-        warm_up_group(group, ranks, accelerator.torch_device())
-    parent = ParentTransport(group, rank)
-    return parent if name == "parent" else PoolTransport(GroupPool(capacity, timeout, accelerator), parent, rank)
+        warm_up_group(group, ranks, progress)
+    parent = ParentTransport(group, rank, progress)
+    if name == "parent":
+        return parent
+    return PoolTransport(GroupPool(capacity, timeout, accelerator, progress), parent, rank, progress)

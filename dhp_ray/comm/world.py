@@ -8,8 +8,8 @@
 A rank may come late, to the rendezvous as to any later group: the others wait for it as long as a collective may take.
 They do not wait for a rank that has died: whoever finds that out frees them.
 
-A rank whose peer has died sees its collectives raise. It leaves at once: closed sockets free the ranks that wait for
-it.
+A rank whose peer has died sees its collectives raise over gloo. It leaves at once: closed sockets free the ranks that
+wait for it. Over NCCL and HCCL nothing raises: there a control thread aborts the groups.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from threading import Lock
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.interface import address_towards, listen_on
+from dhp_ray.comm.progress import AbortedError
 from dhp_ray.comm.ranks import own_rank, torch_ranks
 
 POLL_S = 0.01
+_ABORTING = Lock()
 CONNECT_TIMEOUT = timedelta(seconds=10)
 """For connections to the store, and of gloo groups whose members are all there; one that dies then is waited for."""
 
@@ -152,18 +157,48 @@ def _allow(timeout: timedelta, group: dist.ProcessGroup | None, backend: str) ->
         dist.distributed_c10d._set_pg_timeout(timeout, group)  # torch's one way to set it later
 
 
+def abort_groups() -> None:
+    """End what this process waits for in any of its groups; from a control thread, as often as needed.
+
+    gloo has no abort: its waits end when the peer's socket closes. Every later operation of an aborted group raises.
+    """
+    world = dist.distributed_c10d._world
+    with _ABORTING:
+        groups = sorted(world.pg_names.copy().items(), key=lambda named: named[1], reverse=True)
+        nccl = _nccl_of(groups[0][0]) if groups else None
+        if nccl:
+            nccl._group_start()  # otherwise the abort of one communicator may wait for another's
+        for group, _ in groups:
+            group.abort()
+        if nccl:
+            nccl._group_end()
+
+
 def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: bool) -> None:
     """Destroy every group of this process; `close` drops what else refers to them. Collectives with dead peers may be
     under way (`broken`).
     """
     close()
     gc.collect()  # a group that is still referred to keeps its sockets open, and a peer waiting
-    if dist.is_initialized():
-        if broken and accelerator.name == "cuda":
-            dist.distributed_c10d._abort_process_group()  # destroying waits for kernels that never end
-        else:
+    with _ABORTING:
+        if dist.is_initialized() and broken:
+            if accelerator.name == "npu":
+                for group in list(dist.distributed_c10d._world.pg_map):
+                    if accelerator.torch_device() in group._device_types:
+                        hccl: Any = group._get_backend(accelerator.torch_device())
+                        hccl.abort_hccl_comm("a peer is gone")
+            dist.distributed_c10d._abort_process_group()  # destroying waits for operations that never end
+        elif dist.is_initialized():
             dist.destroy_process_group()
     gc.collect()
+
+
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    """The group's NCCL backend; None where it has none."""
+    with suppress(RuntimeError):
+        backend = group._get_backend(torch.device("cuda"))
+        return backend if hasattr(backend, "_group_start") else None
+    return None
 
 
 PEER_LOSS = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "timed out",
@@ -176,7 +211,7 @@ REFUSAL = ("unsupported data type", "not supported", "does not support")
 
 def is_peer_loss(error: BaseException) -> bool:
     """Whether an error is what a lost peer, or a generation called off, leads to."""
-    if isinstance(error, (RendezvousError, dist.DistError)):
+    if isinstance(error, (AbortedError, RendezvousError, dist.DistError)):
         return True
     said = str(error).lower()
     refused = any(phrase in said for phrase in REFUSAL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -67,16 +67,25 @@ def build_on_meta_device(path: str) -> ModelAdapter:
     return adapter
 
 
-def num_parameters(
+class ModelSize(NamedTuple):
+    """Counts of a model: all parameters, those of them that are frozen, and layers of all parts."""
+
+    num_parameters: int
+    num_frozen: int
+    num_layers: int
+
+
+def model_size(
     preset: str, path: str, token_ids: Mapping[str, int] | None, freeze: Sequence[str] = ()
-) -> tuple[int, int]:
-    """Parameters of the model that `build_model` would build, without building it, and how many of them are frozen."""
+) -> ModelSize:
+    """The size of the model that `build_model` would build, without building it."""
     config = preset_config(preset, token_ids) if preset else read_config(path)
     with torch.device("meta"):
         adapter: ModelAdapter = _family(config)(_family(config).model_class(config))
     adapter.freeze(freeze)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in adapter.module.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if not trained)
+    frozen = sum(size for size, trained in sizes if not trained)
+    return ModelSize(sum(size for size, _ in sizes), frozen, len(adapter.units()))
 
 
 def read_config(path: str) -> PreTrainedConfig:

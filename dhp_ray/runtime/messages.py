@@ -18,7 +18,14 @@ class RunError(RuntimeError):
 
 
 class GroupError(RunError):
-    """A worker died, raised or answers no more. While training, the group forms anew; before, it ends the run."""
+    """A worker died, raised or answers no more. While training, the group forms anew; before, it ends the run.
+
+    `silent`: the ranks that have just left a question unanswered.
+    """
+
+    def __init__(self, text: str, silent: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.silent = tuple(silent)
 
 
 class StoppingError(Exception):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.train.state.buckets import Bucket, Piece
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
@@ -49,9 +50,11 @@ class Engine(ABC):
         buckets: tuple[Bucket, ...],
         shard_size: int,
         device: torch.device,
+        progress: Progress | None,
     ) -> None:
         """`pieces` are this rank's, in the order of its shard; `group` None is for a single rank."""
         self.settings, self.group, self.shapes, self.device = settings, group, shapes, device
+        self.progress = progress or Progress(device)
         self._pieces = pieces
         self.optimizer = ShardedAdamW(settings, pieces, buckets, shapes)
         self.current = ShardState.zeros(shard_size, device)
@@ -88,8 +91,8 @@ class Engine(ABC):
 
         Every rank calls this, with the same arguments: `num_valid_tokens` of the whole global batch (0 counts as 1,
         its gradients are zeros), `learning_rate_factor` of the schedule. Version v+1 is written beside version v and
-        takes its place at the end: when this raises, version v and the gradients are whole, and `all_gather_parameters`
-        on a working group brings the parameters back to it.
+        takes its place at the end, once the device has written it and no abort has come: when this raises, version v
+        and the gradients are whole, and `all_gather_parameters` on a working group brings the parameters back to it.
         """
         assert self.current.version != UNFINISHED, "a state must be loaded first"
         norm = self._reduce() / max(1, num_valid_tokens)
@@ -103,6 +106,7 @@ class Engine(ABC):
         for bucket in self._all_gather(self.spare):
             self.optimizer.write(bucket, self.current, self.spare, self._reduced_gradient(bucket) * scale,
                                  learning_rate_factor)
+        self.progress.synchronize()
         self.spare.version = self.current.version + 1
         self.current, self.spare = self.spare, self.current
         return Update(norm, learning_rate, applied=True)
@@ -143,6 +147,11 @@ class Engine(ABC):
         # the settings know the model, and FSDP's modules the group
         self.group = self.settings = self.optimizer = cast(Any, None)
 
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is not None:
+            with self.progress.waiting("shards of other ranks"):
+                work.wait()
+
     @abstractmethod
     def _detach(self) -> None:
         """Release gradients and parameters."""
@@ -165,4 +174,4 @@ class Engine(ABC):
         wide = torch.float32 if self.device.type == "npu" else torch.float64
         norms = [torch.linalg.vector_norm(tensor, dtype=wide) for tensor in slices]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
-        return math.hypot(*numbers_of_ranks(norm, self.group, self.device))
+        return math.hypot(*numbers_of_ranks(norm, self.group, self.progress))

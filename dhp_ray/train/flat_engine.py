@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.state.buckets import Bucket, FlatLayout
@@ -48,6 +49,7 @@ class FlatEngine(Engine):
         bucket_bytes: int = 64 * 2**20,
         initialize: bool = True,
         originals: Mapping[str, Tensor] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` are those of fp32 gradients.
 
@@ -71,7 +73,7 @@ class FlatEngine(Engine):
                                  bucket_bytes // 4)
         super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes,
                          self.layout.pieces(rank), self.layout.buckets,
-                         self.layout.shard_size, next(iter(self.parameters.values())).device)
+                         self.layout.shard_size, next(iter(self.parameters.values())).device, progress)
         self.originals = dict(originals or {})
         if initialize:
             for piece in self._pieces:
@@ -97,7 +99,7 @@ class FlatEngine(Engine):
         found = torch.empty(self.layout.size if self.rank == 0 else 0, dtype=torch.float32)
         for bucket in self.layout.buckets:
             whole = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self.device)
-            _wait(self._gather_into(whole, self.current.value[bucket.shard]))
+            self._wait(self._gather_into(whole, self.current.value[bucket.shard]))
             if self.rank == 0:
                 found[bucket.flat].copy_(whole)
         if self.rank != 0:
@@ -165,9 +167,9 @@ class FlatEngine(Engine):
             # `mine` lives until it is sent
             started.append((self._gather_into(self._resident[bucket.flat], mine), mine))
             if len(started) > IN_FLIGHT:
-                _wait(started.popleft()[0])
+                self._wait(started.popleft()[0])
         for work, _ in started:
-            _wait(work)
+            self._wait(work)
 
     def _gather_into(self, whole: Tensor, mine: Tensor) -> dist.Work | None:
         if self.world_size == 1:
@@ -181,7 +183,7 @@ class FlatEngine(Engine):
         started = deque((bucket, self._reduce_scatter(bucket)) for bucket in islice(following, IN_FLIGHT))
         while started:
             bucket, work = started.popleft()
-            _wait(work)
+            self._wait(work)
             started.extend((later, self._reduce_scatter(later)) for later in islice(following, 1))
             yield bucket
 
@@ -207,7 +209,3 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
 
     return add
 
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()

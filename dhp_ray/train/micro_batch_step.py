@@ -15,8 +15,7 @@ from torch import Tensor
 from dhp_ray.comm.link import Link
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample
 from dhp_ray.train.collate import PackInputs, Payload, placeholder
-from dhp_ray.train.rank_step import RankStep
-from dhp_ray.train.results import PackTime
+from dhp_ray.train.rank_step import PackRun, RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 
 IDLE = Sample("", 1)
@@ -36,9 +35,7 @@ class MicroBatchStep(RankStep):
     def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
         return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
 
-    def _run_pack(
-        self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload], sums: Tensor, start: float
-    ) -> PackTime:
+    def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload]) -> PackRun:
         before = self.engine.blocked_s
-        time = super()._run_pack(plan, pack, {**payloads, IDLE.id: placeholder(IDLE)}, sums, start)
-        return time._replace(blocked_s=time.blocked_s + self.engine.blocked_s - before)
+        run = super()._run_pack(plan, pack, {**payloads, IDLE.id: placeholder(IDLE)})
+        return run._replace(gathering_s=self.engine.blocked_s - before)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dhp_ray.comm.link import Link
+from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.train.collate import PackInputs
@@ -51,6 +52,7 @@ class ShardedEngine(Engine):
         rank: int,
         device: torch.device,
         precision: str = "fp32",
+        progress: Progress | None = None,
     ) -> None:
         """Every rank calls this, with equal parameters, which move to `device` unit by unit; or with a model built
         without weights, of which it reads its rows. `world_group` holds all ranks, also where that is one.
@@ -60,6 +62,7 @@ class ShardedEngine(Engine):
         """
         if precision not in COMPUTE_TYPES:
             raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
+        progress = progress or Progress(device)
         self.adapter, self.rank, self.world_size = adapter, rank, world_group.size()
         module: Any = adapter.module
         self.root = MicroBatchModel(adapter)
@@ -71,8 +74,8 @@ class ShardedEngine(Engine):
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32,
                                       cast_forward_inputs=False)
         self._gather, self._scatter = (
-            TimedCollective(all_gather_single),
-            TimedCollective(reduce_scatter_single),
+            TimedCollective(all_gather_single, progress),
+            TimedCollective(reduce_scatter_single, progress),
         )
         for unit in units:
             wrapped = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not self.root)
@@ -94,7 +97,7 @@ class ShardedEngine(Engine):
         ends = {start: found[-1].shard.stop for start, found in self._unit_pieces.items()}
         self._buckets = tuple(Bucket(start, stop, slice(start, stop)) for start, stop in ends.items())
         super().__init__(settings, world_group if self.world_size > 1 else None, shapes, pieces, self._buckets,
-                         pieces[-1].shard.stop if pieces else 0, device)
+                         pieces[-1].shard.stop if pieces else 0, device, progress)
         for piece in pieces:
             self.current.value[piece.shard].copy_(self._rows(piece))
 
@@ -129,7 +132,8 @@ class ShardedEngine(Engine):
         found = {}
         for name, parameter in (self.parameters | self.frozen).items():
             # one at a time: no rank but the first holds them all
-            whole = cast(DTensor, parameter.detach()).full_tensor()
+            with self.progress.waiting("a parameter's rows of other ranks"):
+                whole = cast(DTensor, parameter.detach()).full_tensor()
             if self.rank == 0:
                 found[name] = whole.to("cpu", torch.float32, copy=True)
         return found

@@ -8,18 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.totals import numbers_of_ranks, sum_of_counts
 from dhp_ray.comm.world import is_peer_loss
 from tests.ranks import run_ranks
 
 NUMBERS = [1e8 + 1.0 / 3.0, -2.5e-7, 123456.789012345]
 COUNTS = [2**40 + 1, 0, 2**33 + 5]
-CPU = torch.device("cpu")
 
 
 def numbers(rank: int) -> tuple[list[float], int]:
     number = torch.tensor(NUMBERS[rank], dtype=torch.float64)
-    return numbers_of_ranks(number, dist.group.WORLD, CPU), sum_of_counts(COUNTS[rank], dist.group.WORLD, CPU)
+    progress = Progress()
+    return (numbers_of_ranks(number, dist.group.WORLD, progress),
+            sum_of_counts(COUNTS[rank], dist.group.WORLD, progress))
 
 
 def test_numbers_keep_the_digits_of_float64() -> None:
@@ -33,7 +35,7 @@ def test_numbers_keep_the_digits_of_float64() -> None:
 
 def unusual(rank: int) -> list[float]:
     number = torch.tensor([math.inf, math.nan, 0.0][rank], dtype=torch.float64)
-    return numbers_of_ranks(number, dist.group.WORLD, CPU)
+    return numbers_of_ranks(number, dist.group.WORLD, Progress())
 
 
 def test_numbers_that_are_not_finite_arrive_as_such() -> None:
@@ -44,8 +46,8 @@ def test_numbers_that_are_not_finite_arrive_as_such() -> None:
 
 
 def test_one_rank_needs_no_group() -> None:
-    assert numbers_of_ranks(torch.tensor(0.1), None, CPU) == [pytest.approx(0.1)]
-    assert sum_of_counts(7, None, CPU) == 7
+    assert numbers_of_ranks(torch.tensor(0.1), None, Progress()) == [pytest.approx(0.1)]
+    assert sum_of_counts(7, None, Progress()) == 7
 
 
 def test_a_type_that_is_refused_is_no_lost_peer() -> None:

@@ -20,6 +20,10 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
     ("step", 6, 2), pytest.param("micro_batch", 6, 1, marks=pytest.mark.slow),
     pytest.param("step", 12, 3, marks=pytest.mark.slow)])
 def test_a_soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: int) -> None:
+    soak(reference, tmp_path, sync, faults, seed)
+
+
+def soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: int) -> None:
     """Two nodes with two workers each, in a cluster of its own; all kinds of faults, among them a node that is lost and
     one that comes.
     """

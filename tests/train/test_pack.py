@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.device import choose
+from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.planner.plan import RankPack
@@ -63,7 +64,7 @@ def walk(
         loss.backward()
         total += loss.detach()
         valid += inputs.num_valid_tokens
-    total = torch.tensor(sum(numbers_of_ranks(total, dist.group.WORLD, total.device)), dtype=torch.float64)
+    total = torch.tensor(sum(numbers_of_ranks(total, dist.group.WORLD, Progress(total.device))), dtype=torch.float64)
     dist.all_reduce(valid)
     found = {}
     for name, parameter in adapter.module.named_parameters():

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import ray
 
-from dhp_ray.planner.plan import Plan
 from dhp_ray.runtime.driver.measures import step_extra, step_metrics
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.speeds import busy_s, nominal_compute_s
@@ -26,16 +25,6 @@ class Commits:
     _saves: list[ray.ObjectRef] = field(default_factory=list)  # calls that stage a checkpoint, between two steps
     # saves under way: what to seal, which ranks are done
     _unsealed: dict[int, tuple[Manifest, set[int]]] = field(default_factory=dict)
-
-    def patience_s(self, plan: Plan) -> tuple[float, float]:
-        """Seconds after which a step is looked at, and after which a worker that does not get on is stuck: once it is
-        known what predictions are worth.
-        """
-        elastic, scale = self.session.config.elastic, self.session.history.scale
-        if not scale.ratios:
-            return elastic.hang_s / 2, self.session.config.comm.timeout_s
-        limit_s = max(elastic.hang_s, elastic.hang_factor * plan.predicted_time_s * scale.value)
-        return limit_s / 2, limit_s
 
     def recovered(self, finished: list[FinishedStep]) -> Iterator[Message]:
         """Commit the steps that the last generation had finished, once the state after them has its replicas and

@@ -111,14 +111,15 @@ class Driver:
 
     def _train(self, session: Session, broken: str) -> Iterator[Message]:
         """Run generation after generation until the last step; `broken`: why the current one cannot go on."""
-        change = broken
+        change, silent = broken, tuple[int, ...]()
         while True:
             try:
                 if change:
-                    finished = yield from form_anew(session, change, bool(broken), {} if broken else self.leaving)
+                    leaving = {} if broken else self.leaving
+                    finished = yield from form_anew(session, change, bool(broken), leaving, silent)
                     yield from self.commits.recovered(finished)
                     session.history.stream_lost = False
-                broken = ""
+                broken, silent = "", ()
                 change = yield from self._steps(session)
                 yield from self.commits.finish_saves()
                 if not change:
@@ -129,6 +130,7 @@ class Driver:
                 return
             except GroupError as error:
                 change = broken = str(error)
+                silent = error.silent
                 self.commits.forget_saves()
 
     def _steps(self, session: Session) -> Generator[Message, None, str]:
@@ -141,7 +143,7 @@ class Driver:
             step = running.dispatched.step
             session.current.dispatcher.begin(step + 1)
             with self.waits.on(f"step {step}", max(LONG_S, LONG_STEP * max(session.history.step_times_s, default=0.0))):
-                results = session.group.collect(running.results, *self.commits.patience_s(running.dispatched.plan))
+                results = session.group.collect(running.results, stuck_s=session.stuck_s(running.dispatched.plan))
             step_time_s = perf_counter() - running.begun_s
             following = session.current.dispatcher.take(step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan

@@ -1,6 +1,7 @@
 """What becomes of the group when something happens to it: pure functions from observations to decisions.
 
     condition_of       what a survey shows of one worker       -> well, dead, silent, raised, stuck
+    Standstill         what surveys show one after the other   -> who passes no more marks
     decide             conditions, newcomers, bounds           -> go on, form a new generation, wait for capacity, stop
     surviving_state    the shard versions that survivors hold  -> the version to go on from, who supplies each shard
     replica_ranks_of   the nodes of the ranks                  -> which rank holds the replica of which rank's shard
@@ -34,8 +35,8 @@ class Condition(StrEnum):
 class HealthReport:
     """What a survey shows of a worker.
 
-    `progress` changes as it works; `waits`: for its peers, in a collective; `error`: what it raised of its own, no lost
-    peer being the cause.
+    `progress`: its call and the mark that it passed last; `waits`: for its peers; `error`: what it raised of its own,
+    no lost peer being the cause.
     """
 
     dead: bool = False
@@ -45,17 +46,30 @@ class HealthReport:
     error: str = ""
 
 
-def condition_of(now: HealthReport, before: HealthReport | None, overdue: bool) -> Condition:
-    """`before`: what a survey showed one watchdog period ago; `overdue`: the step is far past its predicted end."""
-    if now.dead:
+def condition_of(report: HealthReport, overdue: bool) -> Condition:
+    """`overdue`: it has passed no mark for longer than Standstill allows."""
+    if report.dead:
         return Condition.DEAD
-    if not now.answered:
+    if not report.answered:
         return Condition.SILENT
-    if now.error:
+    if report.error:
         return Condition.RAISED
-    if overdue and before is not None and not now.waits and not before.waits and now.progress == before.progress:
-        return Condition.STUCK
-    return Condition.WELL
+    return Condition.STUCK if overdue else Condition.WELL
+
+
+class Standstill:
+    """How long each rank has passed no mark. One that waits for peers does not stand still: one of them does."""
+
+    def __init__(self, num_ranks: int, limit_s: float, now_s: float) -> None:
+        self.limit_s = limit_s
+        self._since_s = [now_s] * num_ranks
+        self._progress = [""] * num_ranks
+
+    def overdue(self, rank: int, report: HealthReport, now_s: float) -> bool:
+        """Whether a rank has stood still for too long by now; to be asked at every survey."""
+        if report.waits or report.progress != self._progress[rank]:
+            self._since_s[rank], self._progress[rank] = now_s, report.progress
+        return now_s - self._since_s[rank] >= self.limit_s
 
 
 @dataclass(frozen=True)

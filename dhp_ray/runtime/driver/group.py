@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dhp_ray.errors import first_line_of
-from dhp_ray.runtime.driver.elastic import Condition, HealthReport, condition_of
+from dhp_ray.runtime.driver.elastic import Condition, HealthReport, Standstill, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status, StoppingError
 from dhp_ray.runtime.waits import Waits
 
@@ -70,6 +70,7 @@ class WorkerGroup:
     def __init__(self, members: Sequence[Member], look_s: float | None = None, waits: Waits | None = None) -> None:
         """`waits`: where those who wait for the group say so."""
         self.members, self.look_s = list(members), look_s
+        self.exchange_s = math.inf  # how long all ranks may wait for one another
         self.waits = waits or Waits()
 
     @property
@@ -93,6 +94,11 @@ class WorkerGroup:
         found, sharing = [member.described for member in self.members], Counter(self.nodes)
         return min(member["memory_bytes"] // (sharing[member["node_id"]] if member["device"] == "cpu" else 1)
                    for member in found)
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model that the workers train."""
+        return int(self.members[0].described["num_layers"])
 
     def membership(self) -> list[dict[str, Any]]:
         """The ranks of this generation, as cluster.json lists them."""
@@ -130,8 +136,7 @@ class WorkerGroup:
 
         Raises:
             GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others;
-            the message
-                names it, with its own words where it has any.
+                the message names it, with its own words where it has any. Or all wait for one another.
             StoppingError: `stopping` gives a reason to end the run before all have come.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
@@ -174,10 +179,14 @@ class WorkerGroup:
                         raise GroupError(self.words(rank, Condition.DEAD))
                 last = monotonic()
 
-    def survey(self, timeout_s: float = SURVEY_S) -> list[tuple[HealthReport, Status]]:
-        """Query the health of every worker, by rank; answers that take longer than `timeout_s` are given up."""
+    def survey(self, silent: Collection[int] = ()) -> list[tuple[HealthReport, Status]]:
+        """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. Those of
+        `silent` ranks are not waited for.
+        """
         calls = self.start("status")
-        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        waited_for = [call for rank, call in enumerate(calls) if rank not in silent]
+        if waited_for:
+            ray.wait(waited_for, num_returns=len(waited_for), timeout=SURVEY_S)
         return [_health_of(call) for call in calls]
 
     def words(self, rank: int, condition: Condition) -> str:
@@ -202,23 +211,25 @@ class _HealthMonitor:
     """Surveys a group while some of its calls are pending."""
 
     def __init__(self, group: WorkerGroup, stuck_s: float, end_stuck: bool) -> None:
-        self.group, self.stuck_s, self.end_stuck = group, stuck_s, end_stuck
-        self.before: list[HealthReport] = []
-        self.stands_since = [monotonic()] * group.size
+        self.group, self.end_stuck = group, end_stuck
+        self.standstill = Standstill(group.size, stuck_s, monotonic())
+        self.exchange = Standstill(group.size, group.exchange_s, monotonic())
 
     def look(self, pending: set[int]) -> None:
         """Raise GroupError for a worker that is gone, or does not get on with its call (ranks in `pending`)."""
         reports = [report for report, _ in self.group.survey()]
+        silent = [rank for rank, report in enumerate(reports) if not (report.answered or report.dead)]
+        hopeless = [report.waits and self.exchange.overdue(rank, replace(report, waits=False), monotonic())
+                    for rank, report in enumerate(reports) if rank in pending]
+        if all(hopeless):
+            raise GroupError(f"all ranks have waited for one another for {self.group.exchange_s:g} s (comm.timeout_s)")
         for rank, report in enumerate(reports):
-            before = self.before[rank] if self.before else None
-            if before is None or report.progress != before.progress or rank not in pending:
-                self.stands_since[rank] = monotonic()
-            condition = condition_of(report, before, overdue=monotonic() - self.stands_since[rank] >= self.stuck_s)
+            overdue = rank in pending and self.standstill.overdue(rank, report, monotonic())
+            condition = condition_of(report, overdue)
             if condition is Condition.STUCK and self.end_stuck:
                 ray.kill(self.group.members[rank].actor)
             if condition is not Condition.WELL:
-                raise GroupError(self.group.words(rank, condition))
-        self.before = reports
+                raise GroupError(self.group.words(rank, condition), silent)
 
 
 def _answered(calls: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:

@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import ray
@@ -20,6 +20,7 @@ from dhp_ray.runtime.driver.elastic import (
     Condition,
     Form,
     GoOn,
+    Standstill,
     Stop,
     SurvivingState,
     Wait,
@@ -58,13 +59,13 @@ class WorkerHealth:
 
 
 def form_anew(
-    session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition]
+    session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition], silent: Sequence[int] = ()
 ) -> Generator[Message, None, list[FinishedStep]]:
     """Replace the current generation of `session` by the next one; returns the steps that are finished and not
     committed.
 
     `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced though
-    they work.
+    they work; `silent`: ranks that were just asked and gave no answer.
 
     Raises:
         GroupError: it broke too; call again.
@@ -78,7 +79,7 @@ def form_anew(
     session.current.dispatcher.drop()
     _end_where_saved(session, session.records.last_step)
     with session.group.waits.on(f"the workers to leave generation {session.current.number}"):
-        workers = yield from _settled(session, leaving)
+        workers = yield from _settled(session, leaving, silent)
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(workers)
                       if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, workers, cause if broken else "")
@@ -152,30 +153,26 @@ def _end_where_saved(session: Session, step: int) -> None:
         raise StoppingError
 
 
-def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Message, None, list[WorkerHealth]]:
+def _settled(
+    session: Session, leaving: Mapping[int, Condition], silent: Sequence[int]
+) -> Generator[Message, None, list[WorkerHealth]]:
     """Query the health of every worker until all healthy ones have left their calls; end and replace the others."""
     group = session.group
-    before, look_again = None, time.monotonic() + session.patience_s
+    stuck_s = max(session.config.elastic.hang_s, session.history.stuck_s)
+    standstill = Standstill(group.size, stuck_s, time.monotonic())
     ended: dict[int, WorkerHealth] = {}  # as they were when they were ended
     while True:
         _end_where_saved(session, session.records.last_step)
-        seen = group.survey()
-        overdue = time.monotonic() > look_again
+        seen = group.survey([place for place in silent if place not in ended])
         for member, (_, status) in zip(group.members, seen):
             if status.call:
                 # those that it waits for, to meet or to make a group, may never come
                 member.actor.call_off.remote(status.generation)
         workers = []
-        for place, (sight, status) in enumerate(seen):
-            condition = condition_of(sight, before[place] if before else None, overdue)
-            if (
-                overdue
-                and before
-                and status.call
-                and condition is Condition.WELL
-                and sight.progress == before[place].progress
-            ):
-                condition = Condition.STUCK  # nobody is left that it could wait for
+        for place, (report, status) in enumerate(seen):
+            # nobody is left that it could wait for
+            overdue = standstill.overdue(place, replace(report, waits=False), time.monotonic())
+            condition = condition_of(report, overdue and bool(status.call))
             if condition is Condition.WELL and place in leaving:
                 condition = leaving[place]
             workers.append(WorkerHealth(group.members[place], condition, status))
@@ -191,13 +188,9 @@ def _settled(session: Session, leaving: Mapping[int, Condition]) -> Generator[Me
                 ray.kill(found.member.actor)
                 yield Replace(found.member.slot)
                 # till then others may wait for it
-                before, look_again = None, time.monotonic() + ENDING_S + session.patience_s
+                standstill = Standstill(group.size, ENDING_S + stuck_s, time.monotonic())
         if not any(found.status.call and found.condition is Condition.WELL for found in workers):
             return [ended.get(place, found) for place, found in enumerate(workers)]
-        if overdue or before is None:
-            before = [sight for sight, _ in seen]
-        if overdue:
-            look_again = time.monotonic() + session.patience_s
         time.sleep(POLL_S)
 
 
@@ -241,7 +234,7 @@ def _enough(
         time.sleep(CAPACITY_POLL_S)
         # the others are being replaced
         session.group.members = [found.member for found in workers if found.condition is Condition.WELL]
-        workers = yield from _settled(session, {})
+        workers = yield from _settled(session, {}, ())
 
 
 def reopened(session: Session) -> Iterator[Message]:

@@ -12,7 +12,7 @@ from dhp_ray.config import Config
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import CostModel
-from dhp_ray.planner.plan import ClusterSpec
+from dhp_ray.planner.plan import ClusterSpec, Plan
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.elastic import Condition, Failures, replica_ranks_of
@@ -26,6 +26,11 @@ from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
 from dhp_ray.runtime.records.watch import Watch
+
+FOUND_BY = 0.75
+"""A rank is stuck after this share of the time within which it is to be found: looks come only now and then."""
+LOOKS = 8
+"""In `elastic.hang_s`, while a step runs."""
 
 COMPILING_TOLD_S = 5.0
 """Reading the machine code from its cache takes less."""
@@ -50,6 +55,7 @@ class History:
     failures: Failures = field(default_factory=Failures)
     evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
     scale: TimeScale = field(default_factory=TimeScale)
+    stuck_s: float = 0.0  # how long a rank might stand still in the last step
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # of the last steps
 
 
@@ -94,11 +100,17 @@ class Session:
         every = self.config.elastic.mirror_every_steps
         return every > 0 and step % every == 0
 
-    @property
-    def patience_s(self) -> float:
-        """How long a worker may stand at one place of a broken step before it counts as stuck: a pack may be long."""
-        return max(self.config.elastic.hang_s,
-                   self.config.elastic.hang_factor * max(self.history.step_times_s, default=0.0))
+    def stuck_s(self, plan: Plan) -> float:
+        """How long a rank may stand still in a step: many times as long as a layer takes, once it is known what
+        predictions are worth.
+        """
+        elastic, scale = self.config.elastic, self.history.scale
+        if not scale.ratios:
+            return self.config.comm.timeout_s
+        longest_s = max((group.predicted_time_s for group in plan.groups), default=0.0)
+        layer_s = scale.value * longest_s / self.group.num_layers
+        self.history.stuck_s = FOUND_BY * max(elastic.hang_s, elastic.hang_factor * layer_s)
+        return self.history.stuck_s
 
     def leaving(self) -> dict[int, Condition]:
         """Ranks that ought to leave the group though they work: they are too slow, or Ray takes their node away.
@@ -122,7 +134,8 @@ class Session:
         self.plan_for_group(batches, reader)
 
     def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
-        self.group.look_s = self.config.elastic.hang_s / 2
+        self.group.look_s = self.config.elastic.hang_s / LOOKS
+        self.group.exchange_s = self.config.comm.timeout_s
         cluster = ClusterSpec.of_nodes(self.group.nodes, int(self.config.planner.tokens_per_rank))
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         config = self.config

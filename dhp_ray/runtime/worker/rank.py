@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,16 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dhp_ray.comm.device import Accelerator
+from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
 from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import build_model, build_on_meta_device, num_parameters
+from dhp_ray.model.build import build_model, build_on_meta_device, model_size
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder, storage_errors
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
+from dhp_ray.train.layer_marks import LayerMarks
 from dhp_ray.train.learning_rate import learning_rate_factor
 from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.rank_step import RankStep
@@ -62,9 +64,12 @@ def build_adapter(config: Config) -> ModelAdapter:
 
 
 class StateSize(NamedTuple):
-    """What the training state needs: bytes on each rank's device between steps, and bytes of a whole checkpoint."""
+    """What the training state needs: bytes on each rank's device between steps, and bytes of a whole checkpoint; and
+    the model's layers.
+    """
 
     num_parameters: int
+    num_layers: int
     resident_bytes: int
     checkpoint_bytes: int
 
@@ -76,12 +81,12 @@ def state_size(config: Config) -> StateSize:
         ValueError: one line, when the model cannot be had.
     """
     world_size = config.cluster.num_workers
-    found, frozen = num_parameters(config.model.preset, config.model.path, token_ids(config), config.train.freeze)
+    found, frozen, layers = model_size(config.model.preset, config.model.path, token_ids(config), config.train.freeze)
     if config.planner.sync == "micro_batch":
         resident = sharded_bytes(found, world_size, frozen)
     else:
         resident = resident_bytes(found, world_size, config.train.precision, frozen)
-    return StateSize(found, resident, (found - frozen) * 3 * 4)  # value and both moments, fp32
+    return StateSize(found, layers, resident, (found - frozen) * 3 * 4)  # value and both moments, fp32
 
 
 def save_folder(config: Config) -> Path:
@@ -120,7 +125,7 @@ class Rank:
     Args:
         adapter: a model whose state is loaded after this when `keeps_state`; else its weights are the state.
         originals: of the flat engine before, over the same adapter.
-        called_off: whether the generation is given up, asked while its ranks rendezvous.
+        progress: what the training thread is at; other threads may abort it.
 
     Raises:
         ValueError: one line, when the model cannot be trained so.
@@ -135,7 +140,7 @@ class Rank:
         adapter: ModelAdapter | None = None,
         keeps_state: bool = False,
         originals: Mapping[str, Tensor] | None = None,
-        called_off: Callable[[], bool] = lambda: False,
+        progress: Progress | None = None,
     ) -> None:
         self.config, self.membership, self.accelerator = config, membership, accelerator
         rank, world_size = membership.rank, membership.world_size
@@ -144,19 +149,22 @@ class Rank:
         self.adapter = adapter or build_adapter(config)
         timeout = timedelta(seconds=config.comm.timeout_s)
         store = open_store(membership.store_host, membership.store_port, timeout)
-        rendezvous(store, membership.generation, rank, world_size, config.comm.timeout_s, called_off)
-        init_world(store, membership.generation, rank, world_size, accelerator, timeout)
+        progress = progress or Progress(self.device)
+        progress.stage = f"generation {membership.generation}"
+        with progress.waiting("the other ranks"):
+            rendezvous(store, membership.generation, rank, world_size, config.comm.timeout_s, lambda: progress.aborted)
+            init_world(store, membership.generation, rank, world_size, accelerator, timeout)
         world = dist.group.WORLD if world_size > 1 else None
         everyone = list(range(world_size))
         self.state_group = make_group(everyone, "gloo", timeout)  # checkpoints and re-sharding: host memory
         mirrors = world_size > 1 and bool(membership.replica_ranks)
         mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, config.comm.pool_groups,
-                                   timeout)
+                                   timeout, progress)
         self.engine = (
-            self._sharded_engine()
+            self._sharded_engine(progress)
             if config.planner.sync == "micro_batch"
-            else self._flat_engine(world, not keeps_state, originals)
+            else self._flat_engine(world, not keeps_state, originals, progress)
         )
         try:
             self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group,
@@ -164,6 +172,7 @@ class Rank:
         except BaseException:
             self.engine.release()  # the next engine over this adapter must not find this one's hooks
             raise
+        self.layer_marks = LayerMarks(self.adapter.units(), progress, gathered=isinstance(self.engine, ShardedEngine))
         self._mirror_lock = Lock()
         kind = MicroBatchStep if config.planner.sync == "micro_batch" else RankStep
         self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self.finish_mirror)
@@ -177,8 +186,10 @@ class Rank:
 
     def load_state(self, supplies: Sequence[LocalShard]) -> None:
         """Take over the state of an earlier generation; every rank calls this with what it is to supply."""
-        self.engine.load_state(reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank,
-                                       self.state_group))
+        with self.engine.progress.waiting("the state of other ranks"):
+            state = reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank,
+                            self.state_group)
+        self.engine.load_state(state)
 
     def begin_mirror(self, step: int) -> None:
         """After a step: start to copy the state to this rank's replica rank, when due. Every rank calls this alike."""
@@ -220,7 +231,8 @@ class Rank:
 
     def _let_go(self, broken: bool) -> None:
         """Drop every reference to a group: one that is left keeps sockets open, and peers waiting."""
-        if not broken or self.accelerator.name == "cpu":
+        self.layer_marks.remove()
+        if not broken:
             self.stepper.transport.close()
         self.mirror.close()
         self.engine.release()
@@ -228,18 +240,22 @@ class Rank:
         self.stepper = self.checkpointer = self.mirror = self.state_group = gone
 
     def _flat_engine(
-        self, world: dist.ProcessGroup | None, initialize: bool, originals: Mapping[str, Tensor] | None
+        self,
+        world: dist.ProcessGroup | None,
+        initialize: bool,
+        originals: Mapping[str, Tensor] | None,
+        progress: Progress,
     ) -> Engine:
         train = self.config.train
         self.adapter.module.to(self.device)  # type: ignore[arg-type]
         return FlatEngine(self.adapter.module, self._optimizer_settings(), world, self.membership.world_size,
                           self.membership.rank,
-                          train.precision, int(train.bucket_mb * 2**20), initialize, originals)
+                          train.precision, int(train.bucket_mb * 2**20), initialize, originals, progress)
 
-    def _sharded_engine(self) -> Engine:
+    def _sharded_engine(self, progress: Progress) -> Engine:
         assert dist.group.WORLD is not None
         return ShardedEngine(self.adapter, self._optimizer_settings(), dist.group.WORLD, self.membership.rank,
-                             self.device, self.config.train.precision)
+                             self.device, self.config.train.precision, progress)
 
     def _optimizer_settings(self) -> OptimizerSettings:
         train = self.config.train

@@ -11,13 +11,10 @@ import gc
 import os
 import shutil
 import socket
-import sys
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -26,7 +23,8 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.device import choose
-from dhp_ray.comm.world import close_store_connections, destroy_world, is_peer_loss
+from dhp_ray.comm.progress import Progress
+from dhp_ray.comm.world import abort_groups, close_store_connections, destroy_world, is_peer_loss
 from dhp_ray.config import Config
 from dhp_ray.data.blocks import BlockRows
 from dhp_ray.model.adapter import ModelAdapter
@@ -61,7 +59,7 @@ def training(
 
     @wraps(method)
     def call(self: Worker, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        self.call, self.thread = method.__name__, threading.get_ident()
+        self.call = method.__name__
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
@@ -89,7 +87,7 @@ class Worker:
         self.generation = self.called_off = 0
         self.store: tuple[str, int] | None = None  # where the ranks of its generation meet
         self.call = self.error = ""
-        self.thread = 0
+        self.progress = Progress()
 
     @ray.method(concurrency_group="control")
     def describe(self, device: str, probe: str) -> dict[str, Any]:
@@ -124,8 +122,11 @@ class Worker:
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))
         self.accelerator.activate()
         self._leave()
+        self.progress, self.store = Progress(self.accelerator.torch_device()), (membership.store_host,
+                                                                                membership.store_port)
         self.generation, self.error = membership.generation, ""
-        self.store = (membership.store_host, membership.store_port)
+        if self.called_off >= self.generation:  # before this call came
+            self.progress.abort()
         self.prefetched.clear()
         self.processor = processor_spec(self.config).load()
         if not gc.get_freeze_count():
@@ -140,7 +141,7 @@ class Worker:
             self.originals, self.adapter = {}, None
         self.unused = False
         self.rank = Rank(self.config, membership, self.accelerator, reusable, keeps_state, self.originals,
-                         lambda: self.called_off >= membership.generation)
+                         self.progress)
         self.adapter = self.rank.adapter
         if isinstance(origin, FromMemory):
             state = (origin.generation, origin.version)
@@ -242,28 +243,23 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def call_off(self, generation: int) -> None:
-        """Stop waiting for the ranks of a generation (or of one before it)."""
+        """Stop waiting for the ranks of a generation (or of one before it); once more for groups made meanwhile."""
         self.called_off = max(self.called_off, generation)
         if self.store and self.generation <= generation:
+            if not self.progress.aborted:
+                self.progress.abort()
+                self.accelerator.stop()
             close_store_connections(*self.store)
+            abort_groups()
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
         """What this worker is at; see Status."""
         call = self.call
-        stands, waits = self._stands() if call else ("", False)
-        progress = f"{call} {getattr(self.rank and self.rank.stepper, 'progress', '')} {stands}"
-        return Status(self.generation, call, stands, waits, progress, self.error, () if call else self._held(),
-                      dict(self.ran), dict(self.steps))
-
-    def _stands(self) -> tuple[str, bool]:
-        """The line of our code that the training thread is at, and whether it waits for peers there."""
-        frame = sys._current_frames().get(self.thread)
-        frames = traceback.extract_stack(frame) if frame else []
-        waits = any("/torch/distributed/" in frame.filename
-                    or frame.filename.endswith(("comm/link.py", "comm/world.py")) for frame in frames)
-        ours = [frame for frame in frames if "/dhp_ray/" in frame.filename]
-        return (f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""), waits
+        passed = self.progress.passed()
+        return Status(self.generation, call, str(passed) if call else "", bool(call) and passed.waits,
+                      f"{call} {passed.number}", self.error, () if call else self._held(), dict(self.ran),
+                      dict(self.steps))
 
     def _held(self) -> tuple[HeldShards, ...]:
         found: dict[tuple[int, int], dict[int, list[int]]] = {}
@@ -280,6 +276,11 @@ class Worker:
         if rank is None:
             destroy_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
             return
+        # What the device waits for must end before its memory can be read.
+        self.progress.abort()
+        self.accelerator.stop()
+        abort_groups()
+        self.accelerator.restart()
         # in host memory, where they also go through the reshard: the device needs the room for the next engine
         self.kept += [(rank.membership.generation, rank.membership.world_size, shard.on_host())
                       for shard in rank.local_shards()]
@@ -290,7 +291,7 @@ class Worker:
     def _fall(self, error: Exception) -> RunError:
         """Leave the generation after an error; returns the error as one line."""
         text = words_of(error)
-        if not is_peer_loss(error):
+        if not (self.progress.aborted or is_peer_loss(error)):
             self.error = text
         traceback.clear_frames(error.__traceback__)  # locals hold packs, links and through them process groups
         error.__traceback__ = error.__context__ = error.__cause__ = None

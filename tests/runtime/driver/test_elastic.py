@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import chain, permutations
+import math
+from collections.abc import Sequence
+from itertools import chain, count, permutations, takewhile
 
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from dhp_ray.runtime.driver.elastic import (
     Form,
     GoOn,
     HealthReport,
+    Standstill,
     Stop,
     SurvivingState,
     Wait,
@@ -23,35 +26,63 @@ from dhp_ray.runtime.driver.elastic import (
     replica_ranks_of,
     surviving_state,
 )
+from dhp_ray.runtime.driver.session import FOUND_BY, LOOKS
 from dhp_ray.runtime.messages import HeldShards
 
 WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name)
                                            for name in ("well", "dead", "silent", "raised", "stuck", "slow"))
-COMPUTES = HealthReport(progress="run step 3, pack 0 attention.py:40")
-WAITS = HealthReport(progress="run step 3, pack 1 link.py:88", waits=True)
+COMPUTES = HealthReport(progress="run 41")
+WAITS = HealthReport(progress="run 42", waits=True)
 
 
 @pytest.mark.parametrize(
-    ("now", "before", "overdue", "condition"),
+    ("report", "overdue", "condition"),
     [
-        (COMPUTES, None, False, WELL),
-        (COMPUTES, COMPUTES, False, WELL),  # stands still, but not for long
-        (COMPUTES, COMPUTES, True, STUCK),
-        (COMPUTES, None, True, WELL),  # one look shows no standstill
-        (HealthReport(progress="run step 3, pack 1"), COMPUTES, True, WELL),  # a long step, but it gets on
-        (WAITS, WAITS, True, WELL),  # the one that it waits for is to blame
-        (COMPUTES, WAITS, True, WELL),
-        (HealthReport(answered=False), COMPUTES, False, SILENT),
-        (HealthReport(dead=True), COMPUTES, False, DEAD),
-        (HealthReport(dead=True, answered=False, error="x"), None, True, DEAD),
-        (HealthReport(error="KeyError: 'x'"), None, False, RAISED),
-        (HealthReport(error="KeyError: 'x'", waits=True), WAITS, True, RAISED),
+        (COMPUTES, False, WELL),
+        (COMPUTES, True, STUCK),
+        (HealthReport(answered=False), False, SILENT),
+        (HealthReport(dead=True), False, DEAD),
+        (HealthReport(dead=True, answered=False, error="x"), True, DEAD),
+        (HealthReport(error="KeyError: 'x'"), False, RAISED),
+        (HealthReport(error="KeyError: 'x'", waits=True), True, RAISED),
     ],
 )
-def test_the_condition_of_a_worker(
-    now: HealthReport, before: HealthReport | None, overdue: bool, condition: Condition
-) -> None:
-    assert condition_of(now, before, overdue) is condition
+def test_the_condition_of_a_worker(report: HealthReport, overdue: bool, condition: Condition) -> None:
+    assert condition_of(report, overdue) is condition
+
+
+def first_overdue_s(marks: Sequence[tuple[float, HealthReport]], limit_s: float, look_s: float, end_s: float) -> float:
+    """When a rank is first found to stand still by looks every `look_s` seconds; inf: never until `end_s`. `marks`:
+    what it reports from when on.
+    """
+    standstill = Standstill(1, limit_s, 0.0)
+    for now_s in takewhile(lambda now_s: now_s <= end_s, count(look_s, look_s)):
+        report = [report for since_s, report in marks if since_s <= now_s][-1]
+        if standstill.overdue(0, report, now_s):
+            return now_s
+    return math.inf
+
+
+@pytest.mark.parametrize("layer_s", [1e-3, 1.0])
+def test_layers_30_times_slower_than_predicted_are_no_standstill(layer_s: float) -> None:
+    found_within_s = max(10.0, 60 * layer_s)
+    marks = [(30 * layer_s * number, HealthReport(progress=f"run {number}")) for number in range(40)]
+    assert first_overdue_s(marks, FOUND_BY * found_within_s, 10.0 / LOOKS, marks[-1][0]) == math.inf
+
+
+@pytest.mark.parametrize("layer_s", [1e-3, 1.0])
+@pytest.mark.parametrize("begun_s", [0.0, 3.0, 3.76, 100.0])
+def test_an_operation_that_never_ends_is_found(layer_s: float, begun_s: float) -> None:
+    found_within_s = max(10.0, 60 * layer_s)
+    marks = [(now_s * begun_s / 100, HealthReport(progress=f"run {now_s}")) for now_s in range(101)]
+    found_s = first_overdue_s(marks, FOUND_BY * found_within_s, 10.0 / LOOKS, begun_s + 2 * found_within_s)
+    assert FOUND_BY * found_within_s <= found_s - begun_s <= found_within_s
+
+
+def test_a_rank_that_waits_for_its_peers_never_stands_still() -> None:
+    """The one that it waits for is to blame; from the end of the wait on it may be its own fault again."""
+    assert first_overdue_s([(0.0, WAITS)], 7.5, 1.25, 1000.0) == math.inf
+    assert 500.0 < first_overdue_s([(0.0, WAITS), (500.0, COMPUTES)], 7.5, 1.25, 1000.0) <= 510.0
 
 
 @pytest.mark.parametrize(

@@ -19,22 +19,23 @@ class Actor:
     """Does what it is told, as a worker that is somewhere and may fail."""
 
     def __init__(self, node_id: str) -> None:
-        self.node_id = node_id
+        self.node_id, self.waits = node_id, False
 
     def describe(self, device: str, probe: str) -> dict[str, Any]:
         memory_bytes = {"a": 500, "b": 800}[self.node_id]
         return {"pid": os.getpid(), "node_id": self.node_id, "device": device, "memory_bytes": memory_bytes,
-                "num_parameters": 1, "resident_bytes": 1}
+                "num_parameters": 1, "num_layers": 2, "resident_bytes": 1}
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        return Status(call="act", progress="act")
+        return Status(call="act", progress="act 7", waits=self.waits)
 
     def act(self, what: dict[int, str]) -> int:
         deed = what.get(os.getpid(), "answer")
         if deed == "raise":
             raise ValueError("step 7: this rank's own words\nand a second line")
-        if deed == "sleep":
+        self.waits = deed == "wait"
+        if deed in ("sleep", "wait"):
             time.sleep(60)
         if deed == "defect":
             raise KeyError("missing")
@@ -98,6 +99,21 @@ def test_a_worker_that_answers_no_more_is_found_by_a_look(group: WorkerGroup) ->
     with pytest.raises(GroupError, match=rf"^rank 2 \(pid {stopped} on node a\) answers no more$"):
         group.collect(calls, look_s=0.5)
     os.kill(stopped, signal.SIGCONT)
+
+
+def test_a_rank_that_stands_still_is_named(group: WorkerGroup) -> None:
+    first, second, third = pids(group)
+    calls = group.start("act", {first: "wait", second: "sleep", third: "wait"})
+    with pytest.raises(GroupError, match=rf"^rank 1 \(pid {second} on node b\) is stuck$"):
+        group.collect(calls, look_s=0.1, stuck_s=1.0)
+
+
+def test_ranks_that_wait_for_one_another_for_too_long_are_given_up(group: WorkerGroup) -> None:
+    """An exchange that never ends anywhere: no rank is to blame, and none would ever raise on a device."""
+    group.exchange_s = 1.0
+    calls = group.start("act", dict.fromkeys(pids(group), "wait"))
+    with pytest.raises(GroupError, match=r"^all ranks have waited for one another for 1 s \(comm.timeout_s\)$"):
+        group.collect(calls, look_s=0.1)
 
 
 def test_a_wait_ends_with_the_run(group: WorkerGroup) -> None:

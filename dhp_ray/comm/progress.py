@@ -1,0 +1,129 @@
+"""What a rank is at, as its training thread records it, and how another thread ends what it waits for.
+
+    training thread   records a mark: at every layer, forward and backward, and before and after every wait for peers
+    CPU               has passed a mark once it is recorded
+    device            a mark is an event in its stream: the host records it early, the device passes it when it gets
+                      there
+    control thread    asks for the mark that was passed last, and aborts: from then on every mark raises
+
+After an abort, waits return with garbage and only the next operation on a group raises. So the training thread asks
+after every wait and after every read of the device (`check`), and never uses what it then has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AbortedError(RuntimeError):
+    """The generation was given up: what came from peers since may be garbage."""
+
+
+class Mark(NamedTuple):
+    """A place in training: where it is in the plan (`stage`), and what begins there. `waits`: for peers."""
+
+    number: int
+    stage: str
+    doing: str
+    waits: bool
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.stage, self.doing)))
+
+
+class Moment:
+    """A point in time of the device's current stream, or on the CPU of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cpu":
+            self._seconds = time.perf_counter()
+        else:
+            self._event = torch.get_device_module(device).Event(enable_timing=True)
+            self._event.record()
+
+    def since_s(self, earlier: Moment) -> float:
+        """Seconds between an earlier one of the same device and this. Waits until the device has got here."""
+        if self._event is None:
+            return self._seconds - earlier._seconds
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1000.0
+
+
+class Progress:
+    """Of one rank in one generation. `mark`, `waiting`, `check`, `read` and `synchronize` are the training thread's;
+    `passed` and `abort` any other's.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self.stage = ""
+        """Where the training thread is in the plan; marks that follow are of it."""
+        self.aborted = False
+        self._passed = self._recorded = Mark(0, "", "", waits=False)
+        self._ahead: deque[tuple[Mark, Any]] = deque()  # recorded, and not known to be passed
+        self._lock = Lock()
+        self._module: Any = None
+        if self.device.type != "cpu":
+            self._module = torch.get_device_module(self.device)
+            self._stream = self._module.current_stream(self.device)
+
+    def mark(self, doing: str, waits: bool = False) -> None:
+        """Record that something begins. Raises AbortedError after an abort."""
+        self.check()
+        recorded = Mark(self._recorded.number + 1, self.stage, doing, waits)
+        self._recorded = recorded
+        if self._module is None:
+            self._passed = recorded
+        elif self._module.current_stream(self.device) == self._stream:  # not inside what FSDP overlaps with it
+            event = self._module.Event()
+            event.record()
+            with self._lock:
+                self._forget_passed()
+                self._ahead.append((recorded, event))
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around what waits for peers. Raises AbortedError at its end where the wait was ended by an abort."""
+        self.mark(what, waits=True)
+        yield
+        self.mark(f"after {what}")
+
+    def check(self) -> None:
+        """Raise AbortedError after an abort; to be called after everything that blocks."""
+        if self.aborted:
+            raise AbortedError("the generation was given up (abort)")
+
+    def read(self, tensor: Tensor) -> Any:
+        """The numbers of a tensor, as `tolist` gives them; waits for the device. Raises AbortedError after an abort."""
+        numbers = tensor.tolist()
+        self.check()
+        return numbers
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given. Raises AbortedError after an abort."""
+        if self._module is not None:
+            self._module.current_stream(self.device).synchronize()
+        self.check()
+
+    def passed(self) -> Mark:
+        """The mark that was passed last: by the device, or, where it has passed all, by the training thread."""
+        with self._lock:
+            self._forget_passed()
+            return self._passed
+
+    def abort(self) -> None:
+        """Before the groups are aborted: what the training thread waits for is no longer to be used."""
+        self.aborted = True
+
+    def _forget_passed(self) -> None:
+        while self._ahead and self._ahead[0][1].query():
+            self._passed = self._ahead.popleft()[0]

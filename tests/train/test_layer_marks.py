@@ -1,0 +1,85 @@
+"""Marks of a small network's layers, forward, recomputed and backward, with and without waits between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dhp_ray.comm.progress import AbortedError, Mark, Progress
+from dhp_ray.train.layer_marks import LayerMarks
+
+
+class Recorded(Progress):
+    """Remembers its marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[Mark] = []
+
+    def mark(self, doing: str, waits: bool = False) -> None:
+        super().mark(doing, waits)
+        self.marks.append(self.passed())
+
+
+def layers_of(count: int = 2) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+
+
+def run(layers: nn.ModuleList, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    hidden = torch.ones(3, 4, requires_grad=True)
+    for layer in layers:
+        hidden = call(layer, hidden)
+    hidden.sum().backward()
+
+
+def test_each_layer_is_marked_forward_and_backward() -> None:
+    layers, progress = layers_of(), Recorded()
+    LayerMarks(layers, progress, gathered=False)
+    run(layers, lambda layer, hidden: layer(hidden))
+    assert [mark.doing for mark in progress.marks] == ["layer 0", "layer 1", "layer 1, backward", "layer 0, backward"]
+    assert not any(mark.waits for mark in progress.marks)
+
+
+def test_a_layer_that_is_recomputed_is_marked_again() -> None:
+    layers, progress = layers_of(), Recorded()
+    LayerMarks(layers, progress, gathered=False)
+    run(layers, lambda layer, hidden: checkpoint(layer, hidden, use_reentrant=False))  # type: ignore[no-any-return]
+    assert [mark.doing for mark in progress.marks] == [
+        "layer 0", "layer 1", "layer 1, backward", "layer 1", "layer 0, backward", "layer 0"]
+
+
+def test_what_is_gathered_and_reduced_between_layers_is_waited_for() -> None:
+    layers, progress = layers_of(), Recorded()
+    LayerMarks(layers, progress, gathered=True)
+    run(layers, lambda layer, hidden: layer(hidden))
+    assert [(mark.doing, mark.waits) for mark in progress.marks] == [
+        ("gathering of layer 0", True), ("layer 0", False), ("gathering of layer 1", True), ("layer 1", False),
+        ("gathering of layer 1", True), ("layer 1, backward", False), ("after layer 1, backward", True),
+        ("gathering of layer 0", True), ("layer 0, backward", False), ("after layer 0, backward", True)]
+
+
+@pytest.mark.parametrize("moment", [1, 3])
+def test_a_layer_ends_by_an_abort_forward_and_backward(moment: int) -> None:
+    """A rank that computes alone, for long, leaves its generation at the next layer."""
+    layers, progress = layers_of(), Recorded()
+    LayerMarks(layers, progress, gathered=False)
+    hooks = [lambda *_: progress.abort() if len(progress.marks) == moment else None]
+    for layer in layers:
+        layer.register_forward_hook(hooks[0])
+        layer.register_full_backward_hook(hooks[0])
+    with pytest.raises(AbortedError):
+        run(layers, lambda layer, hidden: layer(hidden))
+    assert len(progress.marks) == moment
+
+
+def test_removed_marks_leave_nothing() -> None:
+    layers, progress = layers_of(), Recorded()
+    marks = LayerMarks(layers, progress, gathered=True)
+    marks.remove()
+    run(layers, lambda layer, hidden: layer(hidden))
+    assert progress.marks == []
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
