@@ -8,10 +8,11 @@ and neither Ray nor OmegaConf nor PyAV: `planner`, `comm`, `model` and `train` r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 Collective = Callable[..., dist.Work | None]
 
@@ -24,6 +25,14 @@ def _collective(name: str, older_name: str) -> Collective:
 # torch 2.11 has the older names alone, 2.13 warns of them
 all_gather_single = _collective("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def fsdp_param_groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that `fully_shard` gathers at a time for a module itself: FSDPParamGroup of torch."""
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11 has one at most
 
 
 def checkpoint_activations(module: nn.Module) -> None:
