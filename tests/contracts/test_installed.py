@@ -22,8 +22,8 @@ from dhp_ray.compatibility import fsdp_param_groups
 from tests.contracts.calls import Source, calls_that_do_not_fit, signature_of
 
 TABLE: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "installed.yaml").read_text(encoding="utf-8"))
-SIGNATURES: dict[str, str] = TABLE["functions"] | TABLE["methods"]
-OF_NAMED_TUPLES = {"_replace"}
+ENTRIES: dict[str, dict[str, Any]] = TABLE["functions"] | TABLE["methods"]
+OF_NAMED_TUPLES = {"._replace", "._asdict"}
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,29 @@ def installed(name: str) -> inspect.Signature:
     parameters = list(found.parameters.values())
     return found.replace(parameters=parameters[1:] if parameters and parameters[0].name in ("self", "cls")
                          else parameters)
+
+
+def as_used(name: str) -> str:
+    """How the source has an entry of the table: a method stands behind objects of any kind."""
+    return f".{name.rpartition('.')[2]}" if name in TABLE["methods"] else name
+
+
+def as_operator(text: str) -> str:
+    return f"torch.ops.aten.{text.partition('(')[0]}"
+
+
+def in_table() -> set[str]:
+    """All names of the table, as the source has them."""
+    attributes = {f"{holder}.{name}" if "." in holder else f".{name}" for holder, names in TABLE["attributes"].items()
+                  for alternatives in names for name in alternatives.split(" or ")}
+    return {*map(as_used, ENTRIES), *map(as_operator, TABLE["operators"]), *attributes}
+
+
+def unknown(source: Source) -> dict[str, set[str]]:
+    """The internals of torch and transformers that we use and that are not in the table, with the files that do."""
+    known = in_table() | OF_NAMED_TUPLES
+    return {name: files for name, files in source.internals().items()
+            if name not in known and not any(entry.startswith(f"{name}.") for entry in known)}
 
 
 def differences(ours: inspect.Signature, theirs: inspect.Signature) -> Iterator[str]:
@@ -59,14 +82,22 @@ def differences(ours: inspect.Signature, theirs: inspect.Signature) -> Iterator[
             yield f"{name}: is new, and must be given"
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@pytest.mark.parametrize("name", ENTRIES)
 def test_what_is_installed_is_as_the_table_says(name: str) -> None:
-    assert list(differences(signature_of(SIGNATURES[name]), installed(name))) == []
+    entry = ENTRIES[name]
+    if "needs" in entry:
+        pytest.importorskip(entry["needs"])
+    assert list(differences(signature_of(entry["signature"]), installed(name))) == []
+    found = inspect.getsourcefile(inspect.unwrap(pkgutil.resolve_name(name)))
+    assert found is not None
+    assert Path(found).as_posix().endswith(f"/{entry['file']}")
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@pytest.mark.parametrize("name", ENTRIES)
 def test_our_calls_fit_the_table(source: Source, name: str) -> None:
-    assert list(calls_that_do_not_fit(source, name, signature_of(SIGNATURES[name]))) == []
+    entry = ENTRIES[name]
+    assert list(calls_that_do_not_fit(source, as_used(name), signature_of(entry["signature"]))) == []
+    assert sorted(source.used[as_used(name)]) == entry["used"]
 
 
 @pytest.mark.parametrize("text", TABLE["operators"], ids=lambda text: text.partition("(")[0])
@@ -83,37 +114,68 @@ def test_our_calls_fit_the_operators(source: Source, text: str) -> None:
     parts = [f"{argument.name}=..." if argument.has_default_value() else argument.name
              for argument in schema.arguments if not argument.kwarg_only]
     parts += ["*", *(f"{argument.name}=..." for argument in keyword_only)]
-    name = schema.name.replace("aten::", "torch.ops.aten.")
-    assert list(calls_that_do_not_fit(source, name, signature_of(f"({', '.join(parts)})"))) == []
+    assert list(calls_that_do_not_fit(source, as_operator(text), signature_of(f"({', '.join(parts)})"))) == []
 
 
-def test_every_private_name_that_we_use_is_in_the_table(source: Source) -> None:
-    named = {part for name in [*SIGNATURES, *TABLE["attributes"]] for part in name.split(".")}
-    named |= {text.partition("(")[0] for text in TABLE["operators"]}
-    named |= {part for names in TABLE["attributes"].values() for name in names for part in name.split()}
-    missing = {name: place for name, place in source.private_names().items() if name not in named | OF_NAMED_TUPLES}
-    assert missing == {}
+def test_every_internal_that_we_use_is_in_the_table(source: Source) -> None:
+    assert unknown(source) == {}
 
 
-def test_attributes_are_as_the_table_says(source: Source) -> None:
-    """Of objects that are in use: a module that FSDP has sharded over one rank."""
+@pytest.mark.parametrize(("text", "name"), [
+    ("from torch.distributed import distributed_c10d as c10d; c10d._unheard_of()",
+     "torch.distributed.distributed_c10d._unheard_of"),
+    ("from torch.distributed.fsdp._fully_shard import _fsdp_init", "torch.distributed.fsdp._fully_shard._fsdp_init"),
+    ("import torch; torch._C._unheard_of()", "torch._C._unheard_of"),
+    ("import torch; torch.ops.aten._unheard_of(1)", "torch.ops.aten._unheard_of"),
+    ("from torch._C import Graph", "torch._C.Graph"),
+    ("import torch.distributed._functional_collectives", "torch.distributed._functional_collectives"),
+    ("from transformers.masking_utils import create_causal_mask", "transformers.masking_utils.create_causal_mask"),
+    ("from torch import nn\ndef f(module): return getattr(module, '_unheard_of')", "._unheard_of"),
+    ("from torch import nn\ndef f(module): return module._unheard_of", "._unheard_of")])
+def test_an_internal_that_is_not_in_the_table_is_told(text: str, name: str) -> None:
+    source = Source()
+    source.read(text, "new.py")
+    assert unknown(source)[name] == {"new.py"}
+
+
+def test_what_is_documented_need_not_be_in_the_table() -> None:
+    source = Source()
+    source.read("import transformers, torch\nclass A:\n  def __init__(self): self._x = torch.nn.Linear(1, 1)\n"
+                "def f(a, model): return a._x.__class__, transformers.AutoModel.from_pretrained(model)", "new.py")
+    assert unknown(source) == {}
+
+
+@pytest.fixture(scope="module")
+def objects() -> Iterator[dict[str, Any]]:
+    """Those that the table names by their kind: of a module that FSDP has sharded over one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
         mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
         module: Any = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
-        state = module._get_fsdp_state()
         (group,) = fsdp_param_groups(module)
-        holders = {"torch.distributed.distributed_c10d._world": dist.distributed_c10d._world, "DeviceMesh": mesh,
-                   "FSDPState": state, "FSDPParamGroup": group, "FSDPMeshInfo": group.mesh_info}
-        for kind, names in TABLE["attributes"].items():
-            for alternatives in (name.split(" or ") for name in names):
-                assert any(hasattr(holders[kind], name) for name in alternatives), (kind, alternatives)
-                assert all(name in source.used for name in alternatives), (kind, alternatives)
-        assert group.fsdp_params
-        assert all(hasattr(parameter, "free_unsharded_param") for parameter in group.fsdp_params)
+        yield {"DeviceMesh": mesh, "FSDPState": module._get_fsdp_state(), "FSDPParamGroup": group,
+               "FSDPMeshInfo": group.mesh_info}
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("holder", TABLE["attributes"])
+def test_attributes_are_as_the_table_says(source: Source, objects: dict[str, Any], holder: str) -> None:
+    if "NCCL" in holder and not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    found = objects[holder] if "." not in holder else pkgutil.resolve_name(holder)
+    for alternatives, files in TABLE["attributes"][holder].items():
+        names = alternatives.split(" or ")
+        assert any(hasattr(found, name) for name in names), alternatives
+        for name in names:
+            assert sorted(source.used[f"{holder}.{name}" if "." in holder else f".{name}"]) == files
+
+
+def test_parameters_of_fsdp_can_be_freed(objects: dict[str, Any]) -> None:
+    parameters = objects["FSDPParamGroup"].fsdp_params
+    assert parameters
+    assert all(hasattr(parameter, "free_unsharded_param") for parameter in parameters)
 
 
 @pytest.mark.parametrize("name", TABLE["implemented"])
