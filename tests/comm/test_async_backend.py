@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
 from tests.async_backend import BACKEND
 from tests.async_backend.rules import EMULATED, STAGED, Backend, run_group
 
@@ -43,11 +44,11 @@ def every_operation(rank: int, device: torch.device) -> dict[str, list[float]]:
     found["all_gather"] = parts = [empty() for _ in range(size)]
     dist.all_gather(parts, mine())
     found["all_gather_single"] = whole = empty(size)
-    dist.all_gather_single(whole, mine())
+    all_gather_single(whole, mine())
     found["reduce_scatter"] = own = empty()
     dist.reduce_scatter(own, list(mine(size).split(1)))
     found["reduce_scatter_single"] = single = empty()
-    dist.reduce_scatter_single(single, mine(size))
+    reduce_scatter_single(single, mine(size))
     found["all_to_all"] = received = [empty() for _ in range(size)]
     dist.all_to_all(received, list(mine(size).split(1)))
     found["all_to_all_single"] = uneven = empty(sum(range(size)))
