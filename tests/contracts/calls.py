@@ -46,6 +46,7 @@ def signature_of(text: str) -> inspect.Signature:
 class Source:
     """What our modules that import torch or transformers do."""
 
+    folders: tuple[str, ...] = FOLDERS
     calls: list[Call] = field(default_factory=list)
     used: dict[str, set[str]] = field(default_factory=dict)
     """Names, each with the files that use it: whole where the source shows the name's origin; `.name` where it stands
@@ -54,7 +55,7 @@ class Source:
     """Names of functions, classes and attributes of our own."""
 
     def __post_init__(self) -> None:
-        for file in (file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))):
+        for file in (file for folder in self.folders for file in sorted((ROOT / folder).rglob("*.py"))):
             self.read(file.read_text(encoding="utf-8"), str(file.relative_to(ROOT)))
 
     def read(self, text: str, file: str) -> None:

@@ -140,13 +140,13 @@ def test_every_internal_that_we_use_is_in_the_table(source: Source) -> None:
     ("from torch import nn\ndef f(module): return getattr(module, '_unheard_of')", "._unheard_of"),
     ("from torch import nn\ndef f(module): return module._unheard_of", "._unheard_of")])
 def test_an_internal_that_is_not_in_the_table_is_told(text: str, name: str) -> None:
-    source = Source()
+    source = Source(folders=())
     source.read(text, "new.py")
     assert unknown(source)[name] == {"new.py"}
 
 
 def test_what_is_documented_need_not_be_in_the_table() -> None:
-    source = Source()
+    source = Source(folders=())
     source.read("import transformers, torch\nclass A:\n  def __init__(self): self._x = torch.nn.Linear(1, 1)\n"
                 "def f(a, model): return a._x.__class__, transformers.AutoModel.from_pretrained(model)", "new.py")
     assert unknown(source) == {}
