@@ -9,7 +9,6 @@ import glob
 import importlib.util
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,14 +90,13 @@ class Accelerator:
         fitting = int(POOL_SHARE * memory_bytes / self.group_bytes) if self.group_bytes else POOL_GROUPS
         return max(1, min(POOL_GROUPS, fitting))
 
-    def pool_options(self, timeout: timedelta) -> Any:
+    def pool_options(self) -> Any:
         """What a group of the pool is made with, beside its ranks: small buffers where they can be chosen."""
         if self.name != "npu":
             return None
         import torch_npu
 
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
-        options._timeout = timeout
         options.hccl_config = {"hccl_buffer_size": HCCL_BUFFER_MB}
         return options
 
