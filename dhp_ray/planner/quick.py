@@ -44,11 +44,9 @@ def dhp_quick(problem: Problem) -> Schedule:
 def quick_micro_batch(problem: Problem) -> Schedule:
     """Unequal ranks go to packs by their speed, wherever they are; that is compared with packs that stay in their
     nodes."""
-    schedules = [micro_batch_schedule(problem, WORK, MAKESPANS)]
+    schedules = [micro_batch_schedule(problem, problem.machine, WORK, MAKESPANS)]
     if not problem.machine.uniform:
-        schedules.append(
-            micro_batch_schedule(replace(problem, cluster=replace(problem.cluster, speeds=())), WORK, MAKESPANS)
-        )
+        schedules.append(micro_batch_schedule(problem, problem.nominal_machine, WORK, MAKESPANS))
     return min(schedules, key=lambda schedule: time_of(problem, schedule))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from dhp_ray.planner.items import Items, Machine, packed, times_at
+from dhp_ray.planner.primitives.bisection import halved
 from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing, unpacked
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, in_order
@@ -100,13 +101,11 @@ class Search:
         raise AssertionError("no makespan is long enough")
 
     def bisect(self, best: Found, failed_s: float, tolerance_s: float, effort: Effort) -> Found:
-        while best.makespan_s - failed_s > tolerance_s:
-            middle_s = (best.makespan_s + failed_s) / 2
+        span = np.array([failed_s, best.makespan_s])
+        for middle_s in halved(span, tolerance_s / best.makespan_s):
             found = self.trial(middle_s, effort)
-            if found:
-                best = found
-            else:
-                failed_s = middle_s
+            span[int(found is not None)] = middle_s
+            best = found or best
         return best
 
     def trial(self, makespan_s: float, effort: Effort, reuse_s: float = 0.0) -> Found | None:
