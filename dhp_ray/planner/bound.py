@@ -29,7 +29,7 @@ import numpy as np
 
 from dhp_ray.planner.cost import Number
 from dhp_ray.planner.items import Item, Items, compiled_predicted_s
-from dhp_ray.planner.primitives.bisection import compiled_halved
+from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
 
@@ -193,9 +193,9 @@ def _bound(items: Items, limits: Limits, total_speed: float) -> float:
     rows = rows[:count]
     if _fits(items, rows, area, limits, low, total_speed):
         return low
-    span = np.array([low, low])
+    span = np.array([low, low, low])
     while not _fits(items, rows, area, limits, span[1], total_speed):
         span[0], span[1] = span[1], span[1] * 1.2
-    for middle in compiled_halved(span, 1e-6):
-        span[int(_fits(items, rows, area, limits, middle, total_speed))] = middle
+    while compiled_halve(span, 1e-6):
+        span[int(_fits(items, rows, area, limits, span[2], total_speed))] = span[2]
     return span[0]

@@ -19,7 +19,7 @@ import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, tuned
 from dhp_ray.planner.items import Item, Items, Machine, least_degree, packed, time_s
-from dhp_ray.planner.primitives.bisection import compiled_halved
+from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.list_schedule import run_next
 from dhp_ray.planner.primitives.packing import best_fit_decreasing
@@ -98,11 +98,11 @@ def _deal(
 def allocate(items: Items, members: np.ndarray, machine: Machine) -> np.ndarray:
     """The degree of each pack of a micro-batch that makes the slowest fastest; their minimum degrees sum to at most
     N."""
-    span = np.zeros(2)
+    span = np.zeros(3)
     for item in members:
         span[1] = max(span[1], _time(items[item], items[item].minimum_degree, machine))
-    for middle in compiled_halved(span, 1e-6):
-        span[int(_needed(items, members, middle, machine)[1])] = middle
+    while compiled_halve(span, 1e-6):
+        span[int(_needed(items, members, span[2], machine)[1])] = span[2]
     return _needed(items, members, span[1], machine)[0]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from dhp_ray.planner.items import Items, Machine, compiled_predicted_s, time_s
 from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
-from dhp_ray.planner.primitives.bisection import compiled_halved
+from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 
 
@@ -204,9 +204,9 @@ def shortest_micro_batch(
     Bisects between `high` (`complete` is False if even that cannot be had) and `low`, which cannot.
     """
     best = fill_micro_batch(items, rows, value, high, ranks, True)
-    span = np.array([low, best.time.max() if best.complete else low])
-    for middle in compiled_halved(span, tolerance):
-        packed = fill_micro_batch(items, rows, value, middle, ranks, True)
-        span[int(packed.complete)] = packed.time.max() if packed.complete else middle
+    span = np.array([low, best.time.max() if best.complete else low, low])
+    while compiled_halve(span, tolerance):
+        packed = fill_micro_batch(items, rows, value, span[2], ranks, True)
+        span[int(packed.complete)] = packed.time.max() if packed.complete else span[2]
         best = packed if packed.complete else best
     return best, span[0]

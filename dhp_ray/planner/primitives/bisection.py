@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-from numba import njit
+
+from dhp_ray.planner.primitives.compiled import inner
 
 
-def halved(span: np.ndarray, tolerance: float) -> Iterator[float]:
-    """The makespans to try, until the two of `span` (cannot be had, can be had) differ by at most `tolerance`, a share
-    of the second. Whoever tries one puts it in place of one of the two:
+def halve(span: np.ndarray, tolerance: float) -> bool:
+    """`span` (3,): a makespan that cannot be had, one that can, and the one to try, which this sets halfway between
+    them. False once the two differ by at most `tolerance`, a share of the second. Whoever tries the third puts it in
+    place of one of the two:
 
-        for makespan in halved(span, 1e-3):
-            span[int(fits(makespan))] = makespan
+        while halve(span, 1e-3):
+            span[int(fits(span[2]))] = span[2]
     """
-    while span[1] - span[0] > tolerance * span[1]:
-        yield (span[0] + span[1]) / 2
+    span[2] = (span[0] + span[1]) / 2
+    return bool(span[1] - span[0] > tolerance * span[1])
 
 
-compiled_halved = njit(halved)
-"""The same for compiled loops. Not kept on disk: numba does not find the parts of a generator that comes from there."""
+compiled_halve = inner(halve)
+"""The same for compiled loops."""

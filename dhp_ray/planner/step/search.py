@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from dhp_ray.planner.items import Items, Machine, packed, times_at
-from dhp_ray.planner.primitives.bisection import halved
+from dhp_ray.planner.primitives.bisection import halve
 from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing, unpacked
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, in_order
@@ -101,10 +101,10 @@ class Search:
         raise AssertionError("no makespan is long enough")
 
     def bisect(self, best: Found, failed_s: float, tolerance_s: float, effort: Effort) -> Found:
-        span = np.array([failed_s, best.makespan_s])
-        for middle_s in halved(span, tolerance_s / best.makespan_s):
-            found = self.trial(middle_s, effort)
-            span[int(found is not None)] = middle_s
+        span = np.array([failed_s, best.makespan_s, 0.0])
+        while halve(span, tolerance_s / best.makespan_s):
+            found = self.trial(float(span[2]), effort)
+            span[int(found is not None)] = span[2]
             best = found or best
         return best
 
