@@ -34,11 +34,13 @@ evenly."""
 
 
 class Ordered(NamedTuple):
-    """Items in the order in which they are placed, and the degree of each item (by its number)."""
+    """Items in the order in which they are placed, and the degree of each item (by its number). `times[i, d]`: seconds
+    of item i on d ranks."""
 
     makespan_s: float
     order: np.ndarray
     degree: np.ndarray
+    times: np.ndarray
 
 
 def alike(machine: Machine) -> bool:
@@ -147,26 +149,26 @@ def _search(
             if now_s < best_s * (1.0 - 1e-12):
                 best_s, best_order[:], best_degree[:] = now_s, now_order, now_degree
                 if best_s <= target_s:
-                    return Ordered(best_s, best_order, best_degree)
-    return Ordered(best_s, best_order, best_degree)
+                    return Ordered(best_s, best_order, best_degree, times)
+    return Ordered(best_s, best_order, best_degree, times)
 
 
 def placed_in_order(ordered: Ordered, items: Items, machine: Machine) -> Schedule:
     """Each item on the ranks that are free first; what runs on the same ranks one after the other is one pack, as
     far as memory goes."""
-    free, last = np.zeros(len(machine.speeds)), np.full(len(machine.speeds), -1)
+    free, last, tokens = np.zeros(len(machine.speeds)), np.full(len(machine.speeds), -1), items.tokens
     members: list[list[int]] = []
     ranks: list[np.ndarray] = []
     for item in ordered.order.tolist():
         need = int(ordered.degree[item])
         chosen = np.sort(np.argsort(free, kind="stable")[:need])
-        run_next(chosen, times_at(items[item : item + 1], need, machine)[0], free)
+        run_next(chosen, ordered.times[item, need], free)
         group = int(last[chosen[0]])
         if (
             group < 0
-            or not np.array_equal(ranks[group], chosen)
+            or len(ranks[group]) != need
             or (last[chosen] != group).any()
-            or (items.tokens[[*members[group], item]].sum() > need * machine.tokens_per_rank)
+            or (tokens[[*members[group], item]].sum() > need * machine.tokens_per_rank)
         ):
             group = len(members)
             members.append([])
