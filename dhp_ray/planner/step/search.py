@@ -8,8 +8,7 @@ one, which tries more choices of what a gap costs and of the order of the items 
 batch is small). Small batches then go through a local search.
 
 Where a pack costs something by itself, packs made beforehand are tried as items as well as single sequences; of a
-batch that goes through the local search only until the quick search has shown which of the two get the shorter plan.
-(That takes 0.6 of the time with both to the end, and plans of 12 to 32 sequences are 0.1 % longer in the mean.)
+batch that goes through the local search only one of the two goes on after the quick search (SHORTER).
 
 Sources: dual approximation (Hochbaum and Shmoys 1987), moldable tasks by a trial makespan (Mounie, Rapine and
 Trystram 1999), best-fit decreasing.
@@ -47,6 +46,12 @@ share of all ranks' time. The first that works is taken."""
 TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
 """Items x ranks: up to TINY with shuffled orders and a local search, up to SMALL thorough from 0.1 % above the
 bound, up to LARGE from 1 %; beyond, always quick."""
+
+SHORTER = 0.03
+"""Packs made beforehand go on to the local search, in place of single sequences, where the quick search makes a plan
+of them that is shorter by this share. (Both to the end take 1.7 times as long. At 0 two of the 1,000 batches of
+tests/planner/test_references.py are up to 0.3 % longer than the reference, whose single sequences were up to 2.3 %
+longer after the quick search.)"""
 
 ORDERS = 16
 """Orders of the items that are tried, at most."""
@@ -135,13 +140,17 @@ def dhp_step(problem: Problem) -> list[Schedule]:
     machine, pool, bound_s = problem.machine, cached_groups_of(problem), problem.lower_bound_s - problem.cost.fixed_s
     if len(problem.items) * len(machine.speeds) <= TINY and (machine.rates.inside_s == machine.rates.across_s).all():
         machine = _as_one_node(machine)
-    local = len(problem.items) * len(machine.speeds) <= TINY and alike(machine)
-    schedules, lists = [], rank_lists(machine)
+    schedules, lists, local = (
+        [],
+        rank_lists(machine),
+        len(problem.items) * len(machine.speeds) <= TINY and alike(machine),
+    )
     found = [
         (search.shortest(search.tolerance, search.quick), search)
         for search in (Search(items, packs, machine, lists, pool, bound_s) for items, packs in item_sets(problem))
     ]
-    for quick, search in [min(found, key=lambda one: one[0].makespan_s)] if local else found:
+    better = found[-1:] if found[-1][0].makespan_s < (1 - SHORTER) * found[0][0].makespan_s else found[:1]
+    for quick, search in better if local else found:
         best = search.thoroughly(quick)
         schedule = schedule_of(best, search.items, machine)
         schedules.append(unpacked(schedule, search.packs))
@@ -153,8 +162,9 @@ def dhp_step(problem: Problem) -> list[Schedule]:
 
 def _as_one_node(machine: Machine) -> Machine:
     """The same ranks, none of them preferred as a neighbour: for costs that are the same inside nodes and across."""
-    num_ranks = len(machine.speeds)
-    return machine._replace(node=np.zeros_like(machine.node), first=np.array([0, num_ranks]), ranks_per_node=num_ranks)
+    return machine._replace(
+        node=np.zeros_like(machine.node), first=np.array([0, len(machine.speeds)]), ranks_per_node=len(machine.speeds)
+    )
 
 
 def item_sets(problem: Problem) -> list[tuple[Items, Packs]]:
