@@ -22,6 +22,7 @@ _REUSE = "REUSE = ((3e-3, 1.0), (9e-3, 0.1), (9e-3, 0.01))"
 _SIZES = "TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000"
 _SEARCHED = "WORK, STEPS, SEEDS = 2_000_000, 2000, 9"
 _STARTS = "orders = np.stack([schedule.rows, largest_first, largest_first])"
+_HALF = "problem.machine.tokens_per_rank // 2"
 _PACKED = "if rates.overhead_s.any() or rates.overlap.any():"
 _HIGHEST = "return min(num_ranks, max((degree + node_size - 1) // node_size * node_size, more))"
 _UP_TO_A_NODE = "return min(num_ranks, (degree + node_size - 1) // node_size * node_size)"
@@ -55,12 +56,14 @@ VARIANTS = (
     Variant("step: no mop up", ((_MOPPED_QUICKLY, "leftover=0"), ("leftover=len(work)", "leftover=0"))),
     one("step: the quick pass mops up all", _MOPPED_QUICKLY, "leftover=len(work)"),
     one("step: nodes matter even where links are alike", _ONE_NODE, "<= TINY and False:"),
-    one("step: no local search", "<= TINY and alike(machine)", "<= TINY and False and alike(machine)"),
+    one("step: no local search", "if local and best", "if False and best"),
     one("step: 3 seeds of the local search", _SEARCHED, "WORK, STEPS, SEEDS = 2_000_000, 2000, 3"),
     one("step: local search without a threshold", "THRESHOLD = 0.3", "THRESHOLD = 0.0"),
     one("step: local search from the plan alone", _STARTS, f"seeds = 1\n    {_STARTS}"),
     one("step: no packs made beforehand", _PACKED, "if False:"),
-    one("step: packs made beforehand of whole memory", "max(1, tokens_per_rank // 2)", "max(1, tokens_per_rank)"),
+    one("step: of packs and sequences the better after the quick search", "SHORTER = 0.03", "SHORTER = 0.0"),
+    one("step: local search of packs and of sequences", "better if local else found", "found"),
+    one("step: packs made beforehand of whole memory", _HALF, "problem.machine.tokens_per_rank"),
     one("step: at most 2 ranks more than needed", _HIGHEST, "return min(num_ranks, more)"),
     one("step: no rank more than needed", _HIGHEST, "return degree"),
     one("step: at most a node's ranks, or as many as needed", _HIGHEST, _UP_TO_A_NODE),

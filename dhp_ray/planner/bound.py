@@ -28,7 +28,8 @@ from typing import Protocol, TypeAlias, cast
 import numpy as np
 
 from dhp_ray.planner.cost import Number
-from dhp_ray.planner.items import Item, Items, pack_time_s
+from dhp_ray.planner.items import Item, Items, compiled_predicted_s
+from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
 
@@ -129,7 +130,7 @@ def _stretch(fastest: np.ndarray) -> np.ndarray:
 @inner
 def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
     encode_s = max(item.vision_s / limit.encode_speed, item.image_s / fastest)
-    return pack_time_s(
+    return compiled_predicted_s(
         item.language_s,
         item.attention_s,
         encode_s,
@@ -176,7 +177,7 @@ def _fits(items: Items, rows: np.ndarray, area: float, limits: Limits, makespan:
 
 @compiled
 def _bound(items: Items, limits: Limits, total_speed: float) -> float:
-    low, high, fastest = 0.0, 0.0, limits[1].speed
+    low, fastest = 0.0, limits[1].speed
     for row in range(len(items)):
         low += _least_area(items[row], limits[items[row].minimum_degree]) / total_speed
     for row in range(len(items)):
@@ -192,13 +193,9 @@ def _bound(items: Items, limits: Limits, total_speed: float) -> float:
     rows = rows[:count]
     if _fits(items, rows, area, limits, low, total_speed):
         return low
-    high = low
-    while not _fits(items, rows, area, limits, high, total_speed):
-        low, high = high, high * 1.2
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        if _fits(items, rows, area, limits, middle, total_speed):
-            high = middle
-        else:
-            low = middle
-    return low
+    span = np.array([low, low, low])
+    while not _fits(items, rows, area, limits, span[1], total_speed):
+        span[0], span[1] = span[1], span[1] * 1.2
+    while compiled_halve(span, 1e-6):
+        span[int(_fits(items, rows, area, limits, span[2], total_speed))] = span[2]
+    return span[0]

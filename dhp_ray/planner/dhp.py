@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dhp_ray.planner.baselines.paper import paper_at
 from dhp_ray.planner.baselines.pow2 import packed_to_memory
-from dhp_ray.planner.micro_batch.search import dhp_micro_batch
+from dhp_ray.planner.micro_batch.search import dhp_micro_batch, node_after_node
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
@@ -27,5 +27,7 @@ def dhp(problem: Problem) -> Schedule:
     if count <= HUGE and (not near or count * problem.cluster.num_ranks <= SMALL):
         memory = problem.cluster.tokens_per_rank
         schedules += [*packed_to_memory(problem), paper_at(problem, memory, memory)]
+        if problem.sync == "micro_batch" and not near:
+            schedules += node_after_node(problem, schedules[0])
         times += [time_of(problem, schedule) for schedule in schedules[len(times) :]]
     return schedules[times.index(min(times))]

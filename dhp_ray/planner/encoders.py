@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.schedule import Schedule
 
@@ -21,22 +21,18 @@ def encoders_of(
     earlier image and the lower member.
     """
     num_groups = len(schedule.first_row) - 1
-    members, first, longest_s = (
-        np.zeros(len(all_image_s), dtype=np.int64),
-        np.zeros(num_groups + 1, dtype=np.int64),
-        np.zeros(num_groups),
-    )
+    members, image_s = np.zeros(len(all_image_s), dtype=np.int64), np.zeros(len(all_image_s))
+    first, longest_s = np.zeros(num_groups + 1, dtype=np.int64), np.zeros(num_groups)
     for group in range(num_groups):
         begin = end = first[group]
-        image_s = np.zeros(_num_images(schedule, group, first_image))
         for row in schedule.rows[schedule.first_row[group] : schedule.first_row[group + 1]]:
             for image in range(first_image[row], first_image[row + 1]):
-                image_s[end - begin] = all_image_s[image]
+                image_s[end] = all_image_s[image]
                 end += 1
         first[group + 1] = end
         ranks = schedule.ranks[schedule.first_rank[group] : schedule.first_rank[group + 1]]
         busy = np.zeros(len(ranks))
-        for image in ascending(-image_s):
+        for image in begin + ascending(-image_s[begin:end]):
             best = 0
             for member in range(1, len(ranks)):
                 if (
@@ -44,15 +40,7 @@ def encoders_of(
                     < busy[best] + image_s[image] / speeds[ranks[best]]
                 ):
                     best = member
-            members[begin + image] = best
+            members[image] = best
             busy[best] += image_s[image] / speeds[ranks[best]]
         longest_s[group] = busy.max()
     return members, first, longest_s
-
-
-@inner
-def _num_images(schedule: Schedule, group: int, first_image: np.ndarray) -> int:
-    count = 0
-    for row in schedule.rows[schedule.first_row[group] : schedule.first_row[group + 1]]:
-        count += first_image[row + 1] - first_image[row]
-    return count

@@ -3,13 +3,15 @@ passed on for nothing."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, cast, overload
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 
-from dhp_ray.planner.cost import Rate, Rates, predicted_s
+from dhp_ray.planner.cost import Number, Rate, Rates, predicted_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.primitives.packing import Packs
+
+Whole = TypeVar("Whole", int, np.ndarray)
 
 ITEM = np.dtype(
     [(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s")]
@@ -20,26 +22,22 @@ the largest of them. minimum_degree: the fewest ranks that hold it. A pack's are
 `image_s` their largest."""
 
 
-class Item(Protocol):
-    """A record of ITEM."""
+class ItemOf(Protocol[Number, Whole]):
+    """The fields of ITEM: numbers of one record, arrays of many."""
 
-    language_s: float
-    attention_s: float
-    vision_s: float
-    image_s: float
-    tokens: int
-    minimum_degree: int
+    language_s: Number
+    attention_s: Number
+    vision_s: Number
+    image_s: Number
+    tokens: Whole
+    minimum_degree: Whole
 
 
-class Items(Protocol):
+Item: TypeAlias = ItemOf[float, int]
+
+
+class Items(ItemOf[np.ndarray, np.ndarray], Protocol):
     """A numpy.recarray of ITEM."""
-
-    language_s: np.ndarray
-    attention_s: np.ndarray
-    vision_s: np.ndarray
-    image_s: np.ndarray
-    tokens: np.ndarray
-    minimum_degree: np.ndarray
 
     def __len__(self) -> int: ...
     @overload
@@ -116,7 +114,7 @@ def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
     )
 
 
-pack_time_s = inner(predicted_s)
+compiled_predicted_s = inner(predicted_s)
 """The same formula for compiled loops."""
 
 
@@ -125,7 +123,7 @@ def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> 
     """Seconds of an item on `degree` ranks, the slowest of `speed`, with images dealt out evenly."""
     encode_s = max(item.vision_s / degree, item.image_s) / speed
     transfer_s = rate.across_s if crosses else rate.inside_s
-    return pack_time_s(
+    return compiled_predicted_s(
         item.language_s,
         item.attention_s,
         encode_s,

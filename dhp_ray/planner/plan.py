@@ -34,10 +34,6 @@ class Sample:
     def num_tokens(self) -> int:
         return self.text_tokens + self.vision_tokens
 
-    @property
-    def num_patches(self) -> int:
-        return sum(time * height * width for time, height, width in self.vision_grids)
-
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:

@@ -10,7 +10,7 @@ from dhp_ray.planner.encoders import encoders_of
 from dhp_ray.planner.plan import GroupPlan, Pack
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.schedule import Schedule, crosses_nodes
 
 
 def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
@@ -18,11 +18,10 @@ def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
     items, first_rank, degree = problem.items[schedule.rows], schedule.first_rank[:-1], np.diff(schedule.first_rank)
     rates = problem.machine.rates[degree]
     speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
-    nodes = np.array(problem.cluster.nodes)[schedule.ranks]
-    crosses = np.minimum.reduceat(nodes, first_rank) != np.maximum.reduceat(nodes, first_rank)
     tokens, language, attention = (
         np.add.reduceat(array, schedule.first_row[:-1]) for array in (items.tokens, items.language_s, items.attention_s)
     )
+    crosses = crosses_nodes(schedule, np.array(problem.cluster.nodes))
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s)
     encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
     return predicted_s(

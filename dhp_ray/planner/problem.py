@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -35,11 +36,11 @@ class Problem:
     all_image_patches: np.ndarray
     lower_bound_s: float = 0.0
 
-    @property
+    @cached_property
     def speeds(self) -> np.ndarray:
         return np.array(self.cluster.speeds)
 
-    @property
+    @cached_property
     def machine(self) -> Machine:
         speeds, nodes = self.speeds, self.cluster.nodes
         return Machine(
@@ -54,7 +55,7 @@ class Problem:
             self.cost.rates(len(speeds)),
         )
 
-    @property
+    @cached_property
     def nominal_machine(self) -> Machine:
         """The cluster as planners see it that know nothing of speeds."""
         return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True, slowest=1.0, fastest=1.0)

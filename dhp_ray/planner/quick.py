@@ -44,11 +44,9 @@ def dhp_quick(problem: Problem) -> Schedule:
 def quick_micro_batch(problem: Problem) -> Schedule:
     """Unequal ranks go to packs by their speed, wherever they are; that is compared with packs that stay in their
     nodes."""
-    schedules = [micro_batch_schedule(problem, WORK, MAKESPANS)]
+    schedules = [micro_batch_schedule(problem, problem.machine, WORK, MAKESPANS)]
     if not problem.machine.uniform:
-        schedules.append(
-            micro_batch_schedule(replace(problem, cluster=replace(problem.cluster, speeds=())), WORK, MAKESPANS)
-        )
+        schedules.append(micro_batch_schedule(problem, problem.nominal_machine, WORK, MAKESPANS))
     return min(schedules, key=lambda schedule: time_of(problem, schedule))
 
 
@@ -56,8 +54,8 @@ def quick_step(problem: Problem, bound_s: float) -> Schedule:
     """Of single sequences and of packs, the schedule that takes least; `bound_s` excludes fixed costs."""
     machine, lists, schedules = problem.machine, rank_lists(problem.machine), list[Schedule]()
     for items, packs in item_sets(problem):
-        search = Search(items, machine, lists, cached_groups_of(replace(problem, pool=())))
-        found = search.shortest(bound_s, TOLERANCE * bound_s, search.thorough if search.size <= TINY else search.quick)
+        search = Search(items, packs, machine, lists, cached_groups_of(replace(problem, pool=())), bound_s)
+        found = search.shortest(TOLERANCE, search.thorough if search.size <= TINY else search.quick)
         schedules.append(unpacked(schedule_of(found, items, machine), packs))
         if found.makespan_s <= bound_s * (1 + NEAR):
             break

@@ -29,6 +29,13 @@ def in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
     return Schedule(rows, first_row, ranks, first_rank, schedule.micro_batch[order])
 
 
+def crosses_nodes(schedule: Schedule, node: np.ndarray) -> np.ndarray:
+    """Whether each group's ranks are on more than one node; `node`: the node of each rank."""
+    nodes, first = node[schedule.ranks], schedule.first_rank[:-1]
+    crosses: np.ndarray = np.minimum.reduceat(nodes, first) < np.maximum.reduceat(nodes, first)
+    return crosses
+
+
 def firsts_of(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
     """Where each of several pieces begins in an array that holds them one after the other, and where the last one
     ends."""

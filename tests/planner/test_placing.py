@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +17,7 @@ from dhp_ray.planner.step.cached_groups import cached_groups_of
 def placed(degrees, cluster, pool=()):
     problem = problem_of([Sample("0", 5)], cluster, ALL_TO_ALL, "micro_batch", pool)
     first = firsts_of(degrees)
-    flat = ranks_of(np.array(degrees), first[:-1], problem.machine, cached_groups_of(problem)).tolist()
+    flat = ranks_of(first, problem.machine, cached_groups_of(problem)).tolist()
     return [tuple(flat[begin:end]) for begin, end in pairwise(first)]
 
 

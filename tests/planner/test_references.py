@@ -25,17 +25,6 @@ RING = CostModel(
     vision_linear_s=1e-5)
 
 
-LONGER = {
-    "step": {50, 51, 197, 321, 554, 595, 681, 883, 899},
-    "micro_batch": {19, 31, 205, 285, 372, 442, 595, 927},
-}
-"""Batches whose plans are longer than the reference's, by up to 0.5 % (`step`) and 11 % (`micro_batch`).
-
-In `step` the local search stops short. In `micro_batch` a group that one node would hold crosses nodes, as the groups
-beside it leave too little of each node; it then takes longer than the search took it to.
-"""
-
-
 def random_batch(seed: int, *, unequal: bool = False, images: bool = False) -> Batch:
     """1 to 8 ranks on nodes of 2, 4 or 8; 2 to 12 sequences; both kinds of communication."""
     draw = np.random.default_rng(seed)
@@ -76,7 +65,7 @@ def over_reference(sync: str, batch: Batch) -> float:
 
 def check(sync: str, seeds: range) -> None:
     over = {seed: over_reference(sync, random_batch(seed)) for seed in seeds}
-    longer = {seed: share for seed, share in over.items() if share > 1e-9 and seed not in LONGER[sync]}
+    longer = {seed: share for seed, share in over.items() if share > 1e-9}
     assert not longer, f"longer than the reference, by batch: {longer}"
     assert np.mean(list(over.values())) < -0.02
 

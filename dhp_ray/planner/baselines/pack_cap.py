@@ -50,13 +50,13 @@ def best_cap(problems: Sequence[Problem], schedule_at: Callable[[Problem, int], 
     return found[best], best
 
 
-def tuned(problem: Problem, *knobs: Callable[[Problem, int], Schedule]) -> Schedule:
-    """The shortest schedule over all caps; each knob is a way in which a cap makes one."""
-    _, cap, best = min(
-        ((*best_cap([problem], knob), index) for index, knob in enumerate(knobs)),
-        key=lambda found: (found[0], found[2]),
-    )
-    return knobs[best](problem, cap)
+def tuned(problem: Problem, schedule_at: Callable[[Problem, int, int], Schedule]) -> Schedule:
+    """The shortest schedule over all caps of packs, with minimum degrees from memory, or from the same cap.
+    `schedule_at` plans with a cap of each."""
+    memory = problem.cluster.tokens_per_rank
+    packs_s, cap = best_cap([problem], lambda problem, cap: schedule_at(problem, cap, memory))
+    both_s, both = best_cap([problem], lambda problem, cap: schedule_at(problem, cap, cap))
+    return schedule_at(problem, cap, memory) if packs_s <= both_s else schedule_at(problem, both, both)
 
 
 def _coarse_caps(problems: Sequence[Problem]) -> list[int]:

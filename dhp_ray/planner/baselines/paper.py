@@ -19,6 +19,7 @@ import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, tuned
 from dhp_ray.planner.items import Item, Items, Machine, least_degree, packed, time_s
+from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.list_schedule import run_next
 from dhp_ray.planner.primitives.packing import best_fit_decreasing
@@ -28,11 +29,7 @@ from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, gathered
 
 
 def dhp_paper(problem: Problem) -> Schedule:
-    return tuned(
-        problem,
-        lambda problem, cap: paper_at(problem, cap, problem.cluster.tokens_per_rank),
-        lambda problem, cap: paper_at(problem, cap, cap),
-    )
+    return tuned(problem, paper_at)
 
 
 def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
@@ -101,16 +98,12 @@ def _deal(
 def allocate(items: Items, members: np.ndarray, machine: Machine) -> np.ndarray:
     """The degree of each pack of a micro-batch that makes the slowest fastest; their minimum degrees sum to at most
     N."""
-    low, high = 0.0, 0.0
+    span = np.zeros(3)
     for item in members:
-        high = max(high, _time(items[item], items[item].minimum_degree, machine))
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        if _needed(items, members, middle, machine)[1]:
-            high = middle
-        else:
-            low = middle
-    return _needed(items, members, high, machine)[0]
+        span[1] = max(span[1], _time(items[item], items[item].minimum_degree, machine))
+    while compiled_halve(span, 1e-6):
+        span[int(_needed(items, members, span[2], machine)[1])] = span[2]
+    return _needed(items, members, span[1], machine)[0]
 
 
 @inner

@@ -12,19 +12,15 @@ import numpy as np
 from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, tuned
 from dhp_ray.planner.baselines.static import Layout, least_degree_of, uniform
 from dhp_ray.planner.items import packed, times_at
-from dhp_ray.planner.micro_batch.placing import earliest_blocks
-from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.primitives.compiled import compiled
+from dhp_ray.planner.primitives.list_schedule import on_earliest_blocks
 from dhp_ray.planner.primitives.packing import best_fit_decreasing
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 
 
 def pow2(problem: Problem) -> Schedule:
-    return tuned(
-        problem,
-        lambda problem, cap: pow2_at(problem, cap, problem.cluster.tokens_per_rank),
-        lambda problem, cap: pow2_at(problem, cap, cap),
-    )
+    return tuned(problem, pow2_at)
 
 
 def packed_to_memory(problem: Problem) -> list[Schedule]:
@@ -56,7 +52,7 @@ def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
         in_time = np.argsort(micro_batch, kind="stable")
         order, need, first, micro_batch = order[in_time], need[in_time], first[in_time], micro_batch[in_time]
     else:
-        first, micro_batch = earliest_blocks(need, seconds[order], problem.speeds), np.zeros(len(order), dtype=np.int64)
+        first, micro_batch = on_earliest_blocks(need, seconds[order], problem.speeds), np.zeros_like(need)
     rows, first_row = gathered(np.concatenate(all_rows), firsts_of(np.concatenate(sizes)), order)
     first_rank = firsts_of(need)
     return Schedule(
@@ -79,7 +75,8 @@ def _aligned(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
             level += 1
         while True:
             if index == len(taken):
-                taken, begin = _doubled(taken), _doubled(begin)
+                taken = np.concatenate((taken, np.zeros_like(taken)))
+                begin = np.concatenate((begin, np.zeros_like(begin)))
             place, free = begin[index, level], 0
             while place + free < num_ranks and free < degree:  # past the next taken rank, to the next multiple
                 if taken[index, place + free]:
@@ -94,12 +91,3 @@ def _aligned(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
         for rank in range(place, place + degree):
             taken[index, rank] = True
     return first, micro_batch
-
-
-@inner
-def _doubled(rows: np.ndarray) -> np.ndarray:
-    more = np.zeros((2 * rows.shape[0], rows.shape[1]), dtype=rows.dtype)
-    for row in range(rows.shape[0]):
-        for column in range(rows.shape[1]):
-            more[row, column] = rows[row, column]
-    return more

@@ -16,7 +16,7 @@ import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import best_cap, capacities
 from dhp_ray.planner.items import packed, times_at
-from dhp_ray.planner.micro_batch.placing import earliest_blocks
+from dhp_ray.planner.primitives.list_schedule import on_earliest_blocks
 from dhp_ray.planner.primitives.packing import best_fit_decreasing
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
@@ -41,11 +41,9 @@ def static(problem: Problem) -> Schedule:
 def best_layout(problems: Sequence[Problem], degrees: Sequence[int] = ()) -> Layout:
     """The layout with the least sum of makespans over some batches on equal clusters, of these degrees or of those
     that hold the longest sequence."""
-    found = []
-    for degree in degrees or degrees_for(problems):
-        time_s, cap = best_cap(problems, partial(_uniform_at, degree))
-        found.append((time_s, degree, cap))
-    return Layout(*min(found)[1:])
+    tried = degrees or degrees_for(problems)
+    (_, cap), degree = min((best_cap(problems, partial(_uniform_at, degree)), degree) for degree in tried)
+    return Layout(degree, cap)
 
 
 def degrees_for(problems: Sequence[Problem]) -> list[int]:
@@ -79,7 +77,7 @@ def uniform(problem: Problem, layout: Layout) -> Schedule:
     group = (
         count % num_groups
         if by_micro_batch
-        else earliest_blocks(np.full(len(order), degree), times[order], problem.speeds) // degree
+        else on_earliest_blocks(np.full(len(order), degree), times[order], problem.speeds) // degree
     )
     rows, first_row = gathered(packs.rows, packs.first, order)
     ranks = (group[:, None] * degree + np.arange(degree)).ravel()

@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.items import Items, Machine, pack_time_s, time_s
+from dhp_ray.planner.items import Items, Machine, compiled_predicted_s, time_s
 from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
+from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 
 
 class MicroBatch(NamedTuple):
     """`pack[i]` is the pack of `rest[i]`, -1 if it waits.
 
-    Pack p runs on `degree[p]` ranks, from place `first[p]` of the ranks by speed, for `time[p]` seconds. `value`:
-    the sum over what is served. `tokens`: so many are served.
+    Pack p runs on `degree[p]` ranks, the next of the ranks by speed after those of the packs before it, for `time[p]`
+    seconds. `value`: the sum over what is served. `tokens`: so many are served.
     """
 
     pack: np.ndarray
     degree: np.ndarray
-    first: np.ndarray
     time: np.ndarray
     value: float
     tokens: int
@@ -64,7 +64,7 @@ def _longest(time_left: float, quadratic_s: float, linear_s: float) -> float:
     return 2.0 * time_left / (linear_s + np.sqrt(linear_s * linear_s + 4.0 * quadratic_s * time_left)) * (1.0 + 1e-9)
 
 
-@inner
+@compiled
 def fill_micro_batch(
     items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest, all_or_none: bool
 ) -> MicroBatch:
@@ -92,7 +92,7 @@ def fill_micro_batch(
             slowest = speed[first[into] + degree[into] - 1]
             encode_s = max((vision[into] + item.vision_s) / degree[into], max(image[into], item.image_s)) / slowest
             transfer_s = rate.across_s if _crosses(ranks, first[into], degree[into]) else rate.inside_s
-            spent = pack_time_s(
+            spent = compiled_predicted_s(
                 language[into] + item.language_s,
                 attention[into] + item.attention_s,
                 encode_s,
@@ -151,39 +151,35 @@ def fill_micro_batch(
             shrink(rooms, state, found, longest)
         else:
             add(rooms, state, longest, into)
-    return MicroBatch(pack, degree[:count], first[:count], time[:count], served, served_tokens, complete)
-
-
-@compiled
-def micro_batch_within(
-    items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest
-) -> MicroBatch:
-    """As much as fits under a makespan."""
-    return fill_micro_batch(items, rest, value, makespan, ranks, False)
+    return MicroBatch(pack, degree[:count], time[:count], served, served_tokens, complete)
 
 
 @compiled
 def extremes_s(items: Items, item: int, ranks: Fastest) -> tuple[float, float]:
-    """Seconds of an item alone, on its minimum degree and on the best one."""
-    least_s, alone_s = np.inf, 0.0
-    for degree in range(len(ranks.speed), items[item].minimum_degree - 1, -1):
-        alone_s = time_s(
-            items[item], degree, _crosses(ranks, 0, degree), ranks.speed[degree - 1], ranks.machine.rates[degree]
-        )
+    """Seconds of an item alone, on its minimum degree (of equally fast ranks the last, which may cross nodes) and on
+    the best one."""
+    num_ranks, least, rates, least_s = len(ranks.speed), items[item].minimum_degree, ranks.machine.rates, np.inf
+    for degree in range(least, num_ranks + 1):
+        alone_s = time_s(items[item], degree, _crosses(ranks, 0, degree), ranks.speed[degree - 1], rates[degree])
         least_s = min(least_s, alone_s)
+    first = num_ranks - least if ranks.speed[0] == ranks.speed[-1] else 0
+    alone_s = time_s(items[item], least, _crosses(ranks, first, least), ranks.speed[least - 1], rates[least])
     return alone_s * (1 + 1e-12), least_s * (1 + 1e-12)
 
 
 @compiled
-def trials(items: Items, rest: np.ndarray, value: np.ndarray, count: int, span: float, ranks: Fastest) -> np.ndarray:
+def trials(
+    items: Items, rest: np.ndarray, value: np.ndarray, count: int, span: float, longest_s: float, ranks: Fastest
+) -> np.ndarray:
     """(count, 4): makespan, and the seconds, value and tokens of what fits under it; seconds are 0 if the first item
     does not.
 
     Makespans fall, each the time of a pack with the first item: from several alike in full memory on its minimum
-    degree, to alone on the best degree (or `span` times less).
+    degree, to alone on the best degree (or `span` times less), and at most `longest_s`.
     """
     most_s, least_s = extremes_s(items, rest[0], ranks)
     most_s *= max(1.0, ranks.machine.tokens_per_rank * items[rest[0]].minimum_degree / items[rest[0]].tokens)
+    most_s = max(least_s, min(most_s, longest_s))
     ratio = (max(least_s, most_s / span) / most_s) ** (1.0 / (count - 1))
     found = np.zeros((count, 4))
     for index in range(count):
@@ -208,11 +204,9 @@ def shortest_micro_batch(
     Bisects between `high` (`complete` is False if even that cannot be had) and `low`, which cannot.
     """
     best = fill_micro_batch(items, rows, value, high, ranks, True)
-    while best.complete and best.time.max() - low > tolerance * best.time.max():
-        middle = (low + best.time.max()) / 2
-        packed = fill_micro_batch(items, rows, value, middle, ranks, True)
-        if packed.complete:
-            best = packed
-        else:
-            low = middle
-    return best, low
+    span = np.array([low, best.time.max() if best.complete else low, low])
+    while compiled_halve(span, tolerance):
+        packed = fill_micro_batch(items, rows, value, span[2], ranks, True)
+        span[int(packed.complete)] = packed.time.max() if packed.complete else span[2]
+        best = packed if packed.complete else best
+    return best, span[0]

@@ -1,5 +1,4 @@
-"""Ranks for groups: those of one micro-batch from the pool, then inside nodes, then across; those of a baseline in
-aligned blocks."""
+"""Ranks for the groups of one micro-batch: from the pool, then inside nodes, then across."""
 
 from __future__ import annotations
 
@@ -12,29 +11,27 @@ from dhp_ray.planner.step.cached_groups import CachedGroups
 
 
 @compiled
-def ranks_of(degree: np.ndarray, first: np.ndarray, machine: Machine, pool: CachedGroups) -> np.ndarray:
-    """The ranks of each group, ascending, one group after the other; no rank twice.
+def ranks_of(first: np.ndarray, machine: Machine, pool: CachedGroups) -> np.ndarray:
+    """The ranks of each group, ascending, one group after the other; no rank twice. Group g has first[g + 1] - first[g]
+    ranks.
 
-    Where all ranks are equally fast, largest group first: a group of the pool whose ranks are all free (the last of
+    On a uniform machine, largest group first: a group of the pool whose ranks are all free (the last of
     them: the one used last), else the node with the fewest free ranks that hold it, else whole nodes and the rest
-    from the node that it fills best. Where they are not, group g has the ranks from place `first[g]` of the ranks by
-    speed, as its time was predicted. O(groups x (nodes + pool)).
+    from the node that it fills best. On any other, group g has the ranks from place `first[g]` of the ranks by speed,
+    as its time was predicted. O(groups x (nodes + pool)).
     """
-    begin = np.zeros(len(degree) + 1, dtype=np.int64)
-    for group in range(len(degree)):
-        begin[group + 1] = begin[group] + degree[group]
-    ranks, num_ranks = np.zeros(begin[-1], dtype=np.int64), len(machine.speeds)
-    if machine.speeds.min() < machine.speeds.max():
+    ranks, num_ranks = np.zeros(first[-1], dtype=np.int64), len(machine.speeds)
+    if not machine.uniform:
         by_speed = ascending(-machine.speeds)
-        for group in range(len(degree)):
-            chosen = by_speed[first[group] : first[group] + degree[group]]
-            ranks[begin[group] : begin[group + 1]] = chosen[ascending(chosen.astype(np.float64))]
+        for group in range(len(first) - 1):
+            chosen = by_speed[first[group] : first[group + 1]]
+            ranks[first[group] : first[group + 1]] = chosen[ascending(chosen.astype(np.float64))]
         return ranks
     free, num_free = np.ones(num_ranks, dtype=np.bool_), np.zeros(len(machine.first) - 1, dtype=np.int64)
     for node in machine.node:
         num_free[node] += 1
-    for group in ascending(-degree.astype(np.float64)):
-        chosen = ranks[begin[group] : begin[group + 1]]
+    for group in ascending((first[:-1] - first[1:]).astype(np.float64)):
+        chosen = ranks[first[group] : first[group + 1]]
         if not _from_pool(chosen, free, pool):
             _fresh(chosen, free, num_free, machine.first)
         for rank in chosen:
@@ -83,19 +80,3 @@ def _fresh(chosen: np.ndarray, free: np.ndarray, num_free: np.ndarray, first: np
                 chosen[taken] = rank
                 taken += 1
     chosen[:] = chosen[ascending(chosen.astype(np.float64))]
-
-
-@compiled
-def earliest_blocks(need: np.ndarray, seconds: np.ndarray, speeds: np.ndarray) -> np.ndarray:
-    """The first rank of each pack's block: of the aligned ones, that which has done it first. O(packs x ranks)."""
-    free, first = np.zeros(len(speeds)), np.zeros(len(need), dtype=np.int64)
-    for pack in range(len(need)):
-        degree, best = need[pack], np.inf
-        for begin in range(0, len(free) - degree + 1, degree):
-            start, slowest = 0.0, np.inf
-            for rank in range(begin, begin + degree):
-                start, slowest = max(start, free[rank]), min(slowest, speeds[rank])
-            if start + seconds[pack] / slowest < best:
-                first[pack], best = begin, start + seconds[pack] / slowest
-        free[first[pack] : first[pack] + degree] = best
-    return first

@@ -2,8 +2,8 @@
 
 The time is the sum over micro-batches of the slowest pack plus fixed_s. Micro-batches are made one after the other,
 by a beam search. The longest sequence left is in the next one; each time that a pack with it may take is tried as
-the makespan, and the micro-batch is filled (`micro_batch`), largest first, so that
-sequences of like length come together: their packs, full of tokens, take alike long. A partial plan is ranked by its
+the makespan, and the micro-batch is filled (`filling`), largest first, so that sequences of like length come
+together: their packs, full of tokens, take alike long. A partial plan is ranked by its
 time so far plus what the rest needs at least (its area over all ranks, and fixed_s for as many micro-batches as its
 tokens need), stretched by WASTE; the best `width` go on. Whenever all that is left fits into one micro-batch, ending
 there is a candidate. At last each micro-batch is made as short as can be with its own sequences, by bisection.
@@ -18,17 +18,18 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.bound import limits_of
+from dhp_ray.planner.items import Machine
 from dhp_ray.planner.micro_batch.filling import (
     Fastest,
     MicroBatch,
     extremes_s,
-    micro_batch_within,
+    fill_micro_batch,
     shortest_micro_batch,
     trials,
 )
 from dhp_ray.planner.micro_batch.placing import ranks_of
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
+from dhp_ray.planner.schedule import Schedule, by_owner, crosses_nodes, firsts_of
 from dhp_ray.planner.step.cached_groups import cached_groups_of
 
 MAKESPANS, SPAN = ((256, 40), (4096, 16), (10**9, 4)), 4.5
@@ -40,6 +41,10 @@ WASTE = 1.15
 
 WORK = 20_000
 """Sequences in all fills of one micro-batch, about: sets the width of the search."""
+
+TINY, LONGEST = 2_000, 2.0
+"""Sequences x ranks of a small batch; the longest makespan that is tried for a micro-batch of it, over the least that
+all that is left needs: from longer ones, SPAN does not reach down to the short micro-batches of few sequences."""
 
 
 class Part(NamedTuple):
@@ -75,8 +80,8 @@ class Step(NamedTuple):
 class MicroBatchSearch:
     """The search for one batch."""
 
-    def __init__(self, problem: Problem, work_of_search: int, most_makespans: int) -> None:
-        self.items, machine = problem.items, problem.machine
+    def __init__(self, problem: Problem, machine: Machine, work_of_search: int, most_makespans: int) -> None:
+        self.items = problem.items
         fastest_first = np.argsort(-machine.speeds, kind="stable")
         self.ranks = Fastest(
             machine,
@@ -96,6 +101,7 @@ class MicroBatchSearch:
         self.makespans = min(
             most_makespans, next(makespans for most, makespans in MAKESPANS if len(self.order) <= most)
         )
+        self.longest = LONGEST if len(self.order) * len(machine.speeds) <= TINY else np.inf
         self.width = int(np.clip(work_of_search // (self.makespans * len(self.order)), 1, 8))
 
     def run(self) -> list[Part]:
@@ -131,8 +137,9 @@ class MicroBatchSearch:
         """One micro-batch more, for each makespan (`trials`), where that may end before `limit_s`. Makespans that
         come to the same count once."""
         steps = {}
+        longest_s = self.longest * state.value / self.total_speed
         for makespan_s, seconds, value, tokens in trials(
-            self.items, state.rest, self.value, self.makespans, SPAN, self.ranks
+            self.items, state.rest, self.value, self.makespans, SPAN, longest_s, self.ranks
         ).tolist():
             so_far_s, rest_s = (
                 state.time_s + seconds + self.fixed_s,
@@ -145,7 +152,7 @@ class MicroBatchSearch:
     def after(self, step: Step) -> State:
         """The partial plan after a step."""
         state = step.state
-        packed = micro_batch_within(self.items, state.rest, self.value, step.makespan_s, self.ranks)
+        packed = fill_micro_batch(self.items, state.rest, self.value, step.makespan_s, self.ranks, False)
         inside = packed.pack >= 0
         least_s = extremes_s(self.items, state.rest[0], self.ranks)[1]
         part = Part(
@@ -172,25 +179,28 @@ def shortest_s(ends: list[State]) -> float:
 
 
 def dhp_micro_batch(problem: Problem) -> Schedule:
-    return micro_batch_schedule(problem, WORK, MAKESPANS[0][1])
+    return micro_batch_schedule(problem, problem.machine, WORK, MAKESPANS[0][1])
 
 
-def micro_batch_schedule(problem: Problem, work: int, makespans: int) -> Schedule:
+def node_after_node(problem: Problem, schedule: Schedule) -> list[Schedule]:
+    """A small batch with ranks handed out node after node, if a schedule of it has groups that cross nodes though one
+    node would hold them, as the groups beside them leave too little of each."""
+    machine, degree = problem.machine, np.diff(schedule.first_rank)
+    crossing = crosses_nodes(schedule, machine.node) & (degree <= machine.ranks_per_node)
+    if crossing.any() and len(problem.items) * len(machine.speeds) <= TINY:
+        return [micro_batch_schedule(problem, machine._replace(uniform=False), WORK, MAKESPANS[0][1])]
+    return []
+
+
+def micro_batch_schedule(problem: Problem, machine: Machine, work: int, makespans: int) -> Schedule:
     """The search with so many sequences in all fills of one micro-batch, and at most so many makespans for each."""
-    machine, pool = problem.machine, cached_groups_of(problem)
-    rows, sizes, ranks, degrees, numbers = [], [], [], [], []
-    for number, part in enumerate(MicroBatchSearch(problem, work, makespans).run()):
-        packed = part.packed
-        members, first = by_owner(packed.pack, len(packed.degree))
-        rows.append(part.rows[members])
-        sizes.append(np.diff(first))
-        ranks.append(ranks_of(packed.degree, packed.first, machine, pool))
-        degrees.append(packed.degree)
-        numbers.append(np.full(len(packed.degree), number))
+    parts, pool = MicroBatchSearch(problem, machine, work, makespans).run(), cached_groups_of(problem)
+    packs = [by_owner(part.packed.pack, len(part.packed.degree)) for part in parts]
+    degrees = [part.packed.degree for part in parts]
     return Schedule(
-        np.concatenate(rows),
-        firsts_of(np.concatenate(sizes)),
-        np.concatenate(ranks),
+        np.concatenate([part.rows[members] for part, (members, _) in zip(parts, packs)]),
+        firsts_of(np.concatenate([np.diff(first) for _, first in packs])),
+        np.concatenate([ranks_of(firsts_of(degree), machine, pool) for degree in degrees]),
         firsts_of(np.concatenate(degrees)),
-        np.concatenate(numbers),
+        np.repeat(np.arange(len(parts)), [len(degree) for degree in degrees]),
     )

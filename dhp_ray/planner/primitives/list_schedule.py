@@ -1,4 +1,5 @@
-"""List scheduling: packs in a given order on given ranks, each as soon as the last of its ranks is free (Graham 1969).
+"""List scheduling: packs in a given order, each as soon as the last of its ranks is free (Graham 1969); on given ranks,
+on those that are free first, or on the aligned block that has done it first.
 
 packs a, b, c on ranks (0, 1), (1,), (0,)     rank 0  |--a--|---c----|
                                               rank 1  |--a--|-b-|
@@ -11,7 +12,7 @@ import numpy as np
 from dhp_ray.planner.primitives.compiled import compiled, inner
 
 
-@inner
+@compiled
 def run_next(ranks: np.ndarray, time_s: float, free: np.ndarray) -> float:
     """The start of the next pack, on `ranks`; `free`: when each rank is free, before and after it."""
     start = 0.0
@@ -32,3 +33,31 @@ def list_schedule(
     for pack in range(len(times)):
         starts[pack] = run_next(ranks[first_rank[pack] : first_rank[pack + 1]], times[pack], free)
     return starts, free
+
+
+@inner
+def run_on_first_free(degree: int, time_s: float, free: np.ndarray) -> None:
+    """The next pack, on the `degree` ranks that are free first. `free`: when ranks are free, rising, before and after
+    it; which ranks these are is not kept."""
+    end, place = free[degree - 1] + time_s, 0
+    while place + degree < len(free) and free[place + degree] < end:
+        free[place] = free[place + degree]
+        place += 1
+    for rank in range(place, place + degree):
+        free[rank] = end
+
+
+@compiled
+def on_earliest_blocks(need: np.ndarray, seconds: np.ndarray, speeds: np.ndarray) -> np.ndarray:
+    """The first rank of each pack's block: of the aligned ones, that which has done it first. O(packs x ranks)."""
+    free, first = np.zeros(len(speeds)), np.zeros(len(need), dtype=np.int64)
+    for pack in range(len(need)):
+        degree, best = need[pack], np.inf
+        for begin in range(0, len(free) - degree + 1, degree):
+            start, slowest = 0.0, np.inf
+            for rank in range(begin, begin + degree):
+                start, slowest = max(start, free[rank]), min(slowest, speeds[rank])
+            if start + seconds[pack] / slowest < best:
+                first[pack], best = begin, start + seconds[pack] / slowest
+        free[first[pack] : first[pack] + degree] = best
+    return first

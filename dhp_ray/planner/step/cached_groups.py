@@ -53,20 +53,15 @@ def best_cached_group(
         degree = len(members)
         if degree < lowest or degree > highest:
             continue
-        start = 0.0
+        start, slowest, speed_sum, used = 0.0, np.inf, 0.0, 0.0
         for rank in members:
-            start = max(start, free[rank])
-        if start >= makespan:
-            continue
-        slowest, speed_sum, idle = np.inf, 0.0, 0.0
-        for rank in members:
-            slowest = min(slowest, machine.speeds[rank])
+            start, slowest = max(start, free[rank]), min(slowest, machine.speeds[rank])
             speed_sum += machine.speeds[rank]
-            idle += (start - free[rank]) * machine.speeds[rank]
+            used += free[rank] * machine.speeds[rank]
         time = time_s(
             item, degree, machine.node[members[0]] != machine.node[members[-1]], slowest, machine.rates[degree]
         )
-        cost = gap_weight * idle + time * speed_sum - item.language_s - item.vision_s
+        cost = gap_weight * (start * speed_sum - used) + time * speed_sum - item.language_s - item.vision_s
         if start + time <= makespan and cost <= best.cost:
             best = Candidate(cost, degree, start)
             chosen[:degree] = members

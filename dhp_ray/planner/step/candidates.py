@@ -55,71 +55,32 @@ def best_candidate(
         if best.degree == 0 or highest > machine.ranks_per_node:
             best = _in_lists(item, lowest, highest, True, makespan, machine, lists, ranks, gap_weight, best, chosen)
         return best
+    compute = item.language_s + item.vision_s
     for degree in range(lowest, highest + 1):
         crosses = degree > machine.ranks_per_node
         time = time_s(item, degree, crosses, 1.0, machine.rates[degree])
-        extra = time * degree - item.language_s - item.vision_s
+        extra = time * degree - compute
         if extra >= best.cost - EVEN or time > makespan:
             continue
         if crosses:
             best = _whole_nodes(degree, time, extra, makespan, machine, ranks, gap_weight, best, chosen)
         else:
-            best = _in_nodes(degree, time, extra, makespan, machine, ranks, gap_weight, best, chosen)
+            for begin, end in zip(machine.first[:-1], machine.first[1:]):
+                if end - begin >= degree and ranks.free[ranks.by_free[begin + degree - 1]] + time <= makespan:
+                    best = _neighbours(
+                        degree, time, compute, makespan, machine.speeds, ranks.free, ranks.by_free, begin, end,
+                        gap_weight, best, chosen,
+                    )
+                    if best.cost <= extra + EVEN:  # it waits for nothing
+                        break
     if best.degree == 0:
         everywhere = ascending(ranks.free)
         for degree in range(lowest, highest + 1):
             time = time_s(item, degree, True, 1.0, machine.rates[degree])
             best = _neighbours(
-                degree,
-                time,
-                item.language_s + item.vision_s,
-                makespan,
-                machine.speeds,
-                ranks.free,
-                everywhere,
-                0,
-                len(everywhere),
-                gap_weight,
-                best,
-                chosen,
+                degree, time, compute, makespan, machine.speeds, ranks.free, everywhere, 0, len(everywhere), gap_weight,
+                best, chosen,
             )
-    return best
-
-
-@inner
-def _in_nodes(
-    degree: int,
-    time: float,
-    extra: float,
-    makespan: float,
-    machine: Machine,
-    ranks: FreeRanks,
-    gap_weight: float,
-    best: Candidate,
-    chosen: np.ndarray,
-) -> Candidate:
-    """Candidates inside one node, at equal speeds; the first that waits for nothing is taken. O(ranks)."""
-    free, by_free = ranks.free, ranks.by_free
-    for node in range(len(ranks.nodes)):
-        begin, end = machine.first[node], machine.first[node + 1]
-        if end - begin < degree or free[by_free[begin + degree - 1]] + time > makespan:
-            continue
-        total = 0.0
-        for last in range(begin, end):
-            start = free[by_free[last]]
-            if start + time > makespan:
-                break
-            total += start
-            if last >= begin + degree:
-                total -= free[by_free[last - degree]]
-            if last < begin + degree - 1:
-                continue
-            cost = extra + gap_weight * (degree * start - total)
-            if cost < best.cost - EVEN:
-                best = Candidate(cost, degree, start)
-                chosen[:degree] = by_free[last - degree + 1 : last + 1]
-        if best.cost <= extra + EVEN:
-            break
     return best
 
 
@@ -138,27 +99,22 @@ def _whole_nodes(
     """Candidates of whole nodes (of the last one only the ranks that get free first), at equal speeds. O(nodes x
     nodes of a candidate)."""
     free, by_free, nodes, first = ranks.free, ranks.by_free, ranks.nodes, machine.first
+    tried = np.zeros(degree, dtype=np.int64)
     for place in range(len(nodes)):
-        start, total, left, last = 0.0, 0.0, degree, place
-        while left > 0 and last < len(nodes):
-            begin = first[nodes[last]]
-            take = min(left, first[nodes[last] + 1] - begin)
-            for position in range(begin, begin + take):
-                total += free[by_free[position]]
-            start = max(start, free[by_free[begin + take - 1]])
-            left -= take
+        start, total, taken, last = 0.0, 0.0, 0, place
+        while taken < degree and last < len(nodes):
+            for position in range(first[nodes[last]], min(first[nodes[last] + 1], first[nodes[last]] + degree - taken)):
+                tried[taken] = by_free[position]
+                start = max(start, free[tried[taken]])
+                total += free[tried[taken]]
+                taken += 1
             last += 1
-        if left > 0 or start + time > makespan:
+        if taken < degree or start + time > makespan:
             break
         cost = extra + gap_weight * (degree * start - total)
         if cost < best.cost - EVEN:
             best = Candidate(cost, degree, start)
-            count = 0
-            for index in range(place, last):
-                begin = first[nodes[index]]
-                take = min(degree - count, first[nodes[index] + 1] - begin)
-                chosen[count : count + take] = by_free[begin : begin + take]
-                count += take
+            chosen[:degree] = tried
             if cost <= extra + EVEN:
                 break
     return best
@@ -257,6 +213,5 @@ def _neighbours(
             cost = gap_weight * (start * speed_sum - idle) + time * speed_sum - compute
             if cost < best.cost - EVEN:
                 best = Candidate(cost, degree, start)
-                for index in range(degree):
-                    chosen[index] = order[last - degree + 1 + index]
+                chosen[:degree] = order[last - degree + 1 : last + 1]
     return best

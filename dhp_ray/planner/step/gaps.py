@@ -28,13 +28,14 @@ class Backfilled(NamedTuple):
 
 @inner
 def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan: float, machine: Machine) -> np.ndarray:
-    """The bin of each item of `rest` (largest first): a gap's index, or the number of gaps plus the rank; -1 if it
-    fits in none."""
+    """The bin of each item of `rest` (largest first): the place of a gap in `partial.ranks`, or their number plus the
+    rank; -1 if it fits in none."""
     speeds, pack_s = machine.speeds, machine.rates[1].overhead_s
-    num_gaps, num_ranks = len(partial.gap_rank), len(speeds)
+    num_gaps, num_ranks = len(partial.ranks), len(speeds)
     room = np.zeros(num_gaps + num_ranks)
-    for gap in range(num_gaps):
-        room[gap] = partial.gap_length[gap] * speeds[partial.gap_rank[gap]]
+    for group in range(len(partial.item)):
+        for gap in range(partial.first[group], partial.first[group + 1]):
+            room[gap] = (partial.start[group] - partial.gap_start[gap]) * speeds[partial.ranks[gap]]
     for rank in range(num_ranks):
         room[num_gaps + rank] = (makespan - partial.free[rank]) * speeds[rank]
     rooms, state = rooms_for(len(room))
@@ -52,7 +53,7 @@ def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan:
                 begins = (tokens[bin_] + item.tokens + capacity - 1) // capacity - (
                     tokens[bin_] + capacity - 1
                 ) // capacity
-                speed = speeds[bin_ - num_gaps] if bin_ >= num_gaps else speeds[partial.gap_rank[bin_]]
+                speed = speeds[bin_ - num_gaps] if bin_ >= num_gaps else speeds[partial.ranks[bin_]]
                 if rooms[ROOM, found] >= need + begins * pack_s * speed:
                     need += begins * pack_s * speed
                     break
@@ -71,7 +72,7 @@ def packs_of_bins(
     items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine
 ) -> Backfilled:
     """Items of each bin into packs, first fit; a bin's packs run one after the other."""
-    num_gaps, capacity = len(partial.gap_rank), machine.tokens_per_rank
+    num_gaps, capacity = len(partial.ranks), machine.tokens_per_rank
     pack = np.zeros(len(rest), dtype=np.int64)
     pack_bin, seconds, pack_tokens = (
         np.zeros(len(rest), dtype=np.int64),
@@ -95,7 +96,7 @@ def packs_of_bins(
     clock = np.concatenate((partial.gap_start, partial.free))
     for into in range(count):
         if rank[into] < 0:
-            rank[into] = partial.gap_rank[pack_bin[into]]
+            rank[into] = partial.ranks[pack_bin[into]]
         start[into] = clock[pack_bin[into]]
         clock[pack_bin[into]] += seconds[into] / machine.speeds[rank[into]] + machine.rates[1].overhead_s
     return Backfilled(pack, rank, start)
@@ -104,7 +105,7 @@ def packs_of_bins(
 @inner
 def busy_of(items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine) -> np.ndarray:
     """When each rank is free after the partial schedule and the items of its tail."""
-    num_gaps, capacity = len(partial.gap_rank), machine.tokens_per_rank
+    num_gaps, capacity = len(partial.ranks), machine.tokens_per_rank
     busy = partial.free.copy()
     tokens = np.zeros(len(busy), dtype=np.int64)
     for place in range(len(rest)):

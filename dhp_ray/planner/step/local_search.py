@@ -1,11 +1,13 @@
 """Small batches of `sync=step` on ranks that are alike: a local search for what comes first, and on how many ranks.
 
 A plan is an order of the items and a degree for each. They are placed one after the other, each on the ranks that
-are free first. Any schedule follows from
-some order and degrees in that way without getting longer: with its items sorted by start, none starts later than it
-did. A step of the search moves an item, swaps two or changes a degree, and stays if the plan gets no longer by it
-than a threshold that falls to nothing (threshold accepting, Dueck and Scheuer 1990), from several seeds. O(steps x
-items x ranks) time, O(items x ranks) memory.
+are free first. Any schedule follows from some order and degrees in that way without getting longer: with its items
+sorted by start, none starts later than it did. A step of the search moves an item, swaps two or changes a degree, and
+stays if the plan gets no longer by it than a threshold that falls to nothing (threshold accepting, Dueck and Scheuer
+1990), from several seeds. O(steps x items x ranks) time, O(items x ranks) memory.
+
+The first start is the plan, or list scheduling if that is shorter: largest first, each on the fewest ranks on which it
+ends by some time.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 
 from dhp_ray.planner.items import Items, Machine, times_at
 from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.primitives.list_schedule import run_next, run_on_first_free
 from dhp_ray.planner.schedule import Schedule, firsts_of
 
 THRESHOLD = 0.3
@@ -25,13 +28,19 @@ WORK, STEPS, SEEDS = 2_000_000, 2000, 9
 """Steps x items x ranks in all, about; steps from each seed, at least; seeds at most. Three seeds there are always,
 one for each start."""
 
+TRIALS = 32
+"""Times by which items are to end on the fewest ranks, in search of a better start than the plan; from the target on,
+evenly."""
+
 
 class Ordered(NamedTuple):
-    """Items in the order in which they are placed, and the degree of each item (by its number)."""
+    """Items in the order in which they are placed, and the degree of each item (by its number). `times[i, d]`: seconds
+    of item i on d ranks."""
 
     makespan_s: float
     order: np.ndarray
     degree: np.ndarray
+    times: np.ndarray
 
 
 def alike(machine: Machine) -> bool:
@@ -66,18 +75,25 @@ def best_order(items: Items, schedule: Schedule, machine: Machine, target_s: flo
 @inner
 def _makespan(times: np.ndarray, order: np.ndarray, degree: np.ndarray, free: np.ndarray) -> float:
     """`free`: space for the times at which ranks get free, rising."""
-    num_ranks = len(free)
-    for rank in range(num_ranks):
-        free[rank] = 0.0
+    free[:] = 0.0
     for item in order:
-        need = degree[item]
-        end, place = free[need - 1] + times[item, need], 0
-        while place + need < num_ranks and free[place + need] < end:
-            free[place] = free[place + need]
-            place += 1
-        for rank in range(place, place + need):
-            free[rank] = end
-    return free[num_ranks - 1]
+        run_on_first_free(degree[item], times[item, degree[item]], free)
+    return free[-1]
+
+
+@inner
+def _on_fewest_ranks(
+    times: np.ndarray, order: np.ndarray, limit_s: float, least: np.ndarray, degree: np.ndarray, free: np.ndarray
+) -> float:
+    """The makespan where each item has the fewest ranks on which it ends by a time, or all; sets `degree`.
+    `least`: the fewest ranks that hold each item."""
+    free[:] = 0.0
+    for item in order:
+        degree[item] = least[item]
+        while degree[item] < len(free) and free[degree[item] - 1] + times[item, degree[item]] > limit_s:
+            degree[item] += 1
+        run_on_first_free(degree[item], times[item, degree[item]], free)
+    return free[-1]
 
 
 @inner
@@ -101,18 +117,23 @@ def _search(
     times: np.ndarray, orders: np.ndarray, degrees: np.ndarray, target_s: float, steps: int, seeds: int
 ) -> Ordered:
     count, num_ranks, minimum_degree = times.shape[0], times.shape[1] - 1, degrees[1]
-    free, order, degree = np.zeros(num_ranks), orders[0].copy(), degrees[0].copy()
-    best_s = _makespan(times, order, degree, free)
-    best_order, best_degree = order.copy(), degree.copy()
+    free, best_order, best_degree = np.zeros(num_ranks), orders[0].copy(), degrees[0].copy()
+    best_s = _makespan(times, best_order, best_degree, free)
+    for trial in range(TRIALS):
+        limit_s = target_s + (best_s - target_s) * trial / TRIALS
+        if _on_fewest_ranks(times, orders[1], limit_s, minimum_degree, degrees[0], free) < best_s:
+            best_s, best_order[:], best_degree[:] = free[-1], orders[1], degrees[0]
+    orders[0], degrees[0] = best_order, best_degree
     for seed in range(seeds):
-        order[:], degree[:] = orders[seed % len(orders)], degrees[seed % len(orders)]
+        order, degree = orders[seed % len(orders)].copy(), degrees[seed % len(orders)].copy()
+        now_order, now_degree = order.copy(), degree.copy()
         state, now_s = seed + 1, _makespan(times, order, degree, free)
         for step in range(steps):
             state = _next(state)
             move, one = (state >> 8) % 3, (state >> 12) % count
             state = _next(state)
             other = (state >> 8) % count
-            item, before = order[one], degree[order[one]]
+            item = order[one]
             if move == 0:
                 degree[item] = minimum_degree[item] + (state >> 8) % (num_ranks - minimum_degree[item] + 1)
             elif move == 1:
@@ -122,36 +143,32 @@ def _search(
             state = _next(state)
             found_s = _makespan(times, order, degree, free)
             if found_s - now_s <= THRESHOLD * now_s * (1.0 - step / steps) * ((state >> 8) % 1024) / 1024.0:
-                now_s = found_s
-            elif move == 0:
-                degree[item] = before
-            elif move == 1:
-                order[one], order[other] = item, order[one]
+                now_s, now_order[:], now_degree[:] = found_s, order, degree
             else:
-                _move(order, other, one)
+                order[:], degree[:] = now_order, now_degree
             if now_s < best_s * (1.0 - 1e-12):
-                best_s, best_order[:], best_degree[:] = now_s, order, degree
+                best_s, best_order[:], best_degree[:] = now_s, now_order, now_degree
                 if best_s <= target_s:
-                    return Ordered(best_s, best_order, best_degree)
-    return Ordered(best_s, best_order, best_degree)
+                    return Ordered(best_s, best_order, best_degree, times)
+    return Ordered(best_s, best_order, best_degree, times)
 
 
 def placed_in_order(ordered: Ordered, items: Items, machine: Machine) -> Schedule:
     """Each item on the ranks that are free first; what runs on the same ranks one after the other is one pack, as
     far as memory goes."""
-    free, last = np.zeros(len(machine.speeds)), np.full(len(machine.speeds), -1)
+    free, last, tokens = np.zeros(len(machine.speeds)), np.full(len(machine.speeds), -1), items.tokens
     members: list[list[int]] = []
     ranks: list[np.ndarray] = []
     for item in ordered.order.tolist():
         need = int(ordered.degree[item])
         chosen = np.sort(np.argsort(free, kind="stable")[:need])
-        free[chosen] = free[chosen].max() + times_at(items[item : item + 1], need, machine)[0]
+        run_next(chosen, ordered.times[item, need], free)
         group = int(last[chosen[0]])
         if (
             group < 0
-            or not np.array_equal(ranks[group], chosen)
+            or len(ranks[group]) != need
             or (last[chosen] != group).any()
-            or (items.tokens[[*members[group], item]].sum() > need * machine.tokens_per_rank)
+            or (tokens[[*members[group], item]].sum() > need * machine.tokens_per_rank)
         ):
             group = len(members)
             members.append([])

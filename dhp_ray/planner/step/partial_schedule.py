@@ -37,7 +37,8 @@ OWN_GROUPS = 256
 class PartialSchedule(NamedTuple):
     """Group g runs item[g] on ranks[first[g]:first[g + 1]] from start[g]. `free`: when each rank is free at the end.
 
-    Gaps: gap h is rank gap_rank[h], from gap_start[h] for gap_length[h] seconds.
+    Before that each of these ranks has a gap, of no length where the rank is busy until then; `gap_start` says for each
+    of `ranks` when it begins.
     """
 
     placed: bool
@@ -45,9 +46,7 @@ class PartialSchedule(NamedTuple):
     first: np.ndarray
     ranks: np.ndarray
     start: np.ndarray
-    gap_rank: np.ndarray
     gap_start: np.ndarray
-    gap_length: np.ndarray
     free: np.ndarray
 
 
@@ -72,7 +71,7 @@ def place_large(
     lowest = _lowest_degrees(items, order, smallest_s, makespan, machine)
     nothing, none = np.zeros(0), np.zeros(0, dtype=np.int64)
     if len(lowest) < len(order):
-        return PartialSchedule(False, none, none, none, nothing, none, nothing, nothing, nothing)
+        return PartialSchedule(False, none, none, none, nothing, nothing, nothing)
     total, count = 0, 0
     least_s = np.full(len(busy) + 1, np.inf)
     for place in range(len(order)):
@@ -84,14 +83,15 @@ def place_large(
                 least_s[degree] = min(
                     least_s[degree], time_s(items[order[place]], degree, False, machine.fastest, machine.rates[degree])
                 )
-    group_item, group_start = np.zeros(count, dtype=np.int64), np.zeros(count)
+    group_item, group_start, gap_start = np.zeros(count, dtype=np.int64), np.zeros(count), np.zeros(total)
     first, group_ranks = np.zeros(count + 1, dtype=np.int64), np.zeros(total, dtype=np.int64)
-    gap_rank, gap_start, gap_length = np.zeros(total, dtype=np.int64), np.zeros(total), np.zeros(total)
-    cached = _with_all_ranks(pool, len(busy), count, total)
-    num_cached, num_gaps, group = len(pool.first), 0, 0
+    cached = CachedGroups(  # the pool's, the group of all ranks, and room for those of this plan
+        np.concatenate((pool.ranks, np.arange(len(busy)), np.zeros(total, dtype=np.int64))),
+        np.concatenate((pool.first, np.full(count + 1, len(pool.ranks) + len(busy)))),
+    )
+    num_cached, group = len(pool.first), 0
     ranks = free_ranks(busy, least_s, machine, lists)
-    met = np.zeros(len(busy), dtype=np.int64)
-    chosen, from_cache = np.zeros(len(busy), dtype=np.int64), np.zeros(len(busy), dtype=np.int64)
+    met, chosen = np.zeros(len(busy), dtype=np.int64), np.zeros(len(busy), dtype=np.int64)
     for place in range(len(order)):
         if lowest[place] == 0:
             continue
@@ -104,41 +104,16 @@ def place_large(
             candidate = best_candidate(
                 item, lowest[place], highest, makespan, machine, lists, ranks, gap_weight, chosen
             )
+        limit = candidate.cost + reuse_s
+        if 1 < candidate.degree < len(busy) and met[chosen[: candidate.degree]].max() >= MAX_GROUPS_PER_RANK:
+            candidate, highest, limit = Candidate(np.inf, 0, 0.0), len(busy), np.inf
         again = best_cached_group(
-            item,
-            lowest[place],
-            highest,
-            makespan,
-            machine,
-            ranks.free,
-            cached,
-            num_cached,
-            gap_weight,
-            candidate.cost + reuse_s,
-            from_cache,
+            item, lowest[place], highest, makespan, machine, ranks.free, cached, num_cached, gap_weight, limit, chosen
         )
-        if again.degree:
-            candidate = again
-            chosen[: again.degree] = from_cache[: again.degree]
-        elif 1 < candidate.degree < len(busy) and met[chosen[: candidate.degree]].max() >= MAX_GROUPS_PER_RANK:
-            candidate = best_cached_group(
-                item,
-                lowest[place],
-                len(busy),
-                makespan,
-                machine,
-                ranks.free,
-                cached,
-                num_cached,
-                gap_weight,
-                np.inf,
-                chosen,
-            )
-            again = candidate
+        candidate = again if again.degree > 0 else candidate
         if candidate.degree == 0:
-            return PartialSchedule(False, none, none, none, nothing, none, nothing, nothing, nothing)
-        members = chosen[: candidate.degree]
-        members = members[ascending(members.astype(np.float64))]
+            return PartialSchedule(False, none, none, none, nothing, nothing, nothing)
+        members = chosen[ascending(chosen[: candidate.degree].astype(np.float64))]
         if again.degree == 0 and 1 < candidate.degree < len(busy):
             for rank in members:
                 met[rank] += 1
@@ -146,56 +121,19 @@ def place_large(
                 cached.first[num_cached + 1] = cached.first[num_cached] + candidate.degree
                 cached.ranks[cached.first[num_cached] : cached.first[num_cached + 1]] = members
                 num_cached += 1
-        slowest = np.inf
-        for rank in members:
-            slowest = min(slowest, machine.speeds[rank])
-        low_node, high_node = machine.node[members[0]], machine.node[members[-1]]
-        finish = candidate.start + time_s(
-            item, candidate.degree, high_node > low_node, slowest, machine.rates[candidate.degree]
-        )
+        slowest, crosses = machine.speeds[members].min(), machine.node[members[-1]] > machine.node[members[0]]
+        finish = candidate.start + time_s(item, candidate.degree, crosses, slowest, machine.rates[candidate.degree])
         if first[group] + candidate.degree > len(group_ranks):
             group_ranks = np.concatenate((group_ranks, np.zeros(len(group_ranks) + len(busy), dtype=np.int64)))
-            gap_rank = np.concatenate((gap_rank, np.zeros(len(gap_rank) + len(busy), dtype=np.int64)))
             gap_start = np.concatenate((gap_start, np.zeros(len(gap_start) + len(busy))))
-            gap_length = np.concatenate((gap_length, np.zeros(len(gap_length) + len(busy))))
-        for rank in members:
-            if ranks.free[rank] < candidate.start:
-                gap_rank[num_gaps], gap_start[num_gaps], gap_length[num_gaps] = (
-                    rank,
-                    ranks.free[rank],
-                    candidate.start - ranks.free[rank],
-                )
-                num_gaps += 1
+        gap_start[first[group] : first[group] + candidate.degree] = ranks.free[members]
         occupy(ranks, members, finish, machine, lists)
         group_item[group], group_start[group] = order[place], candidate.start
         first[group + 1] = first[group] + candidate.degree
         group_ranks[first[group] : first[group + 1]] = members
         group += 1
-    return PartialSchedule(
-        True,
-        group_item,
-        first,
-        group_ranks[: first[group]],
-        group_start,
-        gap_rank[:num_gaps],
-        gap_start[:num_gaps],
-        gap_length[:num_gaps],
-        ranks.free,
-    )
-
-
-@inner
-def _with_all_ranks(pool: CachedGroups, num_ranks: int, count: int, total: int) -> CachedGroups:
-    """The pool's groups, then the group of all ranks, with room for `count` more of `total` ranks."""
-    cached = CachedGroups(
-        np.zeros(len(pool.ranks) + num_ranks + total, dtype=np.int64),
-        np.zeros(len(pool.first) + 1 + count, dtype=np.int64),
-    )
-    cached.ranks[: len(pool.ranks)] = pool.ranks
-    cached.first[: len(pool.first)] = pool.first
-    cached.ranks[len(pool.ranks) : len(pool.ranks) + num_ranks] = np.arange(num_ranks)
-    cached.first[len(pool.first)] = len(pool.ranks) + num_ranks
-    return cached
+    end = first[group]
+    return PartialSchedule(True, group_item, first, group_ranks[:end], group_start, gap_start[:end], ranks.free)
 
 
 @inner
