@@ -251,7 +251,7 @@ def main(words: list[str]) -> int:
         "variants",
         nargs="*",
         metavar="VARIANT",
-        help="all if none is named: " + "; ".join(variant.name for variant in VARIANTS),
+        help="all if none is named: " + "; ".join(variant.name for variant in VARIANTS).replace("%", "%%"),
     )
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--beside", type=Path, metavar="FOLDER")

@@ -51,3 +51,11 @@ def test_an_unknown_variant_is_refused() -> None:
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 2
     assert "step: no plan: no such variant; allowed: step: no gap weight of 0.25; " in found.stderr
+
+
+def test_help_names_the_variants() -> None:
+    """Also those with a percent sign in their names."""
+    found = subprocess.run([sys.executable, "benchmarks/ablation.py", "--help"], cwd=ROOT, capture_output=True,
+                           text=True)
+    assert found.returncode == 0, found.stderr
+    assert "no gap weight of 0.25" in found.stdout
