@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from dhp_ray.model.attention import PackContext, ring_attention
 from dhp_ray.model.layout import PackLayout
 
 PACKS = {
-    "cuda": {"1 x 8k": [8192], "1 x 32k": [32768], "8 x 1k": [1024] * 8, "32 x 1k": [1024] * 32, "256 x 128": [128] * 256,
-             "16k to 128": [16384, 8192, 4096, 2048, 1024, 512, 256, 128, 128]},
+    "cuda": {"1 x 8k": [8192], "1 x 32k": [32768], "8 x 1k": [1024] * 8, "32 x 1k": [1024] * 32,
+             "256 x 128": [128] * 256, "16k to 128": [16384, 8192, 4096, 2048, 1024, 512, 256, 128, 128]},
     "cpu": {"1 x 256": [256], "8 x 32": [32] * 8, "128 to 1": [128, 64, 32, 16, 8, 4, 2, 1, 1]},
 }
 """Lengths of the sequences of every pack, by name."""
@@ -54,15 +55,14 @@ def run(settings: Settings, record: Record) -> str:
     for name, lengths in PACKS[device.type].items():
         torch.manual_seed(0)
         shapes = [(sum(lengths), count, width) for count in (heads, key_heads, key_heads, heads)]
-        # the first of the dimensions is one; heads before tokens, as transformers has them: a view
         q, k, v, slope = (torch.randn(shape, device=device).to(compute_type(device)) for shape in shapes)
         ours = measured(ring_of(lengths, width), (q, k, v), slope)
         others, refused = {}, {}
         for kind, call in plain_of(lengths, device).items():
             try:
                 others[kind] = measured(call, (q, k, v), slope)
-            except (RuntimeError, TypeError, ValueError) as error:
-                refused[kind] = str(error).split("\n")[0][:200]
+            except (RuntimeError, TypeError, ValueError) as said:
+                refused[kind] = str(said).split("\n")[0][:200]
         if not others:
             raise CheckError(f"{name}: no plain flash attention runs: {refused}")
         kind = min(others, key=lambda kind: others[kind].forward_s + others[kind].backward_s)
@@ -99,7 +99,8 @@ def ring_of(lengths: Sequence[int], width: int) -> Call:
     context = PackContext(PackLayout(tuple(lengths), 1))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), width**-0.5, context)[0]
+        query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))  # heads before tokens, as transformers has it
+        return ring_attention(query, key, value, width**-0.5, context)[0]
 
     return call
 
@@ -111,8 +112,9 @@ def plain_of(lengths: Sequence[int], device: torch.device) -> dict[str, Call]:
         outs = []
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             for first, last in pairwise((0, *accumulate(lengths))):
-                one = [x[first:last].transpose(0, 1)[None] for x in (q, k, v)]
-                outs.append(F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+                query, key, value = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
+                out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+                outs.append(out[0].transpose(0, 1))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     if device.type == "cpu":
@@ -121,12 +123,11 @@ def plain_of(lengths: Sequence[int], device: torch.device) -> dict[str, Call]:
 
     offsets = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=device)
     known = inspect.signature(varlen_attn).parameters  # they differ between versions of torch
-    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
 
     def together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = varlen_attn(q, k, v, offsets, offsets, max(lengths), max(lengths), **causal, **grouped)
-        return out
+        return cast(Tensor, varlen_attn(q, k, v, offsets, offsets, max(lengths), max(lengths), **causal, **grouped))
 
     return {"varlen_attn": together, "sdpa": each} if len(lengths) < 64 else {"varlen_attn": together}
 

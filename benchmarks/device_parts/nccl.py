@@ -6,13 +6,11 @@ import os
 
 import torch
 
-from benchmarks.device_parts.aborts import lost_peer
 from benchmarks.device_parts.outcomes import ROOT, run_tests
-from benchmarks.device_parts.parity import compare
 from benchmarks.device_parts.record import CheckError, NotRun, Record
 from benchmarks.device_parts.settings import Settings
 
-NUM_RANKS = 2
+NUM_RANKS = 3
 SHARES_SINCE = (2, 30)
 """NCCL's version from which ranks may share a GPU."""
 
@@ -31,14 +29,16 @@ def run(settings: Settings, record: Record) -> str:
     missing = "no CUDA device" if settings.device != "cuda" else lack(NUM_RANKS)
     if missing:
         raise NotRun(missing)
+    from benchmarks.device_parts.aborts import HEAD, lost_peer
+    from benchmarks.device_parts.parity import compare
+
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     wrong, said = [], []
     try:
-        said.append(compare(record, "cuda", "nccl", NUM_RANKS, timeout_s=40.0))
+        said.append(compare(record, "cuda", "nccl", NUM_RANKS, "bf16", timeout_s=40.0))
     except (AssertionError, CheckError) as error:
         wrong.append(f"ring: {str(error).strip().splitlines()[-1]}")
-    record.table(["what", "blocked s", "longest answer ms", "ended by the abort after ms", "training thread raised",
-                  "next operation"])
+    record.table(HEAD)
     for deed in ("never joins", "is killed"):
         try:
             wrong += lost_peer(record, "cuda", "nccl", deed)

@@ -58,7 +58,7 @@ class Outcomes:
             self.first_reason = self.first_reason or reason
         if report.failed:
             self.first_failed = self.first_failed or report.nodeid
-            reason = str(getattr(report.longrepr, "reprcrash", None) and report.longrepr.reprcrash.message or "")
+            reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
         reason = reason.strip().split("\n")[0][:160]
         self.counts[report.outcome] += 1
         what = f"{report.outcome}{': ' * bool(reason)}{reason}"

@@ -51,42 +51,44 @@ class Degree(NamedTuple):
 
 
 def run(settings: Settings, record: Record) -> str:
-    return compare(record, settings.device, async_backend.BACKEND, num_ranks=4, timeout_s=settings.limit_of("parity"))
+    precision = "fp32" if settings.device == "cpu" else "bf16"
+    return compare(record, settings.device, async_backend.BACKEND, 4, precision, settings.limit_of("parity"))
 
 
-def compare(record: Record, device: str, backend: str, num_ranks: int, timeout_s: float) -> str:
+def compare(record: Record, device: str, backend: str, num_ranks: int, precision: str, timeout_s: float) -> str:
     """Every degree up to `num_ranks` over both transports, one row each.
 
     Raises:
         CheckError: a degree is too far off.
     """
     record.table(["backend", "transport", "degree", "loss", "all gradients", "worst gradient", "which"])
-    rows: list[Degree] = run_processes(walk, num_ranks, num_ranks, device, backend, timeout_s=timeout_s)[0]
+    rows: list[Degree] = run_processes(walk, num_ranks, num_ranks, device, backend, precision,
+                                       timeout_s=timeout_s)[0]
     for row in rows:
         record.row(f"{backend}, {row.transport}, degree {row.degree}", row._asdict(),
                    [backend, row.transport, str(row.degree), f"{row.loss:.1e}", f"{row.gradients:.1e}",
                     f"{row.worst:.1e}", row.worst_name])
     alone = next(row for row in rows if row.degree == 1)
-    wrong = [f"{row.transport}, degree {row.degree}" for row in rows if not holds(row, alone, device)]
+    wrong = [f"{row.transport}, degree {row.degree}" for row in rows if not holds(row, alone, precision)]
     if wrong:
         raise CheckError(f"gradients or loss are off at {'; '.join(wrong)}")
     return f"degrees 1 to {num_ranks} over {backend}: gradients within {max(row.gradients for row in rows):.1e}"
 
 
-def holds(row: Degree, alone: Degree, device: str) -> bool:
-    if device == "cpu":
+def holds(row: Degree, alone: Degree, precision: str) -> bool:
+    if precision == "fp32":
         return row.loss < LARGEST_ERROR and row.worst < LARGEST_ERROR
     # bf16 keeps 8 bits: a loss that is off by less than one of them in the last place is not off
     return row.gradients <= BEYOND_DEGREE_1 * alone.gradients and row.loss <= max(2**-8, BEYOND_DEGREE_1 * alone.loss)
 
 
-def walk(rank: int, port: int, num_ranks: int, device_name: str, backend: str) -> list[Degree]:
+def walk(rank: int, port: int, num_ranks: int, device_name: str, backend: str, precision: str) -> list[Degree]:
     """Run by every rank; rank 0 compares."""
     async_backend.register()
     accelerator = replace(ACCELERATORS[device_name], backend=backend)
     accelerator.activate()
-    device, precision = accelerator.torch_device(), "fp32" if device_name == "cpu" else "bf16"
-    timeout = timedelta(seconds=60)
+    accelerator.compute_in(precision)
+    device, timeout = accelerator.torch_device(), timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout,
                             device_id=device if backend == "nccl" else None)

@@ -38,6 +38,7 @@ class PlainStep:
         self.module.float().train()
         if recomputes:
             checkpoint_activations(self.module)
+        assert dist.group.WORLD is not None
         mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         model: Any = self.module.model

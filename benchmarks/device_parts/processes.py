@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,8 @@ def run_part(settings: Settings, part: str, command: str) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what it has started and left
-            except ProcessLookupError:
-                pass
             process.wait()
     seconds = round(time.monotonic() - begin, 1)
     record: dict[str, Any] = (json.loads(file.read_text()) if file.exists()

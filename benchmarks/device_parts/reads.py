@@ -54,7 +54,7 @@ def counted(device: torch.device) -> Iterator[Counter[Place]]:
 @contextmanager
 def _warned(found: Counter[Place]) -> Iterator[None]:
     def show(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
-        if "synchroniz" in str(message):
+        if "called a synchronizing" in str(message):
             _count(found, "synchronisation", sys._getframe(1))
 
     with warnings.catch_warnings():

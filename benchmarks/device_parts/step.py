@@ -18,6 +18,7 @@ from benchmarks.device_parts.record import CheckError, Record
 from benchmarks.device_parts.settings import Settings
 from benchmarks.device_parts.timing import matrix_rate, timed
 from benchmarks.device_parts.workload import BATCHES, Batch, OwnStep, batch_of, choose_preset, config_of
+from dhp_ray.model.qwen2_5_vl import Qwen25VL
 from dhp_ray.train.flat_engine import resident_bytes
 
 NUM_TIMED = {"cuda": 3, "cpu": 1}
@@ -44,7 +45,9 @@ def run(settings: Settings, record: Record) -> str:
     rate = matrix_rate(device)
     batches = {f"{name}, {'text and images' if images else 'text'}": batch_of(lengths, device, images)
                for name, lengths in BATCHES[device.type].items() for images in (False, True)}
-    ours, theirs, kinds = {}, {}, {"own": OwnStep, "plain": PlainStep}
+    ours: dict[str, Run] = {}
+    theirs: dict[str, Run] = {}
+    kinds: dict[str, type[OwnStep] | type[PlainStep]] = {"own": OwnStep, "plain": PlainStep}
     counts = sizes_of(config)
     predicted = resident_bytes(counts.total, 1, precision)
     record.tree |= {"preset": preset, "precision": precision, "num_parameters": counts.total,
@@ -125,8 +128,6 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(config: Qwen2_5_VLConfig) -> Sizes:
-    from dhp_ray.model.qwen2_5_vl import Qwen25VL
-
     with torch.device("meta"):
         module: Any = Qwen25VL.model_class(config)
 
@@ -153,5 +154,6 @@ def flops_of(config: Qwen2_5_VLConfig, sizes: Sizes, batch: Batch) -> float:
         total += 12.0 * text.num_hidden_layers * text.hidden_size * tokens * (tokens + 1) / 2
         for time, height, width in sample.vision_grids:
             image = height * width
-            total += 12.0 * vision.hidden_size * time * image * (full * image + (vision.depth - full) * min(window, image))
+            seen = full * image + (vision.depth - full) * min(window, image)  # by a patch, over all layers
+            total += 12.0 * vision.hidden_size * time * image * seen
     return total

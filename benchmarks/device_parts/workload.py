@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 
@@ -66,8 +65,10 @@ def num_parameters(preset: str) -> int:
 
 def choose_preset(preset: str, device: torch.device) -> str:
     """`auto`: the largest whose resident state fits. Raises SettingsError where `preset` does not."""
+    if device.type == "cpu" and preset not in ("auto", "tiny"):
+        raise SettingsError(f"preset: got {preset!r} for the CPU; allowed: auto, tiny")
     if device.type == "cpu" or preset == "tiny":
-        return "tiny" if preset == "auto" else preset
+        return "tiny"
     memory = ACCELERATORS[device.type].memory_bytes()
     needed = {name: resident_bytes(num_parameters(name), 1, "bf16") for name in LARGE if preset in ("auto", name)}
     for name, needed_bytes in needed.items():
