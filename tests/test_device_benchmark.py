@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from benchmarks.device_parts.parity import Degree, holds
+from benchmarks.device_parts.processes import run_process
 from benchmarks.device_parts.reads import Place, counted
 from benchmarks.device_parts.record import Record
 from benchmarks.device_parts.settings import LIMITS_S, Settings, SettingsError
 from benchmarks.device_parts.step import flops_of, sizes_of
 from benchmarks.device_parts.workload import LARGE, batch_of, choose_preset, config_of, num_parameters
 from dhp_ray.model.presets import preset_config
+from tests.comm.test_conformance import is_running
 from tests.packs import TOKEN_IDS
 from tests.readme import ROOT
 
@@ -123,6 +125,21 @@ def test_a_part_that_hangs_is_ended_and_the_next_one_runs(tmp_path: Path) -> Non
         assert record["status"] == "failed"
         assert record["said"].startswith("over its limit of 0.05 s; ")
         assert f"\n{part}: FAILED after " in f"\n{process.stdout}"
+
+
+@pytest.mark.parametrize(("command", "said"), [
+    ("sleep 99 & echo $! > {pid}; sleep 99", "over its limit of 0.5 s"),
+    ("sleep 99 & echo $! > {pid}; exit 3", "its process ended with 3"),
+    ("sleep 99 & echo $! > {pid}; kill -SEGV $$", "its process died of SIGSEGV"),
+])
+def test_nothing_of_a_part_is_left_running(tmp_path: Path, command: str, said: str) -> None:
+    pid = tmp_path / "pid"
+    begin = time.monotonic()
+    assert run_process(["bash", "-c", command.format(pid=pid)], tmp_path / "log", 0.5) == said
+    assert time.monotonic() - begin < 10.0
+    deadline = time.monotonic() + 5.0
+    while is_running(int(pid.read_text())):
+        assert time.monotonic() < deadline
 
 
 def test_an_error_of_a_part_is_one_line(tmp_path: Path) -> None:

@@ -43,35 +43,38 @@ def run_part(settings: Settings, part: str, command: str) -> dict[str, Any]:
     for name in (file, file.with_suffix(".md"), log):
         name.unlink(missing_ok=True)
     begin = time.monotonic()
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.device_parts.processes", part, command, *settings.arguments()], cwd=ROOT,
-            env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        late = False
-        try:
-            process.wait(settings.limit_of(part))
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it has started and left
-            process.wait()
+    what = run_process(
+        [sys.executable, "-m", "benchmarks.device_parts.processes", part, command, *settings.arguments()], log,
+        settings.limit_of(part))
     seconds = round(time.monotonic() - begin, 1)
     record: dict[str, Any] = (json.loads(file.read_text()) if file.exists()
                               else {"part": part, "command": command, "device": settings.device, "versions": {},
                                     "figures": {}, "status": "running"})
     if record["status"] == "running":
-        what = f"over its limit of {settings.limit_of(part):g} s" if late else ended(process.returncode)
         record |= {"status": "failed", "said": f"{what}; {last_line(log)}"}
     record["seconds"] = seconds
     write(file, json.dumps(record, indent=2) + "\n")
     return record
 
 
-def ended(status: int) -> str:
-    """How a process ended, in words."""
+def run_process(command: list[str], log: Path, limit_s: float) -> str:
+    """Run a command at the root of the checkout, and end it at its limit with all that it has started; how it ended."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+    late = False
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what it has left
+            status = process.wait()
+    if late:
+        return f"over its limit of {limit_s:g} s"
     return f"its process died of {signal.Signals(-status).name}" if status < 0 else f"its process ended with {status}"
 
 

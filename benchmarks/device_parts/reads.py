@@ -59,7 +59,7 @@ def _warned(found: Counter[Place]) -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = show
+        warnings.showwarning = show  # type: ignore[assignment]
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield
