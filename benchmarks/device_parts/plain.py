@@ -46,8 +46,10 @@ class PlainStep:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         if device.type == "cpu":
             self.module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no mean
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-5, betas=(0.9, 0.95), eps=1e-6,
-                                           weight_decay=0.1, fused=device.type == "cuda")
+        parameters = list(self.module.parameters())
+        groups = [{"params": [parameter for parameter in parameters if (parameter.ndim > 1) == decays],
+                   "weight_decay": 0.1 * decays} for decays in (True, False)]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(0.9, 0.95), eps=1e-6, fused=device.type == "cuda")
 
     def run(self, batch: Batch) -> float:
         """One optimizer step; the mean loss."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMITS_S = {"tests": 120, "attention": 60, "step": 180, "synchronisations": 45, "parity": 60, "abort": 45, "nccl": 90}
+LIMITS_S = {"tests": 135, "attention": 45, "step": 180, "synchronisations": 30, "parity": 60, "abort": 60, "nccl": 90}
 """Seconds after which a part is ended, in the order in which they run; ten minutes together."""
 DEVICES = ("auto", "cuda", "cpu")
 PRESETS = ("auto", "tiny", "2b", "3b")
