@@ -5,6 +5,7 @@ fails or hangs keeps no other from running.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.device_parts.aborts import answers_of
 from benchmarks.device_parts.parity import Degree, holds
 from benchmarks.device_parts.processes import run_process
 from benchmarks.device_parts.reads import Place, counted
@@ -22,6 +24,7 @@ from benchmarks.device_parts.record import Record
 from benchmarks.device_parts.settings import LIMITS_S, Settings, SettingsError
 from benchmarks.device_parts.step import flops_of, sizes_of
 from benchmarks.device_parts.workload import LARGE, batch_of, choose_preset, config_of, num_parameters
+from dhp_ray.comm.progress import Progress
 from dhp_ray.model.presets import preset_config
 from tests.comm.test_conformance import is_running
 from tests.packs import TOKEN_IDS
@@ -140,6 +143,49 @@ def test_nothing_of_a_part_is_left_running(tmp_path: Path, command: str, said: s
     deadline = time.monotonic() + 5.0
     while is_running(int(pid.read_text())):
         assert time.monotonic() < deadline
+
+
+TESTS_OF_A_DEVICE = {
+    "passes": "def test_it(): assert True",
+    "fails": "def test_it(): assert 1 == 2, 'the sum is off'",
+    "skips": "import pytest\ndef test_it(): pytest.skip('no second device')",
+    "cannot_be_imported": "import no_such_module",
+}
+
+
+@pytest.mark.parametrize(("kinds", "said"), [
+    (["passes", "skips"], "1 tests passed, 1 skipped"),
+    (["skips"], "NotRun: all 1 tests skipped themselves: no second device"),
+    (["passes", "fails"], "CheckError: 1 of 2 tests failed, the first is test_fails.py::test_it"),
+    (["passes", "cannot_be_imported"], "CheckError: 1 of 2 tests failed, the first is test_cannot_be_imported.py"),
+    ([], "CheckError: pytest -k passes ran no test (exit status 5)"),
+])
+def test_tests_are_written_down_as_they_end(tmp_path: Path, kinds: list[str], said: str) -> None:
+    files = [tmp_path / f"test_{kind}.py" for kind in kinds]
+    for kind, file in zip(kinds, files):
+        file.write_text(TESTS_OF_A_DEVICE[kind])
+    program = ("import sys; from pathlib import Path; from benchmarks.device_parts import outcomes, record\n"
+               "outcomes.ROOT = Path(sys.argv[1])\n"
+               "try: said = outcomes.run_tests(record.Record(Path(sys.argv[1]), 'tests', '', 'cpu'), sys.argv[2:])\n"
+               "except Exception as error: said = f'{type(error).__name__}: {error}'\n"
+               "print(said)")
+    arguments = [str(file) for file in files] or ["-k", "passes"]
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path), *arguments], cwd=tmp_path, text=True,
+                          capture_output=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout.splitlines()[-1] == said
+    figures = json.loads((tmp_path / "tests.json").read_text())["figures"]
+    assert {name.partition("::")[0]: found["outcome"] for name, found in figures.items()} == {
+        f"test_{kind}.py": {"passes": "passed", "skips": "skipped"}.get(kind, "failed") for kind in kinds}
+    reasons = {"test_fails.py::test_it": "the sum is off", "test_cannot_be_imported.py": "No module named"}
+    for name in reasons.keys() & figures.keys():
+        assert reasons[name] in figures[name]["reason"]
+
+
+def test_a_control_thread_that_is_held_up_is_seen() -> None:
+    held = answers_of(Progress(), lambda seconds: time.sleep(0.5) is None, 3.0)
+    assert held.late_s("cpu") == held.late_s("cuda") > 0.4
+    free = answers_of(Progress(), lambda seconds: bool(time.sleep(seconds)), 0.5)
+    assert free.late_s("cpu") < 0.1
 
 
 def test_an_error_of_a_part_is_one_line(tmp_path: Path) -> None:

@@ -90,13 +90,12 @@ def run(settings: Settings, record: Record) -> str:
 
 def answers_of(progress: Progress, ended: Callable[[float], bool], watched_s: float) -> Answers:
     """Ask where a rank is, as the control thread does, until `ended(POLL_S)` or for `watched_s`."""
-    begin, late_s, doing = time.monotonic(), [0.0], ""
-    while time.monotonic() - begin < watched_s:
+    begin, late_s, doing, over = time.monotonic(), list[float](), "", False
+    while not over and time.monotonic() - begin < watched_s:
         asked = time.monotonic()
         doing = str(progress.passed())
-        if ended(POLL_S):
-            break
-        late_s.append(time.monotonic() - asked - POLL_S)
+        over = ended(POLL_S)
+        late_s.append(max(0.0, time.monotonic() - asked - POLL_S))
     return Answers(time.monotonic() - begin, statistics.median(late_s), max(late_s), doing)
 
 
@@ -108,10 +107,12 @@ def busy(record: Record) -> list[str]:
     progress = Progress(device)
     progress.mark("layer 0")
     progress.synchronize()
-    begin = time.monotonic()
-    torch.cuda._sleep(PER_SLEEP)
-    progress.synchronize()
-    cycles = int(PER_SLEEP * BUSY_S / (time.monotonic() - begin))
+    cycles = 0
+    for _ in range(2):  # an idle device runs slower at first
+        begin = time.monotonic()
+        torch.cuda._sleep(PER_SLEEP)
+        progress.synchronize()
+        cycles = int(PER_SLEEP * BUSY_S / (time.monotonic() - begin))
     torch.cuda._sleep(cycles)
     number = torch.ones((), device=device) * 2.0
     progress.mark("layer 1")

@@ -24,7 +24,8 @@ def run_tests(record: Record, arguments: list[str]) -> str:
     import pytest
 
     outcomes = Outcomes(record)
-    status = pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *arguments], plugins=[outcomes])
+    always = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--rootdir", str(ROOT)]
+    status = pytest.main([*always, *arguments], plugins=[outcomes])
     counts = outcomes.counts
     if counts["failed"]:
         raise CheckError(f"{counts['failed']} of {counts.total()} tests failed, the first is {outcomes.first_failed}")
@@ -49,20 +50,27 @@ class Outcomes:
         if isinstance(rule, str) and rule:
             self._rules[item.nodeid] = rule
 
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed or (report.skipped and report.nodeid.endswith(".py")):  # a whole file
+            self._count(report, 0.0)
+
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if not (report.when == "call" or report.skipped or report.failed):
-            return
+        if report.when == "call" or report.skipped or report.failed:
+            self._count(report, report.duration)
+
+    def _count(self, report: Any, seconds: float) -> None:
         reason = ""
         if report.skipped and isinstance(report.longrepr, tuple):
             reason = str(report.longrepr[2]).removeprefix("Skipped: ")
             self.first_reason = self.first_reason or reason
         if report.failed:
             self.first_failed = self.first_failed or report.nodeid
-            reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
+            crash = getattr(report.longrepr, "reprcrash", None)  # of a test; of a file its last line says most
+            reason = crash.message if crash else str(report.longrepr or "").strip().rpartition("\n")[2]
         reason = reason.strip().split("\n")[0][:160]
         self.counts[report.outcome] += 1
         what = f"{report.outcome}{': ' * bool(reason)}{reason}"
         name = report.nodeid.removeprefix("tests/")
-        self._record.row(report.nodeid, {"outcome": report.outcome, "reason": reason, "seconds": report.duration,
+        self._record.row(report.nodeid, {"outcome": report.outcome, "reason": reason, "seconds": seconds,
                                          "rule": self._rules.get(report.nodeid, "")},
-                         [name, what, f"{report.duration:.1f}"])
+                         [name, what, f"{seconds:.1f}"])

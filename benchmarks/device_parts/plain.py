@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,9 +33,11 @@ class PlainStep:
         with building_on(device, dtype):
             self.module = Qwen2_5_VLForConditionalGeneration(config)
         self.attention = "sdpa"
-        if device.type == "cuda" and importlib.util.find_spec("flash_attn"):
-            self.attention = "flash_attention_2"
         self.module.set_attn_implementation(self.attention)
+        if device.type == "cuda" and importlib.util.find_spec("flash_attn"):
+            with suppress(ImportError, ValueError):  # of a version that transformers does not take
+                self.module.set_attn_implementation("flash_attention_2")
+                self.attention = "flash_attention_2"
         self.module.float().train()
         if recomputes:
             checkpoint_activations(self.module)
