@@ -69,6 +69,7 @@ def versions() -> dict[str, str]:
             continue
     import torch
 
+    found["torch"] = torch.__version__  # with what it was built for
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     if torch.cuda.is_available():
