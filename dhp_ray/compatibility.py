@@ -8,10 +8,12 @@ and neither Ray nor OmegaConf nor PyAV: `planner`, `comm`, `model` and `train` r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 Collective = Callable[..., dist.Work | None]
 
@@ -26,6 +28,14 @@ all_gather_single = _collective("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
+def fsdp_param_groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that `fully_shard` gathers at a time for a module itself: FSDPParamGroup of torch."""
+    state: Any = cast(FSDPModule, module)._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11 has one at most
+
+
 def checkpoint_activations(module: nn.Module) -> None:
     """Let a model of transformers compute what is inside its layers again in the backward pass, by autograd's hooks."""
     model: Any = module
@@ -33,3 +43,27 @@ def checkpoint_activations(module: nn.Module) -> None:
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:  # its name in transformers 5.17; 5.23 warns of it
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def rope_positions(
+    module: nn.Module, input_ids: Tensor, kinds: Tensor, image_grids: Tensor, video_grids: Tensor, seconds: Tensor
+) -> Tensor:
+    """M-RoPE positions (3, L) of one sequence, int64, by the function of a model of transformers (Qwen2_5_VLModel).
+
+    transformers 5.17 cuts the time between two steps of a video to whole seconds: it is asked for positions without
+    time, and what 5.23 adds for the time is added here.
+
+    Args:
+        input_ids: (L,) int64; kinds: (L,), 0 for text, 1 for images, 2 for videos.
+        image_grids, video_grids: (N, 3) patches in time, height and width of each.
+        seconds: (number of videos,) fp32, between two steps in time.
+    """
+    model: Any = module
+    positions, _ = model.get_rope_index(input_ids[None], kinds[None], image_grid_thw=image_grids,
+                                        video_grid_thw=video_grids, second_per_grid_ts=torch.zeros_like(seconds))
+    vision = model.config.vision_config
+    in_time = [(torch.arange(steps) * (vision.tokens_per_second * interval_s)).long()
+               .repeat_interleave(height * width // vision.spatial_merge_size**2)
+               for (steps, height, width), interval_s in zip(video_grids.tolist(), seconds)]
+    positions[0, 0, kinds == 2] += torch.cat([*in_time, kinds.new_zeros(0)])
+    return positions[:, 0]  # type: ignore[no-any-return]

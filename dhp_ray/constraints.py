@@ -39,8 +39,9 @@ def check(config: Config) -> None:
             "the two"
         )
     tokens = config.planner.tokens_per_rank
-    if tokens != "auto" and not re.fullmatch(r"[1-9][0-9]{0,17}", tokens):
-        raise ConfigError(f"planner.tokens_per_rank: got {tokens!r}; allowed: auto, or a whole number of at least 1")
+    for name, number in (("planner.tokens_per_rank", tokens), ("comm.pool_groups", config.comm.pool_groups)):
+        if number != "auto" and not re.fullmatch(r"[1-9][0-9]{0,17}", number):
+            raise ConfigError(f"{name}: got {number!r}; allowed: auto, or a whole number of at least 1")
     if config.data.min_pixels > config.data.max_pixels:
         raise ConfigError(
             f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "

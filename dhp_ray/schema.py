@@ -149,7 +149,11 @@ class Planner:
 class Comm:
     transport: str = key("pool", "process groups made for each plan, or the ring over one parent group",
                          choices=("pool", "parent"))
-    pool_groups: int = key(64, "process groups kept at most; a plan's further ones use the parent group", minimum=1)
+    pool_groups: str = key(
+        "auto",
+        "process groups kept at most: a number, or auto (as many as 5 % of the device's memory hold, 64 at most); "
+        "further ones of a plan use the parent group",
+    )
     timeout_s: float = key(600.0, "seconds after which a collective counts as stuck", above=0, maximum=MONTH_S)
 
 

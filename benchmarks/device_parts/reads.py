@@ -73,7 +73,7 @@ class _Operators(TorchDispatchMode):
         self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
+        name = func.name().partition("::")[2].partition(".")[0]
         by_mask = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         by_counts = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None

@@ -10,7 +10,7 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dhp_ray.errors import first_line
 
@@ -29,6 +29,8 @@ class Accelerator:
     """Of its devices: the driver makes one for each."""
     visible: str = ""
     """The environment variable that hides some of them."""
+    group_bytes: int = 0
+    """Device memory that a process group of the pool takes, about."""
 
     def num_devices(self) -> int:
         """How many this machine has at most, by the device files: a library that knows takes seconds to import. On the
@@ -81,6 +83,23 @@ class Accelerator:
         if self.name == "cpu" and precision == "bf16":
             os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+    def pool_groups(self, wanted: str, memory_bytes: int) -> int:
+        """How many process groups the pool keeps at most (`comm.pool_groups`) on devices of so much memory."""
+        if wanted != "auto":
+            return int(wanted)
+        fitting = int(POOL_SHARE * memory_bytes / self.group_bytes) if self.group_bytes else POOL_GROUPS
+        return max(1, min(POOL_GROUPS, fitting))
+
+    def pool_options(self) -> Any:
+        """What a group of the pool is made with, beside its ranks: small buffers where they can be chosen."""
+        if self.name != "npu":
+            return None
+        import torch_npu
+
+        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+        options.hccl_config = {"hccl_buffer_size": HCCL_BUFFER_MB}
+        return options
+
     def memory_bytes(self, index: int = 0) -> int:
         """Memory of one device. On the CPU: what this machine (or container) has, shared by all ranks on it."""
         import torch
@@ -93,9 +112,16 @@ class Accelerator:
         return physical if contained == "max" else min(physical, int(contained))
 
 
+POOL_GROUPS, POOL_SHARE = 64, 0.05
+"""What `auto` keeps at most (gloo's groups take a socket a pair), and the share of a device's memory for them."""
+HCCL_BUFFER_MB = 32
+"""HCCL takes two such buffers a group; by default each has 200 MB, and 64 groups would take 25 GB."""
+NCCL_BYTES = 64 * 2**20
+"""An estimate: what a communicator takes grows with its members and links. `benchmarks/device.py` measures it."""
+
 CPU = Accelerator("cpu", "gloo", None)
-CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES")
-NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES")
+CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES)
+NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES", 2 * HCCL_BUFFER_MB * 2**20)
 WATCHDOGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0"}
 """By default they end the process when a peer is gone; a survivor must keep its state and join the next generation.
 Process groups read these when they are made.

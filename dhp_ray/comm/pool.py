@@ -70,7 +70,8 @@ class GroupPool:
 
     def _create(self, key: Key) -> None:
         with self.progress.waiting("making of a process group"):
-            self._groups[key] = make_group(key, self.accelerator.backend, self.timeout)
+            self._groups[key] = make_group(key, self.accelerator.backend, self.timeout,
+                                           self.accelerator.pool_options())
         if own_rank() in key:
             warm_up_group(self._groups[key], key, self.progress)
 

@@ -111,11 +111,11 @@ def init_world(
     _allow(timeout, dist.group.WORLD, accelerator.backend)
 
 
-def make_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+def make_group(ranks: Sequence[int], backend: str, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
     """A group of its own with these ranks of the plan; every rank of the world calls this, also one that is not among
     them.
 
-    Members wait `timeout` for one another.
+    Members wait `timeout` for one another. `options`: of the backend.
 
     Raises:
         RendezvousError: not all of its ranks came.
@@ -126,7 +126,8 @@ def make_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.P
         world = dist.distributed_c10d
         place = f"group-{world._world.group_count}"  # alike on all ranks: torch numbers groups by it, too
         _gather(world._get_default_store(), place, members, timeout)
-    group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=_connecting(backend, timeout))
+    group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=_connecting(backend, timeout),
+                                              pg_options=options)
     if member:
         _allow(timeout, group, backend)
     return group

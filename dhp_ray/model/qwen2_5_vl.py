@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from dhp_ray.compatibility import checkpoint_activations
+from dhp_ray.compatibility import checkpoint_activations, rope_positions
 from dhp_ray.model import attention
 from dhp_ray.model.adapter import PARTS, empty_features
 from dhp_ray.model.attention import PackContext
@@ -58,11 +58,9 @@ class Qwen25VL:
         input_ids, grids = input_ids.long(), grids.long()
         # 0 text, 1 image, 2 video
         kinds = (input_ids == self.image_token_id).int() + 2 * (input_ids == self.video_token_id).int()
-        is_video = seconds > 0 if seconds is not None else torch.zeros(len(grids), dtype=torch.bool)
-        positions, _ = self.module.model.get_rope_index(
-            input_ids[None], kinds[None], image_grid_thw=grids[~is_video], video_grid_thw=grids[is_video],
-            second_per_grid_ts=seconds[is_video].float() if seconds is not None else None)
-        return positions[:, 0]
+        seconds = seconds.float() if seconds is not None else torch.zeros(len(grids))
+        is_video = seconds > 0
+        return rope_positions(self.module.model, input_ids, kinds, grids[~is_video], grids[is_video], seconds[is_video])
 
     def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
         if not len(grids):

@@ -34,8 +34,8 @@ class StoppingError(Exception):
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's place in one generation of the group, the rendezvous store, and which rank holds each rank's replica
-    (empty: none).
+    """A rank's place in one generation of the group, the rendezvous store, which rank holds each rank's replica (empty:
+    none), and how many process groups all ranks keep (0: as many as this rank's device holds).
     """
 
     rank: int
@@ -44,6 +44,7 @@ class Membership:
     store_host: str
     store_port: int
     replica_ranks: tuple[int, ...] = ()
+    pool_groups: int = 0
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from dhp_ray.comm.link import Link
 from dhp_ray.comm.progress import Progress
-from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
+from dhp_ray.compatibility import all_gather_single, fsdp_param_groups, reduce_scatter_single
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.collectives import TimedCollective
@@ -177,7 +177,7 @@ class ShardedEngine(Engine):
         """
         self._mesh._pg_registry.clear()  # read by torch.compile alone
         for unit in self._units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator, union-attr]
+            for group in fsdp_param_groups(unit):
                 group.mesh_info.shard_process_group = None
                 for parameter in group.fsdp_params:
                     parameter.free_unsharded_param()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp_ray.comm.device import ACCELERATORS, CPU, CUDA, NPU, choose
+from dhp_ray.comm.device import ACCELERATORS, CPU, CUDA, NPU, Accelerator, choose
 
 
 def test_names_backends_and_resources() -> None:
@@ -101,3 +101,12 @@ def test_cuda_is_activated() -> None:
     assert torch.cuda.current_device() == 0
     assert torch.ones(1, device=accelerator.torch_device()).device == torch.device("cuda", 0)
     assert accelerator.memory_bytes() > 2**30
+
+
+@pytest.mark.parametrize(("accelerator", "wanted", "memory_bytes", "groups"), [
+    (CPU, "auto", 2 * 2**30, 64), (NPU, "auto", 64 * 2**30, 51), (NPU, "auto", 2**30, 1), (CUDA, "auto", 2**40, 64),
+    (NPU, "7", 2**30, 7)])
+def test_the_pools_groups_take_a_small_share_of_a_devices_memory(
+    accelerator: Accelerator, wanted: str, memory_bytes: int, groups: int
+) -> None:
+    assert accelerator.pool_groups(wanted, memory_bytes) == groups

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-CORE = ("comm", "model", "train", "compatibility.py")
-"""What imports torch and transformers."""
+FOLDERS = ("dhp_ray", "benchmarks")
+PACKAGES = {"torch", "transformers"}
 DEVICE = "torch.get_device_module()"
 
 
@@ -44,29 +44,55 @@ def signature_of(text: str) -> inspect.Signature:
 
 @dataclass
 class Source:
-    """What the modules under `parts` of dhp_ray do."""
+    """What our modules that import torch or transformers do."""
 
-    parts: tuple[str, ...] = CORE
+    folders: tuple[str, ...] = FOLDERS
     calls: list[Call] = field(default_factory=list)
-    used: dict[str, str] = field(default_factory=dict)
-    """Names behind a dot, and a place of each. A name whose origin the source shows stands whole."""
+    used: dict[str, set[str]] = field(default_factory=dict)
+    """Names, each with the files that use it: whole where the source shows the name's origin; `.name` where it stands
+    behind a dot, or in a call of getattr, hasattr or setattr, on an object that may be of any kind."""
     defined: set[str] = field(default_factory=set)
     """Names of functions, classes and attributes of our own."""
 
     def __post_init__(self) -> None:
-        for part in self.parts:
-            path = ROOT / "dhp_ray" / part
-            for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-                _Module(self, str(file.relative_to(ROOT))).visit(ast.parse(file.read_text(encoding="utf-8")))
+        for file in (file for folder in self.folders for file in sorted((ROOT / folder).rglob("*.py"))):
+            self.read(file.read_text(encoding="utf-8"), str(file.relative_to(ROOT)))
+
+    def read(self, text: str, file: str) -> None:
+        """Add a module to the source, if it imports one of PACKAGES."""
+        module = ast.parse(text)
+        if any(_root(name) in PACKAGES for node in ast.walk(module) for name in _imported(node)):
+            _Module(self, file).visit(module)
 
     def calls_of(self, name: str) -> list[Call]:
-        """The calls of a function by its full name, and of a method (`module.Class.method`) on whatever object."""
-        return [call for call in self.calls if call.name in (name, f".{name.rpartition('.')[2]}")]
+        """The calls of a function by its full name, or of a method (`.name`) on whatever object."""
+        return [call for call in self.calls if call.name == name]
 
-    def private_names(self) -> dict[str, str]:
-        """Names with a leading underscore that are used behind a dot and not our own, with a place of each."""
-        return {name: place for name, place in self.used.items()
-                if name.startswith("_") and not name.startswith("__") and name not in self.defined}
+    def internals(self) -> dict[str, set[str]]:
+        """The names of `used` that torch and transformers do not document: with a part that begins with an underscore,
+        or below a module of transformers. Of an object that may be of any kind, names that are not our own.
+        """
+        return {name: files for name, files in self.used.items() if self._is_internal(name)}
+
+    def _is_internal(self, name: str) -> bool:
+        root, *parts = name.split(".")
+        is_private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+        if root == "":
+            return is_private and parts[0] not in self.defined
+        return (is_private and root in PACKAGES) or (root == "transformers" and len(parts) > 1 and parts[0].islower())
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """The full names that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
 
 
 class _Module(ast.NodeVisitor):
@@ -76,12 +102,13 @@ class _Module(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            self.origins[alias.asname or alias.name.partition(".")[0]] = (
-                alias.name if alias.asname else alias.name.partition(".")[0])
+            self.origins[alias.asname or _root(alias.name)] = alias.name if alias.asname else _root(alias.name)
+            self._use(alias.name)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        for alias in node.names:
-            self.origins[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        for alias, name in zip(node.names, _imported(node)):
+            self.origins[alias.asname or alias.name] = name
+            self._use(name)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self.source.defined.add(node.name)
@@ -107,9 +134,7 @@ class _Module(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") and isinstance(node.ctx, ast.Store):
             self.source.defined.add(node.attr)
-        self.source.used.setdefault(node.attr, self._place(node))
-        if name := self._origin(node):
-            self.source.used.setdefault(name, self._place(node))
+        self._use(self._origin(node) or f".{node.attr}")
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -119,7 +144,14 @@ class _Module(ast.NodeVisitor):
             keywords = tuple(keyword.arg for keyword in node.keywords if keyword.arg)
             self.source.calls.append(Call(name, len(node.args) - len(starred), keywords,
                                           bool(starred) or len(keywords) < len(node.keywords), self._place(node)))
+        match node:
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"),
+                          args=[_, ast.Constant(value=str(attribute)), *_]):
+                self._use(f".{attribute}")
         self.generic_visit(node)
+
+    def _use(self, name: str) -> None:
+        self.source.used.setdefault(name, set()).add(self.file)
 
     def _assign(self, targets: list[ast.expr], value: ast.expr | None) -> None:
         for target in targets:

@@ -40,7 +40,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 def test_every_operator_that_we_call_is_in_the_table(source: Source) -> None:
     """tests/model/test_npu_kernel.py makes the calls, through these very schemas."""
-    called = {name.removeprefix("torch_npu.") for name in source.used if name.startswith("torch_npu.")}
+    called = {name.removeprefix("torch_npu.") for name in source.used
+              if name.startswith("torch_npu.") and not name.startswith("torch_npu._C")}
     assert called == {torch._C.parse_schema(schema).name for schema in TABLE["operators"]}
 
 
@@ -53,6 +54,12 @@ def test_every_function_of_a_device_that_we_call_is_in_the_table(source: Source)
 def test_calls_of_a_device_fit_the_table(source: Source, name: str) -> None:
     signature = signature_of(TABLE["functions"][name]["signature"])
     assert list(calls_that_do_not_fit(source, f"{DEVICE}.{name}", signature)) == []
+
+
+@pytest.mark.parametrize("name", TABLE["process_groups"])
+def test_we_use_what_the_table_has_of_process_groups(name: str) -> None:
+    """By name alone: the wheel's library says no more of them."""
+    assert any(name in (ROOT / "dhp_ray/comm" / file).read_text() for file in ("device.py", "world.py"))
 
 
 def test_every_variable_that_we_set_is_in_the_table() -> None:
@@ -99,6 +106,12 @@ def test_the_wheel_reads_the_variables(wheel: zipfile.ZipFile, name: str) -> Non
     assert f"\0{name}\0".encode() in wheel.read("torch_npu/lib/libtorch_npu.so")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLE["process_groups"])
+def test_the_wheel_has_what_process_groups_need(wheel: zipfile.ZipFile, name: str) -> None:
+    assert f"\0{name}\0".encode() in wheel.read("torch_npu/lib/libtorch_npu.so")
+
+
 def _signature(module: ast.Module, name: str) -> inspect.Signature:
     """Of a function at the module's top level, or of what makes an object of a class there."""
     node = next(node for node in module.body if getattr(node, "name", None) == name)
@@ -106,4 +119,6 @@ def _signature(module: ast.Module, name: str) -> inspect.Signature:
         node = next(part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__new__")
         node.args.args.pop(0)  # cls
     assert isinstance(node, ast.FunctionDef)
+    for argument in node.args.args:
+        argument.annotation = None
     return signature_of(f"({ast.unparse(node.args)})")

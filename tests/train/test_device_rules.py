@@ -7,7 +7,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from dhp_ray.train.rank_step import RankStep
+from dhp_ray.comm.link import Link
+from dhp_ray.comm.progress import Moment
+from dhp_ray.train.rank_step import PackRun, RankStep
 from tests.async_backend.rules import EMULATED, Backend, run_group
 from tests.train.networks import Network, make_engine, train_step
 
@@ -18,7 +20,8 @@ def one_step(rank: int, device: torch.device) -> tuple[float, tuple[float, int]]
     engine = make_engine(network, rank, 2)
     update = train_step(engine, network, 0, rank, 2)
     step = RankStep(cast(Any, None), engine, cast(Any, None), dist.group.WORLD, device)
-    return update.gradient_norm, step._totals(torch.tensor([1.1 + rank, 3.0 + rank], dtype=torch.float64))
+    now, loss = Moment(device), torch.tensor(1.1 + rank, dtype=torch.float64)
+    return update.gradient_norm, step._totals([PackRun(0, loss, 3 + rank, now, now, Link([rank], rank, None))])
 
 
 def test_an_update_and_its_totals_need_no_type_that_is_refused() -> None:

@@ -1,11 +1,40 @@
 """Memory that the state of a model takes on a rank, as the engines predict it before they are built."""
 
-import pytest
-from torch import nn
+import gc
+import weakref
 
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dhp_ray.comm.ranks import own_rank
 from dhp_ray.train.flat_engine import resident_bytes
 from dhp_ray.train.sharded_engine import sharded_bytes
 from tests.train.networks import make_engine, run_tensors
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of every storage that an operation under it has made and that is still there."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        self.storages += [weakref.ref(leaf.untyped_storage()) for leaf in tree_leaves(result)
+                          if isinstance(leaf, Tensor)]
+        return result
+
+    def num_bytes(self, without=()):
+        """Of all but the storages of some tensors."""
+        gc.collect()
+        left_out = {tensor.untyped_storage().data_ptr() for tensor in without}
+        live = [storage for reference in self.storages if (storage := reference()) is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in live
+                    if storage.data_ptr() not in left_out}.values())
 
 
 def held_bytes(engine):
@@ -36,3 +65,35 @@ def test_resident_bytes_of_frozen_parameters_are_those_of_computing():
 def test_sharded_bytes_count_rows_gradients_and_two_versions() -> None:
     assert sharded_bytes(100, 1) == 100 * (4 + 4 + 24)
     assert sharded_bytes(100, 4, num_frozen=60) == 25 * 4 + 10 * 28
+
+
+def bytes_after_re_forming(rank, world_size, precision):
+    """Two engines after each other over one module, each with a step: bytes that live while the second one's state is
+    loaded, without the shards that the first one left, which a worker keeps in host memory.
+    """
+    with LiveStorages() as live:
+        network = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+        found = []
+        shards = []
+        for number in range(2):
+            engine = make_engine(network, rank, world_size, 10**5, precision)
+            if shards:
+                engine.load_state(shards[0].state)
+            else:
+                engine.zero_gradients()
+                network(torch.ones(3, 256, dtype=engine.compute_type)).sum().backward()
+                engine.update(3)
+            kept = [tensor for shard in shards for tensor in shard.state.tensors().values()]
+            found.append(live.num_bytes(without=kept))
+            if number == 0:
+                shards = engine.local_shards(own_rank() if world_size > 1 else 0)
+                engine.release()
+                del engine
+        return found
+
+
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (1, "bf16"), (3, "bf16")])
+def test_re_forming_leaves_nothing_of_the_engine_before(world_size, precision):
+    for found in run_tensors(bytes_after_re_forming, world_size, world_size, precision):
+        for held in found:
+            assert held == pytest.approx(resident_bytes(2 * 256 * 512 + 256 + 512, world_size, precision), rel=0.02)

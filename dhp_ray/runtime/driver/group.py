@@ -106,13 +106,19 @@ class WorkerGroup:
                 for rank, member in enumerate(self.members)]
 
     def join(
-        self, generation: int, store: tuple[str, int], replica_ranks: Sequence[int], origins: Sequence[Any], step: int
+        self,
+        generation: int,
+        store: tuple[str, int],
+        replica_ranks: Sequence[int],
+        pool_groups: int,
+        origins: Sequence[Any],
+        step: int,
     ) -> list[ray.ObjectRef]:
         """Let all workers enter a generation after `step`, each from its origin (FromCheckpoint or FromMemory); the
         calls return their state versions.
         """
-        return [member.actor.join.remote(Membership(rank, self.size, generation, *store, tuple(replica_ranks)), origin,
-                                         step)
+        return [member.actor.join.remote(
+                    Membership(rank, self.size, generation, *store, tuple(replica_ranks), pool_groups), origin, step)
                 for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:

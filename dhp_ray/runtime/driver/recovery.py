@@ -117,7 +117,7 @@ def form_anew(
     generation = max([session.current.number, *(seen.status.generation for seen in survivors)]) + 1
     session.group.members = by_node([*(seen.member for seen in survivors), *newcomers])
     session.current.number = generation
-    calls = session.group.join(generation, session.store, session.replica_ranks,
+    calls = session.group.join(generation, session.store, session.replica_ranks, session.pool_groups,
                                [origins[member.slot] for member in session.group.members], step)
     try:
         with session.group.waits.on(f"the workers to meet in generation {generation}"):

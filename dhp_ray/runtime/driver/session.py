@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from dhp_ray.comm.book import PoolBook
+from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import Config
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
@@ -95,6 +96,12 @@ class Session:
         """Which rank holds the replica of each rank's shard."""
         return replica_ranks_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
 
+    @property
+    def pool_groups(self) -> int:
+        """How many process groups every rank keeps: `comm.pool_groups`, or what all devices hold."""
+        device = ACCELERATORS[self.group.members[0].described["device"]]
+        return device.pool_groups(self.config.comm.pool_groups, self.group.memory_bytes)
+
     def mirrors(self, step: int) -> bool:
         """Whether ranks copy their state to each other after `step`."""
         every = self.config.elastic.mirror_every_steps
@@ -140,7 +147,7 @@ class Session:
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         config = self.config
         # one for all plans that the ranks are told to run
-        pool = PoolBook(config.comm.pool_groups if config.comm.transport == "pool" else 0)
+        pool = PoolBook(self.pool_groups if config.comm.transport == "pool" else 0)
         self.current.dispatcher = Dispatcher(
             self.stream, self.group, cluster, self.cost, config, pool, self.current.number, self.current.meter.planned,
             self.records.plan, batches,

@@ -101,7 +101,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     origin = FromCheckpoint(newest.files if newest else "")
     generation = records.generation + 1  # one after those of earlier starts
     with group.waits.on("the workers to load the model and to meet"):
-        group.collect(group.join(generation, store, session.replica_ranks, [origin] * group.size, first_step - 1))
+        group.collect(group.join(generation, store, session.replica_ranks, session.pool_groups,
+                                 [origin] * group.size, first_step - 1))
     session.enter(generation)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
     scalars.hyperparameters(config)

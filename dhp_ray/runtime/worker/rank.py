@@ -159,8 +159,9 @@ class Rank:
         self.state_group = make_group(everyone, "gloo", timeout)  # checkpoints and re-sharding: host memory
         mirrors = world_size > 1 and bool(membership.replica_ranks)
         mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
-        transport = open_transport(config.comm.transport, rank, world_size, accelerator, config.comm.pool_groups,
-                                   timeout, progress)
+        own_capacity = accelerator.pool_groups(config.comm.pool_groups, accelerator.memory_bytes())
+        capacity = membership.pool_groups or own_capacity
+        transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
         self.engine = (
             self._sharded_engine(progress)
             if config.planner.sync == "micro_batch"
