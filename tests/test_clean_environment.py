@@ -32,6 +32,7 @@ COMMANDS = {
     "model": [*PYTEST, "tests/model"],
     "train": [*PYTEST, "tests/train", "--ignore=tests/train/state"],
     "state": [*PYTEST, "tests/train/state"],
+    "device": [*PYTEST, "tests/test_device_benchmark.py"],
 }
 """What the environment's interpreter runs at the root of the repository; each command must end with 0."""
 

@@ -1,0 +1,55 @@
+"""What one device shows of the whole: seven parts, each in a process of its own, in ten minutes at most.
+
+    python benchmarks/device.py                            a CUDA device where there is one, else the CPU
+    python benchmarks/device.py device=cpu preset=tiny     all that a CPU can show; figures say nothing about speed
+    python benchmarks/device.py parts=attention,step out=runs/device-2
+
+A bare checkout is enough: torch, transformers, numpy, and what the core needs (numba, pyarrow, safetensors, PyYAML);
+pytest for tests and conformance. Nothing needs to be installed.
+
+    tests              the gpu-marked tests
+    attention          ring attention at degree 1 beside plain flash attention, and its share of the matrix rate
+    step               a bf16 step of Qwen2.5-VL with random weights beside plain transformers with FSDP2
+    synchronisations   reads of the device between a step's start and its totals, by source line
+    parity             degrees 2 to 4 on ranks that share the device, against one rank in fp32
+    abort              a blocked read beside a control thread; a wait whose peer never comes, ended
+    nccl               pool, ring and kill over real NCCL, where it lets ranks share a device
+
+A part that fails or hangs does not keep the others from running. Each writes OUT/NAME.json (command, device, versions,
+figures, or its error in one line), OUT/NAME.md (its table) and OUT/NAME.log (all that it printed). Exit status 1 when
+a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.device_parts.settings import DEFAULTS, Settings, SettingsError  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="key=value",
+                        help="; ".join(f"{key}={default}: {meaning}" for key, (default, meaning) in DEFAULTS.items()))
+    try:
+        settings = Settings.of(parser.parse_args(argv).settings)
+        if lack := settings.lack():
+            raise SettingsError(f"device: got cuda, but {lack}; allowed here: cpu, auto")
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    from benchmarks.device_parts.processes import run_parts, summary
+
+    records = run_parts(settings, ["python benchmarks/device.py", *argv])
+    print(summary(settings, records))
+    return 1 if any(record["status"] == "failed" for record in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""Real NCCL with several ranks on one GPU: the pool and the ring, the abort after a kill, and the conformance suite."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from benchmarks.device_parts.outcomes import ROOT, run_tests
+from benchmarks.device_parts.record import CheckError, NotRun, Record
+from benchmarks.device_parts.settings import Settings
+
+NUM_RANKS = 3
+SHARES_SINCE = (2, 30)
+"""NCCL's version from which ranks may share a GPU."""
+
+
+def lack(num_ranks: int) -> str:
+    """What keeps this machine from that many ranks over NCCL; empty: nothing."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    version = torch.cuda.nccl.version()
+    if version < SHARES_SINCE and num_ranks > 1:  # all ranks of the parts take the first device
+        return f"NCCL {'.'.join(map(str, version))} refuses two ranks on one GPU; 2.30 is the first that does not"
+    return ""
+
+
+def run(settings: Settings, record: Record) -> str:
+    missing = "no CUDA device" if settings.device != "cuda" else lack(NUM_RANKS)
+    if missing:
+        raise NotRun(missing)
+    from benchmarks.device_parts.aborts import HEAD, lost_peer
+    from benchmarks.device_parts.parity import compare
+
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    wrong, said = [], []
+    try:
+        said.append(compare(record, "cuda", "nccl", NUM_RANKS, "bf16", timeout_s=40.0))
+    except (AssertionError, CheckError) as error:
+        wrong.append(f"ring: {str(error).strip().splitlines()[-1]}")
+    record.table(HEAD)
+    for deed in ("never joins", "is killed"):
+        try:
+            wrong += lost_peer(record, "cuda", "nccl", deed)
+        except AssertionError as error:
+            wrong.append(f"peer {deed}: {str(error).strip().splitlines()[-1]}")
+    try:
+        suite = sorted(map(str, (ROOT / "tests" / "comm").glob("test_conformance*.py")))
+        said.append(run_tests(record, ["-m", "gpu", "-k", "nccl", *suite]))
+    except NotRun as reason:
+        said.append(f"conformance suite not run: {reason}")
+    except CheckError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise CheckError("; ".join(wrong))
+    return "; ".join(said)

@@ -1,0 +1,78 @@
+"""What benchmarks/device.py is asked for: `key=value`, as for jobs/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMITS_S = {"tests": 135, "attention": 45, "step": 180, "synchronisations": 30, "parity": 60, "abort": 60, "nccl": 90}
+"""Seconds after which a part is ended, in the order in which they run; ten minutes together."""
+DEVICES = ("auto", "cuda", "cpu")
+PRESETS = ("auto", "tiny", "2b", "3b")
+DEFAULTS = {
+    "device": ("auto", "cuda or cpu; auto takes cuda where there is one"),
+    "preset": ("auto", "the model of `step`, of tiny, 2b, 3b; auto takes the largest that fits the device"),
+    "parts": (",".join(LIMITS_S), "which parts run"),
+    "out": ("runs/device", "the folder that results are written to"),
+    "limit_s": ("0", "seconds of each part; 0: its own of ten minutes"),
+}
+"""Of every key: its default, and what it means."""
+
+
+class SettingsError(ValueError):
+    """One line: the key, the value, what would be accepted."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`device` is "cuda" or "cpu"; `out` is absolute."""
+
+    device: str
+    preset: str
+    parts: tuple[str, ...]
+    out: Path
+    limit_s: float
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> Settings:
+        """Raises SettingsError for what is not `key=value` or not accepted."""
+        values = {key: default for key, (default, _) in DEFAULTS.items()}
+        for argument in arguments:
+            key, equals, value = argument.partition("=")
+            if not equals or key not in DEFAULTS:
+                raise SettingsError(f"got {argument!r}; allowed: key=value with key of {', '.join(DEFAULTS)}")
+            values[key] = value
+        parts = tuple(filter(None, values["parts"].split(",")))
+        for key, given, allowed in (("device", [values["device"]], DEVICES), ("preset", [values["preset"]], PRESETS),
+                                    ("parts", parts, tuple(LIMITS_S))):
+            for value in given:
+                if value not in allowed:
+                    raise SettingsError(f"{key}: got {value!r}; allowed: {', '.join(allowed)}")
+        try:
+            limit_s = float(values["limit_s"])
+        except ValueError:
+            raise SettingsError(f"limit_s: got {values['limit_s']!r}; allowed: seconds") from None
+        device = values["device"]
+        if device == "auto":
+            device = "cpu" if _without_cuda() else "cuda"
+        return cls(device, values["preset"], parts, Path(values["out"]).expanduser().resolve(), limit_s)
+
+    def arguments(self) -> list[str]:
+        """What gives the same settings again."""
+        return [f"device={self.device}", f"preset={self.preset}", f"parts={','.join(self.parts)}", f"out={self.out}",
+                f"limit_s={self.limit_s}"]
+
+    def lack(self) -> str:
+        """What keeps this machine from it; empty: nothing."""
+        return _without_cuda() if self.device == "cuda" else ""
+
+    def limit_of(self, part: str) -> float:
+        """Seconds."""
+        return self.limit_s or LIMITS_S[part]
+
+
+def _without_cuda() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "this machine has no CUDA device that torch can use"

@@ -1,0 +1,322 @@
+"""benchmarks/device.py on the CPU: every part runs in a process of its own and writes down what it has found; one that
+fails or hangs keeps no other from running.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.device_parts.aborts import answers_of
+from benchmarks.device_parts.parity import Degree, holds
+from benchmarks.device_parts.processes import run_process
+from benchmarks.device_parts.reads import Place, counted
+from benchmarks.device_parts.record import Record
+from benchmarks.device_parts.settings import LIMITS_S, Settings, SettingsError
+from benchmarks.device_parts.step import flops_of, sizes_of
+from benchmarks.device_parts.workload import LARGE, batch_of, choose_preset, config_of, num_parameters
+from dhp_ray.comm.progress import Progress
+from dhp_ray.model.presets import preset_config
+from tests.checkout import ROOT
+from tests.comm.test_conformance import is_running
+from tests.packs import TOKEN_IDS
+
+CPU = torch.device("cpu")
+TEST_S = 540
+"""For all parts together: they take 60 s of two cores, and several times that where others use them."""
+pytestmark = pytest.mark.timeout(TEST_S + 60)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "benchmarks/device.py", *arguments], cwd=ROOT, text=True,
+                          capture_output=True, timeout=TEST_S, check=False)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The folder and the process of one run of all parts."""
+    folder = tmp_path_factory.mktemp("device")
+    return folder, run("device=cpu", "preset=tiny", f"out={folder}", f"limit_s={TEST_S}")
+
+
+@pytest.fixture
+def record_of(done: tuple[Path, Any]) -> Callable[[str], dict[str, Any]]:
+    return lambda part: json.loads((done[0] / f"{part}.json").read_text())
+
+
+def test_every_part_ends_and_the_command_with_0(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, process = done
+    assert process.returncode == 0, process.stdout + process.stderr
+    for part in LIMITS_S:
+        record = json.loads((folder / f"{part}.json").read_text())
+        assert record["status"] == ("not run" if part in ("tests", "nccl") else "done"), record["said"]
+        assert record["command"] == f"python benchmarks/device.py device=cpu preset=tiny out={folder} limit_s={TEST_S}"
+        assert record["device"].startswith("cpu: ")
+        assert record["versions"]["torch"] == torch.__version__
+        assert f"\n{part}: {record['status']} after {record['seconds']:.1f} s" in process.stdout
+        assert f"\n| {part} | {record['status']} | " in process.stdout
+        assert (folder / f"{part}.log").exists()
+
+
+def test_parts_for_cuda_alone_say_why_they_did_not_run(record_of: Callable[[str], dict[str, Any]]) -> None:
+    assert [record_of(part)["said"] for part in ("tests", "nccl")] == ["no CUDA device"] * 2
+
+
+def test_attention_is_plain_attention(record_of: Callable[[str], dict[str, Any]]) -> None:
+    found = record_of("attention")
+    assert found["matrix_rate_tflops"] > 0
+    for figures in found["figures"].values():
+        assert figures["error"] < 1e-5
+        assert figures["forward_share"] > 0
+        assert figures["plain_backward_s"] > 0
+
+
+def test_a_step_computes_what_plain_transformers_does(record_of: Callable[[str], dict[str, Any]]) -> None:
+    found = record_of("step")
+    assert sorted(found["loss_errors"]) == ["1k, text", "1k, text and images", "256, text", "256, text and images"]
+    assert max(found["loss_errors"].values()) < 1e-4
+    assert len(found["figures"]) == 8
+    for name, figures in found["figures"].items():
+        assert figures["tokens"] == (1024 if name.startswith("1k") else 256)
+        assert figures["share_of_matrix_rate"] > 0
+        assert figures["losses"][1] < figures["losses"][0]
+    assert found["predicted_resident_bytes"] == 32 * found["num_parameters"]
+    assert "activations" in found["missing_from_prediction"]
+
+
+def test_reads_before_the_totals_are_listed_by_source_line(record_of: Callable[[str], dict[str, Any]]) -> None:
+    figures = record_of("synchronisations")["figures"]
+    for batch in ("text", "text and images"):
+        listed = [found for name, found in figures.items() if name.startswith(f"{batch}, ") and "line" in found]
+        assert figures[f"{batch}, all"]["reads"] == sum(found["reads"] for found in listed)
+        for found in listed:
+            assert not found["led_there"].startswith("dhp_ray/train/collate.py")
+            assert "rank_step.py" not in found["line"], "the totals are read after what is counted"
+    assert any("qwen2_5_vl" in name for name in figures), "the encoder of transformers reads the grids of its images"
+
+
+def test_degrees_agree_with_one_rank(record_of: Callable[[str], dict[str, Any]]) -> None:
+    figures = record_of("parity")["figures"]
+    assert {(found["transport"], found["degree"]) for found in figures.values()} == {
+        (transport, degree) for transport in ("pool", "parent") for degree in (1, 2, 3, 4)}
+    assert max(found["worst"] for found in figures.values()) < 1e-5
+
+
+def test_a_wait_for_a_lost_peer_ends_by_the_abort(record_of: Callable[[str], dict[str, Any]]) -> None:
+    figures = record_of("abort")["figures"]
+    assert sorted(figures) == ["asynchronous, peer is killed", "asynchronous, peer never joins"]
+    for found in figures.values():
+        assert found["blocked_s"] > 1.4
+        assert found["ended_s"] < 2.0
+        assert found["raised"] == "AbortedError"
+        assert found["doing"] == "step 3, shards of other ranks"
+
+
+def test_a_part_that_hangs_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
+    process = run("device=cpu", "parts=attention,nccl", f"out={tmp_path}", "limit_s=0.05")
+    assert process.returncode == 1
+    for part in ("attention", "nccl"):
+        record = json.loads((tmp_path / f"{part}.json").read_text())
+        assert record["status"] == "failed"
+        assert record["said"].startswith("over its limit of 0.05 s; ")
+        assert f"\n{part}: FAILED after " in f"\n{process.stdout}"
+
+
+@pytest.mark.parametrize(("command", "said"), [
+    ("sleep 99 & echo $! > {pid}; sleep 99", "over its limit of 0.5 s"),
+    ("sleep 99 & echo $! > {pid}; exit 3", "its process ended with 3"),
+    ("sleep 99 & echo $! > {pid}; kill -SEGV $$", "its process died of SIGSEGV"),
+])
+def test_nothing_of_a_part_is_left_running(tmp_path: Path, command: str, said: str) -> None:
+    pid = tmp_path / "pid"
+    begin = time.monotonic()
+    assert run_process(["bash", "-c", command.format(pid=pid)], tmp_path / "log", 0.5) == said
+    assert time.monotonic() - begin < 10.0
+    deadline = time.monotonic() + 5.0
+    while is_running(int(pid.read_text())):
+        assert time.monotonic() < deadline
+
+
+TESTS_OF_A_DEVICE = {
+    "passes": "def test_it(): assert True",
+    "fails": "def test_it(): assert 1 == 2, 'the sum is off'",
+    "skips": "import pytest\ndef test_it(): pytest.skip('no second device')",
+    "cannot_be_imported": "import no_such_module",
+}
+
+
+@pytest.mark.parametrize(("kinds", "said"), [
+    (["passes", "skips"], "1 tests passed, 1 skipped"),
+    (["skips"], "NotRun: all 1 tests skipped themselves: no second device"),
+    (["passes", "fails"], "CheckError: 1 of 2 tests failed, the first is test_fails.py::test_it"),
+    (["passes", "cannot_be_imported"], "CheckError: 1 of 2 tests failed, the first is test_cannot_be_imported.py"),
+    ([], "CheckError: pytest -k passes ran no test (exit status 5)"),
+])
+def test_tests_are_written_down_as_they_end(tmp_path: Path, kinds: list[str], said: str) -> None:
+    files = [tmp_path / f"test_{kind}.py" for kind in kinds]
+    for kind, file in zip(kinds, files):
+        file.write_text(TESTS_OF_A_DEVICE[kind])
+    program = ("import sys; from pathlib import Path; from benchmarks.device_parts import outcomes, record\n"
+               "outcomes.ROOT = Path(sys.argv[1])\n"
+               "try: said = outcomes.run_tests(record.Record(Path(sys.argv[1]), 'tests', '', 'cpu'), sys.argv[2:])\n"
+               "except Exception as error: said = f'{type(error).__name__}: {error}'\n"
+               "print(said)")
+    arguments = [str(file) for file in files] or ["-k", "passes"]
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path), *arguments], cwd=tmp_path, text=True,
+                          capture_output=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout.splitlines()[-1] == said
+    figures = json.loads((tmp_path / "tests.json").read_text())["figures"]
+    assert {name.partition("::")[0]: found["outcome"] for name, found in figures.items()} == {
+        f"test_{kind}.py": {"passes": "passed", "skips": "skipped"}.get(kind, "failed") for kind in kinds}
+    reasons = {"test_fails.py::test_it": "the sum is off", "test_cannot_be_imported.py": "No module named"}
+    for name in reasons.keys() & figures.keys():
+        assert reasons[name] in figures[name]["reason"]
+
+
+def test_a_control_thread_that_is_held_up_is_seen() -> None:
+    held = answers_of(Progress(), lambda seconds: time.sleep(0.5) is None, 3.0)
+    assert held.late_s("cpu") == held.late_s("cuda") > 0.4
+    free = answers_of(Progress(), lambda seconds: bool(time.sleep(seconds)), 0.5)
+    assert free.late_s("cpu") < 0.1
+
+
+def test_an_error_of_a_part_is_one_line(tmp_path: Path) -> None:
+    process = run("device=cpu", "preset=2b", "parts=step", f"out={tmp_path}", "limit_s=60")
+    record = json.loads((tmp_path / "step.json").read_text())
+    assert process.returncode == 1
+    assert record["status"] == "failed"
+    assert record["said"] == "SettingsError: preset: got '2b' for the CPU; allowed: auto, tiny"
+
+
+def test_help_comes_without_torch() -> None:
+    program = ("import sys, runpy; sys.argv = ['device.py', '--help']\n"
+               "try: runpy.run_path('benchmarks/device.py', run_name='__main__')\n"
+               "except SystemExit as end: sys.exit(end.code or 'torch' in sys.modules)")
+    begin = time.process_time()
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, check=True)
+    assert time.process_time() - begin < 1.0
+    assert "device=cpu preset=tiny" in shown.stdout
+
+
+@pytest.mark.parametrize(("argument", "said"), [
+    ("devise=cpu", "got 'devise=cpu'; allowed: key=value with key of device, preset, parts, out, limit_s"),
+    ("device=npu", "device: got 'npu'; allowed: auto, cuda, cpu"),
+    ("parts=step,speed", "parts: got 'speed'; allowed: tests, attention, step, synchronisations, parity, abort, nccl"),
+    ("limit_s=long", "limit_s: got 'long'; allowed: seconds"),
+])
+def test_a_setting_that_is_wrong_is_an_error_of_one_line(argument: str, said: str) -> None:
+    process = run(argument)
+    assert process.returncode == 2
+    assert process.stderr == f"error: {said}\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_an_error_of_one_line() -> None:
+    process = run("device=cuda")
+    assert process.returncode == 2
+    assert process.stderr == ("error: device: got cuda, but this machine has no CUDA device that torch can use; "
+                              "allowed here: cpu, auto\n")
+
+
+def test_settings_are_handed_on_whole() -> None:
+    settings = Settings.of(["device=cpu", "preset=3b", "parts=abort,step", "out=somewhere", "limit_s=2.5"])
+    assert Settings.of(settings.arguments()) == settings
+    assert settings.out == Path.cwd() / "somewhere"
+    assert sum(LIMITS_S.values()) == 600
+
+
+def test_a_preset_that_is_unknown_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"^preset: got '7b'; allowed: auto, tiny, 2b, 3b$"):
+        Settings.of(["preset=7b"])
+
+
+def test_large_presets_have_two_to_four_billion_parameters() -> None:
+    found = {preset: num_parameters(preset) for preset in LARGE}
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert 2.0e9 < found["2b"] < 2.4e9
+    assert found["3b"] == 3_754_622_976  # Qwen2.5-VL-3B
+
+
+def test_the_cpu_takes_the_tiny_preset() -> None:
+    assert choose_preset("auto", CPU) == choose_preset("tiny", CPU) == "tiny"
+    assert config_of("tiny").to_dict() == preset_config("tiny", TOKEN_IDS).to_dict()
+
+
+@pytest.mark.parametrize("with_images", [False, True])
+def test_batches_have_the_lengths_that_they_are_asked_for(with_images: bool) -> None:
+    batch = batch_of([128, 64, 33, 1], CPU, with_images)
+    assert [sample.num_tokens for sample, _ in batch] == [128, 64, 33, 1]
+    assert [len(payload.input_ids) for _, payload in batch] == [128, 64, 33, 1]
+    assert [len(payload.grids) for _, payload in batch] == ([4, 2, 1, 0] if with_images else [0] * 4)
+
+
+def test_flops_of_a_batch_are_those_that_torch_counts() -> None:
+    """Up to the encoder's convolution and attention, which torch counts otherwise, and to the causal mask."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from dhp_ray.model.qwen2_5_vl import Qwen25VL
+
+    config = config_of("tiny")
+    module = Qwen25VL.model_class(config)
+    module.set_attn_implementation("sdpa")
+    ids = torch.arange(200)[None]
+    with FlopCounterMode(display=False) as counter:
+        module(input_ids=ids, labels=ids).loss.backward()
+    found = flops_of(config, sizes_of(config), batch_of([200], CPU, False))
+    assert found == pytest.approx(counter.get_total_flops(), rel=0.15)
+
+
+def reads_in(program: Callable[[], Any]) -> list[Place]:
+    with counted(CPU) as found:
+        program()
+    return list(found.elements())
+
+
+@pytest.mark.parametrize("read", [
+    lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: bool(x.any()), lambda x: int(x[0]), lambda x: x.cpu(),
+    lambda x: x[x > 1], lambda x: (x > 1).nonzero(), lambda x: torch.arange(x[1]), lambda x: x.unique(),
+    lambda x: x.repeat_interleave(x), lambda x: x.numpy(), lambda x: torch.equal(x, x),
+    lambda x: x.masked_select(x > 1),
+])
+def test_a_read_is_found(read: Callable[[torch.Tensor], Any]) -> None:
+    numbers = torch.tensor([1, 2, 3])
+    found = reads_in(lambda: read(numbers))
+    assert found
+    assert {place.line.partition(":")[0] for place in found} == {"tests/test_device_benchmark.py"}
+
+
+def test_what_reads_nothing_is_not_counted() -> None:
+    numbers = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert reads_in(lambda: (numbers * numbers)[torch.tensor([1])].sum().backward()) == []
+
+
+def test_a_read_in_the_backward_pass_is_found() -> None:
+    numbers = torch.tensor([1.0, 2.0], requires_grad=True)
+    numbers.register_hook(lambda gradient: print(gradient.sum().item()))
+    assert len(reads_in(lambda: numbers.sum().backward())) == 1
+
+
+def test_bf16_is_held_to_what_it_costs_at_degree_1() -> None:
+    alone = Degree("pool", 1, 1e-3, 2e-2, 4e-2, "a")
+    assert holds(alone._replace(degree=2, gradients=2.5e-2), alone, "bf16")
+    assert not holds(alone._replace(degree=2, gradients=4e-2), alone, "bf16")
+    assert not holds(alone._replace(degree=2, loss=1e-2), alone, "bf16")
+    assert not holds(alone, alone, "fp32")
+
+
+def test_figures_are_written_as_they_come(tmp_path: Path) -> None:
+    record = Record(tmp_path, "step", "a command", "cpu")
+    record.table(["a", "b"])
+    record.row("first", {"x": 1}, ["1", "a | b"])
+    assert json.loads((tmp_path / "step.json").read_text())["figures"] == {"first": {"x": 1}}
+    assert (tmp_path / "step.md").read_text() == "| a | b |\n|---|---|\n| 1 | a / b |\n"
+    assert not list(tmp_path.glob("*.partial"))
