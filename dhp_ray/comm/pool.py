@@ -78,7 +78,8 @@ class GroupPool:
     def _destroy(self, key: Key) -> None:
         group = self._groups.pop(key)
         if own_rank() in key:
-            dist.destroy_process_group(group)
+            with self.progress.waiting("end of a process group"):
+                dist.destroy_process_group(group)
 
 
 def warm_up_group(group: dist.ProcessGroup, ranks: Sequence[int], progress: Progress) -> None:

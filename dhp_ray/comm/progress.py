@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -115,7 +115,9 @@ class Progress:
         self.check()
 
     def passed(self) -> Mark:
-        """The mark that was passed last: by the device, or, where it has passed all, by the training thread."""
+        """The mark that was passed last: by the device, or, where it has passed all, by the training thread. After an
+        abort it stays as it is: a device that was stopped answers no questions.
+        """
         with self._lock:
             self._forget_passed()
             return self._passed
@@ -125,5 +127,6 @@ class Progress:
         self.aborted = True
 
     def _forget_passed(self) -> None:
-        while self._ahead and self._ahead[0][1].query():
-            self._passed = self._ahead.popleft()[0]
+        with suppress(RuntimeError):  # of a device that is broken: the training thread raises it
+            while self._ahead and not self.aborted and self._ahead[0][1].query():
+                self._passed = self._ahead.popleft()[0]

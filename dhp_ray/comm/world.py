@@ -159,20 +159,27 @@ def _allow(timeout: timedelta, group: dist.ProcessGroup | None, backend: str) ->
 
 
 def abort_groups() -> None:
-    """End what this process waits for in any of its groups; from a control thread, as often as needed.
+    """End what this process waits for in the groups that it has made; from a control thread, as often as needed.
 
-    gloo has no abort: its waits end when the peer's socket closes. Every later operation of an aborted group raises.
+    gloo has no abort: its waits end when the peer's socket closes. Every later operation of another backend's group
+    raises. While the groups are being destroyed this does nothing.
     """
-    world = dist.distributed_c10d._world
-    with _ABORTING:
-        groups = sorted(world.pg_names.copy().items(), key=lambda named: named[1], reverse=True)
-        nccl = _nccl_of(groups[0][0]) if groups else None
+    if not _ABORTING.acquire(blocking=False):
+        return
+    try:
+        groups = sorted(dist.distributed_c10d._world.pg_names.copy().items(), key=lambda named: named[1], reverse=True)
+        nccl = next(filter(None, (_nccl_of(group) for group, _ in groups)), None)
         if nccl:
             nccl._group_start()  # otherwise the abort of one communicator may wait for another's
-        for group, _ in groups:
-            group.abort()
-        if nccl:
-            nccl._group_end()
+        try:
+            for group, _ in groups:
+                with suppress(RuntimeError):  # one that is broken must not keep the others waiting
+                    group.abort()
+        finally:
+            if nccl:
+                nccl._group_end()
+    finally:
+        _ABORTING.release()
 
 
 def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: bool) -> None:
@@ -181,16 +188,16 @@ def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: b
     """
     close()
     gc.collect()  # a group that is still referred to keeps its sockets open, and a peer waiting
-    with _ABORTING:
-        if dist.is_initialized() and broken:
+    if dist.is_initialized() and broken:
+        with _ABORTING:
             if accelerator.name == "npu":
                 for group in list(dist.distributed_c10d._world.pg_map):
-                    if accelerator.torch_device() in group._device_types:
+                    if accelerator.name in {device.type for device in group._device_types}:
                         hccl: Any = group._get_backend(accelerator.torch_device())
                         hccl.abort_hccl_comm("a peer is gone")
             dist.distributed_c10d._abort_process_group()  # destroying waits for operations that never end
-        elif dist.is_initialized():
-            dist.destroy_process_group()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
     gc.collect()
 
 

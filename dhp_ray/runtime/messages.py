@@ -85,8 +85,8 @@ class Status:
     """A worker's own account, given at any time.
 
     `generation` is the one that it is in or enters. `call` is what its training thread is at (empty: idle), `stands`
-    the line of code there, `waits` whether that waits for peers. `error` is what it raised, unless a lost peer was the
-    cause. `ran` has its last steps, `steps` the last step that left each state version.
+    the mark that it passed last, `waits` whether that waits for peers. `error` is what it raised, unless a lost peer
+    was the cause. `ran` has its last steps, `steps` the last step that left each state version.
     """
 
     generation: int = 0

@@ -104,6 +104,7 @@ class Engine(ABC):
         scale = coefficient / max(1, num_valid_tokens)
         self.spare.version = UNFINISHED
         for bucket in self._all_gather(self.spare):
+            self.progress.mark("update")
             self.optimizer.write(bucket, self.current, self.spare, self._reduced_gradient(bucket) * scale,
                                  learning_rate_factor)
         self.progress.synchronize()

@@ -102,6 +102,7 @@ class FlatEngine(Engine):
             self._wait(self._gather_into(whole, self.current.value[bucket.shard]))
             if self.rank == 0:
                 found[bucket.flat].copy_(whole)
+            self.progress.synchronize()
         if self.rank != 0:
             return {}
         trained = {name: self._view(found, name) for name in self.parameters}
@@ -208,4 +209,3 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
         parameter.grad = None
 
     return add
-

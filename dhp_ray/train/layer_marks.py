@@ -1,15 +1,15 @@
 """Marks at every layer of a model, forward and backward, so that a rank that computes is seen to get on.
 
-    forward    gather 3 *  | layer 3           | gather 4 *       | layer 4 ...
-    backward   ... layer 4 | after layer 4 *   | layer 3, backward | after layer 3 *
+    forward    gathering of 3 *    | 3            | gathering of 4 *  | 4 ...
+    backward   ... 4, backward     | reducing 4 * | before 4          | gathering of 3 * | 3, backward ...
 
-Those with * say that the rank waits for peers. They are there only where a layer's parameters are gathered from other
-ranks, and its gradients reduced, between two layers: by FSDP, whose hooks run between ours.
+Those with * say that the rank waits for peers. They and "before" are there only where a layer's parameters are gathered
+from other ranks, and its gradients reduced, between two layers: by FSDP, whose hooks run between ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,18 +24,19 @@ from dhp_ray.comm.progress import Progress
 class LayerMarks:
     """Hooks on the layers of a model, until `remove`."""
 
-    def __init__(self, layers: Sequence[Module], progress: Progress, gathered: bool) -> None:
-        """`gathered`: FSDP has wrapped the layers, before this."""
+    def __init__(self, layers: Mapping[str, Module], progress: Progress, gathered: bool) -> None:
+        """Layers by the names that marks have of them. `gathered`: FSDP has wrapped the layers, before this."""
         self._handles: list[RemovableHandle] = []
-        for number, layer in enumerate(layers):
-            forward = partial(progress.mark, f"layer {number}")
-            backward = partial(progress.mark, f"layer {number}, backward")
+        for name, layer in layers.items():
+            forward = partial(progress.mark, name)
+            backward = partial(progress.mark, f"{name}, backward")
             if gathered:
-                gathers = partial(progress.mark, f"gathering of layer {number}", waits=True)
-                after = partial(progress.mark, f"after layer {number}, backward", waits=True)
-                self._handles += [layer.register_forward_pre_hook(_before(gathers), prepend=True),
+                gathers = partial(progress.mark, f"gathering of {name}", waits=True)
+                reduces = partial(progress.mark, f"reducing of {name}", waits=True)
+                before = partial(progress.mark, f"before {name}, backward")
+                self._handles += [layer.register_forward_pre_hook(_before(gathers, before), prepend=True),
                                   layer.register_forward_hook(_at_gradient_of_output(gathers), prepend=True),
-                                  layer.register_forward_pre_hook(_at_gradient_of_input(after))]
+                                  layer.register_forward_pre_hook(_at_gradient_of_input(reduces))]
             self._handles += [layer.register_forward_pre_hook(_before(forward)),
                               layer.register_forward_hook(_at_gradient_of_output(backward))]
 
@@ -45,9 +46,12 @@ class LayerMarks:
         self._handles.clear()
 
 
-def _before(mark: Callable[[], None]) -> Callable[[Module, Any], None]:
+def _before(mark: Callable[[], None], then: Callable[[], None] | None = None) -> Callable[[Module, Any], None]:
+    """`then`: when the backward pass has all that the layer and FSDP make of its input's gradient."""
     def hook(layer: Module, inputs: Any) -> None:
         mark()
+        if then:
+            _when_differentiated(inputs, then)
 
     return hook
 

@@ -64,6 +64,7 @@ class RankStep:
         another; `totals` and `update` are entered by every rank, also by one without a pack.
         """
         start = Moment(self.device)
+        self.engine.progress.stage = f"step {plan.step}"
         self.transport.prepare(plan.process_groups)
         self.engine.zero_gradients()
         runs = [self._run_pack(plan, pack, payloads) for pack in self._packs(plan)]
@@ -82,6 +83,7 @@ class RankStep:
     @torch.no_grad()
     def evaluate(self, plan: RankPlan, payloads: Mapping[str, Payload]) -> tuple[float, int]:
         """Loss sum and valid tokens of the packs of all ranks, without gradients. Every rank calls it."""
+        self.engine.progress.stage = f"evaluation {plan.step}"
         self.transport.prepare(plan.process_groups)
         return self._totals([self._run_pack(plan, pack, payloads) for pack in self._packs(plan)])
 

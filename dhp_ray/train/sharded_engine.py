@@ -136,6 +136,7 @@ class ShardedEngine(Engine):
                 whole = cast(DTensor, parameter.detach()).full_tensor()
             if self.rank == 0:
                 found[name] = whole.to("cpu", torch.float32, copy=True)
+            self.progress.synchronize()
         return found
 
     def _lay_out(self, units: list[Any]) -> dict[int, list[Piece]]:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 SEEN_S, SILENT_S, FORMED_S = 2.0, 10.0, 2.0
 """After the deed a death and a stop are seen; after that the next group stands."""
 BUSY = 2.0
-"""A machine whose cores four ranks share may take so many times as long."""
+"""To form a group takes so many times as long on a machine whose cores four ranks share."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,7 @@ def survived(run: Run, moment: float, lost: list[int], condition: str, seen_s: f
     """What follows a fault: seen in time, the others keep process and state, the next group stands soon."""
     formed = run.wait_for_event(moment, "generation", timeout_s=60)
     (broken, *_) = run.events_after(moment, "broken")
-    print(condition, "seen after", seconds_since(broken, moment), "formed", formed)
-    assert seconds_since(broken, moment) < BUSY * seen_s
+    assert seconds_since(broken, moment) < seen_s
     assert {event["pid"]: event["condition"] for event in run.events_after(moment, "worker_lost")} == dict.fromkeys(
         lost, condition)
     assert formed["version"] is not None, "the state of the survivors' memory, no checkpoint"

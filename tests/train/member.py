@@ -49,15 +49,19 @@ class Member:
         self.run_dir = run_dir
         Path(run_dir).mkdir(exist_ok=True)
         self.generation = 0
+        self.switching = threading.Lock()
         self.adapter: ModelAdapter | None = None
 
     def control(self) -> None:
         """The thread that ends what this process waits for, once a peer of its generation is lost."""
         generation, progress = self.generation, self.progress
-        while self.generation == generation:
-            if self.lost.exists():
-                progress.abort()
-                abort_groups()
+        while True:
+            with self.switching:
+                if self.generation != generation:
+                    return
+                if self.lost.exists():
+                    progress.abort()
+                    abort_groups()
             time.sleep(0.01)
 
     @property
@@ -69,7 +73,8 @@ class Member:
         """Form a generation; all of its members come with the same number of generations before it. `supplies` None
         begins anew.
         """
-        self.generation += 1
+        with self.switching:
+            self.generation += 1
         self.rank, self.size, self.sync = rank, size, sync
         dist.init_process_group(choose("cpu").backend, rank=rank, world_size=size, timeout=TIMEOUT,
                                 store=dist.PrefixStore(f"generation-{self.generation}", self.store))
@@ -89,7 +94,8 @@ class Member:
         if supplies is not None:
             engine.load_state(reshard(supplies, engine.pieces(), engine.shard_size, rank, save_group))
         transport = open_transport("pool", rank, size, choose("cpu"), 16, TIMEOUT, self.progress)
-        self.marks = LayerMarks(self.adapter.units(), self.progress, gathered=sync == "micro_batch")
+        self.marks = LayerMarks({str(number): unit for number, unit in enumerate(self.adapter.units())}, self.progress,
+                                gathered=sync == "micro_batch")
         self.stepper = (MicroBatchStep if sync == "micro_batch"
                         else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
         self.mirror = Mirror(engine, rank, KEEPERS[:size], mirror_group)

@@ -143,7 +143,8 @@ class Driver:
             step = running.dispatched.step
             session.current.dispatcher.begin(step + 1)
             with self.waits.on(f"step {step}", max(LONG_S, LONG_STEP * max(session.history.step_times_s, default=0.0))):
-                results = session.group.collect(running.results, stuck_s=session.stuck_s(running.dispatched.plan))
+                session.history.stuck_s = session.stuck_s(running.dispatched.plan)
+                results = session.group.collect(running.results, stuck_s=session.history.stuck_s)
             step_time_s = perf_counter() - running.begun_s
             following = session.current.dispatcher.take(step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan

@@ -25,6 +25,9 @@ GRACE_S = 5.0
 SURVEY_S = 4.0
 """How long a worker's control thread may take to answer."""
 
+AGAIN_S = 0.3
+"""How long one may take that has just not answered for SURVEY_S."""
+
 IDLE_LOOK_S = 1.0
 """How often workers are looked at that wait for data, and have no call that would fail."""
 
@@ -187,12 +190,13 @@ class WorkerGroup:
 
     def survey(self, silent: Collection[int] = ()) -> list[tuple[HealthReport, Status]]:
         """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. Those of
-        `silent` ranks are not waited for.
+        `silent` ranks, which have just left a question unanswered, are not waited for so long again, unless nobody
+        answered: then it may be this process that was held up.
         """
         calls = self.start("status")
-        waited_for = [call for rank, call in enumerate(calls) if rank not in silent]
-        if waited_for:
-            ray.wait(waited_for, num_returns=len(waited_for), timeout=SURVEY_S)
+        others = [call for rank, call in enumerate(calls) if rank not in silent]
+        ray.wait(others or calls, num_returns=len(others or calls), timeout=SURVEY_S)
+        ray.wait(calls, num_returns=len(calls), timeout=AGAIN_S)
         return [_health_of(call) for call in calls]
 
     def words(self, rank: int, condition: Condition) -> str:
@@ -225,9 +229,9 @@ class _HealthMonitor:
         """Raise GroupError for a worker that is gone, or does not get on with its call (ranks in `pending`)."""
         reports = [report for report, _ in self.group.survey()]
         silent = [rank for rank, report in enumerate(reports) if not (report.answered or report.dead)]
-        hopeless = [report.waits and self.exchange.overdue(rank, replace(report, waits=False), monotonic())
+        too_long = [report.waits and self.exchange.overdue(rank, replace(report, waits=False), monotonic())
                     for rank, report in enumerate(reports) if rank in pending]
-        if all(hopeless):
+        if all(too_long):
             raise GroupError(f"all ranks have waited for one another for {self.group.exchange_s:g} s (comm.timeout_s)")
         for rank, report in enumerate(reports):
             overdue = rank in pending and self.standstill.overdue(rank, report, monotonic())

@@ -1,7 +1,7 @@
 """From one generation of the group to the next: who stays, which state they go on from, and from which step.
 
     survey   who is dead, silent, stuck or has raised: their actors are ended, the job's process is asked for others
-    settle   everyone else leaves the broken generation, which closed sockets make them do
+    settle   everyone else leaves the broken generation: sockets that close make them, or aborts
     wait     until there are enough ranks
     load     the highest state version of which every shard survives; without one, the newest checkpoint
     join     survivors and newcomers meet; the state moves between their memories

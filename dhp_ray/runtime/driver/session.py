@@ -28,10 +28,10 @@ from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
 from dhp_ray.runtime.records.watch import Watch
 
-FOUND_BY = 0.75
+STUCK_SHARE = 0.75
 """A rank is stuck after this share of the time within which it is to be found: looks come only now and then."""
-LOOKS = 8
-"""In `elastic.hang_s`, while a step runs."""
+LOOKS_PER_HANG = 8
+"""How often workers are looked at in `elastic.hang_s` seconds, while a step runs."""
 
 COMPILING_TOLD_S = 5.0
 """Reading the machine code from its cache takes less."""
@@ -56,7 +56,7 @@ class History:
     failures: Failures = field(default_factory=Failures)
     evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
     scale: TimeScale = field(default_factory=TimeScale)
-    stuck_s: float = 0.0  # how long a rank might stand still in the last step
+    stuck_s: float = 0.0  # how long a rank may stand still in the step that was begun last
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # of the last steps
 
 
@@ -116,8 +116,7 @@ class Session:
             return self.config.comm.timeout_s
         longest_s = max((group.predicted_time_s for group in plan.groups), default=0.0)
         layer_s = scale.value * longest_s / self.group.num_layers
-        self.history.stuck_s = FOUND_BY * max(elastic.hang_s, elastic.hang_factor * layer_s)
-        return self.history.stuck_s
+        return STUCK_SHARE * max(elastic.hang_s, elastic.hang_factor * layer_s)
 
     def leaving(self) -> dict[int, Condition]:
         """Ranks that ought to leave the group though they work: they are too slow, or Ray takes their node away.
@@ -141,7 +140,7 @@ class Session:
         self.plan_for_group(batches, reader)
 
     def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
-        self.group.look_s = self.config.elastic.hang_s / LOOKS
+        self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
         cluster = ClusterSpec.of_nodes(self.group.nodes, int(self.config.planner.tokens_per_rank))
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)

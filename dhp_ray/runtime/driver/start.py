@@ -20,7 +20,7 @@ from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import held_out_stream
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.room import MEMORY_SHARE, check_memory, check_room, saves_ahead
-from dhp_ray.runtime.driver.session import LOOKS, Session
+from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.driver.takeover import take_over
 from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunError, RunStarted
 from dhp_ray.runtime.records.checkpoints import Checkpoints
@@ -61,7 +61,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     if not going_on:
         yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
     if going_on:
-        yield from take_over(group, arrivals, config.elastic.hang_s / LOOKS,
+        yield from take_over(group, arrivals, config.elastic.hang_s / LOOKS_PER_HANG,
                              lambda: describe(group, folder, config.cluster.device), stopping)
     else:
         describe(group, folder, config.cluster.device)

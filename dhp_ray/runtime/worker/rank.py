@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.progress import Progress
@@ -159,8 +160,9 @@ class Rank:
         self.state_group = make_group(everyone, "gloo", timeout)  # checkpoints and re-sharding: host memory
         mirrors = world_size > 1 and bool(membership.replica_ranks)
         mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
-        own_capacity = accelerator.pool_groups(config.comm.pool_groups, accelerator.memory_bytes())
-        capacity = membership.pool_groups or own_capacity
+        capacity = membership.pool_groups
+        if not capacity:
+            capacity = accelerator.pool_groups(config.comm.pool_groups, accelerator.memory_bytes())
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
         self.engine = (
             self._sharded_engine(progress)
@@ -173,7 +175,6 @@ class Rank:
         except BaseException:
             self.engine.release()  # the next engine over this adapter must not find this one's hooks
             raise
-        self.layer_marks = LayerMarks(self.adapter.units(), progress, gathered=isinstance(self.engine, ShardedEngine))
         self._mirror_lock = Lock()
         kind = MicroBatchStep if config.planner.sync == "micro_batch" else RankStep
         self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self.finish_mirror)
@@ -184,6 +185,7 @@ class Rank:
         self.checkpointer = Checkpointer(self.engine, rank, world_size, self.state_group,
                                          Path(self.scratch.name) if self.scratch else None, folder,
                                          membership.generation)
+        self.layer_marks = LayerMarks(self._layers(), progress, gathered=isinstance(self.engine, ShardedEngine))
 
     def load_state(self, supplies: Sequence[LocalShard]) -> None:
         """Take over the state of an earlier generation; every rank calls this with what it is to supply."""
@@ -239,6 +241,12 @@ class Rank:
         self.engine.release()
         gone: Any = None
         self.stepper = self.checkpointer = self.mirror = self.state_group = gone
+
+    def _layers(self) -> dict[str, Module]:
+        """What is marked, by name: all layers, and where FSDP gathers it too, the model as a whole."""
+        names = {module: name for name, module in self.adapter.module.named_modules()}
+        layers = {names[layer]: layer for layer in self.adapter.units()}
+        return layers | ({"model": self.engine.root} if isinstance(self.engine, ShardedEngine) else {})
 
     def _flat_engine(
         self,

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
+from threading import Lock
 from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -88,6 +89,7 @@ class Worker:
         self.store: tuple[str, int] | None = None  # where the ranks of its generation meet
         self.call = self.error = ""
         self.progress = Progress()
+        self.switching = Lock()  # held while the generation changes, and while it is called off
 
     @ray.method(concurrency_group="control")
     def describe(self, device: str, probe: str) -> dict[str, Any]:
@@ -122,11 +124,12 @@ class Worker:
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))
         self.accelerator.activate()
         self._leave()
-        self.progress, self.store = Progress(self.accelerator.torch_device()), (membership.store_host,
-                                                                                membership.store_port)
-        self.generation, self.error = membership.generation, ""
-        if self.called_off >= self.generation:  # before this call came
-            self.progress.abort()
+        with self.switching:
+            self.generation, self.error = membership.generation, ""
+            self.store = (membership.store_host, membership.store_port)
+            self.progress = Progress(self.accelerator.torch_device())
+            if self.called_off >= self.generation:  # before this call came
+                self.progress.abort()
         self.prefetched.clear()
         self.processor = processor_spec(self.config).load()
         if not gc.get_freeze_count():
@@ -244,13 +247,11 @@ class Worker:
     @ray.method(concurrency_group="control")
     def call_off(self, generation: int) -> None:
         """Stop waiting for the ranks of a generation (or of one before it); once more for groups made meanwhile."""
-        self.called_off = max(self.called_off, generation)
-        if self.store and self.generation <= generation:
-            if not self.progress.aborted:
-                self.progress.abort()
-                self.accelerator.stop()
-            close_store_connections(*self.store)
-            abort_groups()
+        with self.switching:
+            self.called_off = max(self.called_off, generation)
+            if self.store and self.generation <= generation:
+                self._abort()
+                close_store_connections(*self.store)
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
@@ -270,17 +271,22 @@ class Worker:
         return tuple(HeldShards(generation, world_size, versions)
                      for (generation, world_size), versions in found.items())
 
+    def _abort(self) -> None:
+        """End what the training thread and the device wait for in this generation."""
+        if not self.progress.aborted:
+            self.progress.abort()
+            self.accelerator.stop()
+        abort_groups()
+
     def _leave(self) -> None:
         """Leave the generation and keep the shards that this worker holds of it."""
+        with self.switching:  # what the device waits for must end before its memory can be read
+            self._abort()
+            self.accelerator.restart()
         rank, self.rank = self.rank, None
         if rank is None:
             destroy_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
             return
-        # What the device waits for must end before its memory can be read.
-        self.progress.abort()
-        self.accelerator.stop()
-        abort_groups()
-        self.accelerator.restart()
         # in host memory, where they also go through the reshard: the device needs the room for the next engine
         self.kept += [(rank.membership.generation, rank.membership.world_size, shard.on_host())
                       for shard in rank.local_shards()]
@@ -295,6 +301,9 @@ class Worker:
             self.error = text
         traceback.clear_frames(error.__traceback__)  # locals hold packs, links and through them process groups
         error.__traceback__ = error.__context__ = error.__cause__ = None
-        self._leave()
+        try:
+            self._leave()
+        except Exception as failure:  # of the device, most likely: this worker is no good any more
+            self.error = self.error or words_of(failure)
         gc.collect()
         return RunError(text)

@@ -218,6 +218,7 @@ class Mirror:
         """The thread of an exchange from a device: what is sent must have arrived in host memory."""
         try:
             copied.synchronize()
+            self._engine.progress.check()  # a device that was stopped has not copied it
             own.swap()
             self._send(own.front)
         except RuntimeError as error:  # raised by finish

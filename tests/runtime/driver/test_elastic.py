@@ -26,7 +26,7 @@ from dhp_ray.runtime.driver.elastic import (
     replica_ranks_of,
     surviving_state,
 )
-from dhp_ray.runtime.driver.session import FOUND_BY, LOOKS
+from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, STUCK_SHARE
 from dhp_ray.runtime.messages import HeldShards
 
 WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name)
@@ -67,7 +67,7 @@ def first_overdue_s(marks: Sequence[tuple[float, HealthReport]], limit_s: float,
 def test_layers_30_times_slower_than_predicted_are_no_standstill(layer_s: float) -> None:
     found_within_s = max(10.0, 60 * layer_s)
     marks = [(30 * layer_s * number, HealthReport(progress=f"run {number}")) for number in range(40)]
-    assert first_overdue_s(marks, FOUND_BY * found_within_s, 10.0 / LOOKS, marks[-1][0]) == math.inf
+    assert first_overdue_s(marks, STUCK_SHARE * found_within_s, 10.0 / LOOKS_PER_HANG, marks[-1][0]) == math.inf
 
 
 @pytest.mark.parametrize("layer_s", [1e-3, 1.0])
@@ -75,8 +75,8 @@ def test_layers_30_times_slower_than_predicted_are_no_standstill(layer_s: float)
 def test_an_operation_that_never_ends_is_found(layer_s: float, begun_s: float) -> None:
     found_within_s = max(10.0, 60 * layer_s)
     marks = [(now_s * begun_s / 100, HealthReport(progress=f"run {now_s}")) for now_s in range(101)]
-    found_s = first_overdue_s(marks, FOUND_BY * found_within_s, 10.0 / LOOKS, begun_s + 2 * found_within_s)
-    assert FOUND_BY * found_within_s <= found_s - begun_s <= found_within_s
+    found_s = first_overdue_s(marks, STUCK_SHARE * found_within_s, 10.0 / LOOKS_PER_HANG, begun_s + 2 * found_within_s)
+    assert STUCK_SHARE * found_within_s <= found_s - begun_s <= found_within_s
 
 
 def test_a_rank_that_waits_for_its_peers_never_stands_still() -> None:
