@@ -32,6 +32,7 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
 from dhp_ray.runtime.worker.failures import give_back_memory, words_of
+from dhp_ray.runtime.worker.held_shards import held_shards
 from dhp_ray.runtime.worker.prefetch import load_payloads, processor_spec
 from dhp_ray.runtime.worker.rank import Rank, build_adapter, export_folder, save_folder, state_size
 from dhp_ray.storage import Folder, StorageError
@@ -43,11 +44,8 @@ from dhp_ray.train.state.reshard import LocalShard
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
 """Threads beside the one that trains."""
 
-RESULTS_KEPT = 3
-"""The driver may be so many steps behind when it is lost, and one more."""
-
-VERSIONS_KEPT = 256
-"""State versions whose last step is remembered: more than lie between two mirrored ones."""
+RESULTS_KEPT = 3  # the driver may be so many steps behind when it is lost, and one more
+VERSIONS_KEPT = 256  # state versions whose last step is remembered: more than lie between two mirrored ones
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -120,8 +118,7 @@ class Worker:
     @training
     def join(self, membership: Membership, origin: FromCheckpoint | FromMemory, step: int) -> int:
         """Enter a generation after `step`, with the state of `origin`; returns the state version."""
-        # counts for this thread, which also runs the steps
-        torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))
+        torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # of this thread, which runs the steps
         self.accelerator.activate()
         self._leave()
         with self.switching:
@@ -133,14 +130,11 @@ class Worker:
         self.prefetched.clear()
         self.processor = processor_spec(self.config).load()
         if not gc.get_freeze_count():
-            # what is loaded stays: to look through it for cycles, at each change of membership, would take most of its
-            # time
-            gc.freeze()
+            gc.freeze()  # what is loaded stays: to look through it at each change of membership would take most of it
         keeps_state = isinstance(origin, FromMemory)
         # FSDP2 modules keep their mesh for life
         reusable = self.adapter if self.unused or (keeps_state and self.config.planner.sync == "step") else None
-        if reusable is None:
-            # before the next one is built: both at once may be more than there is room for
+        if reusable is None:  # before the next one is built: there may not be room for both
             self.originals, self.adapter = {}, None
         self.unused = False
         self.rank = Rank(self.config, membership, self.accelerator, reusable, keeps_state, self.originals,
@@ -263,13 +257,9 @@ class Worker:
                       dict(self.steps))
 
     def _held(self) -> tuple[HeldShards, ...]:
-        found: dict[tuple[int, int], dict[int, list[int]]] = {}
         here = [(self.rank.membership.generation, self.rank.membership.world_size, shard)
                 for shard in self.rank.local_shards()] if self.rank else []
-        for generation, world_size, shard in [*self.kept, *here]:
-            found.setdefault((generation, world_size), {}).setdefault(shard.owner, []).append(shard.version)
-        return tuple(HeldShards(generation, world_size, versions)
-                     for (generation, world_size), versions in found.items())
+        return held_shards([*self.kept, *here])
 
     def _abort(self) -> None:
         """End what the training thread and the device wait for in this generation."""
@@ -287,7 +277,7 @@ class Worker:
         if rank is None:
             destroy_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
             return
-        # in host memory, where they also go through the reshard: the device needs the room for the next engine
+        # in host memory: the device needs the room for the next engine
         self.kept += [(rank.membership.generation, rank.membership.world_size, shard.on_host())
                       for shard in rank.local_shards()]
         if isinstance(rank.engine, FlatEngine):
