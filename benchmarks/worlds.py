@@ -123,7 +123,7 @@ def corpus_of(config: Config, num_samples: int, max_tokens: int = 0) -> Corpus:
         patches += [pixels for pixels in payload.pixels if pixels is not None]
         payloads[sample.id] = replace(payload, pixels=[None] * len(sample.vision_grids))
         first_patch[sample.id] = place
-        place += sample.num_patches
+        place += sum(time * height * width for time, height, width in sample.vision_grids)
     np.save(path, np.concatenate(patches))
     return Corpus(samples, payloads, first_patch, path, _vision_ids(processor), folder)
 

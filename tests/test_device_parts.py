@@ -86,7 +86,7 @@ def test_a_read_is_found(read: Callable[[torch.Tensor], Any]) -> None:
     numbers = torch.tensor([1, 2, 3])
     found = reads_in(lambda: read(numbers))
     assert found
-    assert {place.line.partition(":")[0] for place in found} == {"tests/test_device_benchmark.py"}
+    assert {place.line.partition(":")[0] for place in found} == {"tests/test_device_parts.py"}
 
 
 def test_what_reads_nothing_is_not_counted() -> None:

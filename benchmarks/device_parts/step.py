@@ -7,6 +7,7 @@ Both recompute activations on a device. The share of the matrix rate counts what
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ def flops_of(config: Qwen2_5_VLConfig, sizes: Sizes, batch: Batch) -> float:
     window = (vision.window_size // vision.patch_size) ** 2
     total = 0.0
     for sample, _ in batch:
-        tokens, patches = sample.num_tokens, sample.num_patches
+        tokens, patches = sample.num_tokens, sum(math.prod(grid) for grid in sample.vision_grids)
         total += 6.0 * (sizes.language * tokens + sizes.vision * patches + sizes.merger * sample.vision_tokens)
         total += 12.0 * text.num_hidden_layers * text.hidden_size * tokens * (tokens + 1) / 2
         for time, height, width in sample.vision_grids:

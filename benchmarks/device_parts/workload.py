@@ -21,7 +21,7 @@ from dhp_ray.model.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner.plan import Grid, RankPack, RankPlan, Sample
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
-from dhp_ray.train.layer_marks import LayerMarks
+from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from tests.packs import TOKEN_IDS, make_pack, make_sample
@@ -124,7 +124,7 @@ class OwnStep:
         settings = OptimizerSettings(lambda name: 1e-5, self.adapter.decays, weight_decay=0.1, betas=(0.9, 0.95),
                                      eps=1e-6, clip_norm=1.0)
         self.engine = FlatEngine(self.adapter.module, settings, None, 1, 0, precision, progress=progress)
-        self.marks = LayerMarks(self.adapter.units(), progress, gathered=False)
+        self.marks = LayerMarks(layers_by_name(self.adapter), progress, gathered=False)
         transport = open_transport("parent", 0, 1, accelerator, 1, timedelta(seconds=60), progress)
         self.step = RankStep(self.adapter, self.engine, transport, None, accelerator.torch_device())
         self._number = 0

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from dhp_ray.comm.progress import Progress
+from dhp_ray.model.adapter import ModelAdapter
 
 
 class LayerMarks:
@@ -44,6 +45,12 @@ class LayerMarks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def layers_by_name(adapter: ModelAdapter) -> dict[str, Module]:
+    """The layers of a model, by their names in its module."""
+    names = {module: name for name, module in adapter.module.named_modules()}
+    return {names[layer]: layer for layer in adapter.units()}
 
 
 def _before(mark: Callable[[], None], then: Callable[[], None] | None = None) -> Callable[[Module, Any], None]:

@@ -25,7 +25,7 @@ from dhp_ray.storage import Folder
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine
-from dhp_ray.train.layer_marks import LayerMarks
+from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
@@ -94,8 +94,7 @@ class Member:
         if supplies is not None:
             engine.load_state(reshard(supplies, engine.pieces(), engine.shard_size, rank, save_group))
         transport = open_transport("pool", rank, size, choose("cpu"), 16, TIMEOUT, self.progress)
-        self.marks = LayerMarks({str(number): unit for number, unit in enumerate(self.adapter.units())}, self.progress,
-                                gathered=sync == "micro_batch")
+        self.marks = LayerMarks(layers_by_name(self.adapter), self.progress, gathered=sync == "micro_batch")
         self.stepper = (MicroBatchStep if sync == "micro_batch"
                         else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
         self.mirror = Mirror(engine, rank, KEEPERS[:size], mirror_group)

@@ -90,7 +90,7 @@ def sharded(rank: int) -> list[list[tuple[str, bool]]]:
 
     gather, reduce = recorded("gather", all_gather_single), recorded("reduce", reduce_scatter_single)
     for layer in layers:
-        unit = fully_shard(layer, mesh=DeviceMesh.from_group(world, "cpu"))
+        unit = fully_shard(layer, mesh=DeviceMesh.from_group(world, "cpu"), reshard_after_forward=True)
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
         unit.set_custom_all_gather(gather)

@@ -31,7 +31,7 @@ from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder, storage_errors
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
-from dhp_ray.train.layer_marks import LayerMarks
+from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.learning_rate import learning_rate_factor
 from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.rank_step import RankStep
@@ -244,9 +244,8 @@ class Rank:
 
     def _layers(self) -> dict[str, Module]:
         """What is marked, by name: all layers, and where FSDP gathers it too, the model as a whole."""
-        names = {module: name for name, module in self.adapter.module.named_modules()}
-        layers = {names[layer]: layer for layer in self.adapter.units()}
-        return layers | ({"model": self.engine.root} if isinstance(self.engine, ShardedEngine) else {})
+        gathered = {"model": self.engine.root} if isinstance(self.engine, ShardedEngine) else {}
+        return layers_by_name(self.adapter) | gathered
 
     def _flat_engine(
         self,
