@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
@@ -31,7 +33,7 @@ def one_rank(rank: int, tie: bool) -> dict[str, float]:
     """Errors of the one-rank path against plain transformers, over samples with no, one and three images."""
     adapter = rough_model(tie_word_embeddings=tie)
     plain = plain_copy(adapter)
-    transport = open_transport("pool", 0, 1, None, 4, 30.0)
+    transport = open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30))
     errors = {}
     for name, parts in {"text": [40], "image": [9, (1, 8, 12), 31],
                         "images": [3, (1, 4, 4), 8, (1, 12, 6), (2, 4, 4), 20]}.items():
