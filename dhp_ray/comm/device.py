@@ -61,19 +61,19 @@ class Accelerator:
         if self.name != "cpu":
             torch.get_device_module(self.name).set_device(index)
 
-    def stop(self, index: int = 0) -> None:
+    def stop(self) -> None:
         """End what the device computes and waits for; from a control thread. On CUDA aborting the groups does that."""
         if self.name == "npu":
             import torch
 
-            torch.get_device_module(self.name).stop_device(index)
+            torch.get_device_module(self.name).stop_device(self.torch_device().index)
 
-    def restart(self, index: int = 0) -> None:
+    def restart(self) -> None:
         """Let a device that may have been stopped compute again; its memory holds what it did."""
         if self.name == "npu":
             import torch
 
-            torch.get_device_module(self.name).restart_device(index)
+            torch.get_device_module(self.name).restart_device(self.torch_device().index)
 
     def compute_in(self, precision: str) -> None:
         """Say which type this process is going to compute in, before its first product: oneDNN reads this setting once.
@@ -117,7 +117,7 @@ POOL_GROUPS, POOL_SHARE = 64, 0.05
 HCCL_BUFFER_MB = 32
 """HCCL takes two such buffers a group; by default each has 200 MB, and 64 groups would take 25 GB."""
 NCCL_BYTES = 64 * 2**20
-"""An estimate: what a communicator takes grows with its members and links. `benchmarks/device.py` measures it."""
+"""An estimate that nobody has measured: what a communicator takes grows with its members and links."""
 
 CPU = Accelerator("cpu", "gloo", None)
 CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES)

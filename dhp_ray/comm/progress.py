@@ -1,13 +1,13 @@
 """What a rank is at, as its training thread records it, and how another thread ends what it waits for.
 
-    training thread   records a mark: at every layer, forward and backward, and before and after every wait for peers
+    training thread   records a mark: at every layer, forward and backward, and around its waits for peers in a step
     CPU               has passed a mark once it is recorded
     device            a mark is an event in its stream: the host records it early, the device passes it when it gets
                       there
     control thread    asks for the mark that was passed last, and aborts: from then on every mark raises
 
 After an abort, waits return with garbage and only the next operation on a group raises. So the training thread asks
-after every wait and after every read of the device (`check`), and never uses what it then has.
+after such a wait and after reading the device (`check`), and never uses what it then has.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class ParentTransport:
 class PoolTransport:
     """Every pack over its ranks' own group; the parent carries those that the pool has no room for."""
 
-    def __init__(self, pool: GroupPool, parent: ParentTransport, rank: int, progress: Progress) -> None:
-        self._pool, self._parent, self._rank, self._progress = pool, parent, rank, progress
+    def __init__(self, pool: GroupPool, parent: ParentTransport, rank: int) -> None:
+        self._pool, self._parent, self._rank = pool, parent, rank
 
     def prepare(self, process_groups: Sequence[tuple[int, ...]]) -> None:
         self._pool.prepare(process_groups)
@@ -69,7 +69,7 @@ class PoolTransport:
         group = self._pool.get(ranks)
         if group is None:
             return self._parent.link(ranks, pack_index)
-        return Link(ranks, self._rank, group, pack_index, self._progress)
+        return Link(ranks, self._rank, group, pack_index, self._pool.progress)
 
     def counters(self) -> dict[str, int]:
         return {"hits": self._pool.hits, "creations": self._pool.creations,
@@ -105,4 +105,4 @@ def open_transport(
     parent = ParentTransport(group, rank, progress)
     if name == "parent":
         return parent
-    return PoolTransport(GroupPool(capacity, timeout, accelerator, progress), parent, rank, progress)
+    return PoolTransport(GroupPool(capacity, timeout, accelerator, progress), parent, rank)

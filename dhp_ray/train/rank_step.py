@@ -23,7 +23,7 @@ from dhp_ray.train.results import PackTime, StepResult
 
 
 class PackRun(NamedTuple):
-    """A pack that the device has been given. Nothing here is read before the step's totals: the host runs ahead."""
+    """A pack that the device has been given. What is here is read with the step's totals, not pack by pack."""
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
     loss: Tensor
@@ -106,7 +106,7 @@ class RankStep:
         return PackRun(pack.index, loss.detach(), inputs.num_valid_tokens, begin, Moment(self.device), link)
 
     def _totals(self, runs: Sequence[PackRun]) -> tuple[float, int]:
-        """Loss sum and valid tokens of all ranks. The first read of the step: the host waits here for the device."""
+        """Loss sum and valid tokens of all ranks. The host waits here for the device."""
         progress = self.engine.progress
         losses: list[float] = progress.read(torch.stack([run.loss for run in runs])) if runs else []
         loss_sum = torch.tensor(sum(losses), dtype=torch.float64)
