@@ -13,12 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.integration.faults import COMPARED
 from tests.integration.jobs import ROOT, lines
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("ray_cluster")]
 
 
-@pytest.mark.parametrize(("sync", "faults", "seed"), [
-    ("step", 6, 2), pytest.param("micro_batch", 6, 1, marks=pytest.mark.slow),
-    pytest.param("step", 12, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("sync", "faults", "seed"), [("step", 6, 2), ("micro_batch", 6, 1), ("step", 12, 3)])
 def test_a_soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: int) -> None:
     soak(reference, tmp_path, sync, faults, seed)
 
