@@ -1,8 +1,8 @@
 """Fits the constants of conf/cost/cpu.yaml to measured packs: `python benchmarks/cost.py [out=FILE]`.
 
 One rank runs forward and backward of packs of the tiny preset, of known lengths and images; the constants are the
-non-negative least squares of relative error. Two gloo ranks then pass messages of several sizes around: latency and
-bandwidth. Prints measured against predicted, and writes the cost file where `out=` says so.
+non-negative least squares of relative error. Two gloo ranks then pass messages of several sizes around (latency and
+bandwidth) and make process groups. Prints measured against predicted, and writes the cost file where `out=` says so.
 """
 
 from __future__ import annotations
@@ -91,6 +91,22 @@ def message_seconds(rank: int) -> list[float]:
     return found
 
 
+def group_seconds(rank: int) -> float:
+    """Median seconds to make a process group of two ranks, with its first exchange."""
+    from datetime import timedelta
+
+    from dhp_ray.comm.pool import GroupPool
+
+    times = []
+    for _ in range(REPEATS):
+        pool = GroupPool(1, timedelta(seconds=30))
+        begin = perf_counter()
+        pool.prepare([(0, 1)])
+        times.append(perf_counter() - begin)
+        pool.clear()
+    return median(times)
+
+
 def update_seconds() -> float:
     """Median seconds of the optimizer's update of one rank."""
     from dhp_ray.train.flat_engine import FlatEngine
@@ -145,7 +161,7 @@ def main(argv: list[str]) -> int:
     bandwidth, latency = np.polyfit(MESSAGE_BYTES, seconds, 1)
     constants |= {"comm_bytes_per_token": float(exchanges * key_value_bytes),
                   "latency_s": exchanges * max(float(latency), min(seconds)),
-                  "fixed_s": update_seconds()}
+                  "group_s": run_ranks(group_seconds, 2)[0], "fixed_s": update_seconds()}
     lines = [f"{name}: {value:.4g}" for name, value in constants.items()]
     rate = 1 / float(bandwidth)
     lines += [f"bandwidth_bytes_per_s: {{intra: {rate:.4g}, inter: {rate:.4g}}}"]

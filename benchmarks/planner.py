@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ import numpy as np
 
 from dhp_ray.config import CONF
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, CostModel, Plan, Sample, plan_batch, warm_up
+from dhp_ray.planner.primitives.list_schedule import list_schedule
+from dhp_ray.planner.schedule import firsts_of, flat
 
 FOLDER = Path(os.environ.get("DHP_RAY_TEST_DATA", "data"))
 TOKENS_PER_RANK = 8192
@@ -201,6 +204,15 @@ def pool(cost: CostModel) -> None:
     for count in (128, 256, 512, 1024):
         uses, hits, longer = reused(count, 200, cost)
         print(f"| {count} | {uses} | {100 * hits / uses:.1f} % | {100 * longer:+.2f} % |")
+    print("\nWith `group_s`, making a group is weighed against longer plans. Seconds are means a batch.\n")
+    print(
+        "| sequences a batch | making a group | new groups, not weighed | weighed | makespan and making, not weighed "
+        "| weighed | |\n|---|---|---|---|---|---|---|"
+    )
+    for count, group_s in product((128, 256, 512), (0.03, 0.3)):
+        before, after = (weighed(count, 100, cost, group_s, known) for known in (False, True))
+        print(f"| {count} | {group_s} s | {before[0]:.1f} | {after[0]:.1f} | {before[1]:.3f} | {after[1]:.3f} "
+              f"| {100 * (after[1] / before[1] - 1):+.1f} % |")
 
 
 def reused(count: int, batches: int, cost: CostModel) -> tuple[int, int, float]:
@@ -220,6 +232,22 @@ def reused(count: int, batches: int, cost: CostModel) -> tuple[int, int, float]:
                 hits += batch >= 20 and group.ranks in known
                 known = [*(ranks for ranks in known if ranks != group.ranks), group.ranks][-32:]
     return uses, hits, time_s / alone_s - 1
+
+
+def weighed(count: int, batches: int, cost: CostModel, group_s: float, known: bool) -> tuple[float, float]:
+    """New groups a batch, and seconds of packs and of making those groups, over batches that share a pool of 32;
+    `known`: whether the planner knows what making a group takes."""
+    pool: list[tuple[int, ...]] = []
+    new_groups, time_s, priced = 0, 0.0, replace(cost, group_s=group_s, _cache={})
+    for batch in range(batches):
+        plan = planned(drawn("wikipedia", count, 64, batch), 64, priced if known else cost, pool=tuple(pool))
+        made = [ranks for ranks in plan.process_groups() if ranks not in pool]
+        new_groups += len(made)
+        members, degrees = flat(made)
+        making_s = list_schedule(members, firsts_of(degrees), np.full(len(made), group_s), 64)[1].max()
+        time_s += plan.predicted_time_s - cost.fixed_s + making_s
+        pool = [*(ranks for ranks in pool if ranks not in plan.process_groups()), *plan.process_groups()][-32:]
+    return new_groups / batches, time_s / batches
 
 
 TABLES = {"peers": peers, "gap": gap, "mode": mode, "time": time_it, "speeds": speeds, "pool": pool}

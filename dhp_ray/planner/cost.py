@@ -17,7 +17,9 @@ In a ring, each of d - 1 steps sends a rank's keys and values on while attention
 only what attention cannot hide is exposed. `bandwidth` is a table by degree (a degree between two rows takes the row
 above it; past the last row, the last), or one for groups inside a node (`intra`) and one for groups that cross nodes
 (`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`)
-and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode.
+and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode. `group_s` is what the
+ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
+longer plans that need fewer new groups, and is not part of a plan's predicted time.
 
 Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see;
 `overhead_s` holds latency and pack_s:
@@ -108,6 +110,7 @@ class CostModel:
     overlap: float = 1.0
     latency_s: float = 0.0
     pack_s: float = 0.0
+    group_s: float = 0.0
     vision_quadratic_s: float = 0.0
     vision_linear_s: float = 0.0
     memory_bytes_per_token: float = 0.0
@@ -125,6 +128,7 @@ class CostModel:
             "overlap",
             "latency_s",
             "pack_s",
+            "group_s",
             "vision_quadratic_s",
             "vision_linear_s",
             "memory_bytes_per_token",

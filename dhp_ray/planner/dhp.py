@@ -9,7 +9,7 @@ from __future__ import annotations
 from dhp_ray.planner.baselines.paper import paper_at
 from dhp_ray.planner.baselines.pow2 import packed_to_memory
 from dhp_ray.planner.micro_batch.search import dhp_micro_batch, node_after_node
-from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.step.search import dhp_step
@@ -30,4 +30,5 @@ def dhp(problem: Problem) -> Schedule:
         if problem.sync == "micro_batch" and not near:
             schedules += node_after_node(problem, schedules[0])
         times += [time_of(problem, schedule) for schedule in schedules[len(times) :]]
+    times = [time + making_s(problem, schedule) for time, schedule in zip(times, schedules)]
     return schedules[times.index(min(times))]

@@ -3,6 +3,8 @@ image."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from dhp_ray.planner.cost import predicted_s
@@ -10,7 +12,7 @@ from dhp_ray.planner.encoders import encoders_of
 from dhp_ray.planner.plan import GroupPlan, Pack
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.schedule import Schedule, crosses_nodes
+from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat
 
 
 def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
@@ -44,6 +46,19 @@ def makespan_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> floa
 def time_of(problem: Problem, schedule: Schedule) -> float:
     """Seconds of the whole step under a schedule."""
     return makespan_of(problem, schedule, times_of(problem, schedule))
+
+
+def making_s(problem: Problem, schedule: Schedule) -> float:
+    """Seconds until every rank has made the process groups of a schedule that are not in the pool: in its order, the
+    ranks of each together."""
+    if problem.cost.group_s == 0.0:
+        return 0.0
+    ranks, first = schedule.ranks.tolist(), schedule.first_rank.tolist()
+    groups = dict.fromkeys(tuple(ranks[begin:end]) for begin, end in pairwise(first) if end - begin > 1)
+    made = [group for group in groups if group not in set(problem.pool)]
+    members, degrees = flat(made)
+    times = np.full(len(made), problem.cost.group_s)
+    return float(list_schedule(members, firsts_of(degrees), times, problem.cluster.num_ranks)[1].max())
 
 
 def groups_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> tuple[GroupPlan, ...]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,11 @@ from hypothesis import strategies as st
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, checked_problem, plan_batch
 from dhp_ray.planner.baselines.paper import paper_at
 from dhp_ray.planner.baselines.pow2 import packed_to_memory
-from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.bound import lower_bound_s
+from dhp_ray.planner.dhp import dhp
+from dhp_ray.planner.pricing import making_s, time_of
+from dhp_ray.planner.problem import problem_of
+from dhp_ray.planner.schedule import Schedule, firsts_of, flat
 from dhp_ray.planner.step.partial_schedule import MAX_GROUPS_PER_RANK
 
 ALL_TO_ALL = CostModel(quadratic_s=5.128e-9, linear_s=1.839576e-4, comm_bytes_per_token=2097152, fixed_s=0.63,
@@ -130,6 +135,32 @@ def test_groups_of_the_pool_are_used_again():
                 uses, hits = uses + (batch >= 4), hits + (batch >= 4 and group.ranks in known)
                 known = [*(ranks for ranks in known if ranks != group.ranks), group.ranks][-32:]
     assert hits > 0.5 * uses
+
+
+def test_new_groups_that_take_long_to_make_are_weighed_against_a_longer_plan():
+    """Batches one after the other, with the groups of the last 32: what is paid for groups and packs together."""
+    paid = {}
+    for group_s in (0.0, 0.3):
+        cost, known, paid[group_s] = replace(ALL_TO_ALL, group_s=group_s), [], 0.0
+        for batch in range(8):
+            problem = problem_of(bimodal(128, 64, batch), ClusterSpec(64, 8, 8192), cost, "step", known)
+            schedule = dhp(replace(problem, lower_bound_s=lower_bound_s(problem)))
+            charged = replace(problem, cost=replace(cost, group_s=0.3))
+            paid[group_s] += (batch >= 2) * (time_of(charged, schedule) + making_s(charged, schedule))
+            new = plan_batch(bimodal(128, 64, batch), problem.cluster, cost, pool=known).process_groups()
+            known = [*(ranks for ranks in known if ranks not in new), *new][-32:]
+    assert paid[0.3] < 0.95 * paid[0.0]
+
+
+def test_making_groups_takes_as_long_as_the_rank_that_makes_most():
+    cost = replace(ALL_TO_ALL, group_s=0.25)
+    problem = problem_of([Sample("a", 10)] * 5, ClusterSpec(4, 4, 100), cost, "step", ((2, 3),))
+    groups = [(0, 1), (1, 2), (2, 3), (0, 1), (3,)]  # (2, 3) is in the pool, (0, 1) is made once
+    ranks, degrees = flat(groups)
+    schedule = Schedule(np.arange(5), np.arange(6), ranks, firsts_of(degrees), np.zeros(5, dtype=np.int64))
+    assert making_s(problem, schedule) == pytest.approx(0.5)
+    assert making_s(replace(problem, pool=((0, 1), (1, 2), (2, 3))), schedule) == 0.0
+    assert making_s(replace(problem, cost=ALL_TO_ALL), schedule) == 0.0
 
 
 def test_a_hundred_thousand_sequences():

@@ -16,9 +16,12 @@ Trystram 1999), best-fit decreasing.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 
 from dhp_ray.planner.items import Items, Machine, packed, times_at
+from dhp_ray.planner.pricing import making_s
 from dhp_ray.planner.primitives.bisection import halve
 from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing, unpacked
 from dhp_ray.planner.problem import Problem
@@ -42,6 +45,9 @@ of at most SMALL items x ranks."""
 REUSE = ((3e-3, 1.0), (9e-3, 0.1), (9e-3, 0.01))
 """What a plan may be longer, as a share, to use groups of the pool, and what one group may waste for that, as a
 share of all ranks' time. The first that works is taken."""
+
+MAKING = (0.05, 0.2, 0.5)
+"""Where making a group costs `group_s`: shares of what the plan's new groups cost that it may be longer."""
 
 TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
 """Items x ranks: up to TINY with shuffled orders and a local search, up to SMALL thorough from 0.1 % above the
@@ -80,22 +86,25 @@ class Search:
         self.thorough = Effort(choices=len(rows), rounds=4, leftover=len(work))
         self.begin, self.bound_s, self.tolerance = 0, bound_s, FINE if self.size <= SMALL else TOLERANCE
 
-    def thoroughly(self, best: Found) -> Found:
-        """The shortest makespan found, where a quick search has found `best`."""
+    def thoroughly(self, best: Found, problem: Problem) -> list[Found]:
+        """The shortest makespan found, where a quick search has found `best`; and those that use the pool instead."""
         if self.size <= LARGE and best.makespan_s > self.bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
             best = self.bisect(best, self.bound_s, self.tolerance, self.thorough)
-        return self.reused(best)
+        return self.reused(best, problem) if len(self.pool.first) > 1 else [best]
 
-    def reused(self, best: Found) -> Found:
-        """The same again with groups of the pool wherever they fit, for a makespan that is a little longer (REUSE)."""
-        if len(self.pool.first) > 1:
-            for slack, share in REUSE:
-                makespan_s = best.makespan_s * (1 + slack)
-                effort = self.thorough if self.size <= SMALL else self.quick
-                found = self.trial(makespan_s, effort, share * makespan_s * len(self.machine.speeds))
-                if found:
-                    return found
-        return best
+    def reused(self, best: Found, problem: Problem) -> list[Found]:
+        """The same again with groups of the pool wherever they fit, for a makespan that is a little longer (REUSE).
+        Where making a group costs something, also for one that is longer by a share of what the new groups cost, and
+        `best` itself: `dhp` weighs them."""
+        effort, num_ranks = self.thorough if self.size <= SMALL else self.quick, len(self.machine.speeds)
+        limits = [(best.makespan_s * (1 + slack), share * best.makespan_s * (1 + slack)) for slack, share in REUSE]
+        tried = (self.trial(makespan_s, effort, waste_s * num_ranks) for makespan_s, waste_s in limits)
+        again, group_s = list(islice(filter(None, tried), 1)), problem.cost.group_s
+        if group_s == 0.0:
+            return again or [best]
+        slack_s = making_s(problem, schedule_of(best, self.items, self.machine))
+        longer = [self.trial(best.makespan_s + share * slack_s, effort, group_s * num_ranks) for share in MAKING]
+        return [best, *again, *filter(None, longer)]
 
     def shortest(self, tolerance: float, effort: Effort) -> Found:
         """The first makespan above the bound that can be had, bisected down to a tolerance, a share of the bound."""
@@ -137,23 +146,21 @@ class Search:
 
 def dhp_step(problem: Problem) -> list[Schedule]:
     """Candidate schedules."""
-    machine, pool, bound_s = problem.machine, cached_groups_of(problem), problem.lower_bound_s - problem.cost.fixed_s
-    if len(problem.items) * len(machine.speeds) <= TINY and (machine.rates.inside_s == machine.rates.across_s).all():
+    machine, bound_s = problem.machine, problem.lower_bound_s - problem.cost.fixed_s
+    tiny = len(problem.items) * len(machine.speeds) <= TINY
+    if tiny and (machine.rates.inside_s == machine.rates.across_s).all():
         machine = _as_one_node(machine)
-    schedules, lists, local = (
-        [],
-        rank_lists(machine),
-        len(problem.items) * len(machine.speeds) <= TINY and alike(machine),
-    )
+    pool, lists, local = cached_groups_of(problem), rank_lists(machine), tiny and alike(machine)
+    schedules = list[Schedule]()
     found = [
         (search.shortest(search.tolerance, search.quick), search)
         for search in (Search(items, packs, machine, lists, pool, bound_s) for items, packs in item_sets(problem))
     ]
     better = found[-1:] if found[-1][0].makespan_s < (1 - SHORTER) * found[0][0].makespan_s else found[:1]
     for quick, search in better if local else found:
-        best = search.thoroughly(quick)
-        schedule = schedule_of(best, search.items, machine)
-        schedules.append(unpacked(schedule, search.packs))
+        best, *reusing = search.thoroughly(quick, problem)
+        schedule, *others = [schedule_of(one, search.items, machine) for one in (best, *reusing)]
+        schedules += [unpacked(one, search.packs) for one in (schedule, *others)]
         if local and best.makespan_s > bound_s * (1 + 2e-4):
             ordered = best_order(search.items, schedule, machine, bound_s * (1 + 2e-4))
             schedules.append(unpacked(placed_in_order(ordered, search.items, machine), search.packs))

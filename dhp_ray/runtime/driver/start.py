@@ -6,6 +6,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from threading import Thread
 from typing import Any
 
@@ -53,6 +54,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     newest = checkpoints.newest()
     first_step = 1 + (records.last_step if going_on else newest.step if newest else 0)
     cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{config.cluster.device}.yaml"))
+    if config.comm.transport == "parent":
+        cost = replace(cost, group_s=0.0)  # no group is ever made
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = held_out_stream(config)
