@@ -26,7 +26,7 @@ _HALF = "problem.machine.tokens_per_rank // 2"
 _PACKED = "if rates.overhead_s.any() or rates.overlap.any():"
 _HIGHEST = "return min(num_ranks, max((degree + node_size - 1) // node_size * node_size, more))"
 _UP_TO_A_NODE = "return min(num_ranks, (degree + node_size - 1) // node_size * node_size)"
-_ONE_NODE = "<= TINY and (machine.rates.inside_s == machine.rates.across_s).all():"
+_ONE_NODE = "if tiny and (machine.rates.inside_s == machine.rates.across_s).all():"
 _WHOLE_NODES = "best = _whole_nodes(degree, time, extra, makespan, machine, ranks, gap_weight, best, chosen)"
 _MOPPED_QUICKLY = "leftover=max(64, len(work) // 16)"
 _BASELINES = "schedules += [*packed_to_memory(problem), paper_at(problem, memory, memory)]"
@@ -55,7 +55,7 @@ VARIANTS = (
     one("step: 4 orders", "ORDERS = 16", "ORDERS = 4"),
     Variant("step: no mop up", ((_MOPPED_QUICKLY, "leftover=0"), ("leftover=len(work)", "leftover=0"))),
     one("step: the quick pass mops up all", _MOPPED_QUICKLY, "leftover=len(work)"),
-    one("step: nodes matter even where links are alike", _ONE_NODE, "<= TINY and False:"),
+    one("step: nodes matter even where links are alike", _ONE_NODE, "if False:"),
     one("step: no local search", "if local and best", "if False and best"),
     one("step: 3 seeds of the local search", _SEARCHED, "WORK, STEPS, SEEDS = 2_000_000, 2000, 3"),
     one("step: local search without a threshold", "THRESHOLD = 0.3", "THRESHOLD = 0.0"),

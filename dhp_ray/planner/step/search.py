@@ -46,7 +46,7 @@ REUSE = ((3e-3, 1.0), (9e-3, 0.1), (9e-3, 0.01))
 """What a plan may be longer, as a share, to use groups of the pool, and what one group may waste for that, as a
 share of all ranks' time. The first that works is taken."""
 
-MAKING = (0.05, 0.2, 0.5)
+MAKING = (0.05, 0.2)
 """Where making a group costs `group_s`: shares of what the plan's new groups cost that it may be longer."""
 
 TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
