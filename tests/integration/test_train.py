@@ -46,13 +46,9 @@ def longest(run_dir: Path) -> int:
     return max(tokens)
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "transport"),
-    [
-        (3, "pool"),
-        *(pytest.param(*world, marks=pytest.mark.slow) for world in ((3, "parent"), (5, "pool"), (5, "parent"))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [3, 5])
+@pytest.mark.parametrize("transport", ["pool", "parent"])
 def test_any_number_of_workers_gives_the_loss_of_one(
     one_worker: Path, nlvr: list[str], tmp_path: Path, num_workers: int, transport: str
 ) -> None:
