@@ -24,8 +24,6 @@ import numpy as np
 
 from dhp_ray.config import CONF
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, CostModel, Plan, Sample, plan_batch, warm_up
-from dhp_ray.planner.primitives.list_schedule import list_schedule
-from dhp_ray.planner.schedule import firsts_of, flat
 
 FOLDER = Path(os.environ.get("DHP_RAY_TEST_DATA", "data"))
 TOKENS_PER_RANK = 8192
@@ -237,6 +235,10 @@ def reused(count: int, batches: int, cost: CostModel) -> tuple[int, int, float]:
 def weighed(count: int, batches: int, cost: CostModel, group_s: float, known: bool) -> tuple[float, float]:
     """New groups a batch, and seconds of packs and of making those groups, over batches that share a pool of 32;
     `known`: whether the planner knows what making a group takes."""
+    # here: benchmarks/ablation.py plans with older checkouts, too, which have no such modules
+    from dhp_ray.planner.primitives.list_schedule import list_schedule
+    from dhp_ray.planner.schedule import firsts_of, flat
+
     pool: list[tuple[int, ...]] = []
     new_groups, time_s, priced = 0, 0.0, replace(cost, group_s=group_s, _cache={})
     for batch in range(batches):
