@@ -19,7 +19,7 @@ from dhp_ray.planner.step.cached_groups import cached_groups_of
 from dhp_ray.planner.step.rank_lists import rank_lists
 from dhp_ray.planner.step.search import Search, item_sets, schedule_of
 
-TOLERANCE = 0.02
+TOLERANCE = 0.003
 """How close to a makespan that cannot be had the search ends, as a share."""
 
 NEAR = 0.02
@@ -28,7 +28,7 @@ NEAR = 0.02
 TINY, FEW = 600, 100_000
 """Sequences x ranks: up to TINY with all choices of a trial, up to FEW beside baselines."""
 
-WORK, MAKESPANS = 6_000, 16
+WORK, MAKESPANS = 6_000, 24
 """Of `micro_batch.search`: sequences in all fills of one micro-batch, and makespans that are tried for it, at most."""
 
 

@@ -32,7 +32,7 @@ from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, crosses_nodes, firsts_of
 from dhp_ray.planner.step.cached_groups import cached_groups_of
 
-MAKESPANS, SPAN = ((256, 40), (4096, 16), (10**9, 4)), 4.5
+MAKESPANS, SPAN = ((256, 40), (1024, 32), (4096, 16), (10**9, 4)), 4.5
 """Makespans that are tried for one micro-batch, with up to so many sequences; and the longest over the shortest of
 them."""
 
