@@ -1,4 +1,6 @@
-"""Qwen2.5-VL through transformers, unchanged: context parallelism comes in as an attention function of its registry."""
+"""Qwen2.5-VL through transformers: context parallelism comes in as an attention function of its registry, our kernels
+as the attention of its vision blocks.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ from dhp_ray.model.adapter import PARTS, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.loss import cross_entropy_sum
+from dhp_ray.model.qwen2_5_vl_encoder import VisionAttention, encoder_arguments
 from dhp_ray.model.weights import StoredWeights
 
-ATTENTION = {"text_config": "dhp_ring", "vision_config": "sdpa"}
+ATTENTION = {"text_config": "dhp_ring"}
 # "dynamic" and "longrope" choose frequencies by the longest position that a call sees, so shards of one sequence would
 # differ.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -38,6 +41,8 @@ class Qwen25VL:
         check(module.config)
         attention.register()
         module.set_attn_implementation(ATTENTION)
+        for block in module.model.visual.blocks:
+            block.attn = VisionAttention(block.attn)
         self.module = module.train()
         self.weights: StoredWeights | None = None
         vision: Any = module.config.vision_config
@@ -66,7 +71,9 @@ class Qwen25VL:
         if not len(grids):
             return empty_features(self)
         visual = self.module.model.visual
-        features: Tensor = visual(pixels.to(visual.dtype), grid_thw=grids).pooler_output
+        arguments = {name: value.to(pixels.device)
+                     for name, value in encoder_arguments(grids.tolist(), visual.config).items()}
+        features: Tensor = visual(pixels.to(visual.dtype), grid_thw=None, **arguments).pooler_output
         return features
 
     def decode(

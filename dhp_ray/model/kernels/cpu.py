@@ -1,4 +1,5 @@
-"""CPU: torch's flash kernel, one call a segment. It takes grouped-query heads and returns the log-sum-exp.
+"""CPU: torch's flash kernel, one call for each run of neighbouring segments of equal lengths. It takes grouped-query
+heads and returns the log-sum-exp.
 
 Always in fp32 or wider: its bf16 backward dies of an illegal instruction on hosts that list AMX but forbid it.
 """
@@ -18,11 +19,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -
     wide = _wide(q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
-    for query, key in segments.pairs():
-        part, part_lse = _forward(_batch(q[query], wide), _batch(k[key], wide), _batch(v[key], wide), 0.0,
-                                  segments.causal, scale=scale)
-        out[query] = _unbatch(part)
-        lse[:, query] = part_lse[0]
+    for number, query, key in segments.runs():
+        part, part_lse = _forward(_batch(q[query], number, wide), _batch(k[key], number, wide),
+                                  _batch(v[key], number, wide), 0.0, segments.causal, scale=scale)
+        _batch(out[query], number).copy_(part)
+        _batch_of_lse(lse[:, query], number).copy_(part_lse)
     return out, lse
 
 
@@ -31,12 +32,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _wide(q.dtype)
     gradients = tuple(torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for query, key in segments.pairs():
-        parts = _backward(_batch(gradient[query], wide), _batch(q[query], wide), _batch(k[key], wide),
-                          _batch(v[key], wide),
-                          _batch(out[query], wide), lse[None, :, query], 0.0, segments.causal, scale=scale)
+    for number, query, key in segments.runs():
+        parts = _backward(_batch(gradient[query], number, wide), _batch(q[query], number, wide),
+                          _batch(k[key], number, wide), _batch(v[key], number, wide), _batch(out[query], number, wide),
+                          _batch_of_lse(lse[:, query], number), 0.0, segments.causal, scale=scale)
         for whole, rows, part in zip(gradients, (query, key, key), parts):
-            whole[rows] = _unbatch(part)
+            _batch(whole[rows], number).copy_(part)
     return gradients[0], gradients[1], gradients[2]
 
 
@@ -44,11 +45,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _batch(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(L, H, D) -> (1, H, L, D), a view where the type allows."""
-    return x.to(dtype).transpose(0, 1)[None]
+def _batch(x: Tensor, number: int, dtype: torch.dtype | None = None) -> Tensor:
+    """(N L, H, D) of N segments -> (N, H, L, D), a view where the type allows."""
+    return x.to(dtype or x.dtype).unflatten(0, (number, -1)).transpose(1, 2)
 
 
-def _unbatch(x: Tensor) -> Tensor:
-    """(1, H, L, D) -> (L, H, D), a view."""
-    return x[0].transpose(0, 1)
+def _batch_of_lse(x: Tensor, number: int) -> Tensor:
+    """(H, N L) of N segments -> (N, H, L), a view."""
+    return x.unflatten(1, (number, -1)).transpose(0, 1)
