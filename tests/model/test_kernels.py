@@ -112,12 +112,12 @@ def test_contiguous_rows_are_views_and_scattered_rows_an_index() -> None:
 
 def test_neighbours_of_equal_lengths_are_one_run() -> None:
     segments = Segments.between((0, 4, 8, 12, 13, 17, 19, 21))
-    assert list(segments.runs()) == [(3, slice(0, 12), slice(0, 12)), (1, slice(12, 13), slice(12, 13)),
+    assert segments.runs == [(3, slice(0, 12), slice(0, 12)), (1, slice(12, 13), slice(12, 13)),
                                      (1, slice(13, 17), slice(13, 17)), (2, slice(17, 21), slice(17, 21))]
     assert not segments.causal
     # as many queries, but not as many keys
     oblong = Segments.of(Blocks((slice(0, 2), slice(2, 4)), (slice(0, 5), slice(0, 6)), causal=False))
-    assert list(oblong.runs()) == [(1, slice(0, 2), slice(0, 5)), (1, slice(2, 4), slice(5, 11))]
+    assert oblong.runs == [(1, slice(0, 2), slice(0, 5)), (1, slice(2, 4), slice(5, 11))]
 
 
 def test_unknown_device_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -69,18 +69,17 @@ class Segments:
     def longest_key(self) -> int:
         return max(stop - start for start, stop in pairwise(self.key_offsets))
 
-    def runs(self) -> Iterator[tuple[int, slice, slice]]:
+    @cached_property
+    def runs(self) -> list[tuple[int, slice, slice]]:
         """Runs of neighbouring segments that have equally many queries and equally many keys: how many segments, and
         their queries and keys among the gathered rows.
         """
         lengths = zip(*([stop - start for start, stop in pairwise(offsets)]
                         for offsets in (self.query_offsets, self.key_offsets)))
-        first = 0
-        for _, run in groupby(lengths):
-            stop = first + len(list(run))
-            yield (stop - first, slice(self.query_offsets[first], self.query_offsets[stop]),
-                   slice(self.key_offsets[first], self.key_offsets[stop]))
-            first = stop
+        numbers = [len(list(run)) for _, run in groupby(lengths)]
+        return [(stop - start, slice(self.query_offsets[start], self.query_offsets[stop]),
+                 slice(self.key_offsets[start], self.key_offsets[stop]))
+                for start, stop in pairwise((0, *accumulate(numbers)))]
 
 
 def add_rows(total: Tensor, rows: RowIndex, part: Tensor) -> None:
