@@ -74,8 +74,9 @@ class ModelAdapter(Protocol):
         """
         ...
 
-    def loss_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Sum, fp32, of the cross entropy of `hidden` (L, D) against `labels` (L,), already shifted; -100 is left out.
+    def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
+        """Sum, fp32, of the cross entropy of `hidden` (L, D) against `labels` (L,), already shifted, over the tokens
+        that count: those at `valid_index` (K,).
         """
         ...
 

@@ -94,8 +94,8 @@ class Qwen25VL:
         hidden: Tensor = output.last_hidden_state[0][:num_tokens]
         return hidden
 
-    def loss_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy_sum(hidden, self.module.lm_head.weight, labels)
+    def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
+        return cross_entropy_sum(hidden, self.module.lm_head.weight, labels, valid_index)
 
     def is_vision(self, parameter_name: str) -> bool:
         return parameter_name.startswith("model.visual.")

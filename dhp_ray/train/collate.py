@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.attention import segments_of
+from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import PackLayout
-from dhp_ray.model.loss import IGNORED
+from dhp_ray.model.loss import IGNORED, valid_tokens
 from dhp_ray.planner.plan import RankPack, Sample
 
 
@@ -68,6 +70,10 @@ class PackInputs:
     """(L,) int64."""
     labels: Tensor
     """(L,) int64, shifted, -100 where masked."""
+    valid_index: Tensor
+    """(number of labels that count,) int64: where they are among the local tokens."""
+    segments: tuple[Segments, ...]
+    """What this member's tokens see of every member's: `segments_of` the layout."""
     positions: Tensor
     """(3, L) int64."""
     pixels: Tensor
@@ -82,14 +88,18 @@ class PackInputs:
     """For every member, how many feature rows come from it."""
     num_images: int
     """Images that the whole pack encodes."""
-    num_valid_tokens: int
-    """Labels of this rank that count."""
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """Labels of this rank that count."""
+        return len(self.valid_index)
 
     def to(self, device: torch.device) -> PackInputs:
         """The same inputs on a device."""
-        names = ("token_ids", "labels", "positions", "pixels", "grids", "vision_token_index")
+        names = ("token_ids", "labels", "valid_index", "positions", "pixels", "grids", "vision_token_index")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names},
-                       send_index=[rows.to(device, non_blocking=True) for rows in self.send_index])
+                       send_index=[rows.to(device, non_blocking=True) for rows in self.send_index],
+                       segments=tuple(segments.to(device) for segments in self.segments))
 
 
 def placeholder(sample: Sample) -> Payload:
@@ -161,10 +171,10 @@ def collate(pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter:
     labels = whole.labels[mine]
     return PackInputs(
         index=pack.index, layout=layout, member=member, token_ids=whole.token_ids[mine], labels=labels,
-        positions=whole.positions[:, mine],
+        valid_index=valid_tokens(labels), segments=segments_of(layout, member), positions=whole.positions[:, mine],
         pixels=whole.pixels, grids=whole.grids, vision_token_index=torch.cat(received_from), send_index=send_index,
         receive_counts=[len(rows) for rows in received_from],
-        num_images=whole.num_images, num_valid_tokens=int((labels != IGNORED).sum()))
+        num_images=whole.num_images)
 
 
 @dataclass(kw_only=True)
