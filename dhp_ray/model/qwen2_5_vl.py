@@ -15,7 +15,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from dhp_ray.compatibility import checkpoint_activations, rope_positions
 from dhp_ray.model import attention
-from dhp_ray.model.adapter import PARTS, empty_features
+from dhp_ray.model.adapter import PARTS, EncoderArguments, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.loss import cross_entropy_sum
@@ -67,12 +67,13 @@ class Qwen25VL:
         is_video = seconds > 0
         return rope_positions(self.module.model, input_ids, kinds, grids[~is_video], grids[is_video], seconds[is_video])
 
-    def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
-        if not len(grids):
+    def encoder_arguments(self, grids: Sequence[Sequence[int]]) -> EncoderArguments:
+        return encoder_arguments(grids, self.module.config.vision_config) if grids else {}
+
+    def encode(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
+        if not arguments:
             return empty_features(self)
         visual = self.module.model.visual
-        arguments = {name: value.to(pixels.device)
-                     for name, value in encoder_arguments(grids.tolist(), visual.config).items()}
         features: Tensor = visual(pixels.to(visual.dtype), grid_thw=None, **arguments).pooler_output
         return features
 

@@ -10,7 +10,7 @@ a window: its registry of attention functions comes after that. So the block's a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention, apply_rotary_pos_emb_vision
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
+from dhp_ray.model.adapter import EncoderArguments
 from dhp_ray.model.kernels import Segments
 from dhp_ray.model.segment_attention import segment_attention
 
@@ -45,10 +46,10 @@ class VisionAttention(Qwen2_5_VLVisionAttention):
         return self.proj(segment_attention(q, k, v, cu_seqlens, self.scaling).flatten(1))
 
 
-def encoder_arguments(grids: Sequence[Sequence[int]], config: Any) -> Mapping[str, Tensor | Segments]:
+def encoder_arguments(grids: Sequence[Sequence[int]], config: Any) -> EncoderArguments:
     """What the encoder takes from the sizes of its images alone, by the names of its arguments; on the CPU.
 
-    `grids`: patches of each image in time, height and width, one at least. `config` is Qwen2.5-VL's of the encoder.
+    `grids`: patches of each image in time, height and width; one image at least. `config` is the encoder's own.
     """
     sizes = torch.tensor(grids)
     window_index, window_offsets = get_vision_window_index(sizes, config.spatial_merge_size, config.window_size,

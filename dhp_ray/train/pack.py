@@ -25,7 +25,7 @@ def pack_loss(adapter: ModelAdapter, inputs: PackInputs, link: Link, encodes: bo
     trains_features = torch.is_grad_enabled() and adapter.trains("vision") and encodes
     trains_hidden = trains_features or (torch.is_grad_enabled() and adapter.trains("language"))
     with torch.set_grad_enabled(trains_features):
-        features = adapter.encode(inputs.pixels, inputs.grids)
+        features = adapter.encode(inputs.pixels, inputs.encoder)
     if encodes:
         features = exchange_rows(features, inputs.send_index, inputs.receive_counts, link,
                                  differentiable=trains_features)

@@ -25,7 +25,7 @@ def test_features_and_gradients_are_those_of_transformers() -> None:
     adapter, pixels = rough_model(), pixels_of(GRIDS)
     plain = plain_copy(adapter).model.visual
     wanted = plain(pixels, grid_thw=torch.tensor(GRIDS)).pooler_output
-    found = adapter.encode(pixels, torch.tensor(GRIDS))
+    found = adapter.encode(pixels, adapter.encoder_arguments(GRIDS))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     gradient = torch.randn_like(wanted)
     wanted.backward(gradient)
@@ -66,5 +66,5 @@ def test_a_block_calls_the_kernel_once_forward_and_once_backward(
 
     for name in ("forward", "backward"):
         monkeypatch.setattr(cpu, name, counted(name))
-    adapter.encode(pixels_of(GRIDS), torch.tensor(GRIDS)).sum().backward()
+    adapter.encode(pixels_of(GRIDS), adapter.encoder_arguments(GRIDS)).sum().backward()
     assert calls == {"forward": forward, "backward": 2}

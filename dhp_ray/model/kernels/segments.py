@@ -48,15 +48,16 @@ class Segments:
         rows, tensor = slice(0, offsets[-1]), torch.tensor(offsets, dtype=torch.int32)
         return Segments(rows, rows, tuple(offsets), tuple(offsets), tensor, tensor, causal=False)
 
-    def to(self, device: torch.device) -> Segments:
-        """The same segments on a device; itself where they are there."""
+    def to(self, device: torch.device, non_blocking: bool = False) -> Segments:
+        """The same segments on a device, as `Tensor.to`: themselves where they are there."""
         if self.query_offsets_tensor.device == device:
             return self
-        query_rows, key_rows = (rows if isinstance(rows, slice) else rows.to(device, non_blocking=True)
+        query_rows, key_rows = (rows if isinstance(rows, slice) else rows.to(device, non_blocking=non_blocking)
                                 for rows in (self.query_rows, self.key_rows))
-        return replace(self, query_rows=query_rows, key_rows=key_rows,
-                       query_offsets_tensor=self.query_offsets_tensor.to(device, non_blocking=True),
-                       key_offsets_tensor=self.key_offsets_tensor.to(device, non_blocking=True))
+        query_offsets, key_offsets = (offsets.to(device, non_blocking=non_blocking)
+                                      for offsets in (self.query_offsets_tensor, self.key_offsets_tensor))
+        return replace(self, query_rows=query_rows, key_rows=key_rows, query_offsets_tensor=query_offsets,
+                       key_offsets_tensor=key_offsets)
 
     def __len__(self) -> int:
         return len(self.query_offsets) - 1
