@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import isqrt
 
 import numpy as np
 import torch
@@ -179,6 +180,16 @@ def collate(pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter:
         vision_token_index=torch.cat(received_from), send_index=send_index,
         receive_counts=[len(rows) for rows in received_from],
         num_images=whole.num_images)
+
+
+def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
+    """The inputs of a rank that encodes nothing, with an image of one token that nobody needs: its gradient is zero. On
+    the CPU.
+    """
+    side = isqrt(adapter.merge_area)
+    grids = ((1, side, side),)
+    return replace(inputs, grids=grids, pixels=torch.zeros(adapter.merge_area, adapter.patch_dim),
+                   encoder=adapter.encoder_arguments(grids))
 
 
 @dataclass(kw_only=True)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import isqrt
-
-import torch
 from torch import Tensor, nn
 
 from dhp_ray.comm.link import Link
@@ -27,13 +23,3 @@ class MicroBatchModel(nn.Module):
 
     def forward(self, inputs: PackInputs, link: Link, encodes: bool) -> Tensor:
         return pack_loss(self.adapter, inputs, link, encodes)
-
-
-def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
-    """The inputs of a rank that encodes nothing, with an image of one token that nobody needs: its gradient is zero. On
-    the CPU.
-    """
-    side = isqrt(adapter.merge_area)
-    grids = ((1, side, side),)
-    return replace(inputs, grids=grids, pixels=torch.zeros(adapter.merge_area, adapter.patch_dim),
-                   encoder=adapter.encoder_arguments(grids))

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dhp_ray.comm.link import Link
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample
-from dhp_ray.train.collate import PackInputs, Payload, placeholder
-from dhp_ray.train.micro_batch_model import with_tiny_image
+from dhp_ray.train.collate import PackInputs, Payload, placeholder, with_tiny_image
 from dhp_ray.train.rank_step import PackRun, RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 
