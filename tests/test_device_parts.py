@@ -80,7 +80,7 @@ def reads_in(program: Callable[[], Any]) -> list[Place]:
     lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: bool(x.any()), lambda x: int(x[0]), lambda x: x.cpu(),
     lambda x: x[x > 1], lambda x: (x > 1).nonzero(), lambda x: torch.arange(x[1]), lambda x: x.unique(),
     lambda x: x.repeat_interleave(x), lambda x: x.numpy(), lambda x: torch.equal(x, x),
-    lambda x: x.masked_select(x > 1),
+    lambda x: x.masked_select(x > 1), lambda x: torch.tensor([1, 2]) + x[1:], lambda x: x.new_tensor([3]),
 ])
 def test_a_read_is_found(read: Callable[[torch.Tensor], Any]) -> None:
     numbers = torch.tensor([1, 2, 3])
@@ -90,8 +90,8 @@ def test_a_read_is_found(read: Callable[[torch.Tensor], Any]) -> None:
 
 
 def test_what_reads_nothing_is_not_counted() -> None:
-    numbers = torch.tensor([1.0, 2.0], requires_grad=True)
-    assert reads_in(lambda: (numbers * numbers)[torch.tensor([1])].sum().backward()) == []
+    numbers, index = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([1])
+    assert reads_in(lambda: (numbers * numbers)[index].sum().backward()) == []
 
 
 def test_a_read_in_the_backward_pass_is_found() -> None:

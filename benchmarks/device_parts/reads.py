@@ -2,7 +2,7 @@
 
     cuda    torch warns of every call that synchronises (`torch.cuda.set_sync_debug_mode`)
     cpu     host and device are one there: a mode of torch's counts the operators and methods whose result the host
-            needs; what inputs on the host are made of (`HOST`) is left out
+            needs, and copies of numbers that it has; what inputs on the host are made of (`HOST`) is left out
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ OPERATORS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "uni
 """Whose result, or its size, the host takes from the device."""
 METHODS = {"tolist", "numpy", "__array__", "cpu"}
 """Of a tensor; they call no operator on the CPU."""
+COPIES = {"tensor", "as_tensor", "asarray", "from_numpy", "new_tensor"}
+"""Of numbers that the host has, from memory that is not pinned: the host waits for the copy to the device."""
 
 
 class Place(NamedTuple):
@@ -89,7 +91,7 @@ class _Methods(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in METHODS and args and isinstance(args[0], torch.Tensor):
+        if name in COPIES or (name in METHODS and args and isinstance(args[0], torch.Tensor)):
             _count(self._found, name, sys._getframe(1))
         return func(*args, **(kwargs or {}))
 

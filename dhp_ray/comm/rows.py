@@ -25,7 +25,8 @@ def exchange_rows(
     """The rows that this member needs: (sum(receive_counts), F), those of member 0 first, its own copied.
 
     rows: (N, F), the rows that this member owns; N may be 0, F and dtype are alike on all members.
-    send_index: for every member, positions within `rows` (long) that it needs, in the order in which it wants them.
+    send_index: for every member, positions within `rows` (long, on their device) that it needs, in the order in which
+    it wants them.
     receive_counts: for every member, how many of its rows this member needs.
 
     The backward sends each row's gradient to its owner, who sums them. It is an exchange too, so either all members run
@@ -43,8 +44,7 @@ def exchange_rows(
         )
     # A member without images has no input that requires a gradient; the anchor makes autograd call its backward.
     anchor = torch.zeros((), requires_grad=True) if differentiable and not rows.requires_grad else None
-    send_index = [index.to(rows.device) for index in send_index]
-    exchanged: Tensor = _ExchangeRows.apply(rows, anchor, send_index, tuple(receive_counts), link)
+    exchanged: Tensor = _ExchangeRows.apply(rows, anchor, tuple(send_index), tuple(receive_counts), link)
     return exchanged
 
 
@@ -54,7 +54,7 @@ class _ExchangeRows(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         anchor: Tensor | None,
-        send_index: list[Tensor],
+        send_index: tuple[Tensor, ...],
         receive_counts: tuple[int, ...],
         link: Link,
     ) -> Tensor:

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dhp_ray.model.attention import PackContext
+    from dhp_ray.model.kernels import Segments
     from dhp_ray.model.weights import StoredWeights
 
 PARTS = ("vision", "language")
+EncoderArguments = Mapping[str, "Tensor | Segments"]
+"""By the names that a family's encoder has of them."""
 
 
 class ModelAdapter(Protocol):
@@ -60,8 +63,16 @@ class ModelAdapter(Protocol):
         """
         ...
 
-    def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
-        """Features (V, F) of the images whose patches are `pixels` (P, patch_dim), in the order of `grids` (N, 3)."""
+    def encoder_arguments(self, grids: Sequence[Sequence[int]]) -> EncoderArguments:
+        """What the encoder takes from the sizes of images alone, `grids` of patches in time, height and width; on the
+        CPU, made before a step. Empty where there is no image.
+        """
+        ...
+
+    def encode(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
+        """Features (V, F) of the images whose patches are `pixels` (P, patch_dim); `arguments` are those of their
+        grids, in their order, on the device of `pixels`.
+        """
         ...
 
     def decode(
@@ -74,8 +85,9 @@ class ModelAdapter(Protocol):
         """
         ...
 
-    def loss_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Sum, fp32, of the cross entropy of `hidden` (L, D) against `labels` (L,), already shifted; -100 is left out.
+    def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
+        """Sum, fp32, of the cross entropy of `hidden` (L, D) against `labels` (L,), already shifted, over the tokens
+        that count: those at `valid_index` (K,).
         """
         ...
 

@@ -14,7 +14,7 @@ gradient follows one step behind it, summed on the way, until after one full tur
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,28 +34,33 @@ class PackContext:
 
     It goes down to the attention as an argument, not as a global, so that recomputation in the backward finds its own
     pack again. `differentiable`: whether a trainable parameter is upstream of attention on any member. The backward
-    exchanges too, so it must run on all members or on none, whatever each one's own inputs require.
+    exchanges too, so it must run on all members or on none, whatever each one's own inputs require. `segments` are
+    what `segments_of` gives for this member, on the device that computes; by default they are made here.
     """
 
     layout: PackLayout
     link: Link | None = None
     differentiable: bool = True
-    _segments: dict[tuple[int, torch.device], Segments] = field(default_factory=dict, init=False, repr=False)
+    segments: tuple[Segments, ...] = ()
 
     def __post_init__(self) -> None:
         size = 1 if self.link is None else self.link.size
         if size != self.layout.degree:
             raise ValueError(f"pack: a layout of degree {self.layout.degree} and a link of {size} members")
+        self.segments = self.segments or segments_of(self.layout, self.member)
 
     @property
     def member(self) -> int:
         return 0 if self.link is None else self.link.index
 
-    def segments(self, source: int, device: torch.device) -> Segments:
-        """What this member's queries see of `source`'s keys; made once, used by every layer."""
-        if (source, device) not in self._segments:
-            self._segments[source, device] = Segments.of(self.layout.blocks(self.member, source), device)
-        return self._segments[source, device]
+    def move(self, device: torch.device) -> None:
+        """Have the segments on a device, where they are not there."""
+        self.segments = tuple(segments.to(device) for segments in self.segments)
+
+
+def segments_of(layout: PackLayout, member: int) -> tuple[Segments, ...]:
+    """What a member's queries see of every member's keys, by member; on the CPU."""
+    return tuple(Segments.of(layout.blocks(member, source)) for source in range(layout.degree))
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:
@@ -74,6 +79,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackC
         raise ValueError(
             f"ring attention: queries {tuple(q.shape)}, keys {tuple(k.shape)}; wanted (1, heads, {num_tokens}, width)"
         )
+    context.move(q.device)
     requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
     anchor = torch.zeros((), requires_grad=True) if context.differentiable and not requires_grad else None
     out: Tensor = _RingAttention.apply(*(x[0].transpose(0, 1) for x in (q, k, v)), anchor, scale, context)
@@ -135,7 +141,7 @@ class _RingAttention(torch.autograd.Function):
         kv = torch.stack((k, v))
         out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
         for source, shard in _travelling(kv, context, Tag.RING_FORWARD):
-            segments = context.segments(source, q.device)
+            segments = context.segments[source]
             if len(segments):
                 shard_k, shard_v = shard[:, segments.key_rows]
                 part, part_lse = kernel.forward(q[segments.query_rows], shard_k, shard_v, segments, scale)
@@ -156,7 +162,7 @@ class _RingAttention(torch.autograd.Function):
         d_q, d_kv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
         pending: Pending | None = None
         for source, shard in _travelling(kv, context, Tag.RING_BACKWARD):
-            segments = context.segments(source, q.device)
+            segments = context.segments[source]
             rows, key_rows = segments.query_rows, segments.key_rows
             if len(segments):
                 shard_k, shard_v = shard[:, key_rows]

@@ -12,20 +12,27 @@ CHUNK_ELEMENTS = 1 << 25
 """Logits held at a time: 128 MiB in fp32."""
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_elements: int = CHUNK_ELEMENTS) -> Tensor:
+def cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, valid_index: Tensor, chunk_elements: int = CHUNK_ELEMENTS
+) -> Tensor:
     """Sum over tokens of the cross entropy between `hidden @ weight.T` and `labels`, as an fp32 scalar.
 
-    Shapes: hidden (L, D), weight (V, D), labels (L,) int64, already shifted. Tokens labelled -100 are left out and cost
-    nothing. Without a valid token the sum is 0 and every gradient is 0, not NaN and not None.
+    Shapes: hidden (L, D), weight (V, D), labels (L,) int64, already shifted, valid_index (K,) int64: the tokens that
+    count, `valid_tokens(labels)`, found on the host. The others cost nothing. Without a valid token the sum is 0 and
+    every gradient is 0, not NaN and not None.
 
     The gradient of each chunk's logits is turned into gradients of `hidden` and `weight` while the chunk is there
     (as in Liger Kernel, arXiv 2410.10989, section 3.2), so nothing is computed twice.
     """
-    rows = (labels != IGNORED).nonzero()[:, 0]
     num_tokens = max(1, chunk_elements // weight.shape[0])
-    result: Tensor = _CrossEntropySum.apply(hidden.index_select(0, rows), weight, labels[rows], num_tokens,
-                                            torch.is_grad_enabled())
+    result: Tensor = _CrossEntropySum.apply(hidden.index_select(0, valid_index), weight,
+                                            labels.index_select(0, valid_index), num_tokens, torch.is_grad_enabled())
     return result
+
+
+def valid_tokens(labels: Tensor) -> Tensor:
+    """Where the tokens of `labels` (L,) are that count, (K,) int64: those not labelled -100. Reads the labels."""
+    return (labels != IGNORED).nonzero()[:, 0]
 
 
 class _CrossEntropySum(torch.autograd.Function):

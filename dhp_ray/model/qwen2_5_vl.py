@@ -1,4 +1,6 @@
-"""Qwen2.5-VL through transformers, unchanged: context parallelism comes in as an attention function of its registry."""
+"""Qwen2.5-VL through transformers: context parallelism comes in as an attention function of its registry, our kernels
+as the attention of its vision blocks.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from dhp_ray.compatibility import checkpoint_activations, rope_positions
 from dhp_ray.model import attention
-from dhp_ray.model.adapter import PARTS, empty_features
+from dhp_ray.model.adapter import PARTS, EncoderArguments, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.loss import cross_entropy_sum
+from dhp_ray.model.qwen2_5_vl_encoder import VisionAttention, encoder_arguments
 from dhp_ray.model.weights import StoredWeights
 
-ATTENTION = {"text_config": "dhp_ring", "vision_config": "sdpa"}
+ATTENTION = {"text_config": "dhp_ring"}
 # "dynamic" and "longrope" choose frequencies by the longest position that a call sees, so shards of one sequence would
 # differ.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -38,6 +41,8 @@ class Qwen25VL:
         check(module.config)
         attention.register()
         module.set_attn_implementation(ATTENTION)
+        for block in module.model.visual.blocks:
+            block.attn = VisionAttention(block.attn)
         self.module = module.train()
         self.weights: StoredWeights | None = None
         vision: Any = module.config.vision_config
@@ -62,11 +67,14 @@ class Qwen25VL:
         is_video = seconds > 0
         return rope_positions(self.module.model, input_ids, kinds, grids[~is_video], grids[is_video], seconds[is_video])
 
-    def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
-        if not len(grids):
+    def encoder_arguments(self, grids: Sequence[Sequence[int]]) -> EncoderArguments:
+        return encoder_arguments(grids, self.module.config.vision_config) if grids else {}
+
+    def encode(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
+        if not arguments:
             return empty_features(self)
         visual = self.module.model.visual
-        features: Tensor = visual(pixels.to(visual.dtype), grid_thw=grids).pooler_output
+        features: Tensor = visual(pixels.to(visual.dtype), grid_thw=None, **arguments).pooler_output
         return features
 
     def decode(
@@ -87,8 +95,8 @@ class Qwen25VL:
         hidden: Tensor = output.last_hidden_state[0][:num_tokens]
         return hidden
 
-    def loss_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy_sum(hidden, self.module.lm_head.weight, labels)
+    def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
+        return cross_entropy_sum(hidden, self.module.lm_head.weight, labels, valid_index)
 
     def is_vision(self, parameter_name: str) -> bool:
         return parameter_name.startswith("model.visual.")

@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import isqrt
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.adapter import EncoderArguments, ModelAdapter
+from dhp_ray.model.attention import segments_of
+from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import PackLayout
-from dhp_ray.model.loss import IGNORED
-from dhp_ray.planner.plan import RankPack, Sample
+from dhp_ray.model.loss import IGNORED, valid_tokens
+from dhp_ray.planner.plan import Grid, RankPack, Sample
 
 
 @dataclass(kw_only=True)
@@ -68,12 +71,18 @@ class PackInputs:
     """(L,) int64."""
     labels: Tensor
     """(L,) int64, shifted, -100 where masked."""
+    valid_index: Tensor
+    """(number of labels that count,) int64: where they are among the local tokens."""
+    segments: tuple[Segments, ...]
+    """What this member's tokens see of every member's: `segments_of` the layout."""
     positions: Tensor
     """(3, L) int64."""
     pixels: Tensor
     """(P, patch_dim) fp32."""
-    grids: Tensor
-    """(N, 3) int64."""
+    grids: tuple[Grid, ...]
+    """Of the N images; on the host."""
+    encoder: EncoderArguments
+    """What the encoder takes from the grids; empty without an image."""
     vision_token_index: Tensor
     """(K,) int64: the local position of each received feature row, in the order of receipt."""
     send_index: list[Tensor]
@@ -82,14 +91,19 @@ class PackInputs:
     """For every member, how many feature rows come from it."""
     num_images: int
     """Images that the whole pack encodes."""
-    num_valid_tokens: int
-    """Labels of this rank that count."""
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """Labels of this rank that count."""
+        return len(self.valid_index)
 
     def to(self, device: torch.device) -> PackInputs:
         """The same inputs on a device."""
-        names = ("token_ids", "labels", "positions", "pixels", "grids", "vision_token_index")
+        names = ("token_ids", "labels", "valid_index", "positions", "pixels", "vision_token_index")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names},
-                       send_index=[rows.to(device, non_blocking=True) for rows in self.send_index])
+                       send_index=[rows.to(device, non_blocking=True) for rows in self.send_index],
+                       segments=tuple(segments.to(device, non_blocking=True) for segments in self.segments),
+                       encoder={name: value.to(device, non_blocking=True) for name, value in self.encoder.items()})
 
 
 def placeholder(sample: Sample) -> Payload:
@@ -161,10 +175,21 @@ def collate(pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter:
     labels = whole.labels[mine]
     return PackInputs(
         index=pack.index, layout=layout, member=member, token_ids=whole.token_ids[mine], labels=labels,
-        positions=whole.positions[:, mine],
-        pixels=whole.pixels, grids=whole.grids, vision_token_index=torch.cat(received_from), send_index=send_index,
+        valid_index=valid_tokens(labels), segments=segments_of(layout, member), positions=whole.positions[:, mine],
+        pixels=whole.pixels, grids=whole.grids, encoder=adapter.encoder_arguments(whole.grids),
+        vision_token_index=torch.cat(received_from), send_index=send_index,
         receive_counts=[len(rows) for rows in received_from],
-        num_images=whole.num_images, num_valid_tokens=int((labels != IGNORED).sum()))
+        num_images=whole.num_images)
+
+
+def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
+    """The inputs of a rank that encodes nothing, with an image of one token that nobody needs: its gradient is zero. On
+    the CPU.
+    """
+    side = isqrt(adapter.merge_area)
+    grids = ((1, side, side),)
+    return replace(inputs, grids=grids, pixels=torch.zeros(adapter.merge_area, adapter.patch_dim),
+                   encoder=adapter.encoder_arguments(grids))
 
 
 @dataclass(kw_only=True)
@@ -177,13 +202,14 @@ class _Whole:
     owner_of: Tensor
     feature_of: Tensor
     pixels: Tensor
-    grids: Tensor
+    grids: tuple[Grid, ...]
     num_images: int
 
 
 def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapter: ModelAdapter) -> _Whole:
     token_ids, labels, positions, owner_of, feature_of = [], [], [], [], []
-    pixels, grids, num_rows = [], [], [0] * len(pack.ranks)
+    pixels, num_rows = [], [0] * len(pack.ranks)
+    grids: list[Grid] = []
     first_image = num_images = 0
     for sample in pack.samples:
         if sample.id not in payloads:
@@ -208,7 +234,7 @@ def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapte
             num_rows[encoder] += count
             if encoder == member:
                 pixels.append(torch.from_numpy(np.ascontiguousarray(patches, dtype=np.float32)))
-                grids.append([int(value) for value in grid])
+                grids.append((int(grid[0]), int(grid[1]), int(grid[2])))
         num_images += len(encoders)
         token_ids.append(ids)
         labels.append(torch.from_numpy(shifted))
@@ -220,4 +246,4 @@ def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapte
         token_ids=torch.cat(token_ids), labels=torch.cat(labels), positions=torch.cat(positions, 1),
         owner_of=torch.cat(owner_of),
         feature_of=torch.cat(feature_of), pixels=torch.cat(pixels) if pixels else torch.empty(0, adapter.patch_dim),
-        grids=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3), num_images=num_images)
+        grids=tuple(grids), num_images=num_images)

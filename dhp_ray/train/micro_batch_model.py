@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import isqrt
-
 from torch import Tensor, nn
 
 from dhp_ray.comm.link import Link
@@ -14,7 +11,10 @@ from dhp_ray.train.pack import pack_loss
 
 
 class MicroBatchModel(nn.Module):
-    """The whole of a pack's computation as one module, so that FSDP sees where a micro-batch begins and ends."""
+    """The whole of a pack's computation as one module, so that FSDP sees where a micro-batch begins and ends.
+
+    Where any rank encodes, all do: `inputs` have an image then (`with_tiny_image`).
+    """
 
     def __init__(self, adapter: ModelAdapter) -> None:
         super().__init__()
@@ -22,13 +22,4 @@ class MicroBatchModel(nn.Module):
         self.module = adapter.module
 
     def forward(self, inputs: PackInputs, link: Link, encodes: bool) -> Tensor:
-        if encodes and not len(inputs.grids):
-            inputs = with_tiny_image(inputs, self.adapter)
         return pack_loss(self.adapter, inputs, link, encodes)
-
-
-def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
-    """The inputs of a rank that encodes nothing, with an image of one token that nobody needs: its gradient is zero."""
-    side = isqrt(adapter.merge_area)
-    return replace(inputs, pixels=inputs.pixels.new_zeros(adapter.merge_area, adapter.patch_dim),
-                   grids=inputs.grids.new_tensor([[1, side, side]]))

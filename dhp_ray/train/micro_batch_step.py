@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dhp_ray.comm.link import Link
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample
-from dhp_ray.train.collate import PackInputs, Payload, placeholder
+from dhp_ray.train.collate import PackInputs, Payload, placeholder, with_tiny_image
 from dhp_ray.train.rank_step import PackRun, RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 
@@ -35,7 +35,13 @@ class MicroBatchStep(RankStep):
     def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
         return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
 
+    def _collate(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload]) -> PackInputs:
+        inputs = super()._collate(plan, pack, {**payloads, IDLE.id: placeholder(IDLE)})
+        if plan.encodes[pack.micro_batch] and not inputs.grids:
+            return with_tiny_image(inputs, self.adapter)
+        return inputs
+
     def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload]) -> PackRun:
         before = self.engine.blocked_s
-        run = super()._run_pack(plan, pack, {**payloads, IDLE.id: placeholder(IDLE)})
+        run = super()._run_pack(plan, pack, payloads)
         return run._replace(gathering_s=self.engine.blocked_s - before)

@@ -25,13 +25,13 @@ def pack_loss(adapter: ModelAdapter, inputs: PackInputs, link: Link, encodes: bo
     trains_features = torch.is_grad_enabled() and adapter.trains("vision") and encodes
     trains_hidden = trains_features or (torch.is_grad_enabled() and adapter.trains("language"))
     with torch.set_grad_enabled(trains_features):
-        features = adapter.encode(inputs.pixels, inputs.grids)
+        features = adapter.encode(inputs.pixels, inputs.encoder)
     if encodes:
         features = exchange_rows(features, inputs.send_index, inputs.receive_counts, link,
                                  differentiable=trains_features)
-    context = PackContext(inputs.layout, link, differentiable=trains_hidden)
+    context = PackContext(inputs.layout, link, trains_hidden, inputs.segments)
     hidden = adapter.decode(inputs.token_ids, inputs.positions, inputs.vision_token_index, features, context)
-    loss = adapter.loss_sum(hidden, inputs.labels)
+    loss = adapter.loss_sum(hidden, inputs.labels, inputs.valid_index)
     if torch.is_grad_enabled() and not loss.requires_grad:
         loss.requires_grad_()
     return loss

@@ -91,13 +91,17 @@ class RankStep:
         """What this rank runs, in order; a pack that is not of the plan has index -1."""
         return plan.packs
 
+    def _collate(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload]) -> PackInputs:
+        """All that this rank's part of a pack is computed with, on the CPU: the step reads nothing of the device."""
+        return collate(pack, payloads, plan.rank, self.adapter)
+
     def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
         return pack_loss(self.adapter, inputs, link)
 
     def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload]) -> PackRun:
         self.engine.progress.stage = f"step {plan.step}, pack {pack.index}"
         self.engine.progress.mark("inputs")
-        inputs = collate(pack, payloads, plan.rank, self.adapter).to(self.device)
+        inputs = self._collate(plan, pack, payloads).to(self.device)
         link = self.transport.link(pack.ranks, pack.index)
         begin = Moment(self.device)
         loss = self._loss(plan, pack, inputs, link)

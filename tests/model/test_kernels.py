@@ -6,6 +6,7 @@ from dhp_ray.model.kernels import Segments, cuda, kernel_for
 from dhp_ray.model.layout import Blocks
 
 SQUARE = Blocks((slice(0, 5), slice(5, 12), slice(12, 13)), (slice(0, 5), slice(5, 12), slice(12, 13)), causal=True)
+EQUAL = Blocks((slice(0, 5), slice(5, 10), slice(10, 13)), (slice(0, 3), slice(3, 6), slice(6, 13)), causal=False)
 OBLONG = Blocks((slice(1, 5), slice(5, 12)), (slice(0, 9), slice(8, 11)), causal=False)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -31,12 +32,12 @@ def inputs(dtype: torch.dtype, device: str, num_queries: int = 13, num_keys: int
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("blocks", [SQUARE, OBLONG], ids=["causal", "full"])
+@pytest.mark.parametrize("blocks", [SQUARE, OBLONG, EQUAL], ids=["causal", "full", "equal lengths"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 def test_kernel_equals_the_definition(device: str, blocks: Blocks, dtype: torch.dtype, tolerance: float) -> None:
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("flash attention on CUDA has no fp32")
-    kernel, segments, scale = kernel_for(torch.device(device)), Segments.of(blocks, torch.device(device)), 0.3
+    kernel, segments, scale = kernel_for(torch.device(device)), Segments.of(blocks).to(torch.device(device)), 0.3
     q, k, v = inputs(dtype, device)
     leaves = [x.double().cpu().requires_grad_() for x in (q, k, v)]
     expected, expected_lse = dense_attention(*leaves, blocks, scale)
@@ -63,7 +64,7 @@ def test_backward_takes_the_merged_output_and_log_sum_exp(device: str) -> None:
     q, k, v = inputs(dtype, device, num_queries=7, num_keys=10)
 
     def segments(num_keys: int) -> Segments:
-        return Segments.of(Blocks((slice(0, 7),), (slice(0, num_keys),), causal=False), torch.device(device))
+        return Segments.of(Blocks((slice(0, 7),), (slice(0, num_keys),), causal=False)).to(torch.device(device))
 
     out, lse = kernel.forward(q, k, v, segments(10), scale)
     gradient = torch.randn_like(out)
@@ -80,7 +81,7 @@ def test_backward_takes_the_merged_output_and_log_sum_exp(device: str) -> None:
 def test_cuda_kernel_fits_torchs_operators(blocks: Blocks) -> None:
     """Without a GPU, on tensors without data: the operators take these arguments and give these shapes."""
     device = torch.device("meta")
-    segments = Segments.of(blocks, torch.device("cpu"))
+    segments = Segments.of(blocks)
     num_queries, num_keys = segments.query_offsets[-1], segments.key_offsets[-1]
     q, k = (torch.empty(rows, heads, 16, dtype=torch.bfloat16, device=device)
             for rows, heads in ((num_queries, 6), (num_keys, 2)))
@@ -93,21 +94,30 @@ def test_cuda_kernel_fits_torchs_operators(blocks: Blocks) -> None:
 def test_cuda_kernel_refuses_fp32() -> None:
     q = torch.empty(13, 6, 16)
     with pytest.raises(ValueError, match=r"computes in bf16, got torch\.float32"):
-        cuda.forward(q, q, q, Segments.of(SQUARE, torch.device("cpu")), 0.3)
+        cuda.forward(q, q, q, Segments.of(SQUARE), 0.3)
 
 
 def test_contiguous_rows_are_views_and_scattered_rows_an_index() -> None:
-    device = torch.device("cpu")
-    whole = Segments.of(SQUARE, device)
+    whole = Segments.of(SQUARE)
     assert whole.query_rows == slice(0, 13)
     assert whole.query_offsets == (0, 5, 12, 13)
     assert (whole.longest_query, whole.longest_key) == (7, 7)
-    scattered = Segments.of(OBLONG, device)
+    scattered = Segments.of(OBLONG)
     assert scattered.query_rows == slice(1, 12)
     assert isinstance(scattered.key_rows, torch.Tensor)
     assert scattered.key_rows.tolist() == [*range(9), 8, 9, 10]
     assert scattered.key_offsets_tensor.tolist() == [0, 9, 12]
     assert scattered.key_offsets_tensor.dtype == torch.int32
+
+
+def test_neighbours_of_equal_lengths_are_one_run() -> None:
+    segments = Segments.between((0, 4, 8, 12, 13, 17, 19, 21))
+    assert segments.runs == [(3, slice(0, 12), slice(0, 12)), (1, slice(12, 13), slice(12, 13)),
+                                     (1, slice(13, 17), slice(13, 17)), (2, slice(17, 21), slice(17, 21))]
+    assert not segments.causal
+    # as many queries, but not as many keys
+    oblong = Segments.of(Blocks((slice(0, 2), slice(2, 4)), (slice(0, 5), slice(0, 6)), causal=False))
+    assert oblong.runs == [(1, slice(0, 2), slice(0, 5)), (1, slice(2, 4), slice(5, 11))]
 
 
 def test_unknown_device_is_refused() -> None:

@@ -13,9 +13,7 @@ from torch import Tensor
 from dhp_ray.model.kernels import Segments, npu
 from dhp_ray.model.layout import Blocks
 from tests.contracts.npu_operators import MAX_LENGTHS, torch_npu
-from tests.model.test_kernels import OBLONG, SQUARE, dense_attention, inputs
-
-CPU = torch.device("cpu")
+from tests.model.test_kernels import EQUAL, OBLONG, SQUARE, dense_attention, inputs
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +34,7 @@ def short_segments(number: int, causal: bool) -> Blocks:
 
 def run(blocks: Blocks, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, what the kernel gives and what the definition gives, of output, log-sum-exp and gradients."""
-    segments, scale = Segments.of(blocks, CPU), 0.3
+    segments, scale = Segments.of(blocks), 0.3
     q, k, v = inputs(dtype, "cpu", blocks.queries[-1].stop, max(piece.stop for piece in blocks.keys))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     expected, expected_lse = dense_attention(*leaves, blocks, scale)
@@ -52,7 +50,7 @@ def run(blocks: Blocks, dtype: torch.dtype = torch.float32) -> Iterator[tuple[st
         yield name, total.index_add_(0, torch.arange(len(leaf))[at], part.double()), leaf.grad
 
 
-@pytest.mark.parametrize("blocks", [SQUARE, OBLONG], ids=["causal", "full"])
+@pytest.mark.parametrize("blocks", [SQUARE, OBLONG, EQUAL], ids=["causal", "full", "equal lengths"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-2)], ids=["fp32", "bf16"])
 def test_it_equals_the_definition(blocks: Blocks, dtype: torch.dtype, tolerance: float) -> None:
     for name, found, expected in run(blocks, dtype):
@@ -65,7 +63,7 @@ def test_the_backward_takes_the_merged_output_and_log_sum_exp() -> None:
     q, k, v = inputs(torch.float32, "cpu", num_queries=7, num_keys=10)
 
     def segments(num_keys: int) -> Segments:
-        return Segments.of(Blocks((slice(0, 7),), (slice(0, num_keys),), causal=False), CPU)
+        return Segments.of(Blocks((slice(0, 7),), (slice(0, num_keys),), causal=False))
 
     out, lse = npu.forward(q, k, v, segments(10), 0.25)
     gradient = torch.randn_like(out)

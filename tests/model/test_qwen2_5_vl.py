@@ -62,8 +62,9 @@ def test_images_encoded_together_equal_images_encoded_one_by_one() -> None:
     adapter = rough_model()
     pixels = [torch.randn(time * height * width, adapter.patch_dim) for time, height, width in GRIDS]
     with torch.no_grad():
-        together = adapter.encode(torch.cat(pixels), torch.tensor(GRIDS))
-        alone = torch.cat([adapter.encode(patches, torch.tensor([grid])) for patches, grid in zip(pixels, GRIDS)])
+        together = adapter.encode(torch.cat(pixels), adapter.encoder_arguments(GRIDS))
+        alone = torch.cat([adapter.encode(patches, adapter.encoder_arguments([grid]))
+                           for patches, grid in zip(pixels, GRIDS)])
     assert together.shape == (sum(time * height * width for time, height, width in GRIDS) // adapter.merge_area,
                               adapter.feature_width)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
@@ -72,7 +73,7 @@ def test_images_encoded_together_equal_images_encoded_one_by_one() -> None:
 
 def test_no_image_gives_no_features() -> None:
     adapter = rough_model()
-    features = adapter.encode(torch.empty(0, adapter.patch_dim), torch.empty(0, 3, dtype=torch.long))
+    features = adapter.encode(torch.empty(0, adapter.patch_dim), adapter.encoder_arguments([]))
     assert features.shape == (0, adapter.feature_width)
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +41,9 @@ def test_shards_hold_every_token_once_with_its_label_and_position(degree: int, a
         assert (ids[index] == -1).all()
         ids[index], labels[index], positions[:, index] = part.token_ids, part.labels, part.positions
         assert part.num_valid_tokens == int((part.labels != -100).sum())
+        assert torch.equal(part.valid_index, (part.labels != -100).nonzero()[:, 0])
+        assert len(part.segments) == degree
+        assert part.segments[part.member].query_offsets[-1] == len(part.token_ids)
         assert part.index == 4
         assert part.num_images == 3
 
@@ -78,8 +83,8 @@ def test_every_image_token_gets_its_own_feature(encoders: tuple[int, ...], adapt
 def test_a_rank_gets_the_pixels_of_its_own_images_alone(adapter: ModelAdapter) -> None:
     samples, payloads = three_samples()
     inputs = shards(make_pack(0, [5, 3], samples, (1, 0, 1)), payloads, adapter)
-    assert inputs[0].grids.tolist() == [[1, 4, 4]]
-    assert inputs[1].grids.tolist() == [[1, 4, 8], [2, 4, 6]]
+    assert inputs[0].grids == ((1, 4, 4),)
+    assert inputs[1].grids == ((1, 4, 8), (2, 4, 6))
     assert torch.equal(inputs[0].pixels, torch.from_numpy(payloads["a"].pixels[1]))
     assert torch.equal(inputs[1].pixels,
                        torch.from_numpy(np.concatenate([payloads["a"].pixels[0], payloads["c"].pixels[0]])))
@@ -98,7 +103,7 @@ def test_a_placeholder_keeps_its_place_and_counts_for_nothing(adapter: ModelAdap
             assert part.num_images == 1
             assert sum(part.receive_counts) == int((part.token_ids[~first] == TOKEN_IDS["image"]).sum())
         assert len(inputs[0].pixels) == 0
-        assert inputs[1].grids.tolist() == [[2, 4, 6]]
+        assert inputs[1].grids == ((2, 4, 6),)
 
 
 def test_inputs_move_to_a_device(adapter: ModelAdapter) -> None:
@@ -138,6 +143,29 @@ def test_a_payload_that_is_not_what_was_planned_is_named(adapter: ModelAdapter) 
         collate(make_pack(0, [0], [sample]), {}, 0, adapter)
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    match value:
+        case torch.Tensor():
+            yield value
+        case dict():
+            yield from tensors_in(list(value.values()))
+        case list() | tuple():
+            for element in value:
+                yield from tensors_in(element)
+        case _ if is_dataclass(value):
+            yield from tensors_in(vars(value))
+
+
+def test_inputs_go_to_a_device_whole(adapter: ModelAdapter) -> None:
+    samples, payloads = three_samples()
+    for part in shards(make_pack(0, [0, 1, 2], samples), payloads, adapter):
+        before, after = list(tensors_in(part)), list(tensors_in(part.to(torch.device("meta"))))
+        assert {tensor.device.type for tensor in before} == {"cpu"}
+        assert {tensor.device.type for tensor in after} == {"meta"}
+        assert [tensor.shape for tensor in after] == [tensor.shape for tensor in before]
+        assert {len(part.send_index), len(part.segments), len(part.encoder) - 1} == {3}
+
+
 def video_sample() -> tuple[Sample, Payload]:
     """Text, a video in three pieces of time, text, an image, text."""
     video, image = TOKEN_IDS["video"], TOKEN_IDS["image"]
@@ -155,7 +183,7 @@ def test_pieces_of_a_video_make_one_video(adapter: ModelAdapter) -> None:
     grids, seconds = payload.whole()
     assert (grids.tolist(), seconds.tolist()) == ([[5, 4, 4], [1, 4, 8]], [0.5, 0.0])
     inputs = shards(make_pack(0, [0, 1, 2], [sample], (1, 0, 2, 1)), {"film": payload}, adapter)
-    assert [part.grids.tolist() for part in inputs] == [[[2, 4, 4]], [[2, 4, 4], [1, 4, 8]], [[1, 4, 4]]]
+    assert [part.grids for part in inputs] == [((2, 4, 4),), ((2, 4, 4), (1, 4, 8)), ((1, 4, 4),)]
     assert sum(len(part.vision_token_index) for part in inputs) == 28
     whole = replace(payload, grids=grids, media=np.array([0, 1]), seconds=seconds)
     expected = adapter.positions(torch.from_numpy(payload.input_ids), torch.from_numpy(grids),
@@ -170,8 +198,8 @@ def test_pieces_of_a_video_make_one_video(adapter: ModelAdapter) -> None:
 def test_pieces_of_a_video_have_the_features_of_the_whole(adapter: ModelAdapter) -> None:
     _, payload = video_sample()
     pixels = [torch.from_numpy(patches) for patches in payload.pixels[:3] if patches is not None]
-    whole = adapter.encode(torch.cat(pixels), torch.tensor([[5, 4, 4]]))
-    pieces = [adapter.encode(patches, torch.from_numpy(payload.grids[number][None]))
+    whole = adapter.encode(torch.cat(pixels), adapter.encoder_arguments([(5, 4, 4)]))
+    pieces = [adapter.encode(patches, adapter.encoder_arguments([payload.grids[number].tolist()]))
               for number, patches in enumerate(pixels)]
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-5, atol=1e-5)
 

@@ -1,9 +1,12 @@
-"""CPU: torch's flash kernel, one call a segment. It takes grouped-query heads and returns the log-sum-exp.
+"""CPU: torch's flash kernel, one call for each run of neighbouring segments of equal lengths. It takes grouped-query
+heads and returns the log-sum-exp.
 
 Always in fp32 or wider: its bf16 backward dies of an illegal instruction on hosts that list AMX but forbid it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,40 +18,44 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    wide = _wide(q.dtype)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
-    for query, key in segments.pairs():
-        part, part_lse = _forward(_batch(q[query], wide), _batch(k[key], wide), _batch(v[key], wide), 0.0,
-                                  segments.causal, scale=scale)
-        out[query] = _unbatch(part)
-        lse[:, query] = part_lse[0]
-    return out, lse
+    outs, lses, wide = [], [], _wide(q.dtype)
+    for number, query, key in segments.runs:
+        out, lse = _forward(_batch(q[query], number, wide), _batch(k[key], number, wide), _batch(v[key], number, wide),
+                            0.0, segments.causal, scale=scale)
+        outs.append(_rows(out))
+        lses.append(lse.transpose(0, 1).flatten(1))
+    return _joined(outs).to(q.dtype), _joined(lses, dim=1)
 
 
 def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = _wide(q.dtype)
-    gradients = tuple(torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for query, key in segments.pairs():
-        parts = _backward(_batch(gradient[query], wide), _batch(q[query], wide), _batch(k[key], wide),
-                          _batch(v[key], wide),
-                          _batch(out[query], wide), lse[None, :, query], 0.0, segments.causal, scale=scale)
-        for whole, rows, part in zip(gradients, (query, key, key), parts):
-            whole[rows] = _unbatch(part)
-    return gradients[0], gradients[1], gradients[2]
+    parts, wide = [], _wide(q.dtype)
+    for number, query, key in segments.runs:
+        gradients = _backward(_batch(gradient[query], number, wide), _batch(q[query], number, wide),
+                              _batch(k[key], number, wide), _batch(v[key], number, wide),
+                              _batch(out[query], number, wide),
+                              lse[:, query].view(len(lse), number, -1).transpose(0, 1), 0.0, segments.causal,
+                              scale=scale)
+        parts.append([_rows(x) for x in gradients])
+    d_q, d_k, d_v = (_joined(gradients) for gradients in zip(*parts))
+    return d_q, d_k, d_v
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _batch(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(L, H, D) -> (1, H, L, D), a view where the type allows."""
-    return x.to(dtype).transpose(0, 1)[None]
+def _batch(x: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+    """(N L, H, D) of N segments -> (N, H, L, D), a view where the type allows."""
+    return x.to(dtype).view(number, -1, *x.shape[1:]).transpose(1, 2)
 
 
-def _unbatch(x: Tensor) -> Tensor:
-    """(1, H, L, D) -> (L, H, D), a view."""
-    return x[0].transpose(0, 1)
+def _rows(x: Tensor) -> Tensor:
+    """(N, H, L, D) -> (N L, H, D), a view of what torch's operators give."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The parts one after the other, without a copy where there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -1,11 +1,11 @@
-"""The argument of a variable-length attention call, made of a layout's blocks."""
+"""The argument of a variable-length attention call, made of a layout's blocks or of lengths, on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ class Segments:
     rows.
 
     `query_rows` and `key_rows` gather the local tensors for the call. Offsets start with 0 and have one entry more than
-    there are segments; `*_offsets_tensor` are the same on the device (int32), made once per pack, not once per call.
+    there are segments; `*_offsets_tensor` are the same as int32. They are made on the CPU, before a step; `to` brings
+    them to the device, once per pack, not once per call.
     """
 
     query_rows: RowIndex
@@ -34,13 +35,29 @@ class Segments:
     causal: bool
 
     @staticmethod
-    def of(blocks: Blocks, device: torch.device) -> Segments:
+    def of(blocks: Blocks) -> Segments:
+        """One segment a block."""
         query_offsets, key_offsets = _offsets(blocks.queries), _offsets(blocks.keys)
-        return Segments(
-            _rows(blocks.queries, device), _rows(blocks.keys, device), query_offsets, key_offsets,
-            torch.tensor(query_offsets, dtype=torch.int32, device=device),
-            torch.tensor(key_offsets, dtype=torch.int32, device=device),
-            blocks.causal)
+        return Segments(_rows(blocks.queries), _rows(blocks.keys), query_offsets, key_offsets,
+                        torch.tensor(query_offsets, dtype=torch.int32), torch.tensor(key_offsets, dtype=torch.int32),
+                        blocks.causal)
+
+    @staticmethod
+    def between(offsets: Sequence[int]) -> Segments:
+        """Without a mask: rows offsets[i]:offsets[i + 1] attend to themselves, each to all of them."""
+        rows, tensor = slice(0, offsets[-1]), torch.tensor(offsets, dtype=torch.int32)
+        return Segments(rows, rows, tuple(offsets), tuple(offsets), tensor, tensor, causal=False)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Segments:
+        """The same segments on a device, as `Tensor.to`: themselves where they are there."""
+        if self.query_offsets_tensor.device == device:
+            return self
+        query_rows, key_rows = (rows if isinstance(rows, slice) else rows.to(device, non_blocking=non_blocking)
+                                for rows in (self.query_rows, self.key_rows))
+        query_offsets, key_offsets = (offsets.to(device, non_blocking=non_blocking)
+                                      for offsets in (self.query_offsets_tensor, self.key_offsets_tensor))
+        return replace(self, query_rows=query_rows, key_rows=key_rows, query_offsets_tensor=query_offsets,
+                       key_offsets_tensor=key_offsets)
 
     def __len__(self) -> int:
         return len(self.query_offsets) - 1
@@ -53,10 +70,17 @@ class Segments:
     def longest_key(self) -> int:
         return max(stop - start for start, stop in pairwise(self.key_offsets))
 
-    def pairs(self) -> Iterator[tuple[slice, slice]]:
-        """Each segment's queries and keys among the gathered rows."""
-        for query, key in zip(pairwise(self.query_offsets), pairwise(self.key_offsets)):
-            yield slice(*query), slice(*key)
+    @cached_property
+    def runs(self) -> list[tuple[int, slice, slice]]:
+        """Runs of neighbouring segments that have equally many queries and equally many keys: how many segments, and
+        their queries and keys among the gathered rows.
+        """
+        lengths = zip(*([stop - start for start, stop in pairwise(offsets)]
+                        for offsets in (self.query_offsets, self.key_offsets)))
+        numbers = [len(list(run)) for _, run in groupby(lengths)]
+        return [(stop - start, slice(self.query_offsets[start], self.query_offsets[stop]),
+                 slice(self.key_offsets[start], self.key_offsets[stop]))
+                for start, stop in pairwise((0, *accumulate(numbers)))]
 
 
 def add_rows(total: Tensor, rows: RowIndex, part: Tensor) -> None:
@@ -71,9 +95,9 @@ def _offsets(slices: Sequence[slice]) -> tuple[int, ...]:
     return (0, *accumulate(piece.stop - piece.start for piece in slices))
 
 
-def _rows(slices: Sequence[slice], device: torch.device) -> RowIndex:
+def _rows(slices: Sequence[slice]) -> RowIndex:
     if not slices:
         return slice(0, 0)
     if all(before.stop == after.start for before, after in pairwise(slices)):
         return slice(slices[0].start, slices[-1].stop)
-    return torch.cat([torch.arange(piece.start, piece.stop) for piece in slices]).to(device)
+    return torch.cat([torch.arange(piece.start, piece.stop) for piece in slices])

@@ -1,0 +1,59 @@
+"""Qwen2.5-VL's vision encoder over our kernels: windows and images are segments of one sequence of patches.
+
+    patches, window by window    w0 w0 w0 | w1 w1 | w2 w2 w2 || w3 w3 w3 | w4 w4      window_index brings them there
+    most blocks attend within    a window   `cu_window_seqlens`
+    `fullatt_block_indexes`      an image, or a step in time of a video   `cu_seqlens`
+
+transformers would cut queries, keys and values apart at offsets that it reads from the device, and call attention once
+a window: its registry of attention functions comes after that. So the block's attention is a subclass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention, apply_rotary_pos_emb_vision
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+
+from dhp_ray.model.adapter import EncoderArguments
+from dhp_ray.model.kernels import Segments
+from dhp_ray.model.segment_attention import segment_attention
+
+
+class VisionAttention(Qwen2_5_VLVisionAttention):
+    """A vision block's attention, with the weights of `plain`."""
+
+    def __init__(self, plain: Qwen2_5_VLVisionAttention) -> None:
+        with torch.device("meta"):
+            super().__init__(plain.config)
+        self.qkv, self.proj = plain.qkv, plain.proj
+        self.train(plain.training)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Segments,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """(P, width) of patches `hidden_states` (P, width); `cu_seqlens` are the segments that attend to themselves."""
+        q, k, v = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1).unbind(1)
+        q, k = apply_rotary_pos_emb_vision(q, k, *position_embeddings)
+        return self.proj(segment_attention(q, k, v, cu_seqlens, self.scaling).flatten(1))
+
+
+def encoder_arguments(grids: Sequence[Sequence[int]], config: Any) -> EncoderArguments:
+    """What the encoder takes from the sizes of its images alone, by the names of its arguments; on the CPU.
+
+    `grids`: patches of each image in time, height and width; one image at least. `config` is the encoder's own.
+    """
+    sizes = torch.tensor(grids)
+    window_index, window_offsets = get_vision_window_index(sizes, config.spatial_merge_size, config.window_size,
+                                                           config.patch_size)
+    return {"position_ids": get_vision_position_ids(sizes, config.spatial_merge_size),
+            "cu_seqlens": Segments.between(get_vision_cu_seqlens(sizes).tolist()),
+            "window_index": window_index, "cu_window_seqlens": Segments.between(window_offsets.tolist())}

@@ -1,0 +1,75 @@
+"""Between a step's start and its totals nothing reads a number of the device: the host runs ahead of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.device_parts.reads import Place, counted
+from dhp_ray.comm.device import choose
+from dhp_ray.comm.progress import Progress
+from dhp_ray.comm.transport import open_transport
+from dhp_ray.planner.plan import Plan
+from dhp_ray.train.collate import Payload
+from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
+from dhp_ray.train.micro_batch_step import MicroBatchStep
+from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.sharded_engine import ShardedEngine
+from tests.packs import Film, rough_model
+from tests.ranks import run_ranks
+from tests.train.test_sharded_engine import Groups, make_plan, payloads_of, settings
+
+CPU = torch.device("cpu")
+LAYOUT: list[Groups] = [
+    [([0, 1, 2], [[50, (1, 4, 8), 70, Film(0.5, ((2, 4, 4), (1, 4, 4))), 9], [61]], None)],
+    [([2, 0], [[70, (1, 12, 10)], [25]], [1]), ([1], [[40], [9, (1, 8, 6)]], None)],
+    [([1], [[30], [5, (1, 4, 4), 2]], None)],  # with sync=micro_batch two ranks are idle, and encode a tiny image
+]
+
+
+def reads_of(
+    rank: int, sync: str, transport: str, freeze: list[str], recomputes: bool, plan: Plan, payloads: dict[str, Payload]
+) -> tuple[list[Place], int]:
+    """Where a step read the device before its totals, and how often it did in all."""
+    adapter, progress = rough_model(), Progress(CPU)
+    adapter.freeze(freeze)
+    if recomputes:
+        adapter.set_activation_checkpointing()
+    assert dist.group.WORLD is not None
+    opened = open_transport(transport, rank, 3, choose("cpu"), 16, timedelta(seconds=30), progress)
+    step: RankStep
+    if sync == "step":
+        flat = FlatEngine(adapter.module, settings(adapter, 1.0), dist.group.WORLD, 3, rank, progress=progress)
+        step = RankStep(adapter, flat, opened, dist.group.WORLD, CPU)
+    else:
+        sharded = ShardedEngine(adapter, settings(adapter, 1.0), dist.group.WORLD, rank, CPU, progress=progress)
+        step = MicroBatchStep(adapter, sharded, opened, dist.group.WORLD, CPU)
+    LayerMarks(layers_by_name(adapter), progress, gathered=sync == "micro_batch")
+    rank_plan = plan.rank_plan(1, rank)
+    own = payloads_of(rank_plan.packs, payloads, rank)
+    step.run(rank_plan, own, 1.0)  # what happens once does not count
+    before = Counter[Place]()
+    with counted(CPU) as found:
+        step.before_update = lambda: before.update(found)
+        step.run(rank_plan, own, 1.0)
+    opened.close()
+    return list(before), found.total()
+
+
+@pytest.mark.parametrize(("sync", "transport", "freeze", "recomputes"), [
+    (sync, transport, freeze, recomputes)
+    for sync, (transport, freeze, recomputes) in product(("step", "micro_batch"), (
+        ("pool", [], True), ("parent", ["vision"], False), ("parent", ["language"], True)))])
+def test_a_step_reads_nothing_before_its_totals(
+    sync: str, transport: str, freeze: list[str], recomputes: bool
+) -> None:
+    plan, payloads = make_plan(3, LAYOUT, masked=("2.1",))
+    for reads, in_all in run_ranks(reads_of, 3, sync, transport, freeze, recomputes, plan, payloads):
+        assert reads == []
+        assert in_all > 0, "the totals are read, and so found"
