@@ -18,7 +18,7 @@ STORED_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16
 """What safetensors calls the types of plain weights; others are quantized, and mean nothing without their scales."""
 
 READ_BYTES = 4 * 2**20
-"""Read at a time: host memory that reading takes, once as stored and once in fp32."""
+"""Read at a time: the host memory that reading takes."""
 
 
 class Interval(NamedTuple):
@@ -96,9 +96,11 @@ class StoredWeights:
             if interval.into.numel():
                 intervals.setdefault(interval.name, []).append(interval)
         read_as: dict[str, str] = {}
+        longest = max((interval.into.numel() for found in intervals.values() for interval in found), default=0)
+        raw = torch.empty(min(READ_BYTES, longest * torch.float64.itemsize), dtype=torch.uint8)
         for place in self._places:
             for interval in intervals.get(place.name, []):
-                for into, values in self._values(place, interval):
+                for into, values in self._values(place, interval, raw):
                     if place.name not in read_as:
                         into.copy_(values)
                     elif not torch.equal(into, values.to(into)):
@@ -112,19 +114,20 @@ class StoredWeights:
         """The type that a parameter is stored in."""
         return next(place.kind for place in self._places if place.name == name)
 
-    def _values(self, place: _Place, interval: Interval) -> Iterator[tuple[Tensor, Tensor]]:
-        """An interval part by part: where it goes, and its values (fp32)."""
+    def _values(self, place: _Place, interval: Interval, raw: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """An interval part by part: where it goes, and its values, which lie in `raw` until the next part."""
         item_bytes = place.kind.itemsize
         # plain reads: memory that is mapped counts as this process's until the file is closed, and moves page by page
-        raw = torch.empty(min(READ_BYTES, interval.into.numel() * item_bytes), dtype=torch.uint8)
         try:
             with open(Path(self.path) / place.file, "rb", buffering=0) as stored:
                 stored.seek(place.offset + interval.start * item_bytes)
-                for into in interval.into.split(READ_BYTES // item_bytes):
+                for into in interval.into.split(len(raw) // item_bytes):
                     part = raw[: into.numel() * item_bytes]
                     _fill(part, stored)
                     self.bytes_read += part.numel()
-                    yield into, part.view(place.kind).float()
+                    values = part.view(place.kind)
+                    # rounded to fp32 first, whatever it goes to
+                    yield into, values.float() if place.kind == torch.float64 else values
         except OSError as error:
             raise ModelError(f"model.path: {self.path}: {place.file} cannot be read: {first_line(error)}") from None
 

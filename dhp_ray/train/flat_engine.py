@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
-from dhp_ray.model.weights import Interval, StoredWeights
+from dhp_ray.model.weights import READ_BYTES, Interval, StoredWeights
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.loading import load_frozen, move_buffers, place
 from dhp_ray.train.state.buckets import Bucket, FlatLayout
@@ -85,7 +85,8 @@ class FlatEngine(Engine):
                          device or next(iter(self.parameters.values())).device, progress)
         self.originals, self._weights = dict(originals or {}), weights
         if weights is not None and self.frozen:
-            load_frozen(self.frozen, weights, self.compute_type, bucket_bytes // 4, rank, self.group, self.device,
+            moved_bytes = min(bucket_bytes, world_size * READ_BYTES)  # a rank reads its slice of a bucket at once
+            load_frozen(self.frozen, weights, self.compute_type, moved_bytes // 4, rank, self.group, self.device,
                         self.progress)
         self._cast_frozen()
         if initialize:
