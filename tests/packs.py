@@ -14,6 +14,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
+from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.weights import Interval
 from dhp_ray.planner.plan import Grid, RankPack, Sample
 from dhp_ray.train.collate import Payload
 
@@ -86,6 +88,21 @@ def rough_model(seed: int = 0, tie_word_embeddings: bool = True) -> ModelAdapter
         for parameter in adapter.module.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.06)
     return adapter
+
+
+def load_whole(path: str) -> ModelAdapter:
+    """The model of a folder as transformers loads it, whole and in fp32."""
+    module = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    adapter: ModelAdapter = Qwen25VL(module)
+    return adapter
+
+
+def stored_values(adapter: ModelAdapter) -> dict[str, Tensor]:
+    """The parameters of a model on the meta device, whole, from its files."""
+    assert adapter.weights is not None
+    values = {name: torch.empty(parameter.shape) for name, parameter in adapter.module.named_parameters()}
+    adapter.weights.read(Interval(name, 0, value.view(-1)) for name, value in values.items())
+    return values
 
 
 def plain_copy(adapter: ModelAdapter) -> Qwen2_5_VLForConditionalGeneration:

@@ -38,3 +38,9 @@ def gather_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(gathered, tensor, group=group)
     return gathered
+
+
+def copy_from_rank(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Fill `tensor` on every rank with what rank `source` of `group` has in it. All torch ranks of `group` call this.
+    """
+    dist.broadcast(tensor, group=group, group_src=torch_peer(source))

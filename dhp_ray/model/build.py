@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from dhp_ray.errors import first_line
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.files import ModelError, config_tree, weight_files
 from dhp_ray.model.presets import preset_config
@@ -22,7 +20,8 @@ FAMILIES: dict[str, Any] = {"qwen2_5_vl": Qwen25VL}
 
 
 def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, seed: int) -> ModelAdapter:
-    """The model in fp32 on the CPU: of a preset, with weights that are the same on every rank, or of a local folder.
+    """The model of a preset in fp32 on the CPU, with weights that are the same on every rank; or that of a local folder
+    on the meta device, whose `weights` read any part of its parameters from the files.
 
     `token_ids` are the special token ids of the preset's tokenizer, by name: image, video, vision_start, vision_end,
     bos, eos, pad. A folder needs config.json and safetensors; nothing is fetched and no code in it is run.
@@ -35,23 +34,8 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
         config = preset_config(preset, token_ids)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            family = _family(config)
-            adapter: ModelAdapter = family(family.model_class(config))
-            return adapter
-    family = _family(read_config(path))
-    weight_files(path)
-    loaded: ModelAdapter = family(_load(family.model_class, path))
-    return loaded
-
-
-def build_on_meta_device(path: str) -> ModelAdapter:
-    """Build the model of a local folder on the meta device; its `weights` read any rows of the parameters from the
-    files.
-
-    Raises:
-        ModelError: one line on what is missing or not supported.
-    """
-    _quieten()
+            made: ModelAdapter = _family(config)(_family(config).model_class(config))
+            return made
     config = read_config(path)
     family = _family(config)
     files = weight_files(path)
@@ -111,18 +95,3 @@ def _quieten() -> None:
 
 def _family(config: PreTrainedConfig) -> Any:
     return FAMILIES[config.model_type]
-
-
-def _load(model_class: Any, path: str) -> PreTrainedModel:
-    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False,
-                               "dtype": torch.float32}
-    try:
-        module, report = model_class.from_pretrained(path, output_loading_info=True, **options)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ModelError(f"model.path: {path} cannot be loaded: {first_line(error)}") from error
-    # transformers fills what it does not find with random numbers and says so in a log line only
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(f"model.path: {path} lacks {len(missing)} weights, the first is {missing[0]}")
-    loaded: PreTrainedModel = module
-    return loaded

@@ -7,10 +7,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -33,8 +31,7 @@ def check_model_folder(path: str) -> None:
     """
     config_tree(path)
     for file in weight_files(path):
-        with opened(path, file, "numpy"):
-            pass
+        stored_tensors(path, file)
 
 
 def config_tree(path: str) -> dict[str, Any]:
@@ -74,14 +71,32 @@ def weight_files(path: str) -> list[str]:
     return names
 
 
-@contextmanager
-def opened(path: str, file: str, framework: str) -> Iterator[Any]:
-    """One of a folder's safetensors, as arrays of `framework`; its header and its size have been checked."""
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file: its type as safetensors calls it, its shape, and the byte of the file at which
+    its values begin.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def stored_tensors(path: str, file: str) -> dict[str, StoredTensor]:
+    """What one of a folder's safetensors holds, by name.
+
+    Raises:
+        ModelError: the file cannot be read, or its header does not fit its size.
+    """
     try:
-        with safe_open(Path(path) / file, framework=framework) as stored:
-            yield stored
+        with safe_open(Path(path) / file, framework="numpy"):
+            pass  # checks the header, and says nothing of where values lie
+        with open(Path(path) / file, "rb") as stored:
+            length = int.from_bytes(stored.read(8), "little")
+            header = json.loads(stored.read(length))
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model.path: {path}: {file} cannot be read: {first_line(error)}") from None
+    return {name: StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            for name, entry in header.items() if name != "__metadata__"}
 
 
 def _download_hint(path: str) -> str:

@@ -1,25 +1,42 @@
-"""The safetensors of a model folder, read by rows of one parameter at a time: a rank reads its share and no more."""
+"""The safetensors of a model folder, read by intervals of flattened parameters: a rank reads its share and no more."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from io import FileIO
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dhp_ray.model.files import ModelError, opened
+from dhp_ray.errors import first_line
+from dhp_ray.model.files import ModelError, stored_tensors
 
-STORED_TYPES = ("F64", "F32", "F16", "BF16")
+STORED_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What safetensors calls the types of plain weights; others are quantized, and mean nothing without their scales."""
 
+READ_BYTES = 4 * 2**20
+"""Read at a time: the host memory that reading takes."""
 
-class RowsOfParameter(NamedTuple):
-    """Where rows of a parameter go: `into` (rows, ...) takes those from `start` on."""
 
+class Interval(NamedTuple):
+    """Elements of the flattened parameter `name`, and where they go: `into` (n,) takes those from `start` on."""
+
+    name: str
     start: int
     into: Tensor
+
+
+class _Place(NamedTuple):
+    """Where a parameter lies: from byte `offset` of `file` on, under the name `key`, in the type `kind`."""
+
+    file: str
+    offset: int
+    key: str
+    name: str
+    kind: torch.dtype
 
 
 class StoredWeights:
@@ -40,58 +57,88 @@ class StoredWeights:
         self, path: str, files: Sequence[str], module: nn.Module, renamed: Sequence[tuple[str, str]] = ()
     ) -> None:
         self.path = path
+        self.bytes_read = 0
+        """Bytes of values read so far."""
         names_of: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names_of.setdefault(parameter, []).append(name)
         first_names = {name: names[0] for names in names_of.values() for name in names}
         shapes = {names[0]: tuple(parameter.shape) for parameter, names in names_of.items()}
-        self._places: list[tuple[str, str, str]] = []  # file, what a parameter is called there, and its name
-        found = set()
+        places: list[_Place] = []
         for file in files:
-            with opened(self.path, file, "pt") as stored:
-                for key in stored.keys():  # noqa: SIM118  not a mapping
-                    if (called := _renamed(key, renamed)) not in first_names:
-                        continue  # of a part that the module has not
-                    name = first_names[called]
-                    entry = stored.get_slice(key)
-                    shape, kind = tuple(entry.get_shape()), entry.get_dtype()
-                    if kind not in STORED_TYPES:
-                        raise ModelError(
-                            f"model.path: {path}: {key} is stored as {kind}; allowed: {', '.join(STORED_TYPES)}"
-                        )
-                    if shape != shapes[name]:
-                        raise ModelError(
-                            f"model.path: {path}: {key} has shape {shape}; its config.json says {shapes[name]}"
-                        )
-                    self._places.append((file, key, name))
-                    found.add(name)
-        missing = sorted(shapes.keys() - found)
+            for key, (kind, shape, offset) in stored_tensors(path, file).items():
+                if (called := _renamed(key, renamed)) not in first_names:
+                    continue  # of a part that the module has not
+                name = first_names[called]
+                if kind not in STORED_TYPES:
+                    raise ModelError(
+                        f"model.path: {path}: {key} is stored as {kind}; allowed: {', '.join(STORED_TYPES)}"
+                    )
+                if shape != shapes[name]:
+                    raise ModelError(
+                        f"model.path: {path}: {key} has shape {shape}; its config.json says {shapes[name]}"
+                    )
+                places.append(_Place(file, offset, key, name, STORED_TYPES[kind]))
+        self._places = sorted(places, key=lambda place: (place.file, place.offset))  # read from first to last
+        missing = sorted(shapes.keys() - {place.name for place in places})
         if missing:
             raise ModelError(f"model.path: {path} lacks {len(missing)} weights, the first is {missing[0]}")
 
     @torch.no_grad()
-    def read(self, wanted: Mapping[str, RowsOfParameter]) -> None:
-        """Fill the rows of every parameter named, in the type and on the device of where they go.
+    def read(self, wanted: Iterable[Interval]) -> None:
+        """Fill every interval, in the type and on the device of where it goes. Not a collective.
 
         Raises:
             ModelError: a file is gone or damaged, or holds tied parameters that differ.
         """
+        intervals: dict[str, list[Interval]] = {}
+        for interval in wanted:
+            if interval.into.numel():
+                intervals.setdefault(interval.name, []).append(interval)
         read_as: dict[str, str] = {}
-        for file, key, name in self._places:
-            start, into = wanted.get(name, RowsOfParameter(0, torch.empty(0)))
-            if not into.numel():
-                continue
-            # for each anew: closing it gives back the pages that were read
-            with opened(self.path, file, "pt") as stored:
-                rows = stored.get_slice(key)[start : start + len(into)]
-                if name in read_as and not torch.equal(into, rows.to(into)):
-                    raise ModelError(
-                        f"model.path: {self.path}: {read_as[name]} and {key} differ; "
-                        "its config.json says that they are one (tie_word_embeddings)"
-                    )
-                into.copy_(rows)
-                read_as[name] = key
-                del rows
+        longest = max((interval.into.numel() for found in intervals.values() for interval in found), default=0)
+        raw = torch.empty(min(READ_BYTES, longest * torch.float64.itemsize), dtype=torch.uint8)
+        for place in self._places:
+            for interval in intervals.get(place.name, []):
+                for into, values in self._values(place, interval, raw):
+                    if place.name not in read_as:
+                        into.copy_(values)
+                    elif not torch.equal(into, values.to(into)):
+                        raise ModelError(
+                            f"model.path: {self.path}: {read_as[place.name]} and {place.key} differ; "
+                            "its config.json says that they are one (tie_word_embeddings)"
+                        )
+            read_as.setdefault(place.name, place.key)
+
+    def type_of(self, name: str) -> torch.dtype:
+        """The type that a parameter is stored in."""
+        return next(place.kind for place in self._places if place.name == name)
+
+    def _values(self, place: _Place, interval: Interval, raw: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """An interval part by part: where it goes, and its values, which lie in `raw` until the next part."""
+        item_bytes = place.kind.itemsize
+        # plain reads: memory that is mapped counts as this process's until the file is closed, and moves page by page
+        try:
+            with open(Path(self.path) / place.file, "rb", buffering=0) as stored:
+                stored.seek(place.offset + interval.start * item_bytes)
+                for into in interval.into.split(len(raw) // item_bytes):
+                    part = raw[: into.numel() * item_bytes]
+                    _fill(part, stored)
+                    self.bytes_read += part.numel()
+                    values = part.view(place.kind)
+                    # rounded to fp32 first, whatever it goes to
+                    yield into, values.float() if place.kind == torch.float64 else values
+        except OSError as error:
+            raise ModelError(f"model.path: {self.path}: {place.file} cannot be read: {first_line(error)}") from None
+
+
+def _fill(part: Tensor, stored: FileIO) -> None:
+    room = part.numpy().data
+    while room:
+        count = stored.readinto(room)
+        if not count:
+            raise OSError(f"it ends {len(room)} bytes too early")
+        room = room[count:]
 
 
 def _renamed(key: str, renamed: Sequence[tuple[str, str]]) -> str:

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
+from dhp_ray.model.weights import READ_BYTES, Interval, StoredWeights
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
+from dhp_ray.train.loading import load_frozen, move_buffers, place
 from dhp_ray.train.state.buckets import Bucket, FlatLayout
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardState
 
@@ -34,8 +36,8 @@ class FlatEngine(Engine):
 
     Shards are fp32 whatever the precision. With "bf16" the resident parameters are bf16 and each backward's gradients
     are added to the fp32 buffer; a parameter's own `.grad` is then None. Parameters that do not require a gradient
-    are left out of all buffers (and are cast to the computing type). A tied parameter counts once, under its first
-    name. `originals` are the frozen ones that this cast has changed, as they came, on the CPU.
+    are cast to the computing type. A tied parameter counts once, under its first name. `originals` are the frozen ones
+    that this cast has changed, as they came, on the CPU; of a model that has files none: an export reads them there.
     """
 
     def __init__(
@@ -50,14 +52,21 @@ class FlatEngine(Engine):
         initialize: bool = True,
         originals: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
+        weights: StoredWeights | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` are those of fp32 gradients.
+        """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` are those of fp32 gradients;
+        `device` is where the state goes, by default where the parameters are.
 
-        With `initialize` False the values of trained parameters are not looked at, and there is no collective:
-        `load_state` must follow. Over a module whose last engine was released, pass that engine's `originals`.
+        Parameters on the meta device get their values from `weights`: each rank reads its share and gathers the rest,
+        and what is frozen comes from a rank that has it, where there is one.
+
+        With `initialize` False the values of trained parameters are not looked at: `load_state` must follow. Over a
+        module whose last engine was released, pass that engine's `originals`.
 
         Raises:
-            ValueError: unknown precision, no parameter to train, or several ranks without a group.
+            ValueError: unknown precision, no parameter to train, several ranks without a group, or a file of weights
+            that cannot be read.
         """
         if precision not in COMPUTE_TYPES:
             raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
@@ -72,13 +81,16 @@ class FlatEngine(Engine):
         self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size,
                                  bucket_bytes // 4)
         super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes,
-                         self.layout.pieces(rank), self.layout.buckets,
-                         self.layout.shard_size, next(iter(self.parameters.values())).device, progress)
-        self.originals = dict(originals or {})
+                         self.layout.pieces(rank), self.layout.buckets, self.layout.shard_size,
+                         device or next(iter(self.parameters.values())).device, progress)
+        self.originals, self._weights = dict(originals or {}), weights
+        if weights is not None and self.frozen:
+            moved_bytes = min(bucket_bytes, world_size * READ_BYTES)  # a rank reads its slice of a bucket at once
+            load_frozen(self.frozen, weights, self.compute_type, moved_bytes // 4, rank, self.group, self.device,
+                        self.progress)
+        self._cast_frozen()
         if initialize:
-            for piece in self._pieces:
-                flat = self.parameters[piece.name].detach().reshape(-1)
-                self.current.value[piece.shard].copy_(flat[piece.start : piece.stop])
+            self._fill_shard()
         else:
             self.current.version = UNFINISHED
         self._take_over()
@@ -106,39 +118,63 @@ class FlatEngine(Engine):
         if self.rank != 0:
             return {}
         trained = {name: self._view(found, name) for name in self.parameters}
-        frozen = {name: self.originals.get(name, parameter.detach()) for name, parameter in self.frozen.items()}
-        return trained | {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in frozen.items()}
+        frozen = {name: self.originals.get(name, parameter.detach()).to("cpu", torch.float32, copy=True)
+                  for name, parameter in self.frozen.items()}
+        if self._weights is not None and self.compute_type != torch.float32:
+            self._weights.read(Interval(name, 0, tensor.view(-1)) for name, tensor in frozen.items()
+                               if self._weights.type_of(name) != self.compute_type)
+        return trained | frozen
+
+    def _fill_shard(self) -> None:
+        """This rank's share of the trained parameters, from where they are or from their files."""
+        stored = []
+        for piece in self._pieces:
+            parameter, mine = self.parameters[piece.name], self.current.value[piece.shard]
+            if parameter.is_meta:
+                stored.append(Interval(piece.name, piece.start, mine))
+            else:
+                mine.copy_(parameter.detach().reshape(-1)[piece.start : piece.stop])
+        if self._weights is not None:
+            self._weights.read(stored)
+
+    def _cast_frozen(self) -> None:
+        """Bring the frozen parameters that a module came with to the device, in the computing type."""
+        for name, parameter in self.frozen.items():
+            original = parameter.data
+            cast = original.to(self.compute_type)
+            if cast.dtype != original.dtype and not torch.equal(cast.to(original.dtype), original):
+                self.originals[name] = original.cpu()  # on every rank: any one of them may have to export
+            parameter.data = cast.to(self.device)
 
     def _take_over(self) -> None:
         """Give the parameters their places in the flat buffers; their values come by `all_gather_parameters`."""
+        self._drop_values()
         self._resident = torch.zeros(self.layout.size, dtype=self.compute_type, device=self.device)
         self._gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.device)
         self._shard_gradient = self._gradient if self.world_size == 1 else torch.zeros_like(self.current.value)
         self._hooks = []
         for name, parameter in self.parameters.items():
-            parameter.grad = None
-            parameter.data = self._view(self._resident, name)
+            place(parameter, self._view(self._resident, name))
             if self.compute_type == torch.float32:
                 parameter.grad = self._view(self._gradient, name)  # autograd adds to it in place
             else:
                 self._hooks.append(
                     parameter.register_post_accumulate_grad_hook(_adder(self._view(self._gradient, name)))
                 )
-        for name, parameter in self.frozen.items():
-            original = parameter.data
-            parameter.data = original.to(self.compute_type)
-            if not torch.equal(parameter.data.to(original.dtype), original):
-                self.originals[name] = original.cpu()  # on every rank: any one of them may have to export
+        move_buffers(self.module, self.device)
 
     def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._drop_values()
+        self._resident = self._gradient = self._shard_gradient = torch.zeros(0, device=self.device)
+
+    def _drop_values(self) -> None:
+        """Leave the trained parameters their shapes, and one element of memory each."""
         for parameter in self.parameters.values():
             parameter.grad = None
-            # its shape, one element of memory
-            parameter.data = torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape)
-        self._resident = self._gradient = self._shard_gradient = torch.zeros(0, device=self.device)
+            place(parameter, torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape))
 
     def _view(self, buffer: Tensor, name: str) -> Tensor:
         return buffer[self.layout.interval(name)].view(self.layout.shapes[name])

@@ -34,7 +34,7 @@ from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.loading import first_row, read_shards
 from dhp_ray.train.micro_batch_model import MicroBatchModel
 from dhp_ray.train.state.buckets import Bucket, Piece
-from dhp_ray.train.state.optimizer import OptimizerSettings, ShardState
+from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardState
 
 
 class ShardedEngine(Engine):
@@ -53,9 +53,12 @@ class ShardedEngine(Engine):
         device: torch.device,
         precision: str = "fp32",
         progress: Progress | None = None,
+        initialize: bool = True,
     ) -> None:
         """Every rank calls this, with equal parameters, which move to `device` unit by unit; or with a model built
         without weights, of which it reads its rows. `world_group` holds all ranks, also where that is one.
+
+        With `initialize` False the values of trained parameters are not looked at: `load_state` must follow.
 
         Raises:
             ValueError: unknown precision, no parameter to train, or a file of weights that cannot be read.
@@ -85,10 +88,11 @@ class ShardedEngine(Engine):
             sharded.set_custom_all_gather(cast(Any, self._gather))
             sharded.set_custom_reduce_scatter(cast(Any, self._scatter))
         everything: dict[str, DTensor] = dict(module.named_parameters())
-        if adapter.weights is not None:
-            read_shards(self.root, everything, adapter.weights, rank, self.world_size, device)
         self.frozen = {name: parameter for name, parameter in everything.items() if not parameter.requires_grad}
         self.parameters = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
+        if adapter.weights is not None:
+            read_shards(self.root, everything if initialize else self.frozen, adapter.weights, rank, self.world_size,
+                        device)
         if not self.parameters:
             raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
         self._unit_pieces = self._lay_out(units)
@@ -98,6 +102,9 @@ class ShardedEngine(Engine):
         self._buckets = tuple(Bucket(start, stop, slice(start, stop)) for start, stop in ends.items())
         super().__init__(settings, world_group if self.world_size > 1 else None, shapes, pieces, self._buckets,
                          pieces[-1].shard.stop if pieces else 0, device, progress)
+        if not initialize:
+            self.current.version = UNFINISHED
+            return
         for piece in pieces:
             self.current.value[piece.shard].copy_(self._rows(piece))
 

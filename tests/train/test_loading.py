@@ -18,13 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import build_model, build_on_meta_device
+from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
 from dhp_ray.planner.plan import Plan
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.loading import read_shards
 from dhp_ray.train.micro_batch_model import MicroBatchModel
-from tests.packs import plain_copy, relative_errors, rough_model
+from tests.packs import load_whole, plain_copy, relative_errors, rough_model, stored_values
 from tests.ranks import run_ranks
 from tests.train.test_sharded_engine import MIXED, make_plan, make_step, payloads_of
 
@@ -42,7 +42,7 @@ def shard(adapter: ModelAdapter) -> MicroBatchModel:
 
 def compare(rank: int, num_ranks: int, path: str) -> dict[str, Any]:
     """What a rank reads, against its rows of the whole model."""
-    whole, adapter = build_model("", path, None, 0), build_on_meta_device(path)
+    whole, adapter = load_whole(path), build_model("", path, None, 0)
     adapter.freeze(["vision"])
     assert all(parameter.is_meta for parameter in adapter.module.parameters())
     root = shard(adapter)
@@ -120,7 +120,7 @@ def test_tied_weights_may_be_stored_under_either_name_or_both(tmp_path: Path) ->
 
 
 def read_alone(rank: int, path: str) -> None:
-    adapter = build_on_meta_device(path)
+    adapter = build_model("", path, None, 0)
     read_shards(shard(adapter), dict(adapter.module.named_parameters()), adapter.weights, 0, 1, CPU)
 
 
@@ -134,40 +134,40 @@ def test_a_weight_that_is_missing_or_of_another_shape_or_type_is_refused_before_
     save_file({key: value for key, value in weights.items() if key != stored}, tmp_path / "model.safetensors",
               {"format": "pt"})
     with pytest.raises(ModelError, match=rf"^model.path: [^\n]* lacks 1 weights, the first is {re.escape(name)}$"):
-        build_on_meta_device(str(tmp_path))
+        build_model("", str(tmp_path), None, 0)
     save_file(weights | {stored: weights[stored][:5].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
         ModelError,
         match=rf"^model.path: [^\n]*: {re.escape(stored)} has shape \(5, 128\); its config.json says \(352, 128\)$",
     ):
-        build_on_meta_device(str(tmp_path))
+        build_model("", str(tmp_path), None, 0)
     save_file(weights | {stored: weights[stored].to(torch.int8)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
         ModelError, match=rf"^model.path: [^\n]*: {re.escape(stored)} is stored as I8; allowed: F64, F32, F16, BF16$"
     ):
-        build_on_meta_device(str(tmp_path))
+        build_model("", str(tmp_path), None, 0)
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ModelError, match=r"^model.path: [^\n]*: model.safetensors cannot be read: [^\n]+$"):
-        build_on_meta_device(str(tmp_path))
+        build_model("", str(tmp_path), None, 0)
 
 
 def test_a_model_on_the_meta_device_lacks_only_its_values(tmp_path: Path) -> None:
     adapter = rough_model()
     adapter.save(tmp_path, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
-    on_meta = build_on_meta_device(str(tmp_path))
+    on_meta = build_model("", str(tmp_path), None, 0)
     assert all(parameter.is_meta for parameter in on_meta.module.parameters())
     assert not any(buffer.is_meta for buffer in on_meta.module.buffers())
     ids, grids = torch.tensor([5, *[on_meta.image_token_id] * 4, 6]), torch.tensor([[1, 4, 4]])
     assert torch.equal(on_meta.positions(ids, grids), adapter.positions(ids, grids))
     values = dict(plain_copy(adapter).named_parameters())
     on_meta.save(tmp_path / "again", {name: parameter.detach() for name, parameter in values.items()})
-    again = build_model("", str(tmp_path / "again"), None, 0)
-    assert max(relative_errors(dict(again.module.named_parameters()), values).values()) == 0.0
+    again = stored_values(build_model("", str(tmp_path / "again"), None, 0))
+    assert max(relative_errors(again, values).values()) == 0.0
 
 
 def train(rank: int, num_ranks: int, path: str, in_shards: bool, plan: Plan, payloads: dict[str, Payload]) -> list[Any]:
     """Losses and gradient norms of two steps, and whether what is exported then is trained and whole."""
-    adapter = build_on_meta_device(path) if in_shards else build_model("", path, None, 0)
+    adapter = build_model("", path, None, 0) if in_shards else load_whole(path)
     adapter.freeze(["vision"])
     stepper = make_step(adapter, rank, num_ranks)
     rank_plan = plan.rank_plan(1, rank)
@@ -194,7 +194,7 @@ def grown(rank: int, num_ranks: int, path: str, in_shards: bool) -> int:
     """Bytes by which a rank's peak of resident memory grows while it comes to hold its share."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = peak_bytes()
-    adapter = build_on_meta_device(path) if in_shards else build_model("", path, None, 0)
+    adapter = build_model("", path, None, 0) if in_shards else load_whole(path)
     root = shard(adapter)
     if in_shards:
         read_shards(root, dict(adapter.module.named_parameters()), adapter.weights, rank, num_ranks, CPU)

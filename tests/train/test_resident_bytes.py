@@ -5,36 +5,48 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dhp_ray.comm.ranks import own_rank
+from dhp_ray.model.build import build_model
 from dhp_ray.train.flat_engine import resident_bytes
-from dhp_ray.train.sharded_engine import sharded_bytes
+from dhp_ray.train.sharded_engine import ShardedEngine, sharded_bytes
 from tests.train.networks import make_engine, run_tensors
+from tests.train.test_loading_flat import CPU, flat_engine, saved
+from tests.train.test_sharded_engine import settings
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of every storage that an operation under it has made and that is still there."""
+    """Counts the bytes of every storage that an operation under it has made and that is still there; `peak_bytes` is
+    the most that there were after any operation.
+    """
 
     def __init__(self):
         super().__init__()
-        self.storages = []
+        self.storages = {}
+        self.peak_bytes = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
-        self.storages += [weakref.ref(leaf.untyped_storage()) for leaf in tree_leaves(result)
-                          if isinstance(leaf, Tensor)]
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                storage = (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage()
+                self.storages[id(storage)] = weakref.ref(storage)
+        self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in self.live()))
         return result
+
+    def live(self):
+        return [storage for reference in self.storages.values() if (storage := reference()) is not None]
 
     def num_bytes(self, without=()):
         """Of all but the storages of some tensors."""
         gc.collect()
         left_out = {tensor.untyped_storage().data_ptr() for tensor in without}
-        live = [storage for reference in self.storages if (storage := reference()) is not None]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in live
-                    if storage.data_ptr() not in left_out}.values())
+        return sum(storage.nbytes() for storage in self.live() if storage.data_ptr() not in left_out)
 
 
 def held_bytes(engine):
@@ -65,6 +77,33 @@ def test_resident_bytes_of_frozen_parameters_are_those_of_computing():
 def test_sharded_bytes_count_rows_gradients_and_two_versions() -> None:
     assert sharded_bytes(100, 1) == 100 * (4 + 4 + 24)
     assert sharded_bytes(100, 4, num_frozen=60) == 25 * 4 + 10 * 28
+
+
+def construction_bytes(rank, world_size, sync, precision, freeze, path):
+    """The peak while an engine is made from a model folder, and what is predicted that it holds."""
+    adapter = build_model("", path, None, 0)
+    adapter.freeze(freeze)
+    parameters = [(parameter.numel(), parameter.requires_grad) for parameter in adapter.module.parameters()]
+    num_parameters = sum(size for size, _ in parameters)
+    num_frozen = sum(size for size, trained in parameters if not trained)
+    with LiveStorages() as live:
+        if sync == "step":
+            flat_engine(adapter, rank, world_size, precision)
+            return live.peak_bytes, resident_bytes(num_parameters, world_size, precision, num_frozen)
+        ShardedEngine(adapter, settings(adapter), dist.group.WORLD, rank, CPU, precision)
+        return live.peak_bytes, sharded_bytes(num_parameters, world_size, num_frozen)
+
+
+@pytest.mark.parametrize(("world_size", "sync", "precision", "freeze"), [
+    (1, "step", "fp32", []), (1, "step", "bf16", ["vision"]), (3, "step", "bf16", []),
+    (2, "step", "bf16", ["language"]), (1, "micro_batch", "fp32", []), (3, "micro_batch", "bf16", ["vision"]),
+])
+def test_the_peak_at_construction_is_what_is_resident(world_size, sync, precision, freeze, tmp_path):
+    path = saved(tmp_path / "model", torch.bfloat16, tie=True)
+    for peak, resident in run_tensors(construction_bytes, world_size, world_size, sync, precision, freeze, path):
+        assert peak < 1.02 * resident
+        # gradients of the sharded engine are there from the first backward on
+        assert sync == "micro_batch" or peak > 0.99 * resident
 
 
 def bytes_after_re_forming(rank, world_size, precision):

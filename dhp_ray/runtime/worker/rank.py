@@ -26,7 +26,7 @@ from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store
 from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import build_model, build_on_meta_device, model_size
+from dhp_ray.model.build import build_model, model_size
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder, storage_errors
 from dhp_ray.train.engine import Engine
@@ -48,16 +48,12 @@ def token_ids(config: Config) -> dict[str, int] | None:
 
 
 def build_adapter(config: Config) -> ModelAdapter:
-    """The model of a run, with its first weights; of a folder with `sync=micro_batch` without them: no rank may hold
-    them all.
+    """The model of a run: of a preset with its first weights, of a folder without: the engine reads them.
 
     Raises:
         ValueError: one line, when the model cannot be had.
     """
-    if config.planner.sync == "micro_batch" and not config.model.preset:
-        adapter = build_on_meta_device(config.model.path)  # the engine reads each rank's rows
-    else:
-        adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
+    adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
     adapter.freeze(config.train.freeze)
     if config.train.activation_checkpointing:
         adapter.set_activation_checkpointing()
@@ -165,7 +161,7 @@ class Rank:
             capacity = accelerator.pool_groups(config.comm.pool_groups, accelerator.memory_bytes())
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
         self.engine = (
-            self._sharded_engine(progress)
+            self._sharded_engine(not keeps_state, progress)
             if config.planner.sync == "micro_batch"
             else self._flat_engine(world, not keeps_state, originals, progress)
         )
@@ -255,15 +251,15 @@ class Rank:
         progress: Progress,
     ) -> Engine:
         train = self.config.train
-        self.adapter.module.to(self.device)  # type: ignore[arg-type]
         return FlatEngine(self.adapter.module, self._optimizer_settings(), world, self.membership.world_size,
                           self.membership.rank,
-                          train.precision, int(train.bucket_mb * 2**20), initialize, originals, progress)
+                          train.precision, int(train.bucket_mb * 2**20), initialize, originals, progress,
+                          self.adapter.weights, self.device)
 
-    def _sharded_engine(self, progress: Progress) -> Engine:
+    def _sharded_engine(self, initialize: bool, progress: Progress) -> Engine:
         assert dist.group.WORLD is not None
         return ShardedEngine(self.adapter, self._optimizer_settings(), dist.group.WORLD, self.membership.rank,
-                             self.device, self.config.train.precision, progress)
+                             self.device, self.config.train.precision, progress, initialize)
 
     def _optimizer_settings(self) -> OptimizerSettings:
         train = self.config.train
