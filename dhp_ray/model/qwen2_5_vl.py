@@ -188,4 +188,5 @@ def shape_of(config: Qwen2_5_VLConfig) -> ModelShape:
         language_rest=width,
         vision_rest=(patch_dim * vision_width + vision_width + merger_width * (merger_width + 1)
                      + (merger_width + 1) * vision.out_hidden_size),
-        patch_dim=patch_dim, merge_area=merge_area, merger_width=merger_width)
+        patch_dim=patch_dim, merge_area=merge_area, merger_width=merger_width,
+        token_pixels=merge_area * vision.patch_size ** 2)

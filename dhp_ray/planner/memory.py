@@ -215,7 +215,9 @@ class MemoryModel:
             if embedding:
                 found["reduction of the embedding"] = {"gradients reduced": (4 + c) * self._root}
         if not self._sharded:
-            found["update"] = {"buckets": self.settings.bucket_bytes / 4 / self.settings.world_size * (4 + 3 * c)}
+            trained = self.shape.num_parameters(without=self.settings.frozen)
+            found["update"] = {
+                "buckets": min(self.settings.bucket_bytes / 4, trained) / self.settings.world_size * (4 + 3 * c)}
         return found
 
     def _norm(self, part: str) -> int:

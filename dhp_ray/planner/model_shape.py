@@ -41,7 +41,8 @@ class ModelShape:
 
     The head is as large as the token embedding, and where it is `tied`, the same.
     `language_rest` and `vision_rest`: parameters of what is in no layer, embedding and head left out of it.
-    `merge_area` patches of `patch_dim` values make one vision token; `merger_width` is what the merger makes of them.
+    `merge_area` patches of `patch_dim` values make one vision token, `token_pixels` of an image; `merger_width` is what
+    the merger makes of them.
     """
 
     family: str
@@ -54,6 +55,7 @@ class ModelShape:
     patch_dim: int
     merge_area: int
     merger_width: int
+    token_pixels: int
 
     @property
     def width(self) -> int:

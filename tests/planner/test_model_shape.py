@@ -60,5 +60,6 @@ def test_layers_by_kind() -> None:
     shape = Qwen25VL.shape(published_config("7B"))
     assert [(layer.count, layer.heads, layer.key_value_heads, layer.head_width, layer.window)
             for layer in shape.language] == [(28, 28, 4, 128, 0)]
+    assert shape.token_pixels == 28 * 28
     assert [(layer.count, layer.heads, layer.head_width, layer.window) for layer in shape.vision] == [
         (28, 16, 80, 64), (4, 16, 80, 0)]
