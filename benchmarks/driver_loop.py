@@ -37,6 +37,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.stopwatch import Stopwatch  # noqa: E402
 from dhp_ray.config import CONF, load  # noqa: E402
 from dhp_ray.data.stream import Batch  # noqa: E402
+from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids  # noqa: E402
+from dhp_ray.model.build import model_shape  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
 from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan, Sample  # noqa: E402
 from dhp_ray.runtime.driver.arrivals import Arrivals  # noqa: E402
@@ -179,9 +181,10 @@ def ready_driver(
                for number, length in enumerate(lengths)]
     plan = plan_batch(samples, cluster, cost)
     driver = Driver(config, dict(enumerate(handles_of(plan, num_steps))), ("", 0), going_on=False)
+    shape = model_shape("tiny", "", special_token_ids(byte_tokenizer()))
     for rank, member in enumerate(driver.group.members):
         member.described = {"pid": rank, "node_id": f"node-{rank // 8}", "device": "cpu", "memory_bytes": 1,
-                            "num_parameters": 1, "num_layers": 2, "resident_bytes": 1}
+                            "num_parameters": 1, "num_layers": 2, "resident_bytes": 1, "shape": shape}
     storage = Folder(str(folder))
     curves, batches = ScalarLog(storage.child("tensorboard"), 1), Batches(samples)
     session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,

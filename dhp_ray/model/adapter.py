@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dhp_ray.model.attention import PackContext
     from dhp_ray.model.kernels import Segments
     from dhp_ray.model.weights import StoredWeights
+    from dhp_ray.planner.model_shape import ModelShape
 
 PARTS = ("vision", "language")
 EncoderArguments = Mapping[str, "Tensor | Segments"]
@@ -54,6 +55,11 @@ class ModelAdapter(Protocol):
     """Values of one patch: channels x frames x height x width."""
 
     vocabulary_size: int
+
+    @staticmethod
+    def shape(config: Any) -> ModelShape:
+        """What planner, costs and memory need to know of a model with this configuration of transformers."""
+        ...
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
         """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3);

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
@@ -15,6 +15,7 @@ from dhp_ray.model.files import ModelError, config_tree, weight_files
 from dhp_ray.model.presets import preset_config
 from dhp_ray.model.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.weights import StoredWeights
+from dhp_ray.planner.model_shape import ModelShape
 
 FAMILIES: dict[str, Any] = {"qwen2_5_vl": Qwen25VL}
 
@@ -51,25 +52,11 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
     return adapter
 
 
-class ModelSize(NamedTuple):
-    """Counts of a model: all parameters, those of them that are frozen, and layers of all parts."""
-
-    num_parameters: int
-    num_frozen: int
-    num_layers: int
-
-
-def model_size(
-    preset: str, path: str, token_ids: Mapping[str, int] | None, freeze: Sequence[str] = ()
-) -> ModelSize:
-    """The size of the model that `build_model` would build, without building it."""
+def model_shape(preset: str, path: str, token_ids: Mapping[str, int] | None) -> ModelShape:
+    """The shape of the model that `build_model` would build, from its configuration alone."""
     config = preset_config(preset, token_ids) if preset else read_config(path)
-    with torch.device("meta"):
-        adapter: ModelAdapter = _family(config)(_family(config).model_class(config))
-    adapter.freeze(freeze)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in adapter.module.parameters()]
-    frozen = sum(size for size, trained in sizes if not trained)
-    return ModelSize(sum(size for size, _ in sizes), frozen, len(adapter.units()))
+    shape: ModelShape = _family(config).shape(config)
+    return shape
 
 
 def read_config(path: str) -> PreTrainedConfig:

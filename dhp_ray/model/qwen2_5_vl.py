@@ -21,6 +21,7 @@ from dhp_ray.model.files import ModelError
 from dhp_ray.model.loss import cross_entropy_sum
 from dhp_ray.model.qwen2_5_vl_encoder import VisionAttention, encoder_arguments
 from dhp_ray.model.weights import StoredWeights
+from dhp_ray.planner.model_shape import LayerShape, ModelShape
 
 ATTENTION = {"text_config": "dhp_ring"}
 # "dynamic" and "longrope" choose frequencies by the longest position that a call sees, so shards of one sequence would
@@ -54,6 +55,11 @@ class Qwen25VL:
         self.patch_dim: int = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
         self.vocabulary_size: int = text.vocab_size
         self._num_dimensions = {name: parameter.ndim for name, parameter in module.named_parameters()}
+
+    @staticmethod
+    def shape(config: Qwen2_5_VLConfig) -> ModelShape:
+        """What planner, costs and memory need to know of a model with this configuration."""
+        return shape_of(config)
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
         """M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1) of one sequence, by the model's own function: (3, L) int64.
@@ -158,3 +164,37 @@ def check(config: Qwen2_5_VLConfig) -> None:
     rope_type = text.rope_parameters.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         raise ModelError(f"model: rope_type is {rope_type!r}; allowed: {', '.join(ROPE_TYPES)}")
+
+
+def shape_of(config: Qwen2_5_VLConfig) -> ModelShape:
+    """The shape of a Qwen2.5-VL: every block of the encoder is alike but for the window that its attention sees."""
+    text: Any = config.text_config
+    vision: Any = config.vision_config
+    merge_area = vision.spatial_merge_size ** 2
+    patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
+    merger_width = merge_area * vision.hidden_size
+    width, mlp, head_width = text.hidden_size, text.intermediate_size, text.hidden_size // text.num_attention_heads
+    key_values = text.num_key_value_heads * head_width
+    # q, k and v have biases; o and the MLP have none; two norms
+    layer = 2 * width * (width + key_values) + width + 2 * key_values + 3 * width * mlp + 2 * width
+    vision_width, vision_mlp = vision.hidden_size, vision.intermediate_size
+    # all products have biases; two norms
+    block = (4 * vision_width * (vision_width + 1) + 3 * vision_width * vision_mlp + 2 * vision_mlp + vision_width
+             + 2 * vision_width)
+    num_full = len(set(vision.fullatt_block_indexes) & set(range(vision.depth)))
+    window = (vision.window_size // vision.patch_size) ** 2
+    blocks = [
+        LayerShape(count=count, width=vision_width, mlp_width=vision_mlp, heads=vision.num_heads,
+                   key_value_heads=vision.num_heads, head_width=vision_width // vision.num_heads, num_parameters=block,
+                   window=seen)
+        for count, seen in ((vision.depth - num_full, window), (num_full, 0)) if count]
+    return ModelShape(
+        family=config.model_type,
+        language=(LayerShape(count=text.num_hidden_layers, width=width, mlp_width=mlp, heads=text.num_attention_heads,
+                             key_value_heads=text.num_key_value_heads, head_width=head_width, num_parameters=layer),),
+        vision=tuple(blocks), vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings),
+        language_rest=width,
+        vision_rest=(patch_dim * vision_width + vision_width + merger_width * (merger_width + 1)
+                     + (merger_width + 1) * vision.out_hidden_size),
+        patch_dim=patch_dim, merge_area=merge_area, merger_width=merger_width,
+        token_pixels=merge_area * vision.patch_size ** 2)

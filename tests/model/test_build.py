@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dhp_ray.model.build import FAMILIES, build_model, model_size
+from dhp_ray.model.build import FAMILIES, build_model, model_shape
 from dhp_ray.model.files import MODEL_TYPES, ModelError
 from tests.packs import TOKEN_IDS, stored_values
 
@@ -40,18 +40,14 @@ def test_the_tiny_preset() -> None:
             adapter.image_token_id) == (4, 3 * 2 * 14 * 14, 128, 261)
     assert adapter.vocabulary_size == 264
     sizes = {name: parameter.numel() for name, parameter in adapter.module.named_parameters()}
-    num_layers = len(adapter.units())
-    assert model_size("tiny", "", TOKEN_IDS) == (sum(sizes.values()), 0, num_layers)
-    assert model_size("tiny", "", TOKEN_IDS,
-                          ["vision"]) == (sum(sizes.values()),
-                                          sum(size for name, size in sizes.items() if adapter.is_vision(name)),
-                                          num_layers)
+    shape = model_shape("tiny", "", TOKEN_IDS)
+    assert (shape.num_parameters(), shape.num_layers) == (sum(sizes.values()), 5)
     assert sum(sizes.values()) < 1_000_000
     vision = adapter.module.config.vision_config
     assert vision.depth == 2
     assert list(vision.fullatt_block_indexes) == [1]
 
-    assert 7_000_000 < model_size("small", "", TOKEN_IDS)[0] < 7_500_000
+    assert 7_000_000 < model_shape("small", "", TOKEN_IDS).num_parameters() < 7_500_000
 
 
 def test_a_folder_of_safetensors_in_shards(tmp_path: Path) -> None:
@@ -66,7 +62,8 @@ def test_a_folder_of_safetensors_in_shards(tmp_path: Path) -> None:
     built = stored_values(build_model("", str(folder), None, 3))
     expected = dict(build_model("tiny", "", TOKEN_IDS, 0).module.named_parameters())
     assert all(torch.equal(built[name], expected[name]) for name in expected)
-    assert model_size("", str(folder), None)[:2] == (sum(parameter.numel() for parameter in expected.values()), 0)
+    assert model_shape("", str(folder), None).num_parameters() == sum(
+        parameter.numel() for parameter in expected.values())
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(
         ModelError,

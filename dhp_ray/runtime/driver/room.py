@@ -6,14 +6,67 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import Config
+from dhp_ray.data.processor import SLICE_TOKENS
+from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.memory import MemoryModel, MemorySettings
+from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.messages import RunError
 
 MEMORY_SHARE = 0.9
-"""Share of a device's memory that is planned with; the rest is the allocator's and the communicators'."""
+"""Share of a device's memory that is planned with; the rest is the allocator's and the libraries'."""
+
+
+def memory_model(config: Config, group: WorkerGroup) -> MemoryModel:
+    """What a rank of this group needs to train the run's model."""
+    described, train = group.members[0].described, config.train
+    shape: ModelShape = described["shape"]
+    device = ACCELERATORS[described["device"]]
+    num_groups = device.pool_groups(config.comm.pool_groups, group.memory_bytes) * (config.comm.transport == "pool")
+    return MemoryModel(shape, MemorySettings(
+        sync=config.planner.sync, world_size=group.size, precision=train.precision,
+        recomputes=train.activation_checkpointing, frozen=tuple(train.freeze), device=device.name,
+        bucket_bytes=int(train.bucket_mb * 2**20), mirror_every_steps=config.elastic.mirror_every_steps,
+        largest_image=max(SLICE_TOKENS, config.data.max_pixels // shape.token_pixels),
+        communicators_bytes=num_groups * device.group_bytes))
+
+
+def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
+    """Tokens of a pack that a rank's memory holds beside the resident state, whatever they are.
+
+    Raises:
+        RunError: not even one.
+    """
+    memory, limit_bytes = memory_model(config, group), MEMORY_SHARE * group.memory_bytes
+    tokens = memory.tokens_that_fit(limit_bytes)
+    if tokens < 1:
+        needed = memory.memory(memory.worst_load(1))
+        raise RunError(
+            f"planner.tokens_per_rank: got auto, and a rank has room for no token: it needs "
+            f"{_gib(needed.device_bytes)}, {_gib(sum(needed.resident.values()))} of them for the state, and has "
+            f"{_gib(limit_bytes)} ({MEMORY_SHARE:.0%} of its device); use more or larger devices, or a smaller model"
+        )
+    return tokens
+
+
+def within_memory(config: Config, group: WorkerGroup, cost: CostModel, auto: bool) -> tuple[int, CostModel]:
+    """Tokens of a pack on one rank of this generation, and the cost with this model's memory in it.
+
+    `auto`: no more than this generation's ranks hold. Fewer ranks keep larger shards; a batch that then fits no more
+    waits for others to come.
+    """
+    memory, tokens = memory_model(config, group), int(config.planner.tokens_per_rank)
+    if auto:
+        tokens = max(1, min(tokens, memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)))
+    resident = {sync: sum(MemoryModel(memory.shape, replace(memory.settings, sync=sync)).resident().values())
+                for sync in SYNCS}
+    pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
+    return tokens, replace(cost, memory_bytes_per_token=pack_bytes / tokens, resident_bytes=resident)
 
 
 def check_memory(group: WorkerGroup, sync: str) -> None:

@@ -21,6 +21,7 @@ from dhp_ray.runtime.driver.evaluation import Evaluation
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.measures import TimeScale
 from dhp_ray.runtime.driver.nodes import Draining
+from dhp_ray.runtime.driver.room import within_memory
 from dhp_ray.runtime.driver.speeds import SpeedMeter
 from dhp_ray.runtime.messages import Message, Notice
 from dhp_ray.runtime.records.checkpoints import Checkpoints
@@ -78,6 +79,7 @@ class Session:
     total_steps: int
     compiled: Future[float]  # the planner's loops are, and how many seconds that took
     stop_reason: Callable[[], str] = lambda: ""
+    auto_tokens: bool = False  # tokens a rank follow the memory of each generation's ranks
     draining: Draining = field(default_factory=Draining)
     history: History = field(default_factory=History)
     current: Generation = field(default_factory=Generation)
@@ -142,16 +144,17 @@ class Session:
     def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
         self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
-        cluster = ClusterSpec.of_nodes(self.group.nodes, int(self.config.planner.tokens_per_rank))
+        tokens, cost = within_memory(self.config, self.group, self.cost, self.auto_tokens)
+        cluster = ClusterSpec.of_nodes(self.group.nodes, tokens)
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         config = self.config
         # one for all plans that the ranks are told to run
         pool = PoolBook(self.pool_groups if config.comm.transport == "pool" else 0)
         self.current.dispatcher = Dispatcher(
-            self.stream, self.group, cluster, self.cost, config, pool, self.current.number, self.current.meter.planned,
+            self.stream, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
             self.records.plan, batches,
             self.history.scale.known, self.compiled, self.stop_reason, reader)
-        self.current.evaluation = Evaluation(self.held_out, self.group, cluster, self.cost, config, pool,
+        self.current.evaluation = Evaluation(self.held_out, self.group, cluster, cost, config, pool,
                                              self.current.number, self.stop_reason)
 
     def compiling_told(self) -> Iterator[Message]:

@@ -20,10 +20,10 @@ from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import held_out_stream
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.room import MEMORY_SHARE, check_memory, check_room, saves_ahead
+from dhp_ray.runtime.driver.room import check_memory, check_room, saves_ahead, tokens_that_fit
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.driver.takeover import take_over
-from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunError, RunStarted
+from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunStarted
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog
@@ -69,7 +69,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     else:
         describe(group, folder, config.cluster.device)
     check_memory(group, config.planner.sync)
-    resolve_limits(config, records.stored_config(), cost, group)
+    auto_tokens = config.planner.tokens_per_rank == "auto"
+    resolve_limits(config, records.stored_config(), group)
     stream.max_tokens = config.planner.max_sequence_tokens
     stream.max_image_tokens = int(config.planner.tokens_per_rank)
     scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)
@@ -78,7 +79,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     watch = Watch(folder, config.watch.every_steps)
     session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals,
                       total_steps, compiled,
-                      stop_reason=stopping)
+                      stop_reason=stopping, auto_tokens=auto_tokens)
     if going_on:
         session.history.stream_lost = True
         if not records.stored_config():  # the driver was lost before the first step
@@ -139,7 +140,7 @@ def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
         folder.delete(probe)
 
 
-def resolve_limits(config: Config, stored: Mapping[str, Any], cost: CostModel, group: WorkerGroup) -> None:
+def resolve_limits(config: Config, stored: Mapping[str, Any], group: WorkerGroup) -> None:
     """Fix the run's limits at its first start; later starts read them back from the run folder (`stored`).
 
     Raises:
@@ -147,22 +148,10 @@ def resolve_limits(config: Config, stored: Mapping[str, Any], cost: CostModel, g
     """
     planner = config.planner
     if planner.tokens_per_rank == "auto":
-        planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or tokens_that_fit(cost, group))
+        planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or tokens_that_fit(config, group))
     if not planner.max_sequence_tokens:
         stored_tokens = stored.get("planner.max_sequence_tokens")
         planner.max_sequence_tokens = int(stored_tokens or int(planner.tokens_per_rank) * group.size)
-
-
-def tokens_that_fit(cost: CostModel, group: WorkerGroup) -> int:
-    """Tokens of a pack that a rank's memory holds beside the resident state."""
-    free_bytes = MEMORY_SHARE * group.memory_bytes - max(member.described["resident_bytes"] for member in group.members)
-    tokens = int(free_bytes / cost.memory_bytes_per_token) if cost.memory_bytes_per_token else 0
-    if tokens < 1:
-        raise RunError(
-            "planner.tokens_per_rank: got auto, and memory_bytes_per_token of the cost file gives no number; allowed: "
-            "a number of tokens"
-        )
-    return tokens
 
 
 def _opening(config: Config, group: WorkerGroup, stream: Stream | Mixture, resumed_step: int) -> tuple[str, ...]:

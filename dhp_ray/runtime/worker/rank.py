@@ -26,7 +26,8 @@ from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store
 from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import build_model, model_size
+from dhp_ray.model.build import build_model, model_shape
+from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.storage import Folder, storage_errors
 from dhp_ray.train.engine import Engine
@@ -62,13 +63,14 @@ def build_adapter(config: Config) -> ModelAdapter:
 
 class StateSize(NamedTuple):
     """What the training state needs: bytes on each rank's device between steps, and bytes of a whole checkpoint; and
-    the model's layers.
+    the model's shape.
     """
 
     num_parameters: int
     num_layers: int
     resident_bytes: int
     checkpoint_bytes: int
+    shape: ModelShape
 
 
 def state_size(config: Config) -> StateSize:
@@ -78,12 +80,15 @@ def state_size(config: Config) -> StateSize:
         ValueError: one line, when the model cannot be had.
     """
     world_size = config.cluster.num_workers
-    found, frozen, layers = model_size(config.model.preset, config.model.path, token_ids(config), config.train.freeze)
+    shape = model_shape(config.model.preset, config.model.path, token_ids(config))
+    found = shape.num_parameters()
+    frozen = found - shape.num_parameters(without=config.train.freeze)
     if config.planner.sync == "micro_batch":
         resident = sharded_bytes(found, world_size, frozen)
     else:
         resident = resident_bytes(found, world_size, config.train.precision, frozen)
-    return StateSize(found, layers, resident, (found - frozen) * 3 * 4)  # value and both moments, fp32
+    # value and both moments, fp32
+    return StateSize(found, shape.num_layers, resident, (found - frozen) * 3 * 4, shape)
 
 
 def save_folder(config: Config) -> Path:

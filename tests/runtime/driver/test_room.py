@@ -9,8 +9,9 @@ import pytest
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
+from dhp_ray.planner.cost import CostModel
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.driver.room import check_memory, check_room, saves_ahead
+from dhp_ray.runtime.driver.room import check_memory, check_room, saves_ahead, tokens_that_fit, within_memory
 from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.worker.rank import Rank, export_folder, state_size
 from dhp_ray.storage import Folder
@@ -76,6 +77,38 @@ def test_frozen_parts_take_neither_gradients_nor_state(tmp_path: Path) -> None:
         check_memory(WorkerGroup(members(described[1], described[1])), sync)
         with pytest.raises(RunError, match=rf"^model of 0\.00 B parameters: planner\.sync={sync} keeps "):
             check_memory(WorkerGroup(members(described[0], described[0])), sync)
+
+
+def group_of(num_ranks: int, memory_gib: float, config: Config) -> WorkerGroup:
+    return WorkerGroup(members(*[{"memory_bytes": int(memory_gib * GIB), **state_size(config)._asdict()}] * num_ranks))
+
+
+def test_tokens_of_a_rank_follow_the_memory_of_its_device(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "train.precision=bf16")
+    found = {memory: tokens_that_fit(config, group_of(4, memory, config)) for memory in (1.0, 2.0)}
+    assert 1000 < 1.9 * found[1.0] < found[2.0] < 2.6 * found[1.0]
+    config.train.activation_checkpointing = True
+    assert tokens_that_fit(config, group_of(4, 1.0, config)) > 1.3 * found[1.0]
+    with pytest.raises(RunError, match=r"^planner\.tokens_per_rank: got auto, and a rank has room for no token: it "
+                                       r"needs [\d.]+ GiB, [\d.]+ GiB of them for the state, and has [\d.]+ GiB \("):
+        tokens_that_fit(config, group_of(4, 0.01, config))
+
+
+def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None:
+    config, cost = config_of(str(tmp_path), "train.precision=bf16"), CostModel.load("conf/cost/cpu.yaml")
+    memory_gib = 0.2
+    first = tokens_that_fit(config, group_of(8, memory_gib, config))
+    config.planner.tokens_per_rank = str(first)
+    assert within_memory(config, group_of(8, memory_gib, config), cost, auto=True)[0] == first
+    assert within_memory(config, group_of(16, memory_gib, config), cost, auto=True)[0] == first
+    fewer, charged = within_memory(config, group_of(2, memory_gib, config), cost, auto=True)
+    assert 1 < fewer < first
+    assert within_memory(config, group_of(2, memory_gib, config), cost, auto=False)[0] == first
+    full = charged.memory_bytes(fewer, 1, "step")
+    assert 0.88 * memory_gib * GIB < full <= 0.9 * memory_gib * GIB
+    assert charged.resident("step") == state_size(config_of(str(tmp_path), "train.precision=bf16",
+                                                            "cluster.num_workers=2")).resident_bytes + 2**26
+    assert charged.linear_s == cost.linear_s
 
 
 @pytest.mark.parametrize(("done", "total", "every", "expected"),

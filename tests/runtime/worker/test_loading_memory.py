@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
-from dhp_ray.model.build import model_size
+from dhp_ray.model.build import model_shape
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.failures import give_back_memory
 from dhp_ray.runtime.worker.rank import Rank, build_adapter
@@ -122,7 +122,9 @@ def test_no_more_is_held_or_read_than_is_kept(
               f"train.freeze=[{freeze}]", "train.precision=bf16", "cluster.device=cpu",
               f"cluster.num_workers={NUM_RANKS}", "elastic.mirror_every_steps=0"])
         for name in ("model", "small"))
-    num_parameters, num_frozen, _ = model_size("", str(folders["model"]), None, config.train.freeze)
+    shape = model_shape("", str(folders["model"]), None)
+    num_parameters = shape.num_parameters()
+    num_frozen = num_parameters - shape.num_parameters(without=config.train.freeze)
     needed = needed_bytes(num_parameters, num_frozen, sync)
     if 1.2 * needed > available_bytes():
         pytest.skip(f"needs {1.2 * needed / 1e9:.0f} GB of free memory")

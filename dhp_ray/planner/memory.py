@@ -1,0 +1,298 @@
+"""Bytes that a rank needs to train a model: what it holds throughout, and what a pack adds at each moment of its pass.
+
+Of what a rank holds throughout (`resident`), with P parameters, T of them trained, N ranks, c bytes of the computing
+type:
+
+    sync         parameters   gradients        state, two versions of values and both moments
+    step         c P          4 T + 4 T / N    24 T / N       (N = 1: gradients 4 T)
+    micro_batch  4 P / N      4 T / N          24 T / N
+
+A pack's pass is a row of moments; the one that needs most decides. Held over all of them are the activations that the
+backward pass wants, by token or by patch, for layers of width D, H heads and K of keys and values, each d wide, an MLP
+of F (trained: t = 1, else 0; recomputation keeps c D of each layer, and this for one layer at a time):
+
+    norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights
+    attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
+                   an encoder block also 3 c D (q and k before rotation, the windows' outputs one by one)
+    MLP            c F (3 + t)
+
+Beside them at a time:
+
+    loss           (8 + c) V D, gradient of the head summed in fp32, scaled, and cast; logits of a chunk
+    layer          gradients in its MLP, c F (3 - t), or in its attention, with the kernel's workspace
+    embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D
+    gathered       sync=micro_batch: the root's parameters c R throughout; of a layer its own, the next one's, the
+                   gradients on their way (4 bytes)
+
+The terms describe model/loss.py, model/attention.py, train/flat_engine.py, train/sharded_engine.py and the layers of
+transformers; tests/planner/test_memory.py holds them against traced passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dhp_ray.planner.model_shape import LayerShape, ModelShape
+
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
+LOGITS_HELD = 1 << 25
+"""Logits of a chunk: CHUNK_ELEMENTS of model/loss.py."""
+SHORTEST_MEAN = 32
+"""Tokens of a pack's sequences on average, at least: each takes a kernel 128 rows more of its workspace."""
+INPUT_BYTES = 48
+"""Of a token: id, label, three positions, its place among the valid ones, int64 each."""
+
+Terms = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """What of a run decides about its memory. `precision`: fp32 or bf16; `frozen`: parts that are not trained.
+
+    `device`: whose attention kernel runs (cpu, cuda, npu). `largest_image`: vision tokens of the largest image or piece
+    of a video, which one rank encodes. `communicators_bytes`: of all process groups.
+    """
+
+    sync: str
+    world_size: int
+    precision: str
+    recomputes: bool
+    frozen: tuple[str, ...] = ()
+    device: str = "cuda"
+    bucket_bytes: int = 64 * 2**20
+    mirror_every_steps: int = 0
+    largest_image: int = 4096
+    communicators_bytes: int = 0
+
+
+class PackLoad(NamedTuple):
+    """One rank's part of a pack: its tokens, those of them that are vision tokens and those with a label; the patches
+    that it encodes, and how many sequences and pieces (windows, frames) attention sees apart.
+    """
+
+    tokens: int
+    vision_tokens: int = 0
+    valid_tokens: int = 0
+    patches: int = 0
+    sequences: int = 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of each term: held throughout, added by a pack at its highest `moment`, and of host memory."""
+
+    resident: Terms
+    moment: str
+    pack: Terms
+    host: Terms
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.resident.values()) + sum(self.pack.values())
+
+    def items(self) -> Iterator[tuple[str, str, float]]:
+        """(where, term, bytes), as a report shows them."""
+        for where, terms in (("resident", self.resident), (self.moment, self.pack), ("host", self.host)):
+            yield from ((where, name, value) for name, value in terms.items() if value)
+
+    def table(self) -> str:
+        """Lines of term and GiB."""
+        return "\n".join(f"{where:<32} {name:<36} {value / 2**30:9.3f} GiB" for where, name, value in self.items())
+
+
+class MemoryModel:
+    """The formulas above for a model and the settings of a run."""
+
+    def __init__(self, shape: ModelShape, settings: MemorySettings) -> None:
+        self.shape, self.settings = shape, settings
+        self._c = COMPUTE_BYTES[settings.precision]
+        self._sharded = settings.sync == "micro_batch"
+        self._trains = {part: part not in settings.frozen for part in ("vision", "language")}
+        self._root = shape.units()[-1].num_parameters
+
+    def resident(self) -> Terms:
+        """Device memory that a rank holds between steps."""
+        size, ranks = self.shape.num_parameters(), self.settings.world_size
+        trained = self.shape.num_parameters(without=self.settings.frozen)
+        share = math.ceil(trained / ranks)
+        if self._sharded:
+            parameters, gradients = 4 * math.ceil(size / ranks), 4 * share
+        else:
+            parameters, gradients = self._c * size, 4 * trained + (4 * share if ranks > 1 else 0)
+        return {"parameters": parameters, "gradients": gradients, "state, version in force": 12 * share,
+                "state, version before": 12 * share, "communicators": self.settings.communicators_bytes}
+
+    def host(self) -> Terms:
+        """Host memory that a rank keeps for others' state: two versions of a replica; pinned, what its own is sent
+        from (kept in two versions where not every one is mirrored)."""
+        every = self.settings.mirror_every_steps if self.settings.world_size > 1 else 0
+        version = 12 * math.ceil(self.shape.num_parameters(without=self.settings.frozen) / self.settings.world_size)
+        own = 2 if every > 1 else 1 if self.settings.device != "cpu" else 0
+        return {"replicas": 2 * version if every else 0,
+                "pinned, own shard" if self.settings.device != "cpu" else "own shard": own * version if every else 0}
+
+    def worst_load(self, tokens: int) -> PackLoad:
+        """The pack that needs most with so many tokens a rank: vision tokens throughout, all with labels.
+
+        Images are dealt out whole, longest first: the fullest member has at most the mean and one image more.
+        """
+        if not self.shape.vision:
+            return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1)
+        more = min(tokens, self.settings.largest_image) if self.settings.world_size > 1 else 0
+        return PackLoad(tokens, tokens, tokens, (tokens + more) * self.shape.merge_area, tokens // SHORTEST_MEAN + 1)
+
+    def memory(self, load: PackLoad) -> Memory:
+        """What a rank needs while it runs this part of a pack."""
+        moment, terms = max(self.moments(load).items(), key=lambda item: sum(item[1].values()))
+        return Memory(self.resident(), moment, terms, self.host())
+
+    def tokens_that_fit(self, memory_bytes: float) -> int:
+        """Tokens of a pack that a device of so many bytes holds beside the resident state; 0: not even one."""
+        low, high = 0, 1
+        while self.memory(self.worst_load(high)).device_bytes <= memory_bytes and high < 2**40:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.memory(self.worst_load(middle)).device_bytes <= memory_bytes
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    def moments(self, load: PackLoad) -> dict[str, Terms]:
+        """The terms of each moment of the pass, beside what is resident."""
+        shape, c = self.shape, self._c
+        trains_vision = self._trains["vision"] and load.patches > 0
+        # the language model's activations are kept where anything upstream of the loss is trained
+        keeps = self._trains["language"] or self._trains["vision"]
+        pixels = shape.patch_dim * (4 + (c if c < 4 else 0)) * load.patches
+        inputs = pixels + INPUT_BYTES * load.tokens
+        vision = self._kept("vision", load.patches) if trains_vision else 0.0
+        features = c * shape.width * load.vision_tokens
+        language = self._kept("language", load.tokens) if keeps else 0.0
+        held = {"inputs": inputs, "activations, vision": vision + features, "activations, language": language}
+        embedding = c * shape.embedding_parameters if self._trains["language"] else 0
+        root = {"gathered: embedding, head": float(c * self._root)} if self._sharded else {}
+        # a head's gradient that autograd or FSDP keeps until the embedding's has come
+        since_loss = embedding if shape.tied or self._sharded else 0
+        chunk = max(1, LOGITS_HELD // shape.vocabulary_size)
+        # those of a chunk, and the next one's before they go: fp32 and, where it is another type, the computing type
+        logits = (4 + (c if c < 4 else 0)) * min(load.valid_tokens, 2 * chunk) * shape.vocabulary_size
+        rows = held | root | {
+            "last norm": self._norm("language") * shape.width * load.tokens,
+            "rows of the loss": 2 * c * shape.width * load.valid_tokens,
+            "gathered: a layer": self._gathered("language", 1, 0)}
+        found = {"loss, forward": rows | {"logits": logits, "gradient of the head": (4 + c) * embedding / c},
+                 "loss, backward": rows | {"gradient of the head": (8 + c) * embedding / c}}
+        if keeps:
+            for name, terms in self._layer("language", shape.language[0], load.tokens, load.sequences):
+                found[f"language, {name}"] = held | root | terms | {"gradient of the head": since_loss}
+        found["embedding, backward"] = root | {
+            "inputs": inputs, "activations, vision": vision + features,
+            "gradient of the embedding": embedding * (3 if shape.tied else 2 if self._sharded else 1),
+            "gradients reduced": self._gathered("language", 0, 1)}
+        for block in shape.vision if trains_vision else ():
+            pieces = load.patches // block.window if block.window else load.sequences
+            for name, terms in self._layer("vision", block, load.patches, pieces):
+                found[f"vision, {name}"] = root | terms | {
+                    "inputs": inputs, "activations, vision": vision,
+                    "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
+                    "gradient of the head": c * self._root if self._sharded and embedding else 0}
+        if shape.vision and not trains_vision:
+            # without gradients: the rotation in fp32, or the MLP
+            block = shape.vision[0]
+            wide = 8 if c < 4 else 0
+            rotation = (5 * c + 16 + wide) * block.width
+            found["vision, forward"] = root | {
+                "inputs": inputs + 8 * block.head_width * load.patches,
+                "gathered: a layer": self._gathered("vision", 3, 0),
+                "layer, forward": max(rotation, 3 * c * block.mlp_width + 2 * c * block.width) * load.patches}
+        if self._sharded:
+            rest = 2 * c * shape.vision_rest if load.patches else 0
+            found["gathering"] = {"inputs": inputs, "gathered: embedding, head": 2 * c * self._root,
+                                  "gathered: rest of the encoder": rest}
+            if embedding:
+                found["reduction of the embedding"] = {"gradients reduced": (4 + c) * self._root}
+        if not self._sharded:
+            trained = self.shape.num_parameters(without=self.settings.frozen)
+            found["update"] = {
+                "buckets": min(self.settings.bucket_bytes / 4, trained) / self.settings.world_size * (4 + 3 * c)}
+        return found
+
+    def _norm(self, part: str) -> int:
+        """Bytes that a norm keeps for each value of its input."""
+        return 4 + (2 * self._c if self._trains[part] else 0)
+
+    def _layer_bytes(self, part: str, layer: LayerShape) -> int:
+        """Bytes that a layer keeps of a token (or patch) for its backward pass."""
+        c = self._c
+        queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
+        own = 3 * c * layer.width if part == "vision" else 0
+        return (2 * layer.width * self._norm(part) + 2 * c * (queries + key_values) + 4 * layer.heads + own
+                + c * layer.mlp_width * (3 + self._trains[part]))
+
+    def _kept(self, part: str, positions: int) -> float:
+        """Bytes that the layers of a part and what comes beside them keep until their backward pass."""
+        shape, c = self.shape, self._c
+        layers = shape.vision if part == "vision" else shape.language
+        of_layers = sum(layer.count * (c * layer.width if self.settings.recomputes else self._layer_bytes(part, layer))
+                        for layer in layers)
+        if part == "language":
+            return positions * (of_layers + 2 * c * layers[0].head_width)  # cosines and sines
+        # fp32 cosines and sines; the merger's norm, its first product and its activation
+        merger = self._norm(part) * layers[0].width + 2 * c * shape.merger_width / shape.merge_area
+        return positions * (of_layers + 8 * layers[0].head_width + merger)
+
+    def _layer(self, part: str, layer: LayerShape, positions: int, pieces: int) -> Iterator[tuple[str, Terms]]:
+        """The moments of the backward pass of the layer that comes first, while all activations are still there."""
+        c, trained = self._c, self._trains[part]
+        again = self._layer_bytes(part, layer) if self.settings.recomputes else 0
+        gradient = c * layer.width
+        mlp = c * layer.mlp_width * (3 - trained)
+        weights = c * layer.width * layer.mlp_width if self._sharded and trained else 0
+        under_way = {"gathered: a layer": self._gathered(part, 2, 1)}
+        yield "MLP backward", under_way | {"layer, recomputed": again * positions, "gradients of weights": weights,
+                                           "layer, backward": (gradient + mlp) * positions}
+        gone = c * layer.mlp_width * (3 + trained) + layer.width * self._norm(part)
+        yield "attention backward", under_way | {
+            "layer, recomputed": again * positions, "gradients of weights": 3 * weights,
+            "layer, backward": (gradient - gone) * positions + self._attention(layer, positions),
+            "attention workspace": self._workspace(layer, positions, pieces)}
+        yield "end of a layer", {
+            "gathered: a layer": self._gathered(part, 3, 1), "layer, backward": gradient * positions - (
+                0 if self.settings.recomputes else self._layer_bytes(part, layer) * positions)}
+
+    def _attention(self, layer: LayerShape, positions: int) -> float:
+        """Gradients in the ring: of its output, of the kernel, sums in fp32; with several ranks what travels too."""
+        c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
+        queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
+        here = c * queries + kernel * (queries + 2 * key_values) + 4 * queries + 8 * key_values
+        # keys and values of two members, the sum that arrives, rows gathered for the kernel
+        travels = 4 * c * key_values + 8 * key_values + 3 * c * queries
+        return positions * float(here + (travels if self.settings.world_size > 1 else 0))
+
+    def _workspace(self, layer: LayerShape, positions: int, pieces: int) -> float:
+        """What the kernel's backward takes for itself.
+
+        cuda: mha_varlen_bwd of torch's flash_api.cpp: fp32 sums of the queries' gradients and one number a row, each
+        piece padded by 128 rows, and keys and values as often as there are query heads. npu: maximum and sum of the
+        softmax, eight times each. cpu: fp32 copies of what is not fp32.
+        """
+        if self.settings.device == "cuda":
+            rounded = math.ceil(layer.head_width / 32) * 32
+            repeated = 2 * self._c * layer.heads * layer.head_width if layer.heads != layer.key_value_heads else 0
+            return (positions + 128 * pieces) * layer.heads * (rounded + 1) * 4 + positions * repeated
+        if self.settings.device == "npu":
+            return positions * layer.heads * 2 * 8 * 4
+        widened = (3 * layer.heads + 2 * layer.key_value_heads) * layer.head_width * 4
+        return positions * widened if self._c < 4 else 0
+
+    def _gathered(self, part: str, copies: int, reduced: int) -> float:
+        """`sync=micro_batch`: parameters (or gradients) of a layer in the computing type so often, in fp32 so often."""
+        layers = self.shape.vision if part == "vision" else self.shape.language
+        if not self._sharded or not layers:
+            return 0
+        if not self._trains[part]:
+            copies, reduced = min(copies, 2), 0
+        return layers[0].num_parameters * (copies * self._c + reduced * 4)

@@ -1,0 +1,87 @@
+"""What planner, costs and memory need to know of a model: plain numbers, filled by the model's adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Layers that are alike: attention (`heads` queries, `key_value_heads` keys and values of `head_width`), then a
+    gated MLP.
+
+    Attention sees `window` positions (patches) around it, or with 0 the whole of a sequence or of an image's frame.
+    `num_parameters` are those of one layer.
+    """
+
+    count: int
+    width: int
+    mlp_width: int
+    heads: int
+    key_value_heads: int
+    head_width: int
+    num_parameters: int
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together in `sync=micro_batch`: `num_parameters` each, `count` times."""
+
+    part: str
+    name: str
+    num_parameters: int
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A language model and the vision encoder before it.
+
+    The head is as large as the token embedding, and where it is `tied`, the same.
+    `language_rest` and `vision_rest`: parameters of what is in no layer, embedding and head left out of it.
+    `merge_area` patches of `patch_dim` values make one vision token, `token_pixels` of an image; `merger_width` is what
+    the merger makes of them.
+    """
+
+    family: str
+    language: tuple[LayerShape, ...]
+    vision: tuple[LayerShape, ...]
+    vocabulary_size: int
+    tied: bool
+    language_rest: int
+    vision_rest: int
+    patch_dim: int
+    merge_area: int
+    merger_width: int
+    token_pixels: int
+
+    @property
+    def width(self) -> int:
+        """Of the language model's hidden states."""
+        return self.language[0].width
+
+    @property
+    def num_layers(self) -> int:
+        """Of the encoder and of the language model."""
+        return sum(layer.count for layer in (*self.vision, *self.language))
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocabulary_size * self.width
+
+    def units(self) -> tuple[Unit, ...]:
+        """Every parameter once, in the order in which units are used."""
+        embeddings = self.embedding_parameters * (1 if self.tied else 2)
+        return (*(Unit("vision", "layer", layer.num_parameters, layer.count) for layer in self.vision),
+                Unit("vision", "rest", self.vision_rest),
+                *(Unit("language", "layer", layer.num_parameters, layer.count) for layer in self.language),
+                Unit("language", "rest", embeddings + self.language_rest))
+
+    def num_parameters(self, without: Collection[str] = ()) -> int:
+        """All parameters, or those of the parts that are not in `without`."""
+        return sum(unit.num_parameters * unit.count for unit in self.units() if unit.part not in without)
+
+    def parameters_by_part(self) -> Mapping[str, int]:
+        return {part: self.num_parameters(without={"vision", "language"} - {part}) for part in ("vision", "language")}

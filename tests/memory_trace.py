@@ -1,0 +1,205 @@
+"""Peak memory without memory: a pass over fake tensors, of which every storage is counted while it lives.
+
+Tensors that say what is computed (token ids, grids, offsets) are real, since the model reads them; what is computed
+with is fake. Attention takes the operators of CUDA, whose shapes torch knows on every build; what they take for
+themselves is added where they run.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import Qwen2_5_VLConfig
+
+from dhp_ray.comm.link import Link
+from dhp_ray.model import attention, segment_attention
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.kernels import cuda
+from dhp_ray.planner.memory import MemorySettings, PackLoad
+from dhp_ray.planner.plan import Grid, RankPack, Sample
+from dhp_ray.train.collate import PackInputs, Payload, collate
+from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.pack import pack_loss
+from dhp_ray.train.sharded_engine import ShardedEngine
+from dhp_ray.train.state.optimizer import OptimizerSettings
+from tests.qwen_configs import model_without_memory
+
+aten = torch.ops.aten
+
+
+class MemoryTrace(TorchDispatchMode):
+    """Bytes that live, and the most that have lived since `begin`, of the storages made under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode()
+        self.live_bytes = self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+
+    def begin(self) -> None:
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is aten.equal.default:
+            return True  # published weights are bf16: computing in it changes none
+        options = dict(options or {})
+        tensors = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
+        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+            arguments, options = tree_map_only(Tensor, self._faked, (arguments, options))
+            fake = True
+        else:
+            made = options.get("dtype", torch.float32)
+            fake = not tensors and made.is_floating_point and "arange" not in str(function)
+        if fake:
+            with self._fake:
+                result = function(*arguments, **options)
+        else:
+            result = function(*arguments, **options)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(function, arguments))
+        return result
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._sizes:
+            self._count(storage)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            weakref.finalize(storage, self._gone, key)
+        self.live_bytes += storage.nbytes() - self._sizes.get(key, 0)
+        self._sizes[key] = storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _gone(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key)
+
+    def _faked(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) or tensor.ndim == 0 else self._fake.from_tensor(tensor)
+
+
+def workspace_bytes(function: Any, arguments: tuple[Any, ...]) -> int:
+    """What flash attention's backward allocates beside its outputs (mha_varlen_bwd of torch's flash_api.cpp): dq_accum
+    and softmax_d, both with 128 rows more for each sequence, and dk and dv expanded to the queries' heads.
+    """
+    if function is not aten._flash_attention_backward.default:
+        return 0
+    q, k, num_sequences = arguments[1], arguments[2], len(arguments[6]) - 1
+    num_rows, num_heads, width = q.shape
+    rounded = -(-width // 32) * 32
+    expanded = 2 * k.shape[0] * num_heads * width * k.element_size() if k.shape[1] != num_heads else 0
+    return (num_rows + 128 * num_sequences) * num_heads * (rounded + 1) * 4 + expanded
+
+
+@contextmanager
+def memory_trace() -> Iterator[MemoryTrace]:
+    trace = MemoryTrace()
+    before = torch.UntypedStorage.resize_, attention.kernel_for
+
+    def resize(storage: Any, size: int) -> Any:
+        result = before[0](storage, size)
+        trace.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # FSDP's way to free
+    attention.kernel_for = segment_attention.kernel_for = lambda device: cuda
+    try:
+        with trace:
+            yield trace
+    finally:
+        torch.UntypedStorage.resize_ = before[0]  # type: ignore[method-assign]
+        attention.kernel_for = segment_attention.kernel_for = before[1]
+
+
+@contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """A default group of so many ranks in one process, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_inputs(samples: Sequence[tuple[int, Sequence[Grid]]], adapter: ModelAdapter) -> tuple[PackInputs, PackLoad]:
+    """A pack on one rank of samples given as (text tokens, grids of images), and what it asks of a rank."""
+    plans, payloads = [], {}
+    for place, (text, grids) in enumerate(samples):
+        counts = [time * height * width // adapter.merge_area for time, height, width in grids]
+        # a text token after each image keeps their runs apart
+        images = [token for count in counts for token in (*[adapter.image_token_id] * count, 6)]
+        ids = np.array([5] * text + images, np.int32)
+        plans.append(Sample(str(place), len(ids) - sum(counts), sum(counts), tuple(grids)))
+        pixels = [np.zeros((count * adapter.merge_area, adapter.patch_dim), np.float32) for count in counts]
+        payloads[str(place)] = Payload(input_ids=ids, labels=np.where(ids == adapter.image_token_id, -100, ids),
+                                       grids=np.array(grids, np.int64).reshape(-1, 3), pixels=list(pixels))
+    num_images = sum(len(plan.vision_grids) for plan in plans)
+    inputs = collate(RankPack(0, (0,), tuple(plans), (0,) * num_images, 1.0), payloads, 0, adapter)
+    return inputs, PackLoad(len(inputs.token_ids), len(inputs.vision_token_index), inputs.num_valid_tokens,
+                            len(inputs.pixels), len(samples))
+
+
+def traced(
+    config: Qwen2_5_VLConfig, samples: Sequence[tuple[int, Sequence[Grid]]], settings: MemorySettings
+) -> tuple[int, int, PackLoad]:
+    """Bytes that an engine holds between packs, the most that a pack adds, and the pack's load.
+
+    In `sync=step` on one rank; in `micro_batch` as rank 0 of `settings.world_size`, in a `fake_world`.
+    """
+    adapter = model_without_memory(config)
+    inputs, load = make_inputs(samples, adapter)
+    adapter.freeze(settings.frozen)
+    if settings.recomputes:
+        adapter.set_activation_checkpointing()
+    optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
+    link, encodes = Link((0,), 0, None), load.patches > 0
+    with memory_trace() as trace:
+        adapter.module.to_empty(device="cpu")
+        adapter.module.tie_weights()
+        if settings.sync == "step":
+            engine: Any = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
+        else:
+            assert dist.group.WORLD is not None
+            engine = ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision)
+        engine.zero_gradients()
+        on_device = replace(inputs, pixels=torch.empty(inputs.pixels.shape))
+        before_bytes = 0
+        for _ in range(1 if settings.sync == "step" else 2):  # FSDP has gradients from the first backward pass on
+            gc.collect()
+            before_bytes = trace.live_bytes - on_device.pixels.nbytes
+            trace.begin()
+            loss = (pack_loss(adapter, on_device, link) if settings.sync == "step"
+                    else engine.loss(on_device, link, encodes))
+            loss.backward()
+            del loss
+        pack_bytes, resident_bytes = trace.peak_bytes - before_bytes, held_bytes(engine)
+        engine.release()
+    return resident_bytes, pack_bytes, load
+
+
+def held_bytes(engine: Any) -> int:
+    """Bytes of an engine's own storages, each counted once."""
+    tensors = [*engine.current.tensors().values(), *engine.spare.tensors().values()]
+    if isinstance(engine, ShardedEngine):
+        tensors += [parameter.to_local() for parameter in (engine.parameters | engine.frozen).values()]
+        tensors += [parameter.grad.to_local() for parameter in engine.parameters.values() if parameter.grad is not None]
+    else:
+        tensors += [*engine.module.parameters(), *engine.gradients().values(), engine._shard_gradient]
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -1,0 +1,128 @@
+"""The memory model against passes that are traced on fake tensors: real layers, engines, attention and loss."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.planner.memory import MemoryModel, MemorySettings, PackLoad
+from tests.memory_trace import fake_world, traced
+from tests.qwen_configs import published_config
+
+WORLD = {"step": 1, "micro_batch": 8}
+"""Ranks of a trace: the flat engine's collectives are none on one rank."""
+
+
+def settings_of(sync: str, recomputes: bool, frozen: tuple[str, ...]) -> MemorySettings:
+    return MemorySettings(sync=sync, world_size=WORLD[sync], precision="bf16", recomputes=recomputes, frozen=frozen)
+
+
+def random_samples(seed: int, images: bool, largest: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
+    """Text of 10 to 20,000 tokens, evenly by size, and images of up to `largest` x `largest` vision tokens."""
+    random_ = random.Random(seed)
+    grids = [(1, 2 * random_.randint(2, largest), 2 * random_.randint(2, largest))
+             for _ in range(random_.randint(1, 3))]
+    texts = [int(10 ** random_.uniform(1, 4.3)) for _ in range(random_.randint(1, 4))]
+    return [(text, grids if images and not place else []) for place, text in enumerate(texts)]
+
+
+def check(name: str, settings: MemorySettings, seed: int, num_layers: int = 4, largest: int = 22) -> None:
+    """Resident bytes within 1 %, and what a pack adds to them within 5 %."""
+    config = published_config(name, num_layers)
+    images = seed % 3 > 0 or "language" in settings.frozen  # a pack without a trained part has nothing to keep
+    resident_bytes, pack_bytes, load = traced(config, random_samples(seed, images, largest), settings)
+    found = MemoryModel(Qwen25VL.shape(config), replace(settings, world_size=WORLD[settings.sync])).memory(load)
+    assert sum(found.resident.values()) == pytest.approx(resident_bytes, rel=0.01)
+    assert sum(found.pack.values()) == pytest.approx(pack_bytes, rel=0.05), found.table()
+
+
+QUICK = [("step", False, (), 1), ("step", True, ("language",), 2), ("micro_batch", True, (), 1),
+         ("micro_batch", False, ("vision",), 0)]
+
+
+@pytest.fixture(params=QUICK, ids=str)
+def quick(request: pytest.FixtureRequest) -> Iterator[tuple[MemorySettings, int]]:
+    sync, recomputes, frozen, seed = request.param
+    with fake_world(WORLD[sync]) if sync == "micro_batch" else nullcontext():
+        yield settings_of(sync, recomputes, frozen), seed
+
+
+def test_predicted_peaks_are_the_traced_ones(quick: tuple[MemorySettings, int]) -> None:
+    check("3B", *quick, num_layers=2, largest=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", ["3B", "7B", "32B", "72B"])
+@pytest.mark.parametrize("sync", WORLD)
+def test_predicted_peaks_are_the_traced_ones_everywhere(name: str, sync: str) -> None:
+    """50 packs a model, over both modes, with and without recomputation, each part frozen."""
+    cases = list(product((False, True), ((), ("vision",), ("language",))))
+    with fake_world(WORLD[sync]) if sync == "micro_batch" else nullcontext():
+        for seed in range(25):
+            recomputes, frozen = cases[seed % len(cases)]
+            check(name, settings_of(sync, recomputes, frozen), seed)
+
+
+def model(name: str = "7B", **changed: object) -> MemoryModel:
+    settings = MemorySettings(sync="step", world_size=64, precision="bf16", recomputes=True)
+    return MemoryModel(Qwen25VL.shape(published_config(name)), replace(settings, **changed))  # type: ignore[arg-type]
+
+
+def test_resident_bytes_by_hand() -> None:
+    """A 3B on two ranks, bf16: P = 3,754,622,976."""
+    size, half = 3_754_622_976, 1_877_311_488
+    assert model("3B", world_size=2).resident() == {
+        "parameters": 2 * size, "gradients": 4 * size + 4 * half, "state, version in force": 12 * half,
+        "state, version before": 12 * half, "communicators": 0}
+    assert model("3B", world_size=2, sync="micro_batch").resident()["parameters"] == 4 * half
+    frozen = model("3B", world_size=2, frozen=("language",)).resident()
+    assert frozen["parameters"] == 2 * size
+    assert frozen["gradients"] == 6 * model("3B").shape.parameters_by_part()["vision"]
+
+
+def test_replicas_and_what_they_are_sent_from_lie_in_host_memory() -> None:
+    share = 12 * 3_754_622_976 / 2
+    assert model("3B", world_size=2).host() == {"replicas": 0, "pinned, own shard": 0}
+    assert model("3B", world_size=2, mirror_every_steps=1).host() == {"replicas": 2 * share, "pinned, own shard": share}
+    assert model("3B", world_size=2, mirror_every_steps=4).host()["pinned, own shard"] == 2 * share
+    on_cpu = model("3B", world_size=2, mirror_every_steps=1, device="cpu").host()
+    assert on_cpu == {"replicas": 2 * share, "own shard": 0}
+    assert model("3B", world_size=1, mirror_every_steps=1).host()["replicas"] == 0
+
+
+def test_tokens_that_fit_are_the_most_that_do() -> None:
+    found = model()
+    tokens = found.tokens_that_fit(72e9)
+    assert found.memory(found.worst_load(tokens)).device_bytes <= 72e9
+    assert found.memory(found.worst_load(tokens + 1)).device_bytes > 72e9
+    assert model(recomputes=False).tokens_that_fit(72e9) < tokens / 5
+    assert model(sync="micro_batch").tokens_that_fit(72e9) > tokens
+    assert model("72B").tokens_that_fit(72e9) == 0
+
+
+def test_a_token_of_a_7b_without_recomputation_takes_megabytes() -> None:
+    """6.4 MB for text; 8.4 MB more for a vision token, whose four patches the encoder keeps."""
+    found = model(recomputes=False, world_size=1)
+
+    def bytes_of(load: PackLoad) -> float:
+        return sum(found.memory(load).pack.values())
+
+    text = bytes_of(PackLoad(40000, 0, 40000)) - bytes_of(PackLoad(20000, 0, 20000))
+    vision = bytes_of(PackLoad(40000, 40000, 0, 160000)) - bytes_of(PackLoad(20000, 20000, 0, 80000))
+    assert text / 20000 == pytest.approx(6.4e6, rel=0.02)
+    assert vision / 20000 == pytest.approx(14.8e6, rel=0.02)
+
+
+def test_a_table_names_every_term() -> None:
+    memory = model().memory(PackLoad(8192, 4096, 4096, 16384))
+    assert sum(value for where, _, value in memory.items() if where != "host") == memory.device_bytes
+    lines = memory.table().splitlines()
+    assert len(lines) == len(list(memory.items()))
+    assert any(line.startswith("resident") and "parameters" in line and line.endswith("GiB") for line in lines)
