@@ -224,7 +224,7 @@ class MemoryModel:
         """Bytes that a norm keeps for each value of its input."""
         return 4 + (2 * self._c if self._trains[part] else 0)
 
-    def _layer_bytes(self, part: str, layer: LayerShape) -> int:
+    def layer_bytes(self, part: str, layer: LayerShape) -> int:
         """Bytes that a layer keeps of a token (or patch) for its backward pass."""
         c = self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
@@ -236,7 +236,7 @@ class MemoryModel:
         """Bytes that the layers of a part and what comes beside them keep until their backward pass."""
         shape, c = self.shape, self._c
         layers = shape.vision if part == "vision" else shape.language
-        of_layers = sum(layer.count * (c * layer.width if self.settings.recomputes else self._layer_bytes(part, layer))
+        of_layers = sum(layer.count * (c * layer.width if self.settings.recomputes else self.layer_bytes(part, layer))
                         for layer in layers)
         if part == "language":
             return positions * (of_layers + 2 * c * layers[0].head_width)  # cosines and sines
@@ -247,7 +247,7 @@ class MemoryModel:
     def _layer(self, part: str, layer: LayerShape, positions: int, pieces: int) -> Iterator[tuple[str, Terms]]:
         """The moments of the backward pass of the layer that comes first, while all activations are still there."""
         c, trained = self._c, self._trains[part]
-        again = self._layer_bytes(part, layer) if self.settings.recomputes else 0
+        again = self.layer_bytes(part, layer) if self.settings.recomputes else 0
         gradient = c * layer.width
         mlp = c * layer.mlp_width * (3 - trained)
         weights = c * layer.width * layer.mlp_width if self._sharded and trained else 0
@@ -261,7 +261,7 @@ class MemoryModel:
             "attention workspace": self._workspace(layer, positions, pieces)}
         yield "end of a layer", {
             "gathered: a layer": self._gathered(part, 3, 1), "layer, backward": gradient * positions - (
-                0 if self.settings.recomputes else self._layer_bytes(part, layer) * positions)}
+                0 if self.settings.recomputes else self.layer_bytes(part, layer) * positions)}
 
     def _attention(self, layer: LayerShape, positions: int) -> float:
         """Gradients in the ring: of its output, of the kernel, sums in fp32; with several ranks what travels too."""
