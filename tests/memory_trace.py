@@ -195,11 +195,12 @@ def traced(
 
 
 def held_bytes(engine: Any) -> int:
-    """Bytes of an engine's own storages, each counted once."""
+    """Bytes of an engine's own storages, each counted once; with gradients that no pack has used yet."""
     tensors = [*engine.current.tensors().values(), *engine.spare.tensors().values()]
     if isinstance(engine, ShardedEngine):
         tensors += [parameter.to_local() for parameter in (engine.parameters | engine.frozen).values()]
-        tensors += [parameter.grad.to_local() for parameter in engine.parameters.values() if parameter.grad is not None]
+        tensors += [torch.empty_like(parameter.to_local()) if parameter.grad is None else parameter.grad.to_local()
+                    for parameter in engine.parameters.values()]
     else:
         tensors += [*engine.module.parameters(), *engine.gradients().values(), engine._shard_gradient]
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -13,7 +13,7 @@ of F (trained: t = 1, else 0; recomputation keeps c D of each layer, and this fo
 
     norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights
     attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
-                   an encoder block also 3 c D (q and k before rotation, the windows' outputs one by one)
+                   an encoder block also 2 c D (q and k before rotation)
     MLP            c F (3 + t)
 
 Beside them at a time:
@@ -228,7 +228,7 @@ class MemoryModel:
         """Bytes that a layer keeps of a token (or patch) for its backward pass."""
         c = self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
-        own = 3 * c * layer.width if part == "vision" else 0
+        own = 2 * c * layer.width if part == "vision" else 0
         return (2 * layer.width * self._norm(part) + 2 * c * (queries + key_values) + 4 * layer.heads + own
                 + c * layer.mlp_width * (3 + self._trains[part]))
 
@@ -257,17 +257,22 @@ class MemoryModel:
         gone = c * layer.mlp_width * (3 + trained) + layer.width * self._norm(part)
         yield "attention backward", under_way | {
             "layer, recomputed": again * positions, "gradients of weights": 3 * weights,
-            "layer, backward": (gradient - gone) * positions + self._attention(layer, positions),
+            "layer, backward": (gradient - gone) * positions + self._attention(part, layer, positions),
             "attention workspace": self._workspace(layer, positions, pieces)}
         yield "end of a layer", {
             "gathered: a layer": self._gathered(part, 3, 1), "layer, backward": gradient * positions - (
                 0 if self.settings.recomputes else self.layer_bytes(part, layer) * positions)}
 
-    def _attention(self, layer: LayerShape, positions: int) -> float:
-        """Gradients in the ring: of its output, of the kernel, sums in fp32; with several ranks what travels too."""
+    def _attention(self, part: str, layer: LayerShape, positions: int) -> float:
+        """Gradients of attention's output and of the kernel; in the ring also sums in fp32, and with several ranks what
+        travels.
+        """
         c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
-        here = c * queries + kernel * (queries + 2 * key_values) + 4 * queries + 8 * key_values
+        here = c * queries + kernel * (queries + 2 * key_values)
+        if part == "vision":
+            return float(positions * here)
+        here += 4 * queries + 8 * key_values
         # keys and values of two members, the sum that arrives, rows gathered for the kernel
         travels = 4 * c * key_values + 8 * key_values + 3 * c * queries
         return positions * float(here + (travels if self.settings.world_size > 1 else 0))
