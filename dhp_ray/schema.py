@@ -135,7 +135,7 @@ class Planner:
     name: str = key("dhp", "planner", choices=PLANNERS)
     sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch",
                     choices=("step", "micro_batch"))
-    cost: str = key("", "cost file; empty: conf/cost/<device>.yaml")
+    cost: str = key("", "cost file; empty: derived from the model and its device, on the CPU conf/cost/cpu.yaml")
     tokens_per_rank: str = key("auto",
                                "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
     max_sequence_tokens: int = key(

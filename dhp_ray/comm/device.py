@@ -100,6 +100,12 @@ class Accelerator:
         options.hccl_config = {"hccl_buffer_size": HCCL_BUFFER_MB}
         return options
 
+    def model_name(self, index: int = 0) -> str:
+        """What the driver calls the device, such as NVIDIA H100 80GB HBM3; empty on the CPU."""
+        import torch
+
+        return "" if self.name == "cpu" else str(torch.get_device_module(self.name).get_device_name(index))
+
     def memory_bytes(self, index: int = 0) -> int:
         """Memory of one device. On the CPU: what this machine (or container) has, shared by all ranks on it."""
         import torch

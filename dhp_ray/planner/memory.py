@@ -24,8 +24,7 @@ Beside them at a time:
     gathered       sync=micro_batch: the root's parameters c R throughout; of a layer its own, the next one's, the
                    gradients on their way (4 bytes)
 
-The terms describe model/loss.py, model/attention.py, train/flat_engine.py, train/sharded_engine.py and the layers of
-transformers; tests/planner/test_memory.py holds them against traced passes.
+The terms describe model/, train/ and transformers' layers; tests/planner/test_memory.py traces passes beside them.
 """
 
 from __future__ import annotations
@@ -38,12 +37,9 @@ from typing import NamedTuple
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
-LOGITS_HELD = 1 << 25
-"""Logits of a chunk: CHUNK_ELEMENTS of model/loss.py."""
-SHORTEST_MEAN = 32
-"""Tokens of a pack's sequences on average, at least: each takes a kernel 128 rows more of its workspace."""
-INPUT_BYTES = 48
-"""Of a token: id, label, three positions, its place among the valid ones, int64 each."""
+LOGITS_HELD = 1 << 25  # of a chunk: CHUNK_ELEMENTS of model/loss.py
+SHORTEST_MEAN = 32  # tokens of a pack's sequences, at least; each takes 128 rows more of a kernel's workspace
+INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
 
 Terms = dict[str, float]
 
@@ -196,7 +192,7 @@ class MemoryModel:
             pieces = load.patches // block.window if block.window else load.sequences
             for name, terms in self._layer("vision", block, load.patches, pieces):
                 found[f"vision, {name}"] = root | terms | {
-                    "inputs": inputs, "activations, vision": vision,
+                    "inputs": inputs, "activations, vision": vision - self._merger_bytes() * load.patches,
                     "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
                     "gradient of the head": c * self._root if self._sharded and embedding else 0}
         if shape.vision and not trains_vision:
@@ -240,9 +236,12 @@ class MemoryModel:
                         for layer in layers)
         if part == "language":
             return positions * (of_layers + 2 * c * layers[0].head_width)  # cosines and sines
-        # fp32 cosines and sines; the merger's norm, its first product and its activation
-        merger = self._norm(part) * layers[0].width + 2 * c * shape.merger_width / shape.merge_area
-        return positions * (of_layers + 8 * layers[0].head_width + merger)
+        return positions * (of_layers + 8 * layers[0].head_width + self._merger_bytes())  # fp32 cosines and sines
+
+    def _merger_bytes(self) -> float:
+        """Bytes that the merger keeps of a patch: its norm, its first product and its activation."""
+        shape = self.shape
+        return self._norm("vision") * shape.vision[0].width + 2 * self._c * shape.merger_width / shape.merge_area
 
     def _layer(self, part: str, layer: LayerShape, positions: int, pieces: int) -> Iterator[tuple[str, Terms]]:
         """The moments of the backward pass of the layer that comes first, while all activations are still there."""
@@ -264,9 +263,7 @@ class MemoryModel:
                 0 if self.settings.recomputes else self.layer_bytes(part, layer) * positions)}
 
     def _attention(self, part: str, layer: LayerShape, positions: int) -> float:
-        """Gradients of attention's output and of the kernel; in the ring also sums in fp32, and with several ranks what
-        travels.
-        """
+        """Gradients of attention's output and of the kernel; in the ring fp32 sums, and between ranks what travels."""
         c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         here = c * queries + kernel * (queries + 2 * key_values)

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dhp_ray.comm.device import ACCELERATORS
-from dhp_ray.config import Config
+from dhp_ray.config import CONF, Config
 from dhp_ray.data.processor import SLICE_TOKENS
 from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.derived_cost import Device, derived_cost, described
 from dhp_ray.planner.memory import MemoryModel, MemorySettings
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
@@ -20,6 +21,9 @@ from dhp_ray.runtime.messages import RunError
 
 MEMORY_SHARE = 0.9
 """Share of a device's memory that is planned with; the rest is the allocator's and the libraries'."""
+
+NOT_DESCRIBED = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
+"""What a device is reckoned as that no file of conf/device describes."""
 
 
 def memory_model(config: Config, group: WorkerGroup) -> MemoryModel:
@@ -52,6 +56,24 @@ def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
             f"{_gib(limit_bytes)} ({MEMORY_SHARE:.0%} of its device); use more or larger devices, or a smaller model"
         )
     return tokens
+
+
+def cost_of(config: Config, group: WorkerGroup) -> CostModel:
+    """The cost file of `planner.cost`; without one, on CUDA and NPU, what follows from the run's own model and the
+    published figures of its slowest device; on the CPU the measured file.
+
+    A device that nobody has described is reckoned as another one of its kind; the cost's `source` says so.
+    """
+    kind = group.members[0].described["device"]
+    if config.planner.cost or kind not in NOT_DESCRIBED:
+        return CostModel.load(config.planner.cost or str(CONF / "cost" / f"{kind}.yaml"))
+    memory, num_nodes = memory_model(config, group), len(set(group.nodes))
+    costs = []
+    for name in sorted({member.described["device_name"] for member in group.members}):
+        device = described(CONF / "device", name)
+        cost = derived_cost(memory, device or Device.load(CONF / "device" / NOT_DESCRIBED[kind]), num_nodes)
+        costs.append(cost if device else replace(cost, source=f"{cost.source}; {name} is not in conf/device"))
+    return max(costs, key=lambda cost: cost.linear_s)
 
 
 def within_memory(config: Config, group: WorkerGroup, cost: CostModel, auto: bool) -> tuple[int, CostModel]:

@@ -10,17 +10,17 @@ from dataclasses import replace
 from threading import Thread
 from typing import Any
 
-from dhp_ray.config import CONF, Config, dump
+from dhp_ray.config import Config, dump
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
-from dhp_ray.planner import CostModel, warm_up
+from dhp_ray.planner import warm_up
 from dhp_ray.run_folder import TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import held_out_stream
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.room import check_memory, check_room, saves_ahead, tokens_that_fit
+from dhp_ray.runtime.driver.room import check_memory, check_room, cost_of, saves_ahead, tokens_that_fit
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.driver.takeover import take_over
 from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunStarted
@@ -53,9 +53,6 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         records.compare_config(config)
     newest = checkpoints.newest()
     first_step = 1 + (records.last_step if going_on else newest.step if newest else 0)
-    cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{config.cluster.device}.yaml"))
-    if config.comm.transport == "parent":
-        cost = replace(cost, group_s=0.0)  # no group is ever made
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = held_out_stream(config)
@@ -71,6 +68,9 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     check_memory(group, config.planner.sync)
     auto_tokens = config.planner.tokens_per_rank == "auto"
     resolve_limits(config, records.stored_config(), group)
+    cost = cost_of(config, group)
+    if config.comm.transport == "parent":
+        cost = replace(cost, group_s=0.0)  # no group is ever made
     stream.max_tokens = config.planner.max_sequence_tokens
     stream.max_image_tokens = int(config.planner.tokens_per_rank)
     scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)

@@ -104,7 +104,7 @@ class Worker:
             ) from None
         context = ray.get_runtime_context()
         return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name,
-                "memory_bytes": self.accelerator.memory_bytes(),
+                "device_name": self.accelerator.model_name(), "memory_bytes": self.accelerator.memory_bytes(),
                 "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free,
                 **state_size(self.config)._asdict()}
 

@@ -11,7 +11,7 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.driver.room import check_memory, check_room, saves_ahead, tokens_that_fit, within_memory
+from dhp_ray.runtime.driver.room import check_memory, check_room, cost_of, saves_ahead, tokens_that_fit, within_memory
 from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.worker.rank import Rank, export_folder, state_size
 from dhp_ray.storage import Folder
@@ -109,6 +109,24 @@ def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None
     assert charged.resident("step") == state_size(config_of(str(tmp_path), "train.precision=bf16",
                                                             "cluster.num_workers=2")).resident_bytes + 2**26
     assert charged.linear_s == cost.linear_s
+
+
+def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "train.precision=bf16")
+    described = {"memory_bytes": 80 * GIB, **state_size(config)._asdict()}
+
+    def cost(*names: str, **changed: str) -> CostModel:
+        return cost_of(config, WorkerGroup(members(*[{**described, "device_name": name, **changed} for name in names])))
+
+    slower = cost("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
+    assert slower.name == "qwen2_5_vl_a100"
+    assert slower == cost("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB")
+    assert cost("NVIDIA H100 80GB HBM3").linear_s < slower.linear_s
+    assert cost("Tesla V100").source.endswith("; Tesla V100 is not in conf/device")
+    assert cost("Ascend910B3", device="npu").name == "qwen2_5_vl_ascend_910b"
+    assert cost("", device="cpu") == CostModel.load("conf/cost/cpu.yaml")
+    config.planner.cost = "conf/cost/cuda.yaml"
+    assert cost("NVIDIA H100 80GB HBM3") == CostModel.load("conf/cost/cuda.yaml")
 
 
 @pytest.mark.parametrize(("done", "total", "every", "expected"),

@@ -1,0 +1,134 @@
+"""Costs of a model on a device, derived from its shape and from what is published of the device: nothing is measured.
+
+Per token of a layer with P parameters, H heads (K of keys and values) of width d, c bytes of the computing type:
+
+    products       2 P f operations: forward f = 1, recomputation 1 more, gradients of inputs and of weights 1 each
+    attention      2 H d f per pair of tokens (causal; 4 H d in an encoder), f = 1, again 1, backward 2.5 (five products
+                   for two, FlashAttention-2, arXiv 2307.08691, section 3.1)
+    other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient
+    exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
+
+A step's fixed part is its reduction, update and gather (`sync=step`), or what FSDP cannot hide of a micro-batch: the
+root's gather and reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.memory import COMPUTE_BYTES, MemoryModel
+from dhp_ray.planner.model_shape import LayerShape
+from dhp_ray.planner.plan import PlanError
+
+LAUNCHES_PER_LAYER = 45
+"""Kernels that a layer of transformers launches forward; backward twice as many. Counted on the trace of a layer."""
+EXCHANGE_OVERLAP = 0.9
+"""Share of attention that hides an exchange: the first and the last piece of it have nothing beside them."""
+PASSES_THROUGH_MEMORY = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a device can do, as published: operations and bytes a second, one way, of one device.
+
+    `matches`: parts of the names that drivers give it. `matrix_flops` and `attention_flops` are what bf16 products and
+    attention reach, not peaks. `message_s`, `launch_s` and `group_s`: seconds of a short message, to launch a kernel, to
+    make a process group of a few devices.
+    """
+
+    name: str
+    matches: tuple[str, ...]
+    matrix_flops: float
+    attention_flops: float
+    memory_bytes_per_s: float
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    message_s: float
+    launch_s: float
+    group_s: float
+
+    @classmethod
+    def load(cls, path: str | Path) -> Device:
+        """The description in a YAML file.
+
+        Raises:
+            PlanError: one line that names the file and the key.
+        """
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        names = [item.name for item in fields(cls)]
+        if not isinstance(tree, dict) or sorted(tree) != sorted(names):
+            raise PlanError(f"{path}: got {sorted(tree) if isinstance(tree, dict) else tree!r}; allowed: {names}")
+        numbers = {name: float(tree[name]) for name in names[2:]}
+        if any(not math.isfinite(value) or value <= 0 for value in numbers.values()):
+            raise PlanError(f"{path}: got {numbers}; allowed: numbers above 0")
+        return cls(name=str(tree["name"]), matches=tuple(map(str, tree["matches"])), **numbers)
+
+
+def described(folder: Path, device_name: str) -> Device | None:
+    """The description of the device that its driver calls so: the one with the longest match."""
+    found = [(len(part), device) for device in map(Device.load, sorted(folder.glob("*.yaml")))
+             for part in device.matches if part.lower() in device_name.lower()]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostModel:
+    """Seconds and bytes of the model and run that `memory` is of, on ranks of this device in so many nodes."""
+    shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
+    trains = {part: part not in settings.frozen for part in ("vision", "language")}
+    again = int(settings.recomputes)
+
+    def products(part: str, num_parameters: float) -> float:
+        """Seconds of a token's products, forward and backward."""
+        backward = 1 + trains[part] if trains["vision"] or part == "language" else 0
+        return 2 * num_parameters * (1 + again * (backward > 0) + backward) / device.matrix_flops
+
+    def attention(part: str, layer: LayerShape, operations: int) -> float:
+        """Seconds of a pair of positions that see each other."""
+        backward = 2.5 + again if trains["vision"] or part == "language" else 0.0
+        return operations * layer.heads * layer.head_width * (1 + backward) / device.attention_flops
+
+    def other(part: str, layer: LayerShape) -> float:
+        """Seconds of a token in everything but products."""
+        passes = PASSES_THROUGH_MEMORY if trains["vision"] or part == "language" else PASSES_THROUGH_MEMORY / 2
+        return memory.layer_bytes(part, layer) * (passes + 2 * again) / device.memory_bytes_per_s
+
+    head = 6 if trains["language"] else 4
+    vision_rest = products("vision", shape.vision_rest / shape.merge_area)  # nearly all of it is the merger's
+    windows = sum(layer.count * layer.window * attention("vision", layer, 4) for layer in shape.vision)
+    language_layers = sum(layer.count for layer in shape.language)
+    key_values = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in shape.language)
+    link = device.intra_bytes_per_s if num_nodes == 1 else device.inter_bytes_per_s
+    return CostModel(
+        name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
+        source=f"derived from the model's shape and the published figures of {device.name}; not measured",
+        quadratic_s=sum(layer.count * attention("language", layer, 2) for layer in shape.language),
+        linear_s=(sum(layer.count * (products("language", layer.num_parameters) + other("language", layer))
+                      for layer in shape.language) + head * shape.embedding_parameters / device.matrix_flops),
+        vision_quadratic_s=sum(layer.count * attention("vision", layer, 4) for layer in shape.vision
+                               if not layer.window),
+        vision_linear_s=vision_rest + windows + sum(
+            layer.count * (products("vision", layer.num_parameters) + other("vision", layer))
+            for layer in shape.vision),
+        comm_bytes_per_token=key_values * (c * (2 + again) + 4),
+        latency_s=language_layers * (3 + again) * device.message_s,
+        pack_s=shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s, group_s=device.group_s,
+        fixed_s=_fixed_s(memory, device, link),
+        bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s})
+
+
+def _fixed_s(memory: MemoryModel, device: Device, link: float) -> float:
+    """Seconds once a step, or once a micro-batch."""
+    shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
+    trained, ranks = shape.num_parameters(without=settings.frozen), settings.world_size
+    moved = (ranks - 1) / ranks
+    if settings.sync == "micro_batch":
+        root = shape.units()[-1].num_parameters
+        return moved * root * (c + 4 * ("language" not in settings.frozen)) / link
+    # AdamW reads two versions' worth and writes one, and reads the gradient
+    update = trained / ranks * (4 * 3 * 2 + 4) / device.memory_bytes_per_s
+    return moved * trained * (4 + c) / link + update

@@ -1,0 +1,80 @@
+"""Costs derived from shapes and published figures, reckoned by hand where that is short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
+from dhp_ray.planner.derived_cost import Device, derived_cost, described
+from dhp_ray.planner.memory import MemoryModel, MemorySettings
+from dhp_ray.planner.plan import PlanError
+from tests.qwen_configs import TEXT, published_config
+
+DEVICES = Path(__file__).parents[2] / "conf" / "device"
+H100 = Device.load(DEVICES / "h100.yaml")
+
+
+def cost_of(name: str, device: Device = H100, num_nodes: int = 8, **changed: object) -> CostModel:
+    settings = MemorySettings(sync="step", world_size=64, precision="bf16", recomputes=False)
+    memory = MemoryModel(Qwen25VL.shape(published_config(name)), replace(settings, **changed))  # type: ignore[arg-type]
+    return derived_cost(memory, device, num_nodes)
+
+
+def test_a_7b_by_hand() -> None:
+    """28 layers of 233.1 M parameters and a head of 545 M, 3584 wide, 512 wide keys and values."""
+    cost = cost_of("7B")
+    layer = 3584 * 3584 * 2 + 2 * 3584 * 512 + 3 * 3584 * 18944 + 3584 + 2 * 512 + 2 * 3584
+    products = 6 * (28 * layer + 152064 * 3584) / 794.5e12
+    kept = 28 * (2 * 3584 * 8 + 4 * (3584 + 512) + 4 * 28 + 2 * 18944 * 4)
+    assert cost.linear_s == pytest.approx(products + 4 * kept / 3.35e12, rel=1e-6)
+    assert cost.quadratic_s == pytest.approx(28 * 7 * 3584 / 346e12, rel=1e-6)
+    assert cost.vision_quadratic_s == pytest.approx(4 * 14 * 1280 / 346e12, rel=1e-6)
+    assert cost.comm_bytes_per_token == 28 * 2 * 512 * (2 + 2 + 4)
+    assert cost.fixed_s == pytest.approx(63 / 64 * 6 * 8_292_166_656 / 50e9 + 8_292_166_656 / 64 * 28 / 3.35e12)
+
+
+def test_costs_follow_the_settings() -> None:
+    plain, again = cost_of("7B"), cost_of("7B", recomputes=True)
+    assert 1.25 * plain.linear_s < again.linear_s < 1.45 * plain.linear_s
+    assert again.quadratic_s / plain.quadratic_s == pytest.approx(4.5 / 3.5)
+    frozen = cost_of("7B", frozen=("vision",))
+    assert frozen.vision_linear_s < plain.vision_linear_s / 2.5
+    assert frozen.linear_s == plain.linear_s
+    assert cost_of("7B", frozen=("language",)).linear_s < 0.75 * plain.linear_s
+    assert cost_of("7B", sync="micro_batch").fixed_s < plain.fixed_s / 4
+    assert cost_of("7B", num_nodes=1).fixed_s < plain.fixed_s / 5
+
+
+@pytest.mark.parametrize("path", sorted(DEVICES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_device_plans_every_model(path: Path) -> None:
+    device = Device.load(path)
+    assert described(DEVICES, f"NVIDIA {device.matches[0]} 80GB") == device
+    sources = [line for line in path.read_text().splitlines() if "e+" in line or "e-" in line]
+    assert all("#" in line for line in sources)
+    assert len(sources) == 8
+    costs = [cost_of(name, device) for name in TEXT]
+    assert [cost.linear_s for cost in costs] == sorted(cost.linear_s for cost in costs)
+    for cost in costs:
+        assert CostModel.from_json(cost.to_json()) == cost
+        plan_batch([Sample(str(row), 3000 * row + 100) for row in range(8)], ClusterSpec(8, 8, 8192), cost).validate()
+
+
+def test_a_device_is_found_by_its_drivers_name(tmp_path: Path) -> None:
+    found = [described(DEVICES, name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A800-SXM4-80GB", "Ascend910B3",
+                                                   "Tesla V100")]
+    assert [device and device.name for device in found] == ["h100", "a800", "ascend_910b", None]
+    (tmp_path / "bad.yaml").write_text("name: bad\n")
+    with pytest.raises(PlanError, match=r"bad\.yaml: got \['name'\]; allowed: "):
+        Device.load(tmp_path / "bad.yaml")
+
+
+def test_published_rates_are_near() -> None:
+    """Llama-3.1-8B on 8 H100: 6,667 tokens/s a GPU without full recomputation (torchtitan); a 7B has as many products.
+    """
+    cost = cost_of("7B", world_size=8, num_nodes=1)
+    seconds = 8192 * cost.linear_s + 8192**2 * cost.quadratic_s
+    assert 6667 < 8192 / seconds < 2.2 * 6667
