@@ -37,8 +37,8 @@ class Device:
     """What a device can do, as published: operations and bytes a second, one way, of one device.
 
     `matches`: parts of the names that drivers give it. `matrix_flops` and `attention_flops` are what bf16 products and
-    attention reach, not peaks. `message_s`, `launch_s` and `group_s`: seconds of a short message, to launch a kernel, to
-    make a process group of a few devices.
+    attention reach, not peaks. `message_s`, `launch_s` and `group_s`: seconds of a short message, to launch a kernel,
+    to make a process group of a few devices.
     """
 
     name: str
