@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dhp_ray.comm.ranks import own_rank, sum_over_ranks, torch_peer, torch_ranks
+from dhp_ray.comm.ranks import copy_from_rank, own_rank, sum_over_ranks, torch_peer, torch_ranks
 from tests.ranks import run_ranks
 
 
@@ -27,3 +27,14 @@ def summed(rank: int) -> list[Any]:
 
 def test_each_rank_counts_once() -> None:
     assert run_ranks(summed, 2) == [[0, 3.0], [1, 3.0]]
+
+
+def copied(rank: int) -> list[float]:
+    values = torch.full((3,), float(own_rank()))
+    assert dist.group.WORLD is not None
+    copy_from_rank(values, 1, dist.group.WORLD)
+    return list(values.tolist())
+
+
+def test_all_have_what_one_rank_has() -> None:
+    assert run_ranks(copied, 3) == [[1.0] * 3] * 3
