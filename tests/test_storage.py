@@ -119,6 +119,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr("dhp_ray.storage.ROOM_PATIENCE_S", 0.3)
     with pytest.raises(StorageError, match=r"cluster\.json: cannot be written: No space left"):
         folder.write("cluster.json", b"new")
     assert os.listdir(tmp_path) == ["cluster.json"]

@@ -58,7 +58,12 @@ class Qwen25VL:
 
     @staticmethod
     def shape(config: Qwen2_5_VLConfig) -> ModelShape:
-        """What planner, costs and memory need to know of a model with this configuration."""
+        """What planner, costs and memory need to know of a model with this configuration.
+
+        Raises:
+            ModelError: it cannot be trained.
+        """
+        check(config)
         return shape_of(config)
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:

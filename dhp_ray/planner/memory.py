@@ -49,7 +49,7 @@ class MemorySettings:
     """What of a run decides about its memory. `precision`: fp32 or bf16; `frozen`: parts that are not trained.
 
     `device`: whose attention kernel runs (cpu, cuda, npu). `largest_image`: vision tokens of the largest image or piece
-    of a video, which one rank encodes. `communicators_bytes`: of all process groups.
+    of a video, which one rank encodes; `image_limit`: what the run allows one (default: the pack's tokens).
     """
 
     sync: str
@@ -61,13 +61,13 @@ class MemorySettings:
     bucket_bytes: int = 64 * 2**20
     mirror_every_steps: int = 0
     largest_image: int = 4096
-    communicators_bytes: int = 0
+    image_limit: int | None = None
+    communicators_bytes: int = 0  # of all process groups
 
 
 class PackLoad(NamedTuple):
     """One rank's part of a pack: its tokens, those of them that are vision tokens and those with a label; the patches
-    that it encodes, and how many sequences and pieces (windows, frames) attention sees apart.
-    """
+    that it encodes, and how many sequences attention sees apart."""
 
     tokens: int
     vision_tokens: int = 0
@@ -137,7 +137,7 @@ class MemoryModel:
         """
         if not self.shape.vision:
             return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1)
-        more = min(tokens, self.settings.largest_image) if self.settings.world_size > 1 else 0
+        more = min(self.settings.image_limit or tokens, self.settings.largest_image) * (self.settings.world_size > 1)
         return PackLoad(tokens, tokens, tokens, (tokens + more) * self.shape.merge_area, tokens // SHORTEST_MEAN + 1)
 
     def memory(self, load: PackLoad) -> Memory:

@@ -53,9 +53,9 @@ def making_s(problem: Problem, schedule: Schedule) -> float:
     ranks of each together."""
     if problem.cost.group_s == 0.0:
         return 0.0
-    ranks, first = schedule.ranks.tolist(), schedule.first_rank.tolist()
+    ranks, first, pool = schedule.ranks.tolist(), schedule.first_rank.tolist(), set(problem.pool)
     groups = dict.fromkeys(tuple(ranks[begin:end]) for begin, end in pairwise(first) if end - begin > 1)
-    made = [group for group in groups if group not in set(problem.pool)]
+    made = [group for group in groups if group not in pool]
     members, degrees = flat(made)
     times = np.full(len(made), problem.cost.group_s)
     return float(list_schedule(members, firsts_of(degrees), times, problem.cluster.num_ranks)[1].max())

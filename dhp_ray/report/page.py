@@ -121,7 +121,7 @@ def mode_gain(gains: Gains) -> str:
     last = gains.steps[-1].plan
     (other, tokens), there_s = other_mode(last), gains.other_mode_s()
     words = (f"The mode itself, modelled: dhp with sync={other} on devices of the same memory "
-             "(resident_bytes plus the cost file's bytes a token: ")
+             "(resident_bytes plus the cost's bytes a token: ")
     words += f"{max(tokens, 0):,} tokens a rank there, {last.cluster.tokens_per_rank:,} here)"
     if there_s is None:
         words += " cannot hold every batch."

@@ -9,6 +9,7 @@ memory.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import cast
 
@@ -22,7 +23,7 @@ from dhp_ray.comm.ranks import copy_from_rank
 from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.compatibility import all_gather_single
 from dhp_ray.model.weights import Interval, StoredWeights
-from dhp_ray.train.state.buckets import Bucket, FlatLayout
+from dhp_ray.train.state.buckets import Bucket, FlatLayout, Piece
 
 
 def place(parameter: nn.Parameter, value: Tensor) -> None:
@@ -75,8 +76,9 @@ def load_frozen(
                 with progress.waiting("frozen parameters of another rank"):
                     copy_from_rank(into, source, group)
     else:
+        pieces = deque(layout.pieces(rank))
         for bucket in layout.buckets:
-            mine = _read_part(weights, layout, bucket, rank, whole)
+            mine = _read_part(weights, pieces, bucket, whole)
             if group is None:
                 whole[bucket.flat].copy_(mine)
                 continue
@@ -88,12 +90,17 @@ def load_frozen(
             place(parameter, whole[layout.interval(name)].view(layout.shapes[name]))
 
 
-def _read_part(weights: StoredWeights, layout: FlatLayout, bucket: Bucket, rank: int, like: Tensor) -> Tensor:
-    """A rank's slice of a bucket from the files, in the type and on the device of `like`."""
+def _read_part(weights: StoredWeights, pieces: deque[Piece], bucket: Bucket, like: Tensor) -> Tensor:
+    """A rank's slice of a bucket from the files, in the type and on the device of `like`. `pieces`: its pieces of this
+    bucket and of those after it; what is read is taken out.
+    """
     begin, end = bucket.shard.start, bucket.shard.stop
-    mine = like.new_zeros(end - begin)
-    weights.read(Interval(piece.name, piece.start, mine[piece.shard.start - begin : piece.shard.stop - begin])
-                 for piece in layout.pieces(rank) if begin <= piece.offset < end)
+    mine, intervals = like.new_zeros(end - begin), []
+    while pieces and pieces[0].offset < end:
+        piece = pieces.popleft()
+        intervals.append(
+            Interval(piece.name, piece.start, mine[piece.shard.start - begin : piece.shard.stop - begin]))
+    weights.read(intervals)
     return mine
 
 

@@ -52,7 +52,8 @@ class Dispatcher:
     all dispatchers of a generation and advanced as ranks are told to run (`started`). `speeds` tells those of the
     ranks; `write_plan` keeps the plan of a step before the step runs. `scale` tells measured over predicted seconds,
     None while that is not known. Nothing is planned before `compiled` is done. Once `stopping` gives a reason to end
-    the run, nothing is waited for.
+    the run, nothing is waited for. `ranks_for` tells how many ranks hold a sequence of so many tokens; by default those
+    that hold it in this membership.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class Dispatcher:
         compiled: Future[float] | None = None,
         stopping: Callable[[], str] = lambda: "",
         reader: ThreadPoolExecutor | None = None,
+        ranks_for: Callable[[int], int] | None = None,
     ) -> None:
         self.stopping = stopping
+        self.ranks_for = ranks_for or (lambda num_tokens: -(-num_tokens // cluster.tokens_per_rank))
         self.group, self.cluster, self.cost, self.config = group, cluster, cost, config
         self.pool, self.generation, self.scale, self.compiled = pool, generation, scale, compiled
         self.speeds, self.write_plan = speeds, write_plan
@@ -94,7 +97,7 @@ class Dispatcher:
     def needed_ranks(self) -> int:
         """Ranks that the longest sequence waiting needs."""
         longest = max((batch.longest for batch in list(self.batches.values())), default=1)
-        return -(-longest // self.cluster.tokens_per_rank)
+        return self.ranks_for(longest)
 
     def dispatch(self, step: int) -> DispatchedStep | None:
         """Plan a step's batch and send it out; None past the last step, when the batch needs more ranks than there are,

@@ -1,12 +1,15 @@
 """What must fit before a run trains: the resident state in device memory, and the checkpoints where they are written.
+And what follows from a device's memory and the run's model: tokens a rank of each generation, and its costs.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from dhp_ray.comm.device import ACCELERATORS
@@ -31,12 +34,15 @@ def memory_model(config: Config, group: WorkerGroup) -> MemoryModel:
     described, train = group.members[0].described, config.train
     shape: ModelShape = described["shape"]
     device = ACCELERATORS[described["device"]]
-    num_groups = device.pool_groups(config.comm.pool_groups, group.memory_bytes) * (config.comm.transport == "pool")
+    pooled = device.pool_groups(config.comm.pool_groups, group.memory_bytes) if config.comm.transport == "pool" else 0
+    num_groups = min(pooled, 2**group.size - group.size - 1)  # sets of two ranks and more
+    tokens = config.planner.tokens_per_rank
     return MemoryModel(shape, MemorySettings(
         sync=config.planner.sync, world_size=group.size, precision=train.precision,
         recomputes=train.activation_checkpointing, frozen=tuple(train.freeze), device=device.name,
         bucket_bytes=int(train.bucket_mb * 2**20), mirror_every_steps=config.elastic.mirror_every_steps,
         largest_image=max(SLICE_TOKENS, config.data.max_pixels // shape.token_pixels),
+        image_limit=None if tokens == "auto" else int(tokens),
         communicators_bytes=num_groups * device.group_bytes))
 
 
@@ -76,15 +82,29 @@ def cost_of(config: Config, group: WorkerGroup) -> CostModel:
     return max(costs, key=lambda cost: cost.linear_s)
 
 
+def tokens_of_generation(config: Config, group: WorkerGroup, num_ranks: int) -> int:
+    """Tokens of a pack that each of so many ranks like these holds: no more than at the run's first start, since fewer
+    ranks keep larger shards."""
+    memory = memory_model(config, group)
+    fewer = MemoryModel(memory.shape, replace(memory.settings, world_size=num_ranks))
+    return max(1, min(int(config.planner.tokens_per_rank), fewer.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)))
+
+
+def ranks_that_hold(config: Config, group: WorkerGroup, max_ranks: int) -> Callable[[int], int]:
+    """How many ranks hold a sequence of so many tokens, where tokens a rank follow the number of ranks; more than
+    `max_ranks` where these do not."""
+    tokens_of = cache(partial(tokens_of_generation, config, group))
+    return lambda num_tokens: 1 + bisect_left(
+        range(1, max_ranks + 1), num_tokens, key=lambda num_ranks: num_ranks * tokens_of(num_ranks))
+
+
 def within_memory(config: Config, group: WorkerGroup, cost: CostModel, auto: bool) -> tuple[int, CostModel]:
     """Tokens of a pack on one rank of this generation, and the cost with this model's memory in it.
 
-    `auto`: no more than this generation's ranks hold. Fewer ranks keep larger shards; a batch that then fits no more
-    waits for others to come.
+    `auto`: no more than this generation's ranks hold; a batch that then fits no more waits for others to come.
     """
-    memory, tokens = memory_model(config, group), int(config.planner.tokens_per_rank)
-    if auto:
-        tokens = max(1, min(tokens, memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)))
+    memory = memory_model(config, group)
+    tokens = tokens_of_generation(config, group, group.size) if auto else int(config.planner.tokens_per_rank)
     resident = {sync: sum(MemoryModel(memory.shape, replace(memory.settings, sync=sync)).resident().values())
                 for sync in SYNCS}
     pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())

@@ -21,7 +21,7 @@ from dhp_ray.runtime.driver.evaluation import Evaluation
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.measures import TimeScale
 from dhp_ray.runtime.driver.nodes import Draining
-from dhp_ray.runtime.driver.room import within_memory
+from dhp_ray.runtime.driver.room import ranks_that_hold, within_memory
 from dhp_ray.runtime.driver.speeds import SpeedMeter
 from dhp_ray.runtime.messages import Message, Notice
 from dhp_ray.runtime.records.checkpoints import Checkpoints
@@ -145,6 +145,7 @@ class Session:
         self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
         tokens, cost = within_memory(self.config, self.group, self.cost, self.auto_tokens)
+        ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
         cluster = ClusterSpec.of_nodes(self.group.nodes, tokens)
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         config = self.config
@@ -153,7 +154,7 @@ class Session:
         self.current.dispatcher = Dispatcher(
             self.stream, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
             self.records.plan, batches,
-            self.history.scale.known, self.compiled, self.stop_reason, reader)
+            self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for)
         self.current.evaluation = Evaluation(self.held_out, self.group, cluster, cost, config, pool,
                                              self.current.number, self.stop_reason)
 

@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.comm.device import CPU
+from dhp_ray.comm.device import ACCELERATORS, CPU
 from dhp_ray.config import Config, load
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.driver.room import check_memory, check_room, cost_of, saves_ahead, tokens_that_fit, within_memory
+from dhp_ray.runtime.driver.room import (
+    check_memory,
+    check_room,
+    cost_of,
+    memory_model,
+    ranks_that_hold,
+    saves_ahead,
+    tokens_of_generation,
+    tokens_that_fit,
+    within_memory,
+)
 from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.worker.rank import Rank, export_folder, state_size
 from dhp_ray.storage import Folder
@@ -19,7 +29,7 @@ from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.sharded_engine import ShardedEngine
 from tests.ranks import run_processes
 
-GIB = 2**30
+GIB, CUDA = 2**30, ACCELERATORS["cuda"]
 
 
 def config_of(run_dir: str, *more: str) -> Config:
@@ -95,7 +105,8 @@ def test_tokens_of_a_rank_follow_the_memory_of_its_device(tmp_path: Path) -> Non
 
 
 def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None:
-    config, cost = config_of(str(tmp_path), "train.precision=bf16"), CostModel.load("conf/cost/cpu.yaml")
+    config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
+    cost = CostModel.load("conf/cost/cpu.yaml")
     memory_gib = 0.2
     first = tokens_that_fit(config, group_of(8, memory_gib, config))
     config.planner.tokens_per_rank = str(first)
@@ -109,6 +120,38 @@ def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None
     assert charged.resident("step") == state_size(config_of(str(tmp_path), "train.precision=bf16",
                                                             "cluster.num_workers=2")).resident_bytes + 2**26
     assert charged.linear_s == cost.linear_s
+
+
+def test_a_sequence_that_fits_the_run_waits_for_ranks_though_fewer_hold_less_each(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
+    memory_gib = 0.2
+    first = tokens_that_fit(config, group_of(8, memory_gib, config))
+    config.planner.tokens_per_rank = str(first)
+    left = group_of(2, memory_gib, config)  # survivors
+    held = tokens_of_generation(config, left, 2)
+    assert held < first
+    ranks_for = ranks_that_hold(config, left, 8)
+    assert ranks_for(8 * first) == 8  # by what the two hold each it would be more than the run ever has
+    assert -(-8 * first // held) > 8
+    assert (ranks_for(1), ranks_for(2 * held), ranks_for(8 * first + 1)) == (1, 2, 9)
+    for num_ranks in range(1, 9):
+        assert ranks_for(num_ranks * tokens_of_generation(config, left, num_ranks)) == num_ranks
+
+
+def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "train.precision=bf16")
+    config.planner.tokens_per_rank = "3000"
+    memory = memory_model(config, group_of(2, 1.0, config))
+    assert memory.worst_load(1000).patches == (1000 + 3000) * memory.shape.merge_area
+    config.planner.tokens_per_rank = "auto"
+    assert memory_model(config, group_of(2, 1.0, config)).worst_load(1000).patches == 2000 * memory.shape.merge_area
+
+
+def test_no_more_groups_are_paid_for_than_ranks_can_form(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path))
+    found = [memory_model(config, group_of(size, 80.0, config)).settings.communicators_bytes / CUDA.group_bytes
+             for size in (1, 2, 3, 16)]
+    assert found == [0, 1, 4, CUDA.pool_groups(config.comm.pool_groups, 80 * GIB)]
 
 
 def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: Path) -> None:
