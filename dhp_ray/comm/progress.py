@@ -24,16 +24,16 @@ from torch import Tensor
 
 
 class AbortedError(RuntimeError):
-    """The generation was given up: what came from peers since may be garbage."""
+    """The generation was aborted: what came from peers since may be garbage."""
 
 
 class Mark(NamedTuple):
-    """A place in training: where it is in the plan (`stage`), and what begins there. `waits`: for peers."""
+    """A place in training: where it is in the plan (`stage`), what begins there, and whether that waits for peers."""
 
     number: int
     stage: str
     doing: str
-    waits: bool
+    waits_for_peers: bool
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.stage, self.doing)))
@@ -68,7 +68,7 @@ class Progress:
         self.stage = ""
         """Where the training thread is in the plan; marks that follow are of it."""
         self.aborted = False
-        self._passed = self._recorded = Mark(0, "", "", waits=False)
+        self._passed = self._recorded = Mark(0, "", "", waits_for_peers=False)
         self._ahead: deque[tuple[Mark, Any]] = deque()  # recorded, and not known to be passed
         self._lock = Lock()
         self._module: Any = None
@@ -76,10 +76,10 @@ class Progress:
             self._module = torch.get_device_module(self.device)
             self._stream = self._module.current_stream(self.device)
 
-    def mark(self, doing: str, waits: bool = False) -> None:
+    def mark(self, doing: str, waits_for_peers: bool = False) -> None:
         """Record that something begins. Raises AbortedError after an abort."""
         self.check()
-        recorded = Mark(self._recorded.number + 1, self.stage, doing, waits)
+        recorded = Mark(self._recorded.number + 1, self.stage, doing, waits_for_peers)
         self._recorded = recorded
         if self._module is None:
             self._passed = recorded
@@ -93,14 +93,14 @@ class Progress:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Around what waits for peers. Raises AbortedError at its end where the wait was ended by an abort."""
-        self.mark(what, waits=True)
+        self.mark(what, waits_for_peers=True)
         yield
         self.mark(f"after {what}")
 
     def check(self) -> None:
         """Raise AbortedError after an abort; to be called after everything that blocks."""
         if self.aborted:
-            raise AbortedError("the generation was given up (abort)")
+            raise AbortedError("the generation was aborted")
 
     def read(self, tensor: Tensor) -> Any:
         """The numbers of a tensor, as `tolist` gives them; waits for the device. Raises AbortedError after an abort."""

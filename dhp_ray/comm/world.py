@@ -2,7 +2,7 @@
 
     store       one TCPStore for the whole run, in a process that is no rank; keys begin with the generation
     rendezvous  every rank says that it is there and waits for the others; they stop waiting when the generation is
-                called off
+                aborted
     world       the default process group, and the groups that are made from it
 
 A rank may come late, to the rendezvous as to any later group: the others wait for it as long as a collective may take.
@@ -70,20 +70,20 @@ def rendezvous(
     rank: int,
     world_size: int,
     timeout_s: float,
-    called_off: Callable[[], bool] = lambda: False,
+    aborted: Callable[[], bool] = lambda: False,
 ) -> None:
     """Return once all ranks of a generation have called this.
 
     Raises:
-        RendezvousError: called off, or not all came within `timeout_s`.
+        RendezvousError: the generation was aborted, or not all came within `timeout_s`.
     """
     place = f"generation-{generation}"
     store.set(f"{place}/here-{rank}", "1")
     everyone = [f"{place}/here-{other}" for other in range(world_size)]
     deadline = time.monotonic() + timeout_s
     while True:
-        if called_off():
-            raise RendezvousError(f"generation {generation} has been called off")
+        if aborted():
+            raise RendezvousError(f"generation {generation} has been aborted")
         if store.check(everyone):
             return
         if time.monotonic() > deadline:
@@ -218,7 +218,7 @@ REFUSAL = ("unsupported data type", "not supported", "does not support")
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether an error is what a lost peer, or a generation called off, leads to."""
+    """Whether an error is what a lost peer, or an aborted generation, leads to."""
     if isinstance(error, (AbortedError, RendezvousError, dist.DistError)):
         return True
     said = str(error).lower()

@@ -29,7 +29,7 @@ class GroupError(RunError):
 
 
 class StoppingError(Exception):
-    """What was waited for is given up: the run has been asked to end, and needs it no more."""
+    """Waiting has ended early: the run has been asked to end, and needs nothing more."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,17 @@ class Ran:
 class Status:
     """A worker's own account, given at any time.
 
-    `generation` is the one that it is in or enters. `call` is what its training thread is at (empty: idle), `stands`
-    the mark that it passed last, `waits` whether that waits for peers. `error` is what it raised, unless a lost peer
+    `generation` is the one that it is in or enters. `call` is what its training thread is at (empty: idle),
+    `last_mark` the mark that it passed last in words, `mark_id` the same with its number, `waits_for_peers` whether it
+    waits for them there. `error` is what it raised, unless a lost peer
     was the cause. `ran` has its last steps, `steps` the last step that left each state version.
     """
 
     generation: int = 0
     call: str = ""
-    stands: str = ""
-    waits: bool = False
-    progress: str = ""
+    last_mark: str = ""
+    waits_for_peers: bool = False
+    mark_id: str = ""
     error: str = ""
     held: tuple[HeldShards, ...] = ()
     ran: dict[int, Ran] = field(default_factory=dict)

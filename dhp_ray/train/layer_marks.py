@@ -32,8 +32,8 @@ class LayerMarks:
             forward = partial(progress.mark, name)
             backward = partial(progress.mark, f"{name}, backward")
             if gathered:
-                gathers = partial(progress.mark, f"gathering of {name}", waits=True)
-                reduces = partial(progress.mark, f"reducing of {name}", waits=True)
+                gathers = partial(progress.mark, f"gathering of {name}", waits_for_peers=True)
+                reduces = partial(progress.mark, f"reducing of {name}", waits_for_peers=True)
                 before = partial(progress.mark, f"before {name}, backward")
                 self._handles += [layer.register_forward_pre_hook(_before(gathers, before), prepend=True),
                                   layer.register_forward_hook(_at_gradient_of_output(gathers), prepend=True),

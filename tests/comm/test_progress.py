@@ -50,9 +50,9 @@ def test_on_the_cpu_a_mark_is_passed_at_once() -> None:
     progress.mark("layer 2")
     assert str(progress.passed()) == "step 3, pack 1, layer 2"
     with progress.waiting("exchange of a pack"):
-        assert (progress.passed().doing, progress.passed().waits) == ("exchange of a pack", True)
+        assert (progress.passed().doing, progress.passed().waits_for_peers) == ("exchange of a pack", True)
     after = progress.passed()
-    assert not after.waits
+    assert not after.waits_for_peers
     assert after.number == 3
 
 
@@ -66,7 +66,7 @@ def test_a_device_passes_marks_later_than_the_host_records_them(monkeypatch: pyt
     progress.mark("layer 1")
     seen = []
     for device.done in range(5):
-        seen.append((str(progress.passed()), progress.passed().waits))
+        seen.append((str(progress.passed()), progress.passed().waits_for_peers))
     assert seen == [("", False), ("step 1, layer 0", False), ("step 1, exchange of a pack", True),
                     ("step 1, after exchange of a pack", False), ("step 2, layer 1", False)]
 
@@ -75,7 +75,7 @@ def test_marks_of_another_stream_say_nothing_of_the_training(monkeypatch: pytest
     progress, device = on_device(monkeypatch)
     progress.mark("layer 0")
     device.stream = "gathering"
-    progress.mark("rows of other ranks", waits=True)
+    progress.mark("rows of other ranks", waits_for_peers=True)
     device.done = 2
     assert progress.passed().doing == "layer 0"
     assert device.recorded == 1

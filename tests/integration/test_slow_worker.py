@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.faults import Run, Start, end, expected_ledger
+from tests.integration.jobs import lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -41,6 +42,8 @@ def test_a_worker_slowed_from_outside_gets_less_until_it_is_well_again(start: St
     assert run.events("slow")
     assert run.events("no_longer_slow")
     assert not run.events("worker_lost")
+    # planning with unequal speeds takes longer, and still comes in time
+    assert [line["step"] for line in lines(run.folder, "metrics.jsonl") if line["late"]] == []
 
 
 def test_a_worker_far_too_slow_is_replaced_once(start: Start) -> None:

@@ -27,8 +27,8 @@ class Recorded(Progress):
         super().__init__()
         self.marks: list[Mark] = []
 
-    def mark(self, doing: str, waits: bool = False) -> None:
-        super().mark(doing, waits)
+    def mark(self, doing: str, waits_for_peers: bool = False) -> None:
+        super().mark(doing, waits_for_peers)
         self.marks.append(self.passed())
 
 
@@ -52,7 +52,7 @@ def test_each_layer_is_marked_forward_and_backward() -> None:
     LayerMarks(named(layers), progress, gathered=False)
     run(layers, lambda layer, hidden: layer(hidden))
     assert [mark.doing for mark in progress.marks] == ["layer 0", "layer 1", "layer 1, backward", "layer 0, backward"]
-    assert not any(mark.waits for mark in progress.marks)
+    assert not any(mark.waits_for_peers for mark in progress.marks)
 
 
 def test_a_layer_that_is_recomputed_is_marked_again() -> None:
@@ -67,7 +67,7 @@ def test_what_is_gathered_and_reduced_between_layers_is_waited_for() -> None:
     layers, progress = layers_of(), Recorded()
     LayerMarks(named(layers), progress, gathered=True)
     run(layers, lambda layer, hidden: layer(hidden))
-    assert [(mark.doing, mark.waits) for mark in progress.marks] == [
+    assert [(mark.doing, mark.waits_for_peers) for mark in progress.marks] == [
         ("gathering of layer 0", True), ("layer 0", False), ("gathering of layer 1", True), ("layer 1", False),
         ("gathering of layer 1", True), ("layer 1, backward", False), ("reducing of layer 1", True),
         ("gathering of layer 0", True), ("layer 0, backward", False), ("before layer 1, backward", False),
@@ -83,7 +83,7 @@ def sharded(rank: int) -> list[list[tuple[str, bool]]]:
 
     def recorded(name: str, call: Any) -> Any:
         def collective(*arguments: Any, **options: Any) -> Any:
-            collectives.append((f"{name} after {progress.passed().doing}", progress.passed().waits))
+            collectives.append((f"{name} after {progress.passed().doing}", progress.passed().waits_for_peers))
             return call(*arguments, **options)
 
         return TimedCollective(collective, Progress())
@@ -97,7 +97,7 @@ def sharded(rank: int) -> list[list[tuple[str, bool]]]:
         unit.set_custom_reduce_scatter(reduce)
     LayerMarks(named(layers), progress, gathered=True)
     run(layers, lambda layer, hidden: layer(hidden))
-    return [collectives, [(mark.doing, mark.waits) for mark in progress.marks]]
+    return [collectives, [(mark.doing, mark.waits_for_peers) for mark in progress.marks]]
 
 
 @pytest.mark.gloo("the order of hooks is the same over any backend")

@@ -35,14 +35,14 @@ class Condition(StrEnum):
 class HealthReport:
     """What a survey shows of a worker.
 
-    `progress`: its call and the mark that it passed last; `waits`: for its peers; `error`: what it raised of its own,
-    no lost peer being the cause.
+    `mark_id`: its call and the number of the mark that it passed last; `waits_for_peers`: whether it waits there;
+    `error`: what it raised of its own, no lost peer being the cause.
     """
 
     dead: bool = False
     answered: bool = True
-    waits: bool = False
-    progress: str = ""
+    waits_for_peers: bool = False
+    mark_id: str = ""
     error: str = ""
 
 
@@ -63,12 +63,12 @@ class Standstill:
     def __init__(self, num_ranks: int, limit_s: float, now_s: float) -> None:
         self.limit_s = limit_s
         self._since_s = [now_s] * num_ranks
-        self._progress = [""] * num_ranks
+        self._mark_ids = [""] * num_ranks
 
     def overdue(self, rank: int, report: HealthReport, now_s: float) -> bool:
         """Whether a rank has stood still for too long by now; to be asked at every survey."""
-        if report.waits or report.progress != self._progress[rank]:
-            self._since_s[rank], self._progress[rank] = now_s, report.progress
+        if report.waits_for_peers or report.mark_id != self._mark_ids[rank]:
+            self._since_s[rank], self._mark_ids[rank] = now_s, report.mark_id
         return now_s - self._since_s[rank] >= self.limit_s
 
 

@@ -229,7 +229,8 @@ class _HealthMonitor:
         """Raise GroupError for a worker that is gone, or does not get on with its call (ranks in `pending`)."""
         reports = [report for report, _ in self.group.survey()]
         silent = [rank for rank, report in enumerate(reports) if not (report.answered or report.dead)]
-        too_long = [report.waits and self.exchange.overdue(rank, replace(report, waits=False), monotonic())
+        too_long = [report.waits_for_peers
+                    and self.exchange.overdue(rank, replace(report, waits_for_peers=False), monotonic())
                     for rank, report in enumerate(reports) if rank in pending]
         if all(too_long):
             raise GroupError(f"all ranks have waited for one another for {self.group.exchange_s:g} s (comm.timeout_s)")
@@ -266,7 +267,7 @@ def _result(call: ray.ObjectRef) -> Any:
 def _health_of(call: ray.ObjectRef) -> tuple[HealthReport, Status]:
     try:
         status: Status = ray.get(call, timeout=0)
-        return HealthReport(waits=status.waits, progress=status.progress, error=status.error), status
+        return HealthReport(waits_for_peers=status.waits_for_peers, mark_id=status.mark_id, error=status.error), status
     except (GetTimeoutError, RayTaskError):  # no answer, or it cannot even say how it is
         return HealthReport(answered=False), Status()
     except RayError:

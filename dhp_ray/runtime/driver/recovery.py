@@ -123,7 +123,7 @@ def form_anew(
         with session.group.waits.on(f"the workers to meet in generation {generation}"):
             session.group.collect(calls, stopping=None if surviving else session.stop_reason)
     except GroupError:
-        session.group.start("call_off", generation)  # those that still wait for the others
+        session.group.start("abort_generation", generation)  # those that still wait for the others
         raise
     moments["join_s"] = time.perf_counter()
     session.current.evaluation.stop()
@@ -167,11 +167,11 @@ def _settled(
         for member, (_, status) in zip(group.members, seen):
             if status.call:
                 # those that it waits for, to meet or to make a group, may never come
-                member.actor.call_off.remote(status.generation)
+                member.actor.abort_generation.remote(status.generation)
         workers = []
         for place, (report, status) in enumerate(seen):
             # nobody is left that it could wait for
-            overdue = standstill.overdue(place, replace(report, waits=False), time.monotonic())
+            overdue = standstill.overdue(place, replace(report, waits_for_peers=False), time.monotonic())
             condition = condition_of(report, overdue and bool(status.call))
             if condition is Condition.WELL and place in leaving:
                 condition = leaving[place]
@@ -184,7 +184,7 @@ def _settled(
                 session.records.event("worker_lost", rank=place, pid=found.member.described["pid"],
                                       node_id=found.member.described["node_id"],
                                       condition=str(found.condition), error=found.status.error,
-                                      stands=found.status.stands)
+                                      last_mark=found.status.last_mark)
                 ray.kill(found.member.actor)
                 yield Replace(found.member.slot)
                 # till then others may wait for it

@@ -91,7 +91,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         for rank in records.ranks:
             if (rank["node_id"], rank["pid"]) not in here:  # no survey will show those that went with the driver
                 records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"],
-                              condition=str(Condition.DEAD), error="", stands="")
+                              condition=str(Condition.DEAD), error="", last_mark="")
         group.waits.keep(records.waited)
         return session
     session.note_not_deleted(not_deleted)

@@ -83,11 +83,11 @@ class Worker:
         self.kept: list[tuple[int, int, LocalShard]] = []  # generation, its world size, and what is left of it here
         self.ran: dict[int, Ran] = {}
         self.steps: dict[int, int] = {}  # of each state version the last step that left it
-        self.generation = self.called_off = 0
+        self.generation = self.aborted_generation = 0
         self.store: tuple[str, int] | None = None  # where the ranks of its generation meet
         self.call = self.error = ""
         self.progress = Progress()
-        self.switching = Lock()  # held while the generation changes, and while it is called off
+        self.switching = Lock()  # held while the generation changes, and while it is aborted
 
     @ray.method(concurrency_group="control")
     def describe(self, device: str, probe: str) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Worker:
             self.generation, self.error = membership.generation, ""
             self.store = (membership.store_host, membership.store_port)
             self.progress = Progress(self.accelerator.torch_device())
-            if self.called_off >= self.generation:  # before this call came
+            if self.aborted_generation >= self.generation:  # before this call came
                 self.progress.abort()
         self.prefetched.clear()
         self.processor = processor_spec(self.config).load()
@@ -239,10 +239,10 @@ class Worker:
             self.rank = None
 
     @ray.method(concurrency_group="control")
-    def call_off(self, generation: int) -> None:
+    def abort_generation(self, generation: int) -> None:
         """Stop waiting for the ranks of a generation (or of one before it); once more for groups made meanwhile."""
         with self.switching:
-            self.called_off = max(self.called_off, generation)
+            self.aborted_generation = max(self.aborted_generation, generation)
             if self.store and self.generation <= generation:
                 self._abort()
                 close_store_connections(*self.store)
@@ -252,7 +252,7 @@ class Worker:
         """What this worker is at; see Status."""
         call = self.call
         passed = self.progress.passed()
-        return Status(self.generation, call, str(passed) if call else "", bool(call) and passed.waits,
+        return Status(self.generation, call, str(passed) if call else "", bool(call) and passed.waits_for_peers,
                       f"{call} {passed.number}", self.error, () if call else self._held(), dict(self.ran),
                       dict(self.steps))
 

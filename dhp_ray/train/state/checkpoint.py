@@ -1,7 +1,7 @@
 """Checkpoints by parameter name: written in the background, read on any number of ranks with any buckets.
 
     checkpoints/step_000020/
-        generation_3/                of the ranks that save; a generation that was given up has files of its own
+        generation_3/                of the ranks that save; a generation that was aborted has files of its own
             parameters.json          state version, and the shape of every trained parameter
             .metadata, __R_0.distcp  torch.distributed.checkpoint: `value.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each
                                      the flattened parameter in fp32, of which rank R wrote the intervals that it owns

@@ -31,8 +31,8 @@ from dhp_ray.runtime.messages import HeldShards
 
 WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name)
                                            for name in ("well", "dead", "silent", "raised", "stuck", "slow"))
-COMPUTES = HealthReport(progress="run 41")
-WAITS = HealthReport(progress="run 42", waits=True)
+COMPUTES = HealthReport(mark_id="run 41")
+WAITS = HealthReport(mark_id="run 42", waits_for_peers=True)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ WAITS = HealthReport(progress="run 42", waits=True)
         (HealthReport(dead=True), False, DEAD),
         (HealthReport(dead=True, answered=False, error="x"), True, DEAD),
         (HealthReport(error="KeyError: 'x'"), False, RAISED),
-        (HealthReport(error="KeyError: 'x'", waits=True), True, RAISED),
+        (HealthReport(error="KeyError: 'x'", waits_for_peers=True), True, RAISED),
     ],
 )
 def test_the_condition_of_a_worker(report: HealthReport, overdue: bool, condition: Condition) -> None:
@@ -66,7 +66,7 @@ def first_overdue_s(marks: Sequence[tuple[float, HealthReport]], limit_s: float,
 @pytest.mark.parametrize("layer_s", [1e-3, 1.0])
 def test_layers_30_times_slower_than_predicted_are_no_standstill(layer_s: float) -> None:
     found_within_s = max(10.0, 60 * layer_s)
-    marks = [(30 * layer_s * number, HealthReport(progress=f"run {number}")) for number in range(40)]
+    marks = [(30 * layer_s * number, HealthReport(mark_id=f"run {number}")) for number in range(40)]
     assert first_overdue_s(marks, STUCK_SHARE * found_within_s, 10.0 / LOOKS_PER_HANG, marks[-1][0]) == math.inf
 
 
@@ -74,7 +74,7 @@ def test_layers_30_times_slower_than_predicted_are_no_standstill(layer_s: float)
 @pytest.mark.parametrize("begun_s", [0.0, 3.0, 3.76, 100.0])
 def test_an_operation_that_never_ends_is_found(layer_s: float, begun_s: float) -> None:
     found_within_s = max(10.0, 60 * layer_s)
-    marks = [(now_s * begun_s / 100, HealthReport(progress=f"run {now_s}")) for now_s in range(101)]
+    marks = [(now_s * begun_s / 100, HealthReport(mark_id=f"run {now_s}")) for now_s in range(101)]
     found_s = first_overdue_s(marks, STUCK_SHARE * found_within_s, 10.0 / LOOKS_PER_HANG, begun_s + 2 * found_within_s)
     assert STUCK_SHARE * found_within_s <= found_s - begun_s <= found_within_s
 

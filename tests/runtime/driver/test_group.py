@@ -28,7 +28,7 @@ class Actor:
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        return Status(call="act", progress="act 7", waits=self.waits)
+        return Status(call="act", mark_id="act 7", waits_for_peers=self.waits)
 
     def act(self, what: dict[int, str]) -> int:
         deed = what.get(os.getpid(), "answer")

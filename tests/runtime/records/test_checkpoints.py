@@ -69,7 +69,7 @@ def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:
 
 
 def test_the_manifest_names_the_generation_whose_files_count(tmp_path: Path) -> None:
-    """Files of a generation that was given up go when the manifest stands; checkpoints of before have theirs beside the
+    """Files of a generation that was aborted go when the manifest stands; checkpoints of before have theirs beside the
     manifest.
     """
     checkpoints = Checkpoints(Folder(str(tmp_path)), keep=2)

@@ -1,4 +1,4 @@
-"""A worker whose generation is called off before, while and after it joins, on a device that records what is asked of
+"""A worker whose generation is aborted before, while and after it joins, on a device that records what is asked of
 it.
 """
 
@@ -47,35 +47,35 @@ def joined(worker: Worker, port: int, generation: int, world_size: int = 1) -> s
     return ""
 
 
-def called_off_before(process: int, port: int, run_dir: str) -> tuple[str, str, list[str], str]:
+def aborted_before(process: int, port: int, run_dir: str) -> tuple[str, str, list[str], str]:
     worker, asked = worker_of(run_dir)
-    worker.call_off(5)
+    worker.abort_generation(5)
     said = joined(worker, port, 5)
     return said, worker.error, list(asked), joined(worker, port, 6)
 
 
-def test_a_generation_that_was_called_off_is_not_joined_and_the_next_one_is(tmp_path: Path) -> None:
-    ((said, error, asked, then),) = run_processes(called_off_before, 1, str(tmp_path), timeout_s=120)
+def test_a_generation_that_was_aborted_is_not_joined_and_the_next_one_is(tmp_path: Path) -> None:
+    ((said, error, asked, then),) = run_processes(aborted_before, 1, str(tmp_path), timeout_s=120)
     assert said
     assert error == "", "no error of its own: it is no worse for that"
     assert asked[-1] == "restart"
     assert then == ""
 
 
-def called_off_while_it_waits(process: int, port: int, run_dir: str) -> tuple[str, str, list[str], str]:
+def aborted_while_it_waits(process: int, port: int, run_dir: str) -> tuple[str, str, list[str], str]:
     """The other rank never comes."""
     worker, asked = worker_of(run_dir)
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(joined(worker, port, 3, world_size=2)))
     thread.start()
-    wait_until(lambda: worker.progress.passed().waits)
-    worker.call_off(2)  # of one before: late, and not meant
+    wait_until(lambda: worker.progress.passed().waits_for_peers)
+    worker.abort_generation(2)  # of one before: late, and not meant
     assert not worker.progress.aborted
     while thread.is_alive():
-        worker.call_off(3)
+        worker.abort_generation(3)
         thread.join(0.05)
     for _ in range(3):
-        worker.call_off(3)  # the driver's last repetitions, when it has left already
+        worker.abort_generation(3)  # the driver's last repetitions, when it has left already
     ended = list(asked)
     return said[0], worker.error, ended, joined(worker, port, 4)
 
@@ -88,24 +88,24 @@ def wait_until(what: Callable[[], Any]) -> None:
 
 
 def test_a_join_that_waits_ends_and_leaves_a_device_that_computes(tmp_path: Path) -> None:
-    ((said, error, asked, then),) = run_processes(called_off_while_it_waits, 1, str(tmp_path), timeout_s=120)
+    ((said, error, asked, then),) = run_processes(aborted_while_it_waits, 1, str(tmp_path), timeout_s=120)
     assert said
     assert error == ""
-    assert asked == ["stop", "restart"] * 2  # as it left what was before, and once when it was called off
+    assert asked == ["stop", "restart"] * 2  # as it left what was before, and once when it was aborted
     assert then == ""
 
 
-def called_off_after(process: int, port: int, run_dir: str) -> tuple[str, bool, bool]:
+def aborted_after(process: int, port: int, run_dir: str) -> tuple[str, bool, bool]:
     worker, _ = worker_of(run_dir)
     said = joined(worker, port, 7)
-    worker.call_off(6)
+    worker.abort_generation(6)
     before = worker.progress.aborted
-    worker.call_off(7)
+    worker.abort_generation(7)
     return said, before, worker.progress.aborted and dist.is_initialized()
 
 
-def test_only_the_generation_that_is_called_off_is_aborted(tmp_path: Path) -> None:
-    assert run_processes(called_off_after, 1, str(tmp_path), timeout_s=120) == [("", False, True)]
+def test_only_the_generation_that_is_named_is_aborted(tmp_path: Path) -> None:
+    assert run_processes(aborted_after, 1, str(tmp_path), timeout_s=120) == [("", False, True)]
 
 
 def test_a_worker_that_cannot_leave_says_so(tmp_path: Path) -> None:
