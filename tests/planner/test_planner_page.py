@@ -51,7 +51,8 @@ def test_questions_are_asked_of_a_plan_file(tmp_path: Path, monkeypatch: pytest.
     asked, _ = run(QUESTIONS)
     assert asked["plan"].groups == plan.groups
     assert (plan.predicted_time_s, asked["other"].predicted_time_s) == pytest.approx((4.9, 3.8))
-    assert asked["seconds"] == pytest.approx([3.3, 2.4])
+    assert asked["seconds"] == pytest.approx([6.0, 3.3, 2.4])
+    assert asked["baseline"].planner == "dhp_paper"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER)))

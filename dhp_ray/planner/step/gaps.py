@@ -2,8 +2,8 @@
 one rank: best fit, largest first.
 
 A bin is a gap or a rank's tail; its room is its length times the rank's speed. An item goes to the bin with the
-least room that holds it (`best_fit`). In each bin the items then form as few packs as memory allows, first fit.
-O(items x (log bins + shift)).
+least room that holds it (`best_fit`). In each bin the items then form packs: each joins the newest one there that
+memory lets it join, or begins another. O(items x (log bins + shift)).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan:
 def packs_of_bins(
     items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine
 ) -> Backfilled:
-    """Items of each bin into packs, first fit; a bin's packs run one after the other."""
+    """Items of each bin into packs, each into the newest that has room; a bin's packs run one after the other."""
     num_gaps, capacity = len(partial.ranks), machine.tokens_per_rank
     pack = np.zeros(len(rest), dtype=np.int64)
     pack_bin, seconds, pack_tokens = (
