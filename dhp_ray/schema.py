@@ -223,6 +223,10 @@ class Train:
     precision: str = key("fp32", "computing type; master weights and moments are fp32", choices=("fp32", "bf16"))
     freeze: list[str] = key([], "parts left as they are: vision, language")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
+    fused_operators: str = key(
+        "auto", "norms, rotations and SwiGLU by fused operators: on NPU, and on CUDA where Liger is installed",
+        choices=("auto", "off"),
+    )
     bucket_mb: float = key(64.0, "megabytes of gradients reduced in one collective", above=0, maximum=1e6)
 
 

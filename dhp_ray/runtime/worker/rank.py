@@ -25,6 +25,7 @@ from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model, model_shape
+from dhp_ray.model.fused import operators_of
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import Membership
@@ -58,6 +59,9 @@ def build_adapter(config: Config) -> ModelAdapter:
     """
     adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
     adapter.freeze(config.train.freeze)
+    operators = operators_of(config.cluster.device) if config.train.fused_operators == "auto" else None
+    if operators:
+        adapter.fuse(operators)
     if config.train.activation_checkpointing:
         adapter.set_activation_checkpointing()
     return adapter
