@@ -72,8 +72,8 @@ PARTS = (
 class Handle:
     """The handle of a rank whose answers are there before it is asked."""
 
-    def __init__(self, results: list[ray.ObjectRef], nothing: ray.ObjectRef, no_failures: ray.ObjectRef) -> None:
-        self._results, self._others = results, {"prefetch": no_failures, "mirrored": nothing}
+    def __init__(self, results: list[ray.ObjectRef], no_copies: ray.ObjectRef, no_failures: ray.ObjectRef) -> None:
+        self._results, self._others = results, {"prefetch": no_failures, "mirrored": no_copies}
         self.calls: Counter[str] = Counter()
 
         self.run, self.prefetch, self.mirrored = (SimpleNamespace(remote=functools.partial(self._answer, name))
@@ -94,12 +94,12 @@ class Ranks:
     def prefetch(self, plan: RankPlan, blocks: list[Any]) -> dict[str, str]:
         return {}
 
-    def run(self, step: int, plan_id: str, placeholders: dict[str, str], total_steps: int) -> StepResult:
+    def run(self, step: int, plan_id: str, *_: Any) -> StepResult:
         return self.result._replace(step=step, plan_id=plan_id)
 
     @ray.method(concurrency_group="control")
-    def mirrored(self) -> None:
-        return None
+    def mirrored(self) -> list[float]:
+        return []
 
 
 class Batches:
@@ -231,9 +231,9 @@ def prepared_handles(plan: Plan, num_steps: int) -> list[Any]:
     results = results_of(plan)
     by_step = [answers.remote([result._replace(step=step, plan_id=f"1.{step}.{step}") for result in results])
                for step in range(1, num_steps + 1)]
-    nothing, no_failures = answers.remote([None] * num_ranks), answers.remote([{}] * num_ranks)
-    ray.get([references[0] for references in (*by_step, nothing, no_failures)])
-    return [Handle([references[rank] for references in by_step], nothing[rank], no_failures[rank])
+    no_copies, no_failures = answers.remote([[]] * num_ranks), answers.remote([{}] * num_ranks)
+    ray.get([references[0] for references in (*by_step, no_copies, no_failures)])
+    return [Handle([references[rank] for references in by_step], no_copies[rank], no_failures[rank])
             for rank in range(num_ranks)]
 
 

@@ -2,11 +2,12 @@
 
     python benchmarks/overhead.py               5 blocks of 6 steps each way, on 2 workers, preset small
     python benchmarks/overhead.py --steps 3 --blocks 10
+    python benchmarks/overhead.py --mirroring   a run that mirrors its state by `auto` against one that does not
 
 Blocks take turns. Each way's step is timed from its end to the end of the one before, so all that the driver does
 between two steps counts; a block's first steps do not, in which processes still start. The plain ranks are the worker's
 own `Rank` object and their plans the run's files; a thread of each decodes its images a step ahead, as the worker's
-does. Neither side mirrors its state (benchmarks/recovery.py measures that).
+does. Neither side mirrors its state, but with --mirroring.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--warm-up", type=int, default=2, help="steps of a block before them")
     parser.add_argument("--samples", type=int, default=12,
                         help="samples of a step; a step should take a second or more")
+    parser.add_argument("--mirroring", action="store_true")
     arguments = parser.parse_args(argv)
 
     from benchmarks.worlds import data_overrides, rows_of
@@ -59,6 +61,8 @@ def main(argv: list[str]) -> int:
         num_samples = NUM_SAMPLES["real" if test_data else "synthetic"]
         overrides = [*data_overrides(test_data, Path(folder), num_samples), *SETTINGS,
                      f"run.dir={run_dir}", f"batch.global_samples={arguments.samples}", "planner.tokens_per_rank=1200"]
+        if arguments.mirroring:
+            return mirroring(Path(folder), overrides, arguments)
         config = load(overrides)
         rows = {row["id"]: row for row in rows_of(config, num_samples)}
         ray_s: list[float] = []
@@ -96,6 +100,32 @@ def main(argv: list[str]) -> int:
         f"CPU beside what plain ranks use: {1e3 * (sum(ray_cpu_s.values()) - plain_cpu_s) / len(ray_s):.0f} ms a step"
     )
     return 0
+
+
+def mirroring(folder: Path, overrides: list[str], arguments: argparse.Namespace) -> int:
+    """Blocks of a run with `elastic.mirror_every_steps=auto` and of one with 0 take turns, on the same batches."""
+    times: dict[str, list[float]] = {"auto": [], "0": []}
+    cpu_s = dict.fromkeys(times, 0.0)
+    for block in range(arguments.blocks):
+        # who begins a block changes, so that a drift of the machine falls on both
+        for setting in ("auto", "0") if block % 2 else ("0", "auto"):
+            last = (block + 1) * (arguments.steps + arguments.warm_up)
+            found, used_s = ray_block([*overrides, f"run.dir={folder / setting}",
+                                       f"elastic.mirror_every_steps={setting}"], last, arguments.steps)
+            times[setting] += found[-arguments.steps :]
+            cpu_s[setting] += sum(used_s.values())
+        recent = list(zip(times["auto"], times["0"]))[-arguments.steps :]
+        print(f"block {block + 1}: auto/0", " ".join(f"{auto:.2f}/{off:.2f}" for auto, off in recent), flush=True)
+    told = [json.loads(line) for line in (folder / "auto" / "events.jsonl").read_text().splitlines()]
+    every = [event["every_steps"] for event in told if event["kind"] == "mirroring"]
+    ratio = statistics.median(auto / off for auto, off in zip(times["auto"], times["0"]))
+    print(
+        f"{len(times['0'])} steps each way: auto {sum(times['auto']):.1f} s, 0 {sum(times['0']):.1f} s; of the same "
+        f"step: ratio {ratio:.3f} (median), at most 1.02; CPU seconds {cpu_s['auto'] / cpu_s['0']:.3f} of those "
+        f"without; mirrored every step{f', then every {every}' if every else ''}"
+    )
+    print("ok  " if ratio <= 1.02 else "FAIL", "mirroring")
+    return int(ratio > 1.02)
 
 
 def ray_block(overrides: list[str], last_step: int, counted: int) -> tuple[list[float], dict[str, float]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp_ray.credentials import MASK, Uri
-from dhp_ray.schema import Config, ConfigError
+from dhp_ray.schema import MAX_MIRROR_STEPS, Config, ConfigError
 
 UPLOADS = "working_dir_files"
 """Ray's name for the folder of a node where it unpacks the working directories of submitted jobs."""
@@ -42,6 +42,11 @@ def check(config: Config) -> None:
     for name, number in (("planner.tokens_per_rank", tokens), ("comm.pool_groups", config.comm.pool_groups)):
         if number != "auto" and not re.fullmatch(r"[1-9][0-9]{0,17}", number):
             raise ConfigError(f"{name}: got {number!r}; allowed: auto, or a whole number of at least 1")
+    every = config.elastic.mirror_every_steps
+    if every != "auto" and not (re.fullmatch(r"0|[1-9][0-9]{0,3}", every) and int(every) <= MAX_MIRROR_STEPS):
+        raise ConfigError(
+            f"elastic.mirror_every_steps: got {every!r}; allowed: auto, or a whole number from 0 to {MAX_MIRROR_STEPS}"
+        )
     if config.data.min_pixels > config.data.max_pixels:
         raise ConfigError(
             f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "

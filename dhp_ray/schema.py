@@ -39,6 +39,9 @@ def key(
 MONTH_S = 30 * 86400
 """Longest time to wait for anything: the clocks below count nanoseconds."""
 
+MAX_MIRROR_STEPS = 1000
+"""From one mirrored state to the next: workers remember the steps of all state versions between the last two."""
+
 LARGEST = 1e30
 """Of numbers that are computed with in 32 bits."""
 
@@ -176,10 +179,10 @@ class Eval:
 
 @dataclass(kw_only=True)
 class Elastic:
-    mirror_every_steps: int = key(
-        1,
-        "copy each rank's state to another rank after so many steps; 0: never, a lost worker then costs a rollback",
-        minimum=0,
+    mirror_every_steps: str = key(
+        "auto",
+        "copy each rank's state to another rank after so many steps, which a lost worker costs at most: a number, or "
+        "auto (as often as takes 2 % of the time); 0: never, a lost worker then costs a rollback",
     )
     hang_s: float = key(
         10.0, "a rank that computes and gets no further is given up within so many seconds", above=0, maximum=MONTH_S
@@ -220,6 +223,10 @@ class Train:
     precision: str = key("fp32", "computing type; master weights and moments are fp32", choices=("fp32", "bf16"))
     freeze: list[str] = key([], "parts left as they are: vision, language")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
+    fused_operators: str = key(
+        "auto", "norms, rotations and SwiGLU by fused operators: on NPU, and on CUDA where Liger is installed",
+        choices=("auto", "off"),
+    )
     bucket_mb: float = key(64.0, "megabytes of gradients reduced in one collective", above=0, maximum=1e6)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dhp_ray.model.attention import PackContext
+    from dhp_ray.model.fused import Operators
     from dhp_ray.model.kernels import Segments
     from dhp_ray.model.weights import StoredWeights
     from dhp_ray.planner.model_shape import ModelShape
@@ -117,6 +118,10 @@ class ModelAdapter(Protocol):
         """The submodules whose parameters are gathered on their own where they are sharded, inner ones first; each is
         only used by calling it.
         """
+        ...
+
+    def fuse(self, operators: Operators) -> None:
+        """Compute norms, rotations and gated MLPs by these operators; parameters and their names stay."""
         ...
 
     def set_activation_checkpointing(self) -> None:

@@ -86,6 +86,16 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackC
     return out[None]
 
 
+def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:
+    """`ring_attention` for a layer. A member without a token of the pack brings an idle one, so that its layers run: no
+    token sees it, and it sees none.
+    """
+    if context.layout.num_tokens(context.member):
+        return ring_attention(q, k, v, scale, context)
+    nothing = ring_attention(q[:, :, :0], k[:, :, :0], v[:, :, :0], scale, context)
+    return torch.cat((nothing, nothing.new_zeros(1, q.shape[2], *nothing.shape[2:])), 1)
+
+
 def register() -> None:
     """Make `dhp_ring` known to transformers; a model takes it by `set_attn_implementation`.
 
@@ -118,12 +128,7 @@ def _attention_of_transformers(
             f"{sliding_window})"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if context.layout.num_tokens(context.member):
-        return ring_attention(query, key, value, scale, context), None
-    # A member without a token of the pack brings an idle one, so that its layers can run. No token sees it, and it sees
-    # none.
-    nothing = ring_attention(query[:, :, :0], key[:, :, :0], value[:, :, :0], scale, context)
-    return torch.cat((nothing, nothing.new_zeros(1, query.shape[2], *nothing.shape[2:])), 1), None
+    return attention_of_layer(query, key, value, scale, context), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -18,8 +18,10 @@ from dhp_ray.model import attention
 from dhp_ray.model.adapter import PARTS, EncoderArguments, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
+from dhp_ray.model.fused import Operators, fuse
 from dhp_ray.model.loss import cross_entropy_sum
-from dhp_ray.model.qwen2_5_vl_encoder import VisionAttention, encoder_arguments
+from dhp_ray.model.qwen2_5_vl_decoder import LanguageAttention
+from dhp_ray.model.qwen2_5_vl_encoder import PatchEmbedding, VisionAttention, encoder_arguments
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 
@@ -42,7 +44,9 @@ class Qwen25VL:
         check(module.config)
         attention.register()
         module.set_attn_implementation(ATTENTION)
-        for block in module.model.visual.blocks:
+        visual: Any = module.model.visual
+        visual.patch_embed = PatchEmbedding(visual.patch_embed)
+        for block in visual.blocks:
             block.attn = VisionAttention(block.attn)
         self.module = module.train()
         self.weights: StoredWeights | None = None
@@ -130,6 +134,19 @@ class Qwen25VL:
     def units(self) -> list[Module]:
         model: Any = self.module.model
         return [*model.visual.blocks, model.visual, *model.language_model.layers]
+
+    def fuse(self, operators: Operators) -> None:
+        visual: Any = self.module.model.visual
+        language: Any = self.module.model.language_model
+        for block in visual.blocks:
+            fuse(block, operators, ("norm1", "norm2"), visual.config.hidden_act)
+            block.attn.operators = operators
+        fuse(visual.merger, operators, ("ln_q",))
+        for layer in language.layers:
+            fuse(layer, operators, ("input_layernorm", "post_attention_layernorm"), language.config.hidden_act)
+            if language.rotary_emb.attention_scaling == 1:  # npu_rotary_mul takes cosines and sines in [-1, 1]
+                layer.self_attn = LanguageAttention(layer.self_attn, operators)
+        fuse(language, operators, ("norm",))
 
     def set_activation_checkpointing(self) -> None:
         checkpoint_activations(self.module)

@@ -5,7 +5,8 @@
     `fullatt_block_indexes`      an image, or a step in time of a video   `cu_seqlens`
 
 transformers would cut queries, keys and values apart at offsets that it reads from the device, and call attention once
-a window: its registry of attention functions comes after that. So the block's attention is a subclass of its own.
+a window: its registry of attention functions comes after that. So the block's attention is a subclass of its own. So is
+the embedding of patches: transformers has a convolution there, which fails in bf16 on NPUs.
 """
 
 from __future__ import annotations
@@ -15,12 +16,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention, apply_rotary_pos_emb_vision
+from torch.nn import functional as F
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionPatchEmbed,
+    Qwen2_5_VLVisionAttention,
+    apply_rotary_pos_emb_vision,
+)
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from dhp_ray.model.adapter import EncoderArguments
+from dhp_ray.model.fused import Operators
 from dhp_ray.model.kernels import Segments
 from dhp_ray.model.segment_attention import segment_attention
+
+
+class PatchEmbedding(Qwen2_5_VisionPatchEmbed):
+    """The embedding of patches, with the weight of `plain`: its convolution's stride is its kernel, so each patch is
+    multiplied with one matrix.
+    """
+
+    def __init__(self, plain: Qwen2_5_VisionPatchEmbed) -> None:
+        with torch.device("meta"):
+            super().__init__(plain.patch_size, plain.temporal_patch_size, plain.in_channels, plain.embed_dim)
+        self.proj = plain.proj
+        self.train(plain.training)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(P, width) of patches `hidden_states` (P, channels x frames x height x width)."""
+        weight = self.proj.weight.flatten(1)
+        return F.linear(hidden_states.to(weight.dtype), weight)
 
 
 class VisionAttention(Qwen2_5_VLVisionAttention):
@@ -30,6 +54,7 @@ class VisionAttention(Qwen2_5_VLVisionAttention):
         with torch.device("meta"):
             super().__init__(plain.config)
         self.qkv, self.proj = plain.qkv, plain.proj
+        self.operators: Operators | None = None
         self.train(plain.training)
 
     def forward(  # type: ignore[override]
@@ -42,8 +67,20 @@ class VisionAttention(Qwen2_5_VLVisionAttention):
     ) -> Tensor:
         """(P, width) of patches `hidden_states` (P, width); `cu_seqlens` are the segments that attend to themselves."""
         q, k, v = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1).unbind(1)
-        q, k = apply_rotary_pos_emb_vision(q, k, *position_embeddings)
+        if self.operators is None:
+            q, k = apply_rotary_pos_emb_vision(q, k, *position_embeddings)
+        else:
+            q, k = self._rotated(self.operators, q, k, *position_embeddings)
         return self.proj(segment_attention(q, k, v, cu_seqlens, self.scaling).flatten(1))
+
+    def _rotated(
+        self, operators: Operators, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys (P, H, D) rotated in fp32, as transformers does."""
+        wide_q, wide_k = (x.float().transpose(0, 1)[None] for x in (q, k))
+        rotated = operators.rotary(wide_q, wide_k, cos.float()[None], sin.float()[None])
+        q, k = (new[0].transpose(0, 1).to(old.dtype) for new, old in zip(rotated, (q, k)))
+        return q, k
 
 
 def encoder_arguments(grids: Sequence[Sequence[int]], config: Any) -> EncoderArguments:

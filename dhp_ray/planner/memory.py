@@ -59,7 +59,7 @@ class MemorySettings:
     frozen: tuple[str, ...] = ()
     device: str = "cuda"
     bucket_bytes: int = 64 * 2**20
-    mirror_every_steps: int = 0
+    mirror_every_steps: str = "0"
     largest_image: int = 4096
     image_limit: int | None = None
     communicators_bytes: int = 0  # of all process groups
@@ -124,11 +124,11 @@ class MemoryModel:
     def host(self) -> Terms:
         """Host memory that a rank keeps for others' state: two versions of a replica; pinned, what its own is sent
         from (kept in two versions where not every one is mirrored)."""
-        every = self.settings.mirror_every_steps if self.settings.world_size > 1 else 0
+        every = self.settings.mirror_every_steps if self.settings.world_size > 1 else "0"
         version = 12 * math.ceil(self.shape.num_parameters(without=self.settings.frozen) / self.settings.world_size)
-        own = 2 if every > 1 else 1 if self.settings.device != "cpu" else 0
-        return {"replicas": 2 * version if every else 0,
-                "pinned, own shard" if self.settings.device != "cpu" else "own shard": own * version if every else 0}
+        versions = {"0": 0, "1": int(self.settings.device != "cpu")}.get(every, 2)
+        return {"replicas": 2 * version if every != "0" else 0,
+                "pinned, own shard" if self.settings.device != "cpu" else "own shard": versions * version}
 
     def worst_load(self, tokens: int) -> PackLoad:
         """The pack that needs most with so many tokens a rank: vision tokens throughout, all with labels.

@@ -1,4 +1,4 @@
-"""torch_npu's fused attention in plain torch, behind the operators' own schemas: torch checks each call's arguments.
+"""torch_npu's fused operators in plain torch, behind the operators' own schemas: torch checks each call's arguments.
 
 It refuses what the documentation rules out (torch_npu.yaml), and lays its softmax statistics out as that says.
 """
@@ -22,15 +22,40 @@ MAX_LENGTHS, MAX_TOKENS = 1024, 2**20
 
 @cache
 def torch_npu() -> SimpleNamespace:
-    """What `import torch_npu` gives on a machine with an NPU, as far as the kernel of attention uses it."""
+    """What `import torch_npu` gives on a machine with an NPU, as far as our kernels use it."""
     library = torch.library.Library("npu", "DEF")
     for schema in TABLE["operators"]:
         library.define(schema)
     library.impl("npu_fusion_attention", _forward, "CompositeExplicitAutograd")
     library.impl("npu_fusion_attention_grad", _backward, "CompositeExplicitAutograd")
-    operators = torch.ops.npu
-    return SimpleNamespace(library=library, npu_fusion_attention=operators.npu_fusion_attention,
-                           npu_fusion_attention_grad=operators.npu_fusion_attention_grad)
+    for name, operator in (("npu_rms_norm", _rms_norm), ("npu_rotary_mul", _rotary_mul), ("npu_swiglu", _swiglu)):
+        library.impl(name, operator, "CompositeImplicitAutograd")
+    names = [torch._C.parse_schema(schema).name for schema in TABLE["operators"]]
+    return SimpleNamespace(library=library, **{name: getattr(torch.ops.npu, name) for name in names})
+
+
+def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    if not 2 <= x.ndim <= 8 or x.dtype != gamma.dtype:
+        raise RuntimeError(f"npu_rms_norm: got {x.ndim} axes, {x.dtype} and {gamma.dtype}")
+    inverse = (x.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (x.float() * inverse * gamma.float()).to(x.dtype), inverse
+
+
+def _rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+    """In the layout BSND, that is (1, S, N, D), with r1 and r2 (1, S, 1, D)."""
+    wanted = (1, x.shape[1], 1, x.shape[3])
+    if x.shape[3] >= 896 or x.shape[3] % 2 or x.shape[2] >= 1000 or not r1.shape == r2.shape == wanted:
+        raise RuntimeError(f"npu_rotary_mul: got {tuple(x.shape)} with {tuple(r1.shape)} and {tuple(r2.shape)}")
+    if not x.dtype == r1.dtype == r2.dtype or max(r1.abs().max(), r2.abs().max()) > 1:
+        raise RuntimeError(f"npu_rotary_mul: got {x.dtype}, {r1.dtype} and {r2.dtype}, up to {r1.abs().max()}")
+    assert rotary_mode == "half"
+    first, second = x.chunk(2, -1)
+    return r1 * x + r2 * torch.cat((-second, first), -1)
+
+
+def _swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    gate, up = x.chunk(2, dim)
+    return gate * gate.sigmoid() * up
 
 
 def _forward(

@@ -183,6 +183,20 @@ def test_without_mirrors_a_lost_worker_costs_a_rollback(start: Start, undisturbe
     check(run, undisturbed)
 
 
+def test_with_auto_a_lost_worker_is_recovered_from_replicas(start: Start, undisturbed: list[float]) -> None:
+    run = start("elastic.mirror_every_steps=auto")
+    run.wait_for_step(5)
+    told = [event["every_steps"] for event in run.events("mirroring")]
+    moment = kill(run.pids[1])
+    formed = run.wait_for_event(moment, "generation")
+    assert formed["version"] is not None
+    assert formed["version"] >= 5 - max(told, default=1) - 1
+    run.wait_for_ranks(3)
+    end(run)
+    assert not run.events("rollback") or max(event["every_steps"] for event in run.events("mirroring")) > 1
+    check(run, undisturbed)
+
+
 def test_mirrors_every_few_steps_cost_those_steps_at_most(start: Start, undisturbed: list[float]) -> None:
     run = start("elastic.mirror_every_steps=4")
     run.wait_for_step(11)

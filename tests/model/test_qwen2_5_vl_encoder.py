@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dhp_ray.model.kernels import cpu
 from dhp_ray.model.qwen2_5_vl_encoder import encoder_arguments
@@ -34,6 +35,38 @@ def test_features_and_gradients_are_those_of_transformers() -> None:
     errors = relative_errors({name: parameter.grad for name, parameter in named.named_parameters()},
                              {name: parameter.grad for name, parameter in plain.named_parameters()})
     assert max(errors.values()) < 1e-5, errors
+
+
+class Convolutions(TorchDispatchMode):
+    """Counts those that are computed in it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "convolution" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patches_are_embedded_by_a_product(dtype: torch.dtype) -> None:
+    """The same values and gradients as by the convolution of transformers, under the same name; no convolution."""
+    adapter = rough_model()
+    plain, ours = (model.model.visual.patch_embed.to(dtype)  # type: ignore[union-attr, operator]
+                   for model in (plain_copy(adapter), adapter.module))
+    pixels = pixels_of(GRIDS).to(dtype)
+    wanted = plain(pixels)
+    gradient = torch.randn_like(wanted)
+    wanted.backward(gradient)
+    with Convolutions() as counted:
+        found = ours(pixels)
+        found.backward(gradient)
+    assert counted.count == 0
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    ((name, weight),), ((plain_name, plain_weight),) = ours.named_parameters(), plain.named_parameters()
+    assert (name, weight.shape) == (plain_name, plain_weight.shape)
+    scale = plain_weight.grad.abs().max().item()
+    torch.testing.assert_close(weight.grad, plain_weight.grad, rtol=tolerance, atol=tolerance * scale)
 
 
 def test_arguments_name_windows_and_steps_in_time() -> None:

@@ -92,11 +92,13 @@ def test_resident_bytes_by_hand() -> None:
 def test_replicas_and_what_they_are_sent_from_lie_in_host_memory() -> None:
     share = 12 * 3_754_622_976 / 2
     assert model("3B", world_size=2).host() == {"replicas": 0, "pinned, own shard": 0}
-    assert model("3B", world_size=2, mirror_every_steps=1).host() == {"replicas": 2 * share, "pinned, own shard": share}
-    assert model("3B", world_size=2, mirror_every_steps=4).host()["pinned, own shard"] == 2 * share
-    on_cpu = model("3B", world_size=2, mirror_every_steps=1, device="cpu").host()
+    each_step = model("3B", world_size=2, mirror_every_steps="1").host()
+    assert each_step == {"replicas": 2 * share, "pinned, own shard": share}
+    for every in ("4", "auto"):
+        assert model("3B", world_size=2, mirror_every_steps=every).host()["pinned, own shard"] == 2 * share
+    on_cpu = model("3B", world_size=2, mirror_every_steps="1", device="cpu").host()
     assert on_cpu == {"replicas": 2 * share, "own shard": 0}
-    assert model("3B", world_size=1, mirror_every_steps=1).host()["replicas"] == 0
+    assert model("3B", world_size=1, mirror_every_steps="1").host()["replicas"] == 0
 
 
 def test_tokens_that_fit_are_the_most_that_do() -> None:

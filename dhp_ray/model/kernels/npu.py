@@ -1,4 +1,5 @@
-"""Ascend NPU: torch_npu's fused attention in its variable-length layout TND, up to 1,024 segments a call.
+"""Ascend NPU: torch_npu's fused attention in its variable-length layout TND, up to 1,024 segments a call; its fused
+norm, rotation and SwiGLU.
 
 Written against the operators of torch_npu 2.13 (tests/contracts/torch_npu.yaml); not yet run on a device. Offsets are
 cumulative without a leading 0. Causal is sparse_mode 3 with a fixed 2048 x 2048 mask, True where masked, whatever the
@@ -48,6 +49,29 @@ def backward(
         parts.append((d_q, d_k, d_v))
     d_q, d_k, d_v = (_joined(gradients) for gradients in zip(*parts))
     return d_q, d_k, d_v
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    import torch_npu
+
+    normed: Tensor = torch_npu.npu_rms_norm(x, weight, epsilon)[0]
+    return normed
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    import torch_npu
+
+    # the operator's layout BSND, in which projections leave queries and keys: no copy is made
+    q, k = (torch_npu.npu_rotary_mul(x.transpose(1, 2), cos[:, :, None], sin[:, :, None]).transpose(1, 2)
+            for x in (q, k))
+    return q, k
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    import torch_npu
+
+    product: Tensor = torch_npu.npu_swiglu(torch.cat((gate, up), -1), -1)
+    return product
 
 
 def _calls(segments: Segments, device: torch.device) -> Iterator[tuple[slice, slice, dict[str, Any]]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
 import traceback
 from collections.abc import Generator, Iterator
 from queue import SimpleQueue
@@ -33,7 +34,7 @@ from dhp_ray.runtime.driver.recovery import form_anew, reopened
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.stages import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.start import open_session
-from dhp_ray.runtime.messages import GroupError, Message, RunError, RunFinished, StoppingError
+from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StoppingError
 from dhp_ray.runtime.waits import LONG_S, Waited, Waits
 from dhp_ray.storage import Folder, StorageError
 
@@ -62,6 +63,8 @@ class Driver:
         self.session: Session | None = None
         self.stop_reason = self.refused = ""
         self.leaving: dict[int, Condition] = {}  # ranks that ought to, as of the last step
+        # calls that wait for copies of the state after a step
+        self.copies: tuple[int, list[ray.ObjectRef]] = 0, []
 
     @ray.method(concurrency_group="control")
     def offer(self, slot: int, actor: ActorHandle) -> None:
@@ -135,7 +138,7 @@ class Driver:
 
     def _steps(self, session: Session) -> Generator[Message, None, str]:
         """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
-        change, self.leaving = "", {}
+        change, self.leaving, self.copies = "", {}, (0, [])
         first = session.current.dispatcher.dispatch(session.records.last_step + 1)
         yield from session.compiling_told()
         running = self._launch(session, first)
@@ -149,18 +152,24 @@ class Driver:
             following = session.current.dispatcher.take(step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
             self.leaving = session.leaving()
-            # Ranks that leave take nothing along where every step is mirrored; the rest of a drained node may follow.
-            drained, mirrored = Condition.DRAINED in self.leaving.values(), self.config.elastic.mirror_every_steps == 1
+            mirrored = running.mirrors and results[0].applied
+            if mirrored:
+                session.mirroring.begun(step)
+            # Ranks that leave take nothing along where this step is mirrored; the rest of a drained node may follow.
+            drained = Condition.DRAINED in self.leaving.values()
             endangered = drained or (bool(self.leaving) and not mirrored)
             self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
             eval_loss = yield from session.current.evaluation.loss_when_due(step)
             change = yield from self._change(session)
             launched = self._launch(session, None if change or session.stopping else following, waited_s)
-            if session.mirrors(step):
-                with self.waits.on(f"the copies of the state after step {step}"):
-                    session.group.call("mirrored")
+            if mirrored:
+                yield from self._copies_arrived(session)  # those before, for which every rank has waited in this step
+                self.copies = step, session.group.start("mirrored")
+                if session.mirroring.every == 1:  # else they travel up to the next ones
+                    yield from self._copies_arrived(session)
             yield from self.commits.commit(running.finished(results, step_time_s, eval_loss))
             running = launched
+        yield from self._copies_arrived(session)
         if self.refused:  # also where it is the first step
             raise RunError(self.refused)
         needed = session.current.dispatcher.needed_ranks
@@ -187,10 +196,28 @@ class Driver:
                 # told once the step before is committed
                 self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"
                 return None
-        begun = perf_counter()
-        results = session.group.start("run", dispatched.step, dispatched.plan_id, failures, session.total_steps)
+        begun, mirrors = perf_counter(), session.mirroring.due(dispatched.step)
+        results = session.group.start("run", dispatched.step, dispatched.plan_id, failures, session.total_steps,
+                                      mirrors)
         session.current.dispatcher.started(dispatched)
-        return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait)
+        return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait, mirrors)
+
+    def _copies_arrived(self, session: Session) -> Iterator[Message]:
+        """Wait until the copies of the state that were begun last have arrived; how often they are made may change."""
+        (step, calls), self.copies = self.copies, (0, [])
+        if not calls:
+            return
+        with self.waits.on(f"the copies of the state after step {step}"):
+            seconds = session.group.collect(calls)
+        step_s = statistics.median(session.history.step_times_s or [0.0])
+        if session.mirroring.observe(seconds, step_s):
+            every, copy_s = session.mirroring.every, session.mirroring.copy_s
+            session.records.event("mirroring", step=step, every_steps=every, copy_s=round(copy_s, 4),
+                                  step_time_s=round(step_s, 4))
+            yield Notice(
+                f"the state is copied to other ranks every {every} steps from now on: {copy_s:.3g} s beside steps of "
+                f"{step_s:.3g} s; a lost worker costs the steps since then once more"
+            )
 
     def _change(self, session: Session) -> Generator[Message, None, str]:
         """Return why the membership must change between two steps; empty: it need not."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.comm.device import ACCELERATORS
@@ -20,6 +21,7 @@ from dhp_ray.runtime.driver.elastic import Condition, Failures, replica_ranks_of
 from dhp_ray.runtime.driver.evaluation import Evaluation
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.measures import TimeScale
+from dhp_ray.runtime.driver.mirroring import Mirroring
 from dhp_ray.runtime.driver.nodes import Draining
 from dhp_ray.runtime.driver.room import ranks_that_hold, within_memory
 from dhp_ray.runtime.driver.speeds import SpeedMeter
@@ -96,18 +98,17 @@ class Session:
     @property
     def replica_ranks(self) -> tuple[int, ...]:
         """Which rank holds the replica of each rank's shard."""
-        return replica_ranks_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
+        return replica_ranks_of(self.group.nodes) if self.mirroring.every else ()
+
+    @cached_property
+    def mirroring(self) -> Mirroring:
+        return Mirroring(self.config.elastic.mirror_every_steps)
 
     @property
     def pool_groups(self) -> int:
         """How many process groups every rank keeps: `comm.pool_groups`, or what all devices hold."""
         device = ACCELERATORS[self.group.members[0].described["device"]]
         return device.pool_groups(self.config.comm.pool_groups, self.group.memory_bytes)
-
-    def mirrors(self, step: int) -> bool:
-        """Whether ranks copy their state to each other after `step`."""
-        every = self.config.elastic.mirror_every_steps
-        return every > 0 and step % every == 0
 
     def stuck_s(self, plan: Plan) -> float:
         """How long a rank may stand still in a step: many times as long as a layer takes, once it is known what
@@ -149,6 +150,7 @@ class Session:
         cluster = ClusterSpec.of_nodes(self.group.nodes, tokens)
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         config = self.config
+        self.mirroring.enter()
         # one for all plans that the ranks are told to run
         pool = PoolBook(self.pool_groups if config.comm.transport == "pool" else 0)
         self.current.dispatcher = Dispatcher(

@@ -36,13 +36,15 @@ class DispatchedStep:
 
 @dataclass
 class RunningStep:
-    """A step that the workers run: their pending results, and when it began."""
+    """A step that the workers run: their pending results, when it began, and whether they `mirror` the state after it.
+    """
 
     dispatched: DispatchedStep
     placeholders: dict[str, str]
     results: list[ray.ObjectRef]
     begun_s: float
     data_wait_s: float
+    mirrors: bool
 
     def finished(self, results: list[StepResult], step_time_s: float, eval_loss: float | None) -> FinishedStep:
         dispatched, batch = self.dispatched, self.dispatched.batch

@@ -6,10 +6,8 @@ Plain torch: a Ray worker wraps one (`worker.py`), and benchmarks run the same o
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
@@ -27,15 +25,20 @@ from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model, model_shape
+from dhp_ray.model.fused import operators_of
 from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.storage import Folder, storage_errors
+from dhp_ray.runtime.worker.folders import save_folder
+from dhp_ray.storage import Folder
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.learning_rate import learning_rate_factor
 from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.results import StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine, sharded_bytes
 from dhp_ray.train.state.checkpoint import Checkpointer
 from dhp_ray.train.state.mirror import Mirror
@@ -56,6 +59,9 @@ def build_adapter(config: Config) -> ModelAdapter:
     """
     adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
     adapter.freeze(config.train.freeze)
+    operators = operators_of(config.cluster.device) if config.train.fused_operators == "auto" else None
+    if operators:
+        adapter.fuse(operators)
     if config.train.activation_checkpointing:
         adapter.set_activation_checkpointing()
     return adapter
@@ -89,36 +95,6 @@ def state_size(config: Config) -> StateSize:
         resident = resident_bytes(found, world_size, config.train.precision, frozen)
     # value and both moments, fp32
     return StateSize(found, shape.num_layers, resident, (found - frozen) * 3 * 4, shape)
-
-
-def save_folder(config: Config) -> Path:
-    """Where this node writes checkpoints: run.dir itself where it is a folder, else `checkpoint.scratch`, from where
-    they are uploaded.
-    """
-    local = Folder(config.run.dir).local_path()
-    folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir()).expanduser()
-    with storage_errors(f"{'run.dir' if local else 'checkpoint.scratch'}: {folder}", "cannot be made"):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@contextmanager
-def export_folder(config: Config) -> Iterator[Path]:
-    """An empty folder on this node for a model that goes to the run folder.
-
-    Inside run.dir it is always the same: an export takes away what a killed one has left.
-    """
-    if Folder(config.run.dir).local_path() is None:
-        with tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=save_folder(config)) as scratch:
-            yield Path(scratch)
-        return
-    folder = save_folder(config) / ".export"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Rank:
@@ -172,13 +148,16 @@ class Rank:
         )
         try:
             self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group,
-                                 snapshot=config.elastic.mirror_every_steps > 1)
+                                 snapshot=config.elastic.mirror_every_steps not in ("0", "1"))
         except BaseException:
             self.engine.release()  # the next engine over this adapter must not find this one's hooks
             raise
         self._mirror_lock = Lock()
+        # whether this step waits for the last copies: the first one does, since till then only the generation before
+        # has whole ones
+        self._finishes = True
         kind = MicroBatchStep if config.planner.sync == "micro_batch" else RankStep
-        self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self.finish_mirror)
+        self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self._before_update)
         folder = Folder(config.run.dir)
         self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(
             # a save that is left may still write there
@@ -195,17 +174,43 @@ class Rank:
                             self.state_group)
         self.engine.load_state(state)
 
-    def begin_mirror(self, step: int) -> None:
-        """After a step: start to copy the state to this rank's replica rank, when due. Every rank calls this alike."""
-        every = self.config.elastic.mirror_every_steps
-        if every and step % every == 0:
-            with self._mirror_lock:
-                self.mirror.begin()
+    def run(
+        self,
+        plan: RankPlan,
+        payloads: Mapping[str, Payload],
+        learning_rate_factor: float,
+        data_wait_s: float = 0.0,
+        mirrors: bool = False,
+    ) -> StepResult:
+        """Run a step. Where it `mirrors`, alike on all ranks, the last copies have arrived on every rank before its
+        update, and those of the state after it begin to travel.
+        """
+        self._finishes = self._finishes or mirrors
+        result = self.stepper.run(plan, payloads, learning_rate_factor, data_wait_s)
+        self._finishes = False
+        if mirrors and result.applied:
+            self.begin_mirror()
+        return result
+
+    def _before_update(self) -> None:
+        if self._finishes:
+            self.finish_mirror()
+
+    def begin_mirror(self) -> None:
+        """Start to copy the state to this rank's replica rank, if there is one. Every rank calls this alike."""
+        with self._mirror_lock:
+            self.mirror.begin()
 
     def finish_mirror(self) -> None:
         """Wait until the last copies have arrived. Any thread may call this, and more than once."""
         with self._mirror_lock:
             self.mirror.finish()
+
+    def mirror_seconds(self) -> list[float]:
+        """How long the copies took that have arrived since the last call."""
+        with self._mirror_lock:
+            seconds, self.mirror.seconds = self.mirror.seconds, []
+        return seconds
 
     def local_shards(self) -> list[LocalShard]:
         """Every complete shard version that this rank has: its own and those that it keeps for others."""

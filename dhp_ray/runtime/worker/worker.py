@@ -32,9 +32,10 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
 from dhp_ray.runtime.worker.failures import give_back_memory, words_of
-from dhp_ray.runtime.worker.held_shards import held_shards
+from dhp_ray.runtime.worker.folders import export_folder, save_folder
+from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT, held_shards
 from dhp_ray.runtime.worker.prefetch import load_payloads, processor_spec
-from dhp_ray.runtime.worker.rank import Rank, build_adapter, export_folder, save_folder, state_size
+from dhp_ray.runtime.worker.rank import Rank, build_adapter, state_size
 from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine
@@ -45,7 +46,6 @@ CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
 """Threads beside the one that trains."""
 
 RESULTS_KEPT = 3  # the driver may be so many steps behind when it is lost, and one more
-VERSIONS_KEPT = 256  # state versions whose last step is remembered: more than lie between two mirrored ones
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -147,7 +147,7 @@ class Worker:
             self.rank.load_state(shards)
         elif origin.name:
             self.rank.checkpointer.load(origin.name)
-        self.rank.begin_mirror(0)
+        self.rank.begin_mirror()
         give_back_memory()
         self.ran = {number: ran for number, ran in self.ran.items() if number <= step}
         self.steps = {version: number for version, number in self.steps.items()
@@ -163,31 +163,32 @@ class Worker:
         return failures
 
     @training
-    def run(self, step: int, plan_id: str, placeholders: dict[str, str], total_steps: int) -> StepResult:
+    def run(
+        self, step: int, plan_id: str, placeholders: dict[str, str], total_steps: int, mirrors: bool
+    ) -> StepResult:
         """Run a prefetched plan of a step; the samples in `placeholders` keep their place with every label masked."""
         assert self.rank is not None
         wait = perf_counter()
         plan, payloads = self._take(step, plan_id, placeholders)
         factor = self.rank.learning_rate_factor(step, total_steps)
-        result = self.rank.stepper.run(plan, payloads, factor, data_wait_s=perf_counter() - wait)
+        result = self.rank.run(plan, payloads, factor, perf_counter() - wait, mirrors)
         self.kept.clear()  # every rank has its copies of this generation: the one before is done with
         self.ran[step] = Ran(result, placeholders)
         self.ran.pop(step - RESULTS_KEPT, None)
         self.steps[result.state_version] = step
         if len(self.steps) > VERSIONS_KEPT:
             del self.steps[min(self.steps)]
-        if result.applied:
-            self.rank.begin_mirror(step)
         saved, error = self.rank.checkpointer.poll()
         return result._replace(saved_steps=tuple(saved), save_error=error)
 
     @ray.method(concurrency_group="control")
-    def mirrored(self) -> None:
-        """Returns once the copies of the last step's state have arrived."""
+    def mirrored(self) -> list[float]:
+        """Wait for the copies that are on their way; returns the seconds of all that came since the last call."""
         rank = self.rank
         if rank is None:
             raise RunError("has left its generation: the copies of its state may not have arrived")
         rank.finish_mirror()
+        return rank.mirror_seconds()
 
     @training
     def evaluate(self, number: int, plan_id: str, placeholders: dict[str, str]) -> tuple[float, int]:

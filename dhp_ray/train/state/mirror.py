@@ -10,9 +10,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import Event, Thread
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -54,6 +55,46 @@ class _DoubleBuffer:
         return [found[version] for version in sorted(found)]
 
 
+class _Exchange(Thread):
+    """A version on its way: this rank's shard is sent, and replicas come. The thread waits for both, so that it knows
+    how long they took, whoever asks when. It refers to no engine: it may outlive one, until a peer that hangs is gone.
+    """
+
+    def __init__(
+        self, begun_s: float, receives: Mapping[int, list[dist.Work]], send: Callable[[], list[dist.Work]]
+    ) -> None:
+        super().__init__(name="mirror", daemon=True)
+        self._work = receives, send
+        self._begun_s = begun_s
+        self.sent = Event()  # this rank's shard is staged, and its sends are posted or have failed
+        self.arrived: list[int] = []  # owners whose replicas are whole
+        self.failure = ""
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        (receives, send), self._work = self._work, ({}, list)
+        try:
+            sends = send()
+        except RuntimeError as error:
+            self.failure = str(error)
+            return
+        finally:
+            self.sent.set()
+        self.arrived = [owner for owner, works in receives.items() if self._waited(works, f"from rank {owner}")]
+        self._waited(sends, "to its replica rank")
+        self.seconds = perf_counter() - self._begun_s
+
+    def _waited(self, works: list[dist.Work], way: str) -> bool:
+        """Whether all of it has gone through; the first failure is kept as text: its traceback would hold the group."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self.failure = self.failure or f"{way}: {error}"
+            return False
+        return True
+
+
 class Mirror:
     """Sends this rank's shard to its replica rank and holds the replicas of others; the picture above shows the calls.
 
@@ -86,11 +127,10 @@ class Mirror:
                 )
         self._replicas: dict[int, _DoubleBuffer] = {}
         self._own: _DoubleBuffer | None = None
-        self._sends: list[dist.Work] = []
-        self._receives: dict[int, list[dist.Work]] = {}
-        self._posting: Thread | None = None
+        self._exchange: _Exchange | None = None
         self._failure = ""
-        self._under_way = False
+        self.seconds: list[float] = []
+        """How long each exchange that was finished took, from `begin` until all had gone through on this rank."""
         if self._group is None:
             return
         self._replica_peer = torch_peer(replica_ranks[rank])
@@ -120,42 +160,32 @@ class Mirror:
         """
         if self._group is None:
             return
-        if self._under_way:
+        if self._exchange is not None:
             raise RuntimeError("mirror: begin before the last exchange was finished")
-        self._under_way = True
+        begun_s, receives = perf_counter(), dict[int, list[dist.Work]]()
         for owner, buffers in self._replicas.items():
             buffers.back.version = UNFINISHED
             tensors = [buffers.version, *buffers.back.tensors().values()]
             peer = torch_peer(owner)
-            self._receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
-                                     for tag, tensor in enumerate(tensors) if tensor.numel()]
-        current = self._engine.current
-        self._version.fill_(current.version)
-        if self._own is None:
-            self._send(current)
-            return
-        self._own.back.version = UNFINISHED
-        self._own.version.fill_(current.version)
-        if self._stream is None:
-            self._own.back.copy_(current)
-            self._own.swap()
-            self._send(self._own.front)
-        else:
-            self._posting = Thread(target=self._send_staged, args=(self._own, self._staging(self._own.back, current)),
-                                   name="mirror", daemon=True)
-            self._posting.start()
+            receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
+                               for tag, tensor in enumerate(tensors) if tensor.numel()]
+        self._exchange = _Exchange(begun_s, receives, self._sending(self._engine.current))
+        self._exchange.start()
 
     def finish(self) -> None:
         """Wait until everything is received and sent; the received versions count from here on.
 
         Raises RuntimeError when a peer is gone: what did arrive whole counts nevertheless.
         """
-        self._join()
-        for owner, works in self._receives.items():
-            if self._waited(works, f"from rank {owner}"):
+        if self._exchange is not None:
+            self._exchange.join()
+            for owner in self._exchange.arrived:
                 self._replicas[owner].swap()
-        self._waited(self._sends, "to its replica rank")
-        self._receives, self._sends, self._under_way = {}, [], False
+            if self._exchange.failure:
+                self._failure = self._failure or self._exchange.failure
+            else:
+                self.seconds.append(self._exchange.seconds)
+            self._exchange = None
         if self._failure:  # for good: whoever asks next must not take the replicas for whole
             raise RuntimeError(f"mirror: rank {self._rank}'s exchange broke off: {self._failure}")
 
@@ -170,11 +200,11 @@ class Mirror:
 
     def close(self) -> None:
         """Abandon an exchange under way and drop the group; replicas that were given out stay valid."""
-        self._join()
-        self._receives, self._sends, self._replicas, self._own, self._group = {}, [], {}, None, None
+        self._staged()
+        self._exchange, self._replicas, self._own, self._group = None, {}, None, None
 
     def _kept(self) -> dict[int, _DoubleBuffer]:
-        self._join()
+        self._staged()
         return {**self._replicas, self._rank: self._own} if self._own is not None and self._snapshot else self._replicas
 
     def _described(self, owners: list[int]) -> dict[int, _DoubleBuffer]:
@@ -196,10 +226,35 @@ class Mirror:
             replicas[owner] = _DoubleBuffer.empty(of_owner, int(sizes[2 * owner]))
         return replicas
 
-    def _send(self, state: ShardState) -> None:
-        tensors = [self._version, *state.tensors().values()]
-        self._sends = [_posted(dist.isend(tensor, group=self._group, group_dst=self._replica_peer, tag=tag))
-                       for tag, tensor in enumerate(tensors) if tensor.numel()]
+    def _sending(self, current: ShardState) -> Callable[[], list[dist.Work]]:
+        """What sends `current`: at once where it lies in host memory, else as soon as it has been copied there."""
+        self._version.fill_(current.version)
+        own, group, peer = self._own, self._group, self._replica_peer
+        tensors = [self._version, *current.tensors().values()]
+        if own is not None:
+            own.back.version = UNFINISHED
+            own.version.fill_(current.version)
+            tensors = [self._version, *own.back.tensors().values()]
+
+        def send() -> list[dist.Work]:
+            return [_posted(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
+                    for tag, tensor in enumerate(tensors) if tensor.numel()]
+
+        if own is not None and self._stream is not None:
+            copied, progress, staged = self._staging(own.back, current), self._engine.progress, own
+
+            def send_staged() -> list[dist.Work]:
+                copied.synchronize()
+                progress.check()  # a device that was stopped has not copied it
+                staged.swap()
+                return send()
+
+            return send_staged
+        if own is not None:
+            own.back.copy_(current)
+            own.swap()
+        sends = send()
+        return lambda: sends
 
     def _staging(self, staged: ShardState, current: ShardState) -> Any:
         """Start to copy the device's state to pinned memory, beside what the device computes; the event of its end."""
@@ -214,30 +269,10 @@ class Mirror:
             device.current_stream(self._engine.device).wait_event(copied)
         return copied
 
-    def _send_staged(self, own: _DoubleBuffer, copied: Any) -> None:
-        """The thread of an exchange from a device: what is sent must have arrived in host memory."""
-        try:
-            copied.synchronize()
-            self._engine.progress.check()  # a device that was stopped has not copied it
-            own.swap()
-            self._send(own.front)
-        except RuntimeError as error:  # raised by finish
-            self._failure = str(error)
-
-    def _join(self) -> None:
-        if self._posting is not None:
-            self._posting.join()
-            self._posting = None
-
-    def _waited(self, works: list[dist.Work], way: str) -> bool:
-        """Whether all of it has gone through; the first failure is kept as text: its traceback would hold the group."""
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            self._failure = self._failure or f"{way}: {error}"
-            return False
-        return True
+    def _staged(self) -> None:
+        """Wait until this rank's own shard is whole in the memory that it is sent from."""
+        if self._exchange is not None:
+            self._exchange.sent.wait()
 
 
 def _posted(work: dist.Work | None) -> dist.Work:

@@ -71,7 +71,7 @@ def work_of_steps(num_ranks: int, folder: Path) -> tuple[int, list[Any]]:
     """Python calls in the thread of the driver's loop over three steps, with a sample a rank; the ranks' handles."""
     driver, _ = ready_driver(folder, num_ranks, num_ranks, 3, prepared_handles)
     assert driver.session is not None
-    driver.config.elastic.mirror_every_steps = 2
+    driver.session.mirroring.auto, driver.session.mirroring.every = False, 2
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:

@@ -1,0 +1,73 @@
+"""Norms, rotations and SwiGLU by the fused operators of a device, as modules in place of transformers' own.
+
+transformers' own hooks for them reach RMS norms and the language model's rotation alone, through the package `kernels`,
+which fetches code from the Hub. So a family puts the modules below in the places of its own when a model is built: they
+take over the parameters, under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Module
+
+from dhp_ray.model.kernels import liger, npu
+
+
+class Operators(Protocol):
+    """The fused operators of a kind of device; each has its backward. Modules of `dhp_ray.model.kernels` are such."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x (..., D) over the root of its mean square, times `weight` (D,)."""
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q (1, H, L, D) and k (1, Hk, L, D), half by half, with `cos` and `sin` (1, L, D) of the same type; q
+        and k may be overwritten.
+        """
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, all (..., F)."""
+
+
+def operators_of(device: str) -> Operators | None:
+    """Those of a kind of device (cpu, cuda, npu): on CUDA where Liger is installed; None: there are none."""
+    if device == "npu":
+        return npu
+    return liger if device == "cuda" and find_spec("liger_kernel") else None
+
+
+class FusedNorm(Module):
+    """An RMS norm with the weight of `plain`, a norm of transformers."""
+
+    def __init__(self, plain: Any, operators: Operators) -> None:
+        super().__init__()
+        self.weight, self.epsilon, self.operators = plain.weight, plain.variance_epsilon, operators
+        self.train(plain.training)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.operators.rms_norm(hidden, self.weight, self.epsilon)
+
+
+class FusedMLP(Module):
+    """A gated MLP with the projections of `plain`, an MLP of transformers."""
+
+    def __init__(self, plain: Any, operators: Operators) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = plain.gate_proj, plain.up_proj, plain.down_proj
+        self.operators = operators
+        self.train(plain.training)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(self.operators.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
+        return down
+
+
+def fuse(owner: Module, operators: Operators, norms: Sequence[str], activation: str = "") -> None:
+    """Put fused modules in the places of `owner`'s norms and, where its activation is silu, of its `mlp`."""
+    for name in norms:
+        setattr(owner, name, FusedNorm(getattr(owner, name), operators))
+    if activation == "silu":
+        owner.mlp = FusedMLP(owner.mlp, operators)

@@ -1,0 +1,42 @@
+"""Where a node writes what goes to the run folder: checkpoints and models."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dhp_ray.config import Config
+from dhp_ray.storage import Folder, storage_errors
+
+
+def save_folder(config: Config) -> Path:
+    """Where this node writes checkpoints: run.dir itself where it is a folder, else `checkpoint.scratch`, from where
+    they are uploaded.
+    """
+    local = Folder(config.run.dir).local_path()
+    folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir()).expanduser()
+    with storage_errors(f"{'run.dir' if local else 'checkpoint.scratch'}: {folder}", "cannot be made"):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def export_folder(config: Config) -> Iterator[Path]:
+    """An empty folder on this node for a model that goes to the run folder.
+
+    Inside run.dir it is always the same: an export takes away what a killed one has left.
+    """
+    if Folder(config.run.dir).local_path() is None:
+        with tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=save_folder(config)) as scratch:
+            yield Path(scratch)
+        return
+    folder = save_folder(config) / ".export"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
