@@ -37,7 +37,7 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from dhp_ray.comm.link import Link  # noqa: E402
-from dhp_ray.data.blocks import BlockRows  # noqa: E402
+from dhp_ray.data.blocks import BlockRows, fetch_rows  # noqa: E402
 from dhp_ray.data.processor import ProcessorSpec  # noqa: E402
 from dhp_ray.data.stream import Batch, Stream  # noqa: E402
 from dhp_ray.data.synthetic import write  # noqa: E402
@@ -143,8 +143,8 @@ def model_seconds(samples: list[Sample], blocks: Payload, data: Data) -> float:
     begun = time.perf_counter()
     for pack in packs:
         reference, row = blocks[pack.samples[0].id]
-        payloads, failures = load_payloads(RankPlan(1, 0, (), (pack,)), [BlockRows([reference], [row])], processor,
-                                           adapter)
+        payloads, failures = load_payloads(RankPlan(1, 0, (), (pack,)), fetch_rows([BlockRows([reference], [row])]),
+                                           processor, adapter)
         assert not failures
         pack_loss(adapter, collate(pack, payloads, 0, adapter), link).backward()
     return time.perf_counter() - begun
