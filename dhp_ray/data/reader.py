@@ -24,7 +24,7 @@ from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
 from dhp_ray.data.order import row_order
 from dhp_ray.data.processor import SLICE_TOKENS, Processor, ProcessorSpec, Size
-from dhp_ray.data.video import clip_of
+from dhp_ray.data.video_decoder import clip_of
 from dhp_ray.errors import first_line
 
 PAYLOAD = pa.schema([
