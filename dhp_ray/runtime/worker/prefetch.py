@@ -68,6 +68,12 @@ def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
     return [tuple(next(encoders) == member for _ in sample.vision_grids) for sample in pack.samples]
 
 
+def encoded_grids(plan: RankPlan) -> dict[str, tuple[bool, ...]]:
+    """For every sample of a rank's plan, by id, whether the rank encodes each of its images."""
+    return {sample.id: here for pack in plan.packs
+            for sample, here in zip(pack.samples, encoded_images(pack, plan.rank))}
+
+
 def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
     """A row of a block as a payload, with the patches of the grids that are encoded here. Raises whatever decoders
     raise on foreign bytes.

@@ -33,7 +33,7 @@ from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
 from dhp_ray.runtime.worker.failures import give_back_memory, words_of
 from dhp_ray.runtime.worker.held_shards import held_shards
-from dhp_ray.runtime.worker.prefetch import load_payloads, num_decoders, processor_spec
+from dhp_ray.runtime.worker.prefetch import encoded_grids, load_payloads, num_decoders, processor_spec
 from dhp_ray.runtime.worker.rank import Rank, build_adapter, export_folder, save_folder, state_size
 from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.collate import Payload
@@ -158,8 +158,8 @@ class Worker:
     def prefetch(self, plan: RankPlan, blocks: list[BlockRows]) -> dict[str, str]:
         """Fetch and decode what this rank needs of a step; returns the samples that failed, with their reasons."""
         assert self.adapter is not None
-        payloads, failures = load_payloads(plan, fetch_rows(blocks), self.processor, self.adapter,
-                                           num_decoders(self.config))
+        payloads, failures = load_payloads(plan, fetch_rows(blocks, encoded_grids(plan)), self.processor,
+                                           self.adapter, num_decoders(self.config))
         self.prefetched[plan.plan_id] = (plan, payloads)
         return failures
 
