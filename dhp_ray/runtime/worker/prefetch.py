@@ -1,4 +1,6 @@
-"""A rank's payload of one step: rows of blocks, and the pixels of the images that this rank encodes."""
+"""A rank's inputs of one step, made ahead of it: rows of blocks, the pixels of the images that this rank encodes, packs
+collated.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
 from dhp_ray.errors import first_line
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPack, RankPlan
-from dhp_ray.train.collate import Payload, check_payload, placeholder
+from dhp_ray.planner.plan import RankPlan
+from dhp_ray.train.collate import Payload, check_payload, encoded_images, placeholder
+from dhp_ray.train.step_inputs import IDLE, StepInputs, packs_of
 
 Patches = list[np.ndarray | None]
 """Of each grid of an image or video, float32 of shape (P, patch_dim); None where another rank encodes it."""
@@ -33,39 +36,38 @@ def num_decoders(config: Config) -> int:
     return config.data.decoders or max(1, int(config.cluster.cpus_per_worker))
 
 
-def load_payloads(
-    plan: RankPlan, rows: Iterable[dict[str, Any]], processor: Processor, adapter: ModelAdapter, num_decoders: int = 1
-) -> tuple[dict[str, Payload], dict[str, str]]:
-    """Payloads by sample id, and the reason of each sample that cannot be used; such a one is a placeholder here.
-    `rows` are those of the plan's samples, in any order, as `fetch_rows` gives them.
+def load_inputs(
+    plan: RankPlan, rows: Iterable[dict[str, Any]], processor: Processor, adapter: ModelAdapter, num_decoders: int = 1,
+    precision: str = "fp32", pinned: bool = False,
+) -> tuple[StepInputs, dict[str, str]]:
+    """The inputs of a plan's packs, and the reason of each sample that cannot be used; such a one is a placeholder
+    here. `rows` are those of the plan's samples, in any order, as `fetch_rows` gives them.
 
-    Images and videos are decoded by `num_decoders` threads, in the order of the plan.
+    Images and videos are decoded by `num_decoders` threads, in the order of the plan. A pack is collated while the next
+    one is decoded; then its patches are no longer held as they were decoded.
     """
     row_of = {row["id"]: row for row in rows}
-    payloads: dict[str, Payload] = {}
+    inputs = StepInputs(plan, precision, pinned)
     failures: dict[str, str] = {}
     with ThreadPoolExecutor(num_decoders, "decoding", partial(torch.set_num_threads, 1)) as decoders:
-        samples = [(sample, here, [decoders.submit(decoding) for decoding in decodings(row_of[sample.id], here,
-                                                                                       processor)])
-                   for pack in plan.packs for sample, here in zip(pack.samples, encoded_images(pack, plan.rank))]
-        for sample, here, decoded in samples:
-            try:
-                payload = _payload(row_of[sample.id], [future.result() for future in decoded])
-                check_payload(sample, payload, adapter, here)
-            # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
-            except Exception as error:
-                payload = placeholder(sample)
-                failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
-            payloads[sample.id] = payload
-            decoded.clear()  # a future would keep what it has decoded
-    return payloads, failures
-
-
-def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
-    """For every sample of the pack, whether `rank` encodes each of its images."""
-    member = pack.ranks.index(rank)
-    encoders = iter(pack.encoders)
-    return [tuple(next(encoders) == member for _ in sample.vision_grids) for sample in pack.samples]
+        packs = [(pack, [(sample, here, [decoders.submit(decoding)
+                                         for decoding in decodings(row_of[sample.id], here, processor)])
+                         for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if pack.index >= 0])
+                 for pack in packs_of(plan)]
+        for pack, samples in packs:
+            payloads = {IDLE.id: placeholder(IDLE)} if pack.index < 0 else {}
+            for sample, here, decoded in samples:
+                try:
+                    payload = _payload(row_of[sample.id], [future.result() for future in decoded])
+                    check_payload(sample, payload, adapter, here)
+                # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
+                except Exception as error:
+                    payload = placeholder(sample)
+                    failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
+                payloads[sample.id] = payload
+            inputs.add(pack, payloads, adapter)
+            samples.clear()  # futures keep what they have decoded
+    return inputs, failures
 
 
 def encoded_grids(plan: RankPlan) -> dict[str, tuple[bool, ...]]:

@@ -15,7 +15,7 @@ from dhp_ray.data.index import index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.planner.plan import RankPlan, Sample
-from dhp_ray.runtime.worker.prefetch import load_payloads, num_decoders, payload_of
+from dhp_ray.runtime.worker.prefetch import load_inputs, num_decoders, payload_of
 from dhp_ray.schema import Cluster, Config, Data
 from dhp_ray.train.collate import Payload, check_payload, collate
 from dhp_ray.train.pack import pack_loss
@@ -112,7 +112,8 @@ def test_any_number_of_decoders_gives_the_same_payloads(tmp_path: Path) -> None:
     records, adapter = many_records(tmp_path), rough_model()
     samples = [sample_of(record) for record in records]
     packs = (make_pack(0, [0, 1], samples[:5]), make_pack(1, [0], samples[5:]))
-    one, failed = load_payloads(RankPlan(1, 0, (), packs), records, PROCESSOR, adapter)
+    inputs, failed = load_inputs(RankPlan(1, 0, (), packs), records, PROCESSOR, adapter)
+    one = inputs.payloads
     assert list(one) == [sample.id for sample in samples]
     assert set(failed) == {"r6", "r7"}, "the bad image of r2 is encoded by the other rank"
     assert all(one[name].masked == (name in failed) for name in one)
@@ -120,12 +121,17 @@ def test_any_number_of_decoders_gives_the_same_payloads(tmp_path: Path) -> None:
         if record["id"] not in ("r2", *failed):
             here = tuple(patches is not None for patches in one[record["id"]].pixels)
             assert_same(payload_of(record, here, PROCESSOR), one[record["id"]])
+    assert [len(found.pixels) for found in inputs.inputs] == [
+        sum(len(patches) for sample in pack.samples for patches in one[sample.id].pixels if patches is not None)
+        for pack in packs]
     for count in (2, 5):
-        several, reasons = load_payloads(RankPlan(1, 0, (), packs), records, PROCESSOR, adapter, count)
-        assert list(several) == list(one)
+        several, reasons = load_inputs(RankPlan(1, 0, (), packs), records, PROCESSOR, adapter, count)
+        assert list(several.payloads) == list(one)
         assert list(reasons.items()) == list(failed.items())
-        for name, payload in several.items():
+        for name, payload in several.payloads.items():
             assert_same(payload, one[name])
+        for found, expected in zip(several.inputs, inputs.inputs, strict=True):
+            assert torch.equal(found.pixels, expected.pixels)
 
 
 def assert_same(found: Payload, expected: Payload) -> None:
@@ -134,7 +140,7 @@ def assert_same(found: Payload, expected: Payload) -> None:
     assert found.masked == expected.masked
     for ours, theirs in zip(found.pixels, expected.pixels, strict=True):
         assert (ours is None) == (theirs is None)
-        assert ours is None or np.array_equal(ours, theirs)
+        assert ours is None or np.array_equal(np.asarray(ours), np.asarray(theirs))
 
 
 @pytest.mark.parametrize(("decoders", "cpus", "expected"), [(0, 0.1, 1), (0, 1.0, 1), (0, 3.5, 3), (2, 8.0, 2)])
