@@ -218,9 +218,9 @@ def skip_and_go_on(rank: int, plan: Plan, payloads: dict[str, Payload]) -> list[
         bad[name] = replace(payload, pixels=pixels)
     before = stepper.engine.full_parameters()
     skipped = stepper.run(collated(rank_plan, bad, stepper.adapter), 1.0)
-    after = stepper.engine.full_parameters()
-    applied = stepper.run(collated(rank_plan, own, stepper.adapter), 1.0)
-    again = make_step(rough_model(), rank, 3).run(rank_plan, own, 1.0)
+    after, good = stepper.engine.full_parameters(), collated(rank_plan, own, stepper.adapter)
+    applied = stepper.run(good, 1.0)
+    again = make_step(rough_model(), rank, 3).run(good, 1.0)
     return [skipped.applied, skipped.state_version, all(torch.equal(before[name], after[name]) for name in before),
             applied.applied, applied.state_version, applied.loss_sum == again.loss_sum,
             applied.gradient_norm == again.gradient_norm]
@@ -234,13 +234,13 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks() -> None:
 def evaluate_and_train(rank: int, plan: Plan, payloads: dict[str, Payload]) -> tuple[float, int, bool, float, float]:
     stepper = make_step(rough_model(), rank, 3)
     rank_plan = plan.rank_plan(1, rank)
-    own = payloads_of(rank_plan.packs, payloads, rank)
-    loss_sum, num_valid_tokens = stepper.evaluate(collated(rank_plan, own, stepper.adapter))
+    inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), stepper.adapter)
+    loss_sum, num_valid_tokens = stepper.evaluate(inputs)
     untouched = all(isinstance(parameter, DTensor) and parameter.grad is None
                     for parameter in stepper.adapter.module.parameters())
-    first = stepper.run(collated(rank_plan, own, stepper.adapter), 1.0)
-    after, _ = stepper.evaluate(collated(rank_plan, own, stepper.adapter))
-    second = stepper.run(collated(rank_plan, own, stepper.adapter), 1.0)
+    first = stepper.run(inputs, 1.0)
+    after, _ = stepper.evaluate(inputs)
+    second = stepper.run(inputs, 1.0)
     error, difference = abs(loss_sum / first.loss_sum - 1), num_valid_tokens - first.num_valid_tokens
     return error, difference, untouched, after, second.loss_sum
 
