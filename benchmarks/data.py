@@ -37,15 +37,14 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from dhp_ray.comm.link import Link  # noqa: E402
-from dhp_ray.data.blocks import BlockRows  # noqa: E402
+from dhp_ray.data.blocks import BlockRows, fetch_rows  # noqa: E402
 from dhp_ray.data.processor import ProcessorSpec  # noqa: E402
 from dhp_ray.data.stream import Batch, Stream  # noqa: E402
 from dhp_ray.data.synthetic import write  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample  # noqa: E402
-from dhp_ray.runtime.worker.prefetch import load_payloads  # noqa: E402
+from dhp_ray.runtime.worker.prefetch import load_inputs  # noqa: E402
 from dhp_ray.schema import Data, Model, Synthetic  # noqa: E402
-from dhp_ray.train.collate import collate  # noqa: E402
 from dhp_ray.train.pack import pack_loss  # noqa: E402
 
 BATCH = 16
@@ -143,10 +142,10 @@ def model_seconds(samples: list[Sample], blocks: Payload, data: Data) -> float:
     begun = time.perf_counter()
     for pack in packs:
         reference, row = blocks[pack.samples[0].id]
-        payloads, failures = load_payloads(RankPlan(1, 0, (), (pack,)), [BlockRows([reference], [row])], processor,
-                                           adapter)
+        inputs, failures = load_inputs(RankPlan(1, 0, (), (pack,)), fetch_rows([BlockRows([reference], [row])]),
+                                       processor, adapter)
         assert not failures
-        pack_loss(adapter, collate(pack, payloads, 0, adapter), link).backward()
+        pack_loss(adapter, inputs.inputs[0], link).backward()
     return time.perf_counter() - begun
 
 

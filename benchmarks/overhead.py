@@ -6,7 +6,7 @@
 
 Blocks take turns. Each way's step is timed from its end to the end of the one before, so all that the driver does
 between two steps counts; a block's first steps do not, in which processes still start. The plain ranks are the worker's
-own `Rank` object and their plans the run's files; a thread of each decodes its images a step ahead, as the worker's
+own `Rank` object and their plans the run's files; a thread of each makes its inputs a step ahead, as the worker's
 does. Neither side mirrors its state, but with --mirroring.
 """
 
@@ -33,7 +33,7 @@ from benchmarks.processes import between, table, used  # noqa: E402
 if TYPE_CHECKING:
     from dhp_ray.config import Config
     from dhp_ray.planner.plan import Plan, RankPlan
-    from dhp_ray.train.collate import Payload
+    from dhp_ray.train.step_inputs import StepInputs
 
 NUM_RANKS = 2
 NUM_SAMPLES = {"real": 480, "synthetic": 256}
@@ -171,25 +171,26 @@ def _run(rank: int, port: int, config: Config, plans: list[Plan], rows: dict[str
     """The clock and this process's CPU seconds at the end of each step."""
     from dhp_ray.comm.device import CPU
     from dhp_ray.runtime.messages import Membership
-    from dhp_ray.runtime.worker.prefetch import encoded_images, payload_of, processor_spec
+    from dhp_ray.runtime.worker.prefetch import load_inputs, processor_spec
     from dhp_ray.runtime.worker.rank import Rank
 
     processor = processor_spec(config).load()
 
-    def payloads_of(plan: RankPlan) -> dict[str, Payload]:
-        return {sample.id: payload_of(rows[sample.id], encoded_here, processor)
-                for pack in plan.packs for sample, encoded_here in zip(pack.samples, encoded_images(pack, rank))}
-
     member = Rank(config, Membership(rank, NUM_RANKS, 1, "127.0.0.1", port), CPU)
+
+    def inputs_of(plan: RankPlan) -> StepInputs:
+        own = [rows[sample.id] for pack in plan.packs for sample in pack.samples]
+        return load_inputs(plan, own, processor, member.adapter, precision=config.train.precision)[0]
+
     rank_plans = [plan.rank_plan(step, rank) for step, plan in enumerate(plans, 1)]
     ends = []
     with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(payloads_of, rank_plans[0])
-        for rank_plan, later in zip(rank_plans, [*rank_plans[1:], None]):
-            payloads = following.result()
+        following = thread.submit(inputs_of, rank_plans[0])
+        for later in [*rank_plans[1:], None]:
+            inputs = following.result()
             if later is not None:
-                following = thread.submit(payloads_of, later)
-            member.stepper.run(rank_plan, payloads, 1.0)
+                following = thread.submit(inputs_of, later)
+            member.stepper.run(inputs, 1.0)
             ends.append((perf_counter(), process_time()))
     member.close()
     return ends

@@ -30,10 +30,11 @@ from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, plan_batch
 from dhp_ray.planner.plan import RankPlan, Sample
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.runtime.worker.prefetch import encoded_images, payload_of, processor_spec
+from dhp_ray.runtime.worker.prefetch import payload_of, processor_spec
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.train.collate import Payload
+from dhp_ray.train.collate import Payload, encoded_images
 from dhp_ray.train.results import StepResult
+from dhp_ray.train.step_inputs import collated
 from tests.ranks import run_processes
 
 
@@ -189,8 +190,8 @@ def _train(rank: int, port: int, num_ranks: int, config: Config, plans: list[Pla
     steps = []
     for step, plan in enumerate(plans, 1):
         rank_plan = plan.rank_plan(step, rank)
-        steps.append(member.stepper.run(rank_plan, corpus.rank_payloads(rank_plan),
-                                        member.learning_rate_factor(step, len(plans))))
+        inputs = collated(rank_plan, corpus.rank_payloads(rank_plan), member.adapter, config.train.precision)
+        steps.append(member.stepper.run(inputs, member.learning_rate_factor(step, len(plans))))
     parameters = {name: tensor.numpy() for name, tensor in member.engine.full_parameters().items()}
     pool = member.stepper.transport.counters()
     member.close()

@@ -103,6 +103,8 @@ class Data:
         minimum=0,
     )
     shuffle_window_mb: float = key(2048.0, "and about so much payload at most: larger rows shorten the window", above=0)
+    decoders: int = key(0, "threads of a worker that decode images and videos; 0: as many as cluster.cpus_per_worker",
+                        minimum=0, maximum=256)
     on_error: str = key("skip", "a bad sample is left out and listed in skipped.jsonl, or ends the run",
                         choices=("skip", "fail"))
     synthetic: Synthetic = field(default_factory=Synthetic)

@@ -2,7 +2,7 @@
 
     cuda    torch warns of every call that synchronises (`torch.cuda.set_sync_debug_mode`)
     cpu     host and device are one there: a mode of torch's counts the operators and methods whose result the host
-            needs, and copies of numbers that it has; what inputs on the host are made of (`HOST`) is left out
+            needs, and copies of numbers that it has
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HOST = (str(ROOT / "dhp_ray" / "train" / "collate.py"),)
-"""Files of functions that work on the host's tensors alone, as they and all that they call do."""
 OPERATORS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
              "is_nonzero"}
 """Whose result, or its size, the host takes from the device."""
@@ -100,8 +98,6 @@ def _count(found: Counter[Place], what: str, frame: FrameType | None) -> None:
     line = led_there = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file in HOST:
-            return
         inside = "/torch/" in file or file.startswith("<") or file == __file__ or file.endswith("/warnings.py")
         if not inside and not line:
             line = f"{_short(file)}:{frame.f_lineno}"

@@ -24,6 +24,7 @@ from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.state.optimizer import OptimizerSettings
+from dhp_ray.train.step_inputs import collated
 from tests.packs import TOKEN_IDS, make_pack, make_sample
 
 SHARE_OF_DEVICE = 0.8
@@ -127,13 +128,15 @@ class OwnStep:
         self.marks = LayerMarks(layers_by_name(self.adapter), progress, gathered=False)
         transport = open_transport("parent", 0, 1, accelerator, 1, timedelta(seconds=60), progress)
         self.step = RankStep(self.adapter, self.engine, transport, None, accelerator.torch_device())
-        self._number = 0
+        self.precision, self._number = precision, 0
 
     def run(self, batch: Batch) -> float:
         """One step over the batch as one pack; the mean loss."""
         pack: RankPack = make_pack(0, [0], [sample for sample, _ in batch])
         payloads = {sample.id: replace(payload) for sample, payload in batch}
-        result = self.step.run(RankPlan(self._number, 0, (), (pack,)), payloads, 1.0)
+        plan = RankPlan(self._number, 0, (), (pack,))
+        inputs = collated(plan, payloads, self.adapter, self.precision, pinned=self.step.device.type != "cpu")
+        result = self.step.run(inputs, 1.0)
         self._number += 1
         return result.loss_sum / result.num_valid_tokens
 

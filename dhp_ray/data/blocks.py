@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dhp_ray.data.reader import read_payloads
+from dhp_ray.data.reader import EncodedGrids, cut_out, read_payloads
 
 
 @dataclass
@@ -34,8 +34,9 @@ class BlockRows:
 class BlockServer:
     """Takes rows and columns out of blocks, on the node where they lie."""
 
-    def rows(self, blocks: list[BlockRows]) -> pa.Table:
-        return pa.concat_tables([ray.get(block.reference[0]).take(block.rows) for block in blocks]).combine_chunks()
+    def rows(self, blocks: list[BlockRows], encoded: EncodedGrids | None = None) -> pa.Table:
+        return pa.concat_tables([cut_out(ray.get(block.reference[0]), block.rows, encoded)
+                                 for block in blocks]).combine_chunks()
 
     def columns(self, reference: list[ray.ObjectRef], names: list[str]) -> pa.Table:
         return ray.get(reference[0]).select(names)
@@ -72,32 +73,34 @@ def columns_of(reference: ray.ObjectRef, node: str, names: list[str]) -> pa.Tabl
     return ray.get(reference).select(names)
 
 
-def fetch_rows(blocks: Sequence[BlockRows]) -> Iterator[dict[str, Any]]:
-    """The rows, as `read_payloads` gives them. A block elsewhere comes whole where its node has no server any more."""
+def fetch_rows(blocks: Sequence[BlockRows], encoded: EncodedGrids | None = None) -> Iterator[dict[str, Any]]:
+    """The rows, as `read_payloads` gives them: of images and videos elsewhere only those that are encoded here travel.
+    A block elsewhere comes whole where its node has no server any more.
+    """
     here = _here()
     elsewhere: dict[str, list[BlockRows]] = {}
     for block in blocks:
         if block.node not in ("", here):
             elsewhere.setdefault(block.node, []).append(block)
-    asked = {node: _ask(node, found) for node, found in elsewhere.items()}
+    asked = {node: _ask(node, found, encoded) for node, found in elsewhere.items()}
     for block in blocks:
         if block.node not in elsewhere:
-            yield from read_payloads(ray.get(block.reference[0]), block.rows)
+            yield from read_payloads(ray.get(block.reference[0]), block.rows, encoded)
     for node, answer in asked.items():
         table = _answered(node, answer)
         if table is not None:
             yield from read_payloads(table, list(range(table.num_rows)))
             continue
         for block in elsewhere[node]:
-            yield from read_payloads(ray.get(block.reference[0]), block.rows)
+            yield from read_payloads(ray.get(block.reference[0]), block.rows, encoded)
 
 
-def _ask(node: str, blocks: list[BlockRows]) -> ray.ObjectRef | None:
+def _ask(node: str, blocks: list[BlockRows], encoded: EncodedGrids | None) -> ray.ObjectRef | None:
     """The rows that a node's server is asked for; None where there is no server."""
     try:
         if node not in _servers:
             _servers[node] = ray.get_actor(_name(node))
-        return _servers[node].rows.remote(blocks)
+        return _servers[node].rows.remote(blocks, encoded)
     except (ValueError, RayActorError):
         return None
 

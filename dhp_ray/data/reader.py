@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,7 +25,7 @@ from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
 from dhp_ray.data.order import row_order
 from dhp_ray.data.processor import SLICE_TOKENS, Processor, ProcessorSpec, Size
-from dhp_ray.data.video import clip_of
+from dhp_ray.data.video_decoder import clip_of
 from dhp_ray.errors import first_line
 
 PAYLOAD = pa.schema([
@@ -127,9 +128,13 @@ class ReadFragments:
                 "seconds": encoded.seconds}
 
 
-def read_payloads(table: pa.Table, rows: list[int]) -> list[dict[str, Any]]:
+EncodedGrids = Mapping[str, Sequence[bool]]
+"""For the samples of these ids, which of their grids are encoded here."""
+
+
+def read_payloads(table: pa.Table, rows: list[int], encoded: EncodedGrids | None = None) -> list[dict[str, Any]]:
     """Payload of these rows of a block: numpy ids (L,), labels (L,), grids (N, 3), media (N,) and seconds (N,), encoded
-    images and videos as bytes.
+    images and videos as bytes; None for those of which `encoded` names no grid.
     """
     found = []
     for row in rows:
@@ -139,10 +144,33 @@ def read_payloads(table: pa.Table, rows: list[int]) -> list[dict[str, Any]]:
             "text_tokens": record["text_tokens"].as_py(), "vision_tokens": record["vision_tokens"].as_py(),
             "input_ids": np.array(record["input_ids"].values, np.int32),
             "labels": np.array(record["labels"].values, np.int32),
-            "grids": np.array(record["grids"].as_py(), np.int64).reshape(-1, 3), "images": record["images"].as_py(),
+            "grids": np.array(record["grids"].as_py(), np.int64).reshape(-1, 3),
+            "images": _media(table, row, encoded).to_pylist(),
             "media": np.array(record["media"].as_py(), np.int64),
             "seconds": np.array(record["seconds"].as_py(), np.float64)})
     return found
+
+
+def cut_out(table: pa.Table, rows: list[int], encoded: EncodedGrids | None = None) -> pa.Table:
+    """These rows of a block, without the bytes of the images and videos of which `encoded` names no grid."""
+    media = [_media(table, row, encoded) for row in rows]
+    offsets = np.cumsum([0, *map(len, media)], dtype=np.int32)
+    column = pa.ListArray.from_arrays(pa.array(offsets), pa.concat_arrays(media))
+    place = table.column_names.index("images")
+    return table.drop_columns(["images"]).take(rows).add_column(place, table.schema.field("images"), column)
+
+
+def _media(table: pa.Table, row: int, encoded: EncodedGrids | None) -> pa.Array:
+    """The images and videos of a row as they are stored, without a copy; null for those that are not needed here."""
+    media = table["images"][row].values
+    if encoded is None:
+        return media
+    of_grids = table["media"][row].as_py()
+    needed = {number for number, here in zip(of_grids, encoded[table["id"][row].as_py()], strict=True) if here}
+    if len(needed) == len(media):
+        return media
+    return pa.concat_arrays([media.slice(number, 1) if number in needed else pa.nulls(1, media.type)
+                             for number in range(len(media))])
 
 
 def _unusable(name: str, reason: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ on:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import isqrt
@@ -43,7 +43,7 @@ class Payload:
     input_ids: np.ndarray
     labels: np.ndarray
     grids: np.ndarray
-    pixels: list[np.ndarray | None]
+    pixels: list[np.ndarray | Tensor | None]
     media: np.ndarray | None = None
     seconds: np.ndarray | None = None
     masked: bool = False
@@ -78,7 +78,7 @@ class PackInputs:
     positions: Tensor
     """(3, L) int64."""
     pixels: Tensor
-    """(P, patch_dim) fp32."""
+    """(P, patch_dim), fp32 or the type that the model computes in."""
     grids: tuple[Grid, ...]
     """Of the N images; on the host."""
     encoder: EncoderArguments
@@ -97,13 +97,26 @@ class PackInputs:
         """Labels of this rank that count."""
         return len(self.valid_index)
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> PackInputs:
+        """The same inputs with every tensor changed."""
+        return replace(
+            self, token_ids=change(self.token_ids), labels=change(self.labels), valid_index=change(self.valid_index),
+            positions=change(self.positions), pixels=change(self.pixels),
+            vision_token_index=change(self.vision_token_index), send_index=[change(rows) for rows in self.send_index],
+            segments=tuple(segments.map(change) for segments in self.segments),
+            encoder={name: value.map(change) if isinstance(value, Segments) else change(value)
+                     for name, value in self.encoder.items()})
+
     def to(self, device: torch.device) -> PackInputs:
         """The same inputs on a device."""
-        names = ("token_ids", "labels", "valid_index", "positions", "pixels", "vision_token_index")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names},
-                       send_index=[rows.to(device, non_blocking=True) for rows in self.send_index],
-                       segments=tuple(segments.to(device, non_blocking=True) for segments in self.segments),
-                       encoder={name: value.to(device, non_blocking=True) for name, value in self.encoder.items()})
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
+    """For every sample of the pack, whether `rank` encodes each of its images."""
+    member = pack.ranks.index(rank)
+    encoders = iter(pack.encoders)
+    return [tuple(next(encoders) == member for _ in sample.vision_grids) for sample in pack.samples]
 
 
 def placeholder(sample: Sample) -> Payload:
@@ -155,8 +168,11 @@ def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encod
             )
 
 
-def collate(pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: ModelAdapter) -> PackInputs:
-    """The inputs of `rank`'s part of a pack, on the CPU.
+def collate(
+    pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: ModelAdapter,
+    pixel_type: torch.dtype = torch.float32, pinned: bool = False,
+) -> PackInputs:
+    """The inputs of `rank`'s part of a pack, on the CPU; `pinned`: with its pixels in pinned memory.
 
     Raises:
         ValueError: one line that names the sample whose payload is missing or not what was planned.
@@ -164,6 +180,7 @@ def collate(pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter:
     member, degree = pack.ranks.index(rank), len(pack.ranks)
     layout = PackLayout(tuple(sample.num_tokens for sample in pack.samples), degree)
     whole = _packed(pack, payloads, member, adapter)
+    pixels = _joined(whole.patches, adapter.patch_dim, pixel_type, pinned)
     indices = [layout.index(other) for other in range(degree)]
     mine = indices[member]
 
@@ -176,7 +193,7 @@ def collate(pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter:
     return PackInputs(
         index=pack.index, layout=layout, member=member, token_ids=whole.token_ids[mine], labels=labels,
         valid_index=valid_tokens(labels), segments=segments_of(layout, member), positions=whole.positions[:, mine],
-        pixels=whole.pixels, grids=whole.grids, encoder=adapter.encoder_arguments(whole.grids),
+        pixels=pixels, grids=whole.grids, encoder=adapter.encoder_arguments(whole.grids),
         vision_token_index=torch.cat(received_from), send_index=send_index,
         receive_counts=[len(rows) for rows in received_from],
         num_images=whole.num_images)
@@ -188,7 +205,7 @@ def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
     """
     side = isqrt(adapter.merge_area)
     grids = ((1, side, side),)
-    return replace(inputs, grids=grids, pixels=torch.zeros(adapter.merge_area, adapter.patch_dim),
+    return replace(inputs, grids=grids, pixels=inputs.pixels.new_zeros(adapter.merge_area, adapter.patch_dim),
                    encoder=adapter.encoder_arguments(grids))
 
 
@@ -201,14 +218,15 @@ class _Whole:
     positions: Tensor
     owner_of: Tensor
     feature_of: Tensor
-    pixels: Tensor
+    patches: list[np.ndarray | Tensor]
     grids: tuple[Grid, ...]
     num_images: int
 
 
 def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapter: ModelAdapter) -> _Whole:
     token_ids, labels, positions, owner_of, feature_of = [], [], [], [], []
-    pixels, num_rows = [], [0] * len(pack.ranks)
+    needed: list[np.ndarray | Tensor] = []
+    num_rows = [0] * len(pack.ranks)
     grids: list[Grid] = []
     first_image = num_images = 0
     for sample in pack.samples:
@@ -233,7 +251,8 @@ def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapte
             feature[place] = torch.arange(num_rows[encoder], num_rows[encoder] + count)
             num_rows[encoder] += count
             if encoder == member:
-                pixels.append(torch.from_numpy(np.ascontiguousarray(patches, dtype=np.float32)))
+                assert patches is not None  # check_payload
+                needed.append(patches)
                 grids.append((int(grid[0]), int(grid[1]), int(grid[2])))
         num_images += len(encoders)
         token_ids.append(ids)
@@ -245,5 +264,15 @@ def _packed(pack: RankPack, payloads: Mapping[str, Payload], member: int, adapte
     return _Whole(
         token_ids=torch.cat(token_ids), labels=torch.cat(labels), positions=torch.cat(positions, 1),
         owner_of=torch.cat(owner_of),
-        feature_of=torch.cat(feature_of), pixels=torch.cat(pixels) if pixels else torch.empty(0, adapter.patch_dim),
+        feature_of=torch.cat(feature_of), patches=needed,
         grids=tuple(grids), num_images=num_images)
+
+
+def _joined(patches: Sequence[np.ndarray | Tensor], patch_dim: int, pixel_type: torch.dtype, pinned: bool) -> Tensor:
+    """Patches (P, patch_dim) of all images, written once to where they are copied to the device from."""
+    pixels = torch.empty(sum(map(len, patches)), patch_dim, dtype=pixel_type, pin_memory=pinned)
+    first = 0
+    for part in patches:
+        pixels[first:first + len(part)].copy_(torch.as_tensor(part))
+        first += len(part)
+    return pixels

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,10 +17,11 @@ from dhp_ray.comm.totals import numbers_of_ranks, sum_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
-from dhp_ray.train.collate import PackInputs, Payload, collate
+from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.results import PackTime, StepResult
+from dhp_ray.train.step_inputs import StepInputs, on_device
 
 
 class PackRun(NamedTuple):
@@ -55,19 +57,17 @@ class RankStep:
     device: torch.device
     before_update: Callable[[], None] = lambda: None
 
-    def run(
-        self, plan: RankPlan, payloads: Mapping[str, Payload], learning_rate_factor: float, data_wait_s: float = 0.0
-    ) -> StepResult:
+    def run(self, inputs: StepInputs, learning_rate_factor: float, data_wait_s: float = 0.0) -> StepResult:
         """Compute losses and gradients of this rank's packs, and update once.
 
         Between `prepare` and `totals` the only collectives are each pack's own exchanges, so ranks run free of one
         another; `totals` and `update` are entered by every rank, also by one without a pack.
         """
-        start = Moment(self.device)
+        start, plan = Moment(self.device), inputs.plan
         self.engine.progress.stage = f"step {plan.step}"
         self.transport.prepare(plan.process_groups)
         self.engine.zero_gradients()
-        runs = [self._run_pack(plan, pack, payloads) for pack in self._packs(plan)]
+        runs = self._run_packs(inputs)
         self.engine.progress.stage = f"step {plan.step}, update"
         with self.engine.progress.waiting("copies of the state before"):
             self.before_update()
@@ -81,27 +81,24 @@ class RankStep:
             pool=self.transport.counters(), plan_id=plan.plan_id)
 
     @torch.no_grad()
-    def evaluate(self, plan: RankPlan, payloads: Mapping[str, Payload]) -> tuple[float, int]:
+    def evaluate(self, inputs: StepInputs) -> tuple[float, int]:
         """Loss sum and valid tokens of the packs of all ranks, without gradients. Every rank calls it."""
-        self.engine.progress.stage = f"evaluation {plan.step}"
-        self.transport.prepare(plan.process_groups)
-        return self._totals([self._run_pack(plan, pack, payloads) for pack in self._packs(plan)])
+        self.engine.progress.stage = f"evaluation {inputs.plan.step}"
+        self.transport.prepare(inputs.plan.process_groups)
+        return self._totals(self._run_packs(inputs))
 
-    def _packs(self, plan: RankPlan) -> Sequence[RankPack]:
-        """What this rank runs, in order; a pack that is not of the plan has index -1."""
-        return plan.packs
-
-    def _collate(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload]) -> PackInputs:
-        """All that this rank's part of a pack is computed with, on the CPU: the step reads nothing of the device."""
-        return collate(pack, payloads, plan.rank, self.adapter)
+    def _run_packs(self, inputs: StepInputs) -> list[PackRun]:
+        """In their order; a pack that is not of the plan has index -1."""
+        with closing(on_device(inputs.inputs, self.device)) as feed:
+            return [self._run_pack(inputs.plan, pack, feed) for pack in inputs.packs]
 
     def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
         return pack_loss(self.adapter, inputs, link)
 
-    def _run_pack(self, plan: RankPlan, pack: RankPack, payloads: Mapping[str, Payload]) -> PackRun:
+    def _run_pack(self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs]) -> PackRun:
         self.engine.progress.stage = f"step {plan.step}, pack {pack.index}"
         self.engine.progress.mark("inputs")
-        inputs = self._collate(plan, pack, payloads).to(self.device)
+        inputs = next(feed)
         link = self.transport.link(pack.ranks, pack.index)
         begin = Moment(self.device)
         loss = self._loss(plan, pack, inputs, link)

@@ -51,14 +51,15 @@ def video(
     form: str = "mp4",
     codec: str = "mpeg4",
     pairs: bool = False,
+    **options: str,
 ) -> bytes:
-    """A bright square that moves over a gradient; with `pairs`, every frame comes twice."""
+    """A bright square that moves over a gradient; with `pairs`, every frame comes twice. `options` are the codec's."""
     stream = io.BytesIO()
     background = np.asarray(Image.linear_gradient("L").resize((width, height)).convert("RGB"))
     with av.open(stream, "w", format=form) as container:
-        track = container.add_stream(codec, rate=rate)
+        track = container.add_stream(codec, rate=rate, options=options)
         assert isinstance(track, av.VideoStream)
-        track.width, track.height, track.pix_fmt = width, height, "yuv420p"
+        track.width, track.height, track.pix_fmt = width, height, "yuvj420p" if codec == "mjpeg" else "yuv420p"
         for number in range(num_frames):
             place = number // 2 if pairs else number
             pixels = background.copy()

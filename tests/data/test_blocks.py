@@ -15,14 +15,15 @@ from dhp_ray.schema import Data, Model
 from tests.data.samples import talk, write_rows
 
 
-def batch_of(path: Path) -> Batch:
-    """64 samples in two blocks, with 20 kB of picture each."""
+def batch_of(path: Path, num_images: int = 1) -> Batch:
+    """64 samples in two blocks, with as many pictures of 20 kB each."""
     from PIL import Image
 
     noise = np.random.default_rng(0).integers(0, 255, (80, 80, 3), np.uint8)
     Image.fromarray(noise).save(path / "noise.png", compress_level=0)
-    rows = write_rows(path / "rows.json", [{"id": str(row), "image": "noise.png",
-                                            "conversations": talk("<image>", "noise")} for row in range(64)])
+    conversation = talk("<image>" * num_images, "noise")
+    rows = write_rows(path / "rows.json", [{"id": str(row), "image": ["noise.png"] * num_images,
+                                            "conversations": conversation} for row in range(64)])
     stream = Stream(Data(format="llava", path=str(rows)), Model(preset="tiny"), 0)
     batch = stream.next_batch(64)
     stream.close()
@@ -67,6 +68,31 @@ def test_rows_are_taken_out_where_their_block_lies(
     lengths = columns_of(wanted[0].reference[0], here, ["id", "text_tokens"])
     assert lengths.column_names == ["id", "text_tokens"]
     assert blocks._servers[here] == server, "a node has one server"
+
+
+def test_images_that_another_rank_encodes_do_not_travel(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 20 kB each; grids, labels and the like come as they are, also where no image is encoded here."""
+    batch = batch_of(tmp_path, num_images=4)
+    here = ray.get_runtime_context().get_node_id()
+    wanted = wanted_of(batch, here)
+    whole = {row["id"]: row for row in fetch_rows(wanted)}
+    encoded = {name: tuple(image < number for image in range(4)) for number, name in enumerate(whole)}  # 0 to 4 of 4
+    near = list(fetch_rows(wanted, encoded))
+    monkeypatch.setattr(blocks, "_here", lambda: "another node")
+    server = start_server(here)
+    for rows in (near, list(fetch_rows(wanted, encoded)), list(fetch_rows(wanted_of(batch, "ab" * 28), encoded))):
+        assert len(rows) == 5
+        for row in rows:
+            expected = whole[row["id"]]
+            assert row["images"] == [image if needed else None
+                                     for image, needed in zip(expected["images"], encoded[row["id"]], strict=True)]
+            assert all(np.array_equal(row[key], expected[key]) for key in row if key != "images")
+    one_image = len(next(iter(whole.values()))["images"][0])
+    received = ray.get(server.rows.remote(wanted, encoded)).nbytes
+    assert 10 * one_image < received < 10.5 * one_image, "0 + 1 + 2 + 3 + 4 images of 5 samples, and their tokens"
+    assert ray.get(server.rows.remote(wanted)).nbytes >= 20 * one_image
 
 
 def test_a_block_comes_whole_where_its_node_has_no_server(

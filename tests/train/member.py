@@ -32,6 +32,7 @@ from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.checkpoint import Checkpointer
 from dhp_ray.train.state.mirror import Mirror
 from dhp_ray.train.state.reshard import LocalShard, reshard
+from dhp_ray.train.step_inputs import collated
 from tests.packs import rough_model
 from tests.train.test_sharded_engine import make_plan, payloads_of, settings
 
@@ -105,10 +106,11 @@ class Member:
 
     def step(self, step: int) -> float:
         """The loss; the same samples on any number of ranks."""
-        plan, payloads = step_plan(self.size, step)
+        plan, payloads = step_plan(self.size, step, self.sync)
         rank_plan = plan.rank_plan(step, self.rank)
         self.mirror.finish()
-        result = self.stepper.run(rank_plan, payloads_of(rank_plan.packs, payloads, self.rank), 1.0)
+        own = payloads_of(rank_plan.packs, payloads, self.rank)
+        result = self.stepper.run(collated(rank_plan, own, self.stepper.adapter), 1.0)
         self.mirror.begin()
         return result.loss_sum / result.num_valid_tokens
 
@@ -136,12 +138,12 @@ class Member:
         return found
 
 
-def step_plan(size: int, step: int) -> tuple[Plan, dict[str, Payload]]:
+def step_plan(size: int, step: int, sync: str) -> tuple[Plan, dict[str, Payload]]:
     """Three packs in two micro-batches; the first on all ranks, so that every rank needs every other."""
     everyone = list(range(size))
     return make_plan(size, [[(everyone, [[40 + step, (1, 4, 8), 20], [25]], None)],
                             [([0], [[20 + step]], None), *([([1], [[12, (1, 4, 4), 13]], None)] if size > 1 else [])],
-                            *([] if size > 1 else [[([0], [[12, (1, 4, 4), 13]], None)]])])
+                            *([] if size > 1 else [[([0], [[12, (1, 4, 4), 13]], None)]])], sync=sync)
 
 
 def supplied(

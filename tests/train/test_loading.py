@@ -24,6 +24,7 @@ from dhp_ray.planner.plan import Plan
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.loading import read_shards
 from dhp_ray.train.micro_batch_model import MicroBatchModel
+from dhp_ray.train.step_inputs import collated
 from tests.packs import load_whole, plain_copy, relative_errors, rough_model, stored_values
 from tests.ranks import run_ranks
 from tests.train.test_sharded_engine import MIXED, make_plan, make_step, payloads_of
@@ -171,7 +172,8 @@ def train(rank: int, num_ranks: int, path: str, in_shards: bool, plan: Plan, pay
     adapter.freeze(["vision"])
     stepper = make_step(adapter, rank, num_ranks)
     rank_plan = plan.rank_plan(1, rank)
-    results = [stepper.run(rank_plan, payloads_of(rank_plan.packs, payloads, rank), 1.0) for _ in range(2)]
+    inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), stepper.adapter)
+    results = [stepper.run(inputs, 1.0) for _ in range(2)]
     after = stepper.engine.full_parameters()
     return [[(result.loss_sum, result.gradient_norm) for result in results],
             float(sum(value.double().sum() for value in after.values())), len(after)]

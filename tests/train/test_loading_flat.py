@@ -24,6 +24,7 @@ from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.reshard import LocalShard, reshard
+from dhp_ray.train.step_inputs import collated
 from tests.packs import load_whole
 from tests.train.networks import run_tensors
 from tests.train.test_loading import published
@@ -77,7 +78,8 @@ def train(
                 } if sync == "step" else {}
     exported = stepper.engine.full_parameters()
     rank_plan = plan.rank_plan(1, rank)
-    steps = [stepper.run(rank_plan, payloads_of(rank_plan.packs, payloads, rank), 1.0) for _ in range(2)]
+    inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), stepper.adapter)
+    steps = [stepper.run(inputs, 1.0) for _ in range(2)]
     return {"numbers": [(step.loss_sum, step.gradient_norm) for step in steps], "bytes_read": bytes_read,
             "resident": resident, "exported": exported, "after": stepper.engine.full_parameters(),
             "frozen": [name for name, parameter in adapter.module.named_parameters() if not parameter.requires_grad]}
@@ -101,7 +103,7 @@ def test_what_is_read_from_files_is_the_whole_model_bit_for_bit(
 ) -> None:
     path = saved(tmp_path / "model", stored, tie)
     plan, payloads = make_plan(num_ranks, [[(list(range(num_ranks)), [[50, (1, 4, 8), 30], [21]], None)],
-                                           [([0], [[20, (1, 4, 4)]], None)]])
+                                           [([0], [[20, (1, 4, 4)]], None)]], sync=sync)
     found, wanted = (run_tensors(train, num_ranks, num_ranks, sync, path, from_files, precision, freeze, plan, payloads)
                      for from_files in (True, False))
     for mine, theirs in zip(found, wanted):
@@ -147,7 +149,8 @@ def re_form(
     again = adapter.weights.bytes_read - read if adapter.weights else 0
     rank_plan = plan.rank_plan(1, rank)
     resident = {name: parameter.detach().clone() for name, parameter in adapter.module.named_parameters()}
-    step = step_of(adapter, engine, rank, 3).run(rank_plan, payloads_of(rank_plan.packs, payloads, rank), 1.0)
+    inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), adapter, precision)
+    step = step_of(adapter, engine, rank, 3).run(inputs, 1.0)
     return {"numbers": (step.loss_sum, step.gradient_norm), "resident": resident, "read_again": again,
             "exported": engine.full_parameters()}
 
@@ -155,7 +158,8 @@ def re_form(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_newcomer_gets_what_is_frozen_from_a_rank_that_has_it(precision: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "model", torch.float32, tie=True)
-    plan, payloads = make_plan(3, [[([0, 1, 2], [[50, (1, 4, 8), 30], [21]], None)], [([2], [[20, (1, 4, 4)]], None)]])
+    plan, payloads = make_plan(3, [[([0, 1, 2], [[50, (1, 4, 8), 30], [21]], None)], [([2], [[20, (1, 4, 4)]], None)]],
+                               sync="step")
     found, wanted = (run_tensors(re_form, 3, path, from_files, precision, plan, payloads)
                      for from_files in (True, False))
     for mine, theirs in zip(found, wanted):

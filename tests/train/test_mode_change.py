@@ -18,6 +18,7 @@ from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.state.checkpoint import Checkpointer
+from dhp_ray.train.step_inputs import collated
 from tests.packs import rough_model
 from tests.train.networks import run_tensors, whole
 from tests.train.test_sharded_engine import CPU, make_plan, make_step, payloads_of, settings
@@ -40,10 +41,10 @@ def save_and_load(
     checkpointer = Checkpointer(stepper.engine, rank, num_ranks, save_group, Path(run_dir) / f"scratch_{rank}",
                                 Folder(f"{run_dir}/run"))
     rank_plan = plan.rank_plan(1, rank)
-    own = payloads_of(rank_plan.packs, payloads, rank)
+    inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), adapter)
     if first:
         for _ in range(2):
-            stepper.run(rank_plan, own, 1.0)
+            stepper.run(inputs, 1.0)
         checkpointer.begin(2)
         checkpointer.finish()
         assert checkpointer.poll() == ([2], "")
@@ -54,7 +55,7 @@ def save_and_load(
     names = [name for name in stepper.engine.full_parameters() if not adapter.is_vision(name)]
     parameters = stepper.engine.full_parameters()
     return found | {"parameters": {name: parameters[name].flatten()
-                                   for name in names}} | {"loss": stepper.run(rank_plan, own, 1.0).loss_sum}
+                                   for name in names}} | {"loss": stepper.run(inputs, 1.0).loss_sum}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,8 @@ def test_a_checkpoint_of_either_mode_resumes_in_either_on_any_number_of_ranks(
     tmp_path: Path, saved: tuple[str, int], loaded: list[tuple[str, int]]
 ) -> None:
     def run(sync: str, num_ranks: int, first: bool) -> dict[str, Any]:
-        plan, payloads = make_plan(num_ranks, [[(list(range(num_ranks)), [[70], [25]], None)], [([0], [[20]], None)]])
+        plan, payloads = make_plan(num_ranks, [[(list(range(num_ranks)), [[70], [25]], None)], [([0], [[20]], None)]],
+                                   sync=sync)
         found: dict[str, Any] = run_tensors(save_and_load, num_ranks, num_ranks, sync, str(tmp_path), first, plan,
                                             payloads)[0]
         return found

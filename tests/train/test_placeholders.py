@@ -18,6 +18,7 @@ from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload, placeholder
+from dhp_ray.train.step_inputs import collated
 from tests.packs import Film, make_sample, own_payloads, relative_errors
 from tests.ranks import run_processes
 from tests.train.networks import whole
@@ -87,7 +88,7 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
         # as the rank knows it that could not decode, and as one that only heard
         for place, name in enumerate(sorted(own.keys() & set(bad))):
             own[name] = placeholder(SAMPLES[name][0]) if (place + rank) % 2 else replace(own[name], masked=True)
-        result = member.stepper.run(rank_plan, own, 0.0)
+        result = member.stepper.run(collated(rank_plan, own, member.adapter), 0.0)
         assert result.applied
         return result.loss_sum, result.num_valid_tokens, whole(member.engine, "exp_avg")
 

@@ -22,6 +22,7 @@ from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload
+from dhp_ray.train.step_inputs import collated
 from tests.packs import Film, make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
 from tests.ranks import run_processes
 from tests.train.networks import whole
@@ -192,9 +193,9 @@ def run_plans(
         own = {name: payload for pack in rank_plan.packs
                for name, payload in own_payloads(pack, payloads, rank).items()}
         # leaves nothing behind: the gradients below are the step's alone
-        evaluated = member.stepper.evaluate(rank_plan, own)
+        evaluated = member.stepper.evaluate(collated(rank_plan, own, member.adapter))
         # at a learning rate of 0 the weights stay, and with beta1 = 0 the first moment is the gradient
-        result = member.stepper.run(rank_plan, own, 0.0)
+        result = member.stepper.run(collated(rank_plan, own, member.adapter), 0.0)
         gradients = whole(member.engine, "exp_avg")
         faulthandler.cancel_dump_traceback_later()
         if rank == 0:

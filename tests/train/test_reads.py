@@ -21,6 +21,7 @@ from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
+from dhp_ray.train.step_inputs import collated
 from tests.packs import Film, rough_model
 from tests.ranks import run_ranks
 from tests.train.test_sharded_engine import Groups, make_plan, payloads_of, settings
@@ -52,12 +53,12 @@ def reads_of(
         step = MicroBatchStep(adapter, sharded, opened, dist.group.WORLD, CPU)
     LayerMarks(layers_by_name(adapter), progress, gathered=sync == "micro_batch")
     rank_plan = plan.rank_plan(1, rank)
-    own = payloads_of(rank_plan.packs, payloads, rank)
-    step.run(rank_plan, own, 1.0)  # what happens once does not count
+    inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), adapter)
+    step.run(inputs, 1.0)  # what happens once does not count
     before = Counter[Place]()
     with counted(CPU) as found:
         step.before_update = lambda: before.update(found)
-        step.run(rank_plan, own, 1.0)
+        step.run(inputs, 1.0)
     opened.close()
     return list(before), found.total()
 
@@ -69,7 +70,7 @@ def reads_of(
 def test_a_step_reads_nothing_before_its_totals(
     sync: str, transport: str, freeze: list[str], recomputes: bool
 ) -> None:
-    plan, payloads = make_plan(3, LAYOUT, masked=("2.1",))
+    plan, payloads = make_plan(3, LAYOUT, masked=("2.1",), sync=sync)
     for reads, in_all in run_ranks(reads_of, 3, sync, transport, freeze, recomputes, plan, payloads):
         assert reads == []
         assert in_all > 0, "the totals are read, and so found"

@@ -19,6 +19,7 @@ from dhp_ray.train.collate import Payload
 from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.optimizer import OptimizerSettings
+from dhp_ray.train.step_inputs import collated
 from tests.packs import make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
 from tests.ranks import run_ranks
 
@@ -34,7 +35,8 @@ def settings(adapter: ModelAdapter, clip_norm: float = 0.0) -> OptimizerSettings
 
 
 def make_plan(
-    num_ranks: int, layout: list[Groups], masked: tuple[str, ...] = (), silent: tuple[str, ...] = ()
+    num_ranks: int, layout: list[Groups], masked: tuple[str, ...] = (), silent: tuple[str, ...] = (),
+    sync: str = "micro_batch",
 ) -> tuple[Plan, dict[str, Payload]]:
     """Samples are named by pack and place: 0.0, 0.1, 1.0 ...; those in `masked` are placeholders, those in `silent`
     have no label that counts.
@@ -51,8 +53,9 @@ def make_plan(
             members = tuple(image % len(ranks) for image in range(images)) if encoders is None else tuple(encoders)
             rows = range(len(samples), len(samples) + len(made))
             samples += [sample for sample, _ in made]
-            groups.append(GroupPlan(tuple(ranks), Pack(tuple(rows)), 1.0, 0.0, micro_batch, members))
-    plan = Plan("test", "micro_batch", ClusterSpec(num_ranks, num_ranks, 4096), tuple(samples), tuple(groups), 1.0, 1.0)
+            number = micro_batch if sync == "micro_batch" else 0
+            groups.append(GroupPlan(tuple(ranks), Pack(tuple(rows)), 1.0, 0.0, number, members))
+    plan = Plan("test", sync, ClusterSpec(num_ranks, num_ranks, 4096), tuple(samples), tuple(groups), 1.0, 1.0)
     plan.validate()
     return plan, payloads
 
@@ -95,7 +98,7 @@ def train(
     num_valid = sum(int((payload.labels[1:] != -100).sum()) for payload in counted)
     worst: dict[str, float] = {"loss": 0.0, "gradient": 0.0, "norm": 0.0}
     for _ in range(num_steps):
-        result = stepper.run(rank_plan, payloads_of(rank_plan.packs, payloads, rank), 1.0)
+        result = stepper.run(collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), stepper.adapter), 1.0)
         found = stepper.engine.full_gradients()
         assert result.num_valid_tokens == num_valid
         assert [time.index for time in result.pack_times] == [pack.index for pack in rank_plan.packs]
@@ -214,10 +217,10 @@ def skip_and_go_on(rank: int, plan: Plan, payloads: dict[str, Payload]) -> list[
         pixels = [None if patches is None else patches * float("nan") for patches in payload.pixels]
         bad[name] = replace(payload, pixels=pixels)
     before = stepper.engine.full_parameters()
-    skipped = stepper.run(rank_plan, bad, 1.0)
-    after = stepper.engine.full_parameters()
-    applied = stepper.run(rank_plan, own, 1.0)
-    again = make_step(rough_model(), rank, 3).run(rank_plan, own, 1.0)
+    skipped = stepper.run(collated(rank_plan, bad, stepper.adapter), 1.0)
+    after, good = stepper.engine.full_parameters(), collated(rank_plan, own, stepper.adapter)
+    applied = stepper.run(good, 1.0)
+    again = make_step(rough_model(), rank, 3).run(good, 1.0)
     return [skipped.applied, skipped.state_version, all(torch.equal(before[name], after[name]) for name in before),
             applied.applied, applied.state_version, applied.loss_sum == again.loss_sum,
             applied.gradient_norm == again.gradient_norm]
@@ -231,13 +234,13 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks() -> None:
 def evaluate_and_train(rank: int, plan: Plan, payloads: dict[str, Payload]) -> tuple[float, int, bool, float, float]:
     stepper = make_step(rough_model(), rank, 3)
     rank_plan = plan.rank_plan(1, rank)
-    own = payloads_of(rank_plan.packs, payloads, rank)
-    loss_sum, num_valid_tokens = stepper.evaluate(rank_plan, own)
+    inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), stepper.adapter)
+    loss_sum, num_valid_tokens = stepper.evaluate(inputs)
     untouched = all(isinstance(parameter, DTensor) and parameter.grad is None
                     for parameter in stepper.adapter.module.parameters())
-    first = stepper.run(rank_plan, own, 1.0)
-    after, _ = stepper.evaluate(rank_plan, own)
-    second = stepper.run(rank_plan, own, 1.0)
+    first = stepper.run(inputs, 1.0)
+    after, _ = stepper.evaluate(inputs)
+    second = stepper.run(inputs, 1.0)
     error, difference = abs(loss_sum / first.loss_sum - 1), num_valid_tokens - first.num_valid_tokens
     return error, difference, untouched, after, second.loss_sum
 
@@ -256,7 +259,8 @@ def losses_in_bf16(rank: int, plan: Plan, payloads: dict[str, Payload], precisio
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     stepper = make_step(rough_model(), rank, 3, precision=precision)
     rank_plan = plan.rank_plan(1, rank)
-    results = [stepper.run(rank_plan, payloads_of(rank_plan.packs, payloads, rank), 1.0) for _ in range(4)]
+    inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), stepper.adapter)
+    results = [stepper.run(inputs, 1.0) for _ in range(4)]
     assert all(parameter.dtype == torch.float32 and parameter.grad.dtype == torch.float32
                for parameter in stepper.engine.parameters.values())
     return [result.loss_sum / result.num_valid_tokens for result in results]

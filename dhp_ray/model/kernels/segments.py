@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -52,12 +52,15 @@ class Segments:
         """The same segments on a device, as `Tensor.to`: themselves where they are there."""
         if self.query_offsets_tensor.device == device:
             return self
-        query_rows, key_rows = (rows if isinstance(rows, slice) else rows.to(device, non_blocking=non_blocking)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Segments:
+        """The same segments with every tensor changed."""
+        query_rows, key_rows = (rows if isinstance(rows, slice) else change(rows)
                                 for rows in (self.query_rows, self.key_rows))
-        query_offsets, key_offsets = (offsets.to(device, non_blocking=non_blocking)
-                                      for offsets in (self.query_offsets_tensor, self.key_offsets_tensor))
-        return replace(self, query_rows=query_rows, key_rows=key_rows, query_offsets_tensor=query_offsets,
-                       key_offsets_tensor=key_offsets)
+        return replace(self, query_rows=query_rows, key_rows=key_rows,
+                       query_offsets_tensor=change(self.query_offsets_tensor),
+                       key_offsets_tensor=change(self.key_offsets_tensor))
 
     def __len__(self) -> int:
         return len(self.query_offsets) - 1

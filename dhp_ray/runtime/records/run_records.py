@@ -43,6 +43,8 @@ METRICS = ("step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_
 OPTIONAL_METRICS = ("eval_loss",)
 FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze")
 """Keys (or beginnings of keys) that a run keeps for life: they decide what its steps compute."""
+FREE = ("data.decoders",)
+"""Keys among them that do not."""
 
 UPLOAD_INTERVAL_S = 10.0
 """How old the logs on an object store may grow while steps commit; `flush` brings them up to date at once."""
@@ -239,13 +241,14 @@ def compare_config(folder: Folder, config: Config, holds_run: bool = False) -> N
     has no config.yaml.
 
     Raises:
-        ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's.
+        ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's,
+            unless it is FREE.
     """
     stored = stored_config(folder)
     if config.run.resume == "never" and (stored or holds_run):
         raise ConfigError(f"run.resume: got 'never' with a run in {folder.uri}; allowed: auto, or another run.dir")
     for name, value in _dotted(asdict(config)).items():
-        if name.startswith(FIXED) and stored.get(name, value) != value:
+        if name.startswith(FIXED) and name not in FREE and stored.get(name, value) != value:
             raise ConfigError(
                 f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that value, or another "
                 "run.dir"

@@ -1,77 +1,124 @@
-"""A rank's payload of one step: blocks from the object store, and the pixels of the images that this rank encodes."""
+"""A rank's inputs of one step, made ahead of it: rows of blocks, the pixels of the images that this rank encodes, packs
+collated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
+import torch
 
 from dhp_ray.config import Config
-from dhp_ray.data.blocks import BlockRows, fetch_rows
 from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
 from dhp_ray.errors import first_line
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPack, RankPlan
-from dhp_ray.train.collate import Payload, check_payload, placeholder
+from dhp_ray.planner.plan import RankPlan
+from dhp_ray.train.collate import Payload, check_payload, encoded_images, placeholder
+from dhp_ray.train.step_inputs import IDLE, StepInputs, packs_of
+
+Patches = list[np.ndarray | None]
+"""Of each grid of an image or video, float32 of shape (P, patch_dim); None where another rank encodes it."""
 
 
 def processor_spec(config: Config) -> ProcessorSpec:
     return ProcessorSpec.of(config.model, config.data)
 
 
-def load_payloads(
-    plan: RankPlan, blocks: Sequence[BlockRows], processor: Processor, adapter: ModelAdapter
-) -> tuple[dict[str, Payload], dict[str, str]]:
-    """Payloads by sample id, and the reason of each sample that cannot be used; such a one is a placeholder here."""
-    rows = {row["id"]: row for row in fetch_rows(blocks)}
-    payloads: dict[str, Payload] = {}
+def num_decoders(config: Config) -> int:
+    """Threads of a worker that decode: `data.decoders`, by default as many as it has CPUs."""
+    return config.data.decoders or max(1, int(config.cluster.cpus_per_worker))
+
+
+def load_inputs(
+    plan: RankPlan, rows: Iterable[dict[str, Any]], processor: Processor, adapter: ModelAdapter, num_decoders: int = 1,
+    precision: str = "fp32", pinned: bool = False,
+) -> tuple[StepInputs, dict[str, str]]:
+    """The inputs of a plan's packs, and the reason of each sample that cannot be used; such a one is a placeholder
+    here. `rows` are those of the plan's samples, in any order, as `fetch_rows` gives them.
+
+    Images and videos are decoded by `num_decoders` threads, in the order of the plan. A pack is collated while the next
+    one is decoded; then its patches are no longer held as they were decoded.
+    """
+    row_of = {row["id"]: row for row in rows}
+    inputs = StepInputs(plan, precision, pinned)
     failures: dict[str, str] = {}
-    for pack in plan.packs:
-        for sample, encoded_here in zip(pack.samples, encoded_images(pack, plan.rank)):
-            try:
-                payload = payload_of(rows[sample.id], encoded_here, processor)
-                check_payload(sample, payload, adapter, encoded_here)
-            # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
-            except Exception as error:
-                payload = placeholder(sample)
-                failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
-            payloads[sample.id] = payload
-    return payloads, failures
+    with ThreadPoolExecutor(num_decoders, "decoding", partial(torch.set_num_threads, 1)) as decoders:
+        packs = [(pack, [(sample, here, [decoders.submit(decoding)
+                                         for decoding in decodings(row_of[sample.id], here, processor)])
+                         for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if pack.index >= 0])
+                 for pack in packs_of(plan)]
+        for pack, samples in packs:
+            payloads = {IDLE.id: placeholder(IDLE)} if pack.index < 0 else {}
+            for sample, here, decoded in samples:
+                try:
+                    payload = _payload(row_of[sample.id], [future.result() for future in decoded])
+                    check_payload(sample, payload, adapter, here)
+                # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
+                except Exception as error:
+                    payload = placeholder(sample)
+                    failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
+                payloads[sample.id] = payload
+            inputs.add(pack, payloads, adapter)
+            samples.clear()  # futures keep what they have decoded
+    return inputs, failures
 
 
-def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
-    """For every sample of the pack, whether `rank` encodes each of its images."""
-    member = pack.ranks.index(rank)
-    encoders = iter(pack.encoders)
-    return [tuple(next(encoders) == member for _ in sample.vision_grids) for sample in pack.samples]
+def encoded_grids(plan: RankPlan) -> dict[str, tuple[bool, ...]]:
+    """For every sample of a rank's plan, by id, whether the rank encodes each of its images."""
+    return {sample.id: here for pack in plan.packs
+            for sample, here in zip(pack.samples, encoded_images(pack, plan.rank))}
 
 
 def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
     """A row of a block as a payload, with the patches of the grids that are encoded here. Raises whatever decoders
     raise on foreign bytes.
     """
+    return _payload(row, [decoding() for decoding in decodings(row, encoded_here, processor)])
+
+
+def _payload(row: dict[str, Any], decoded: Sequence[Patches]) -> Payload:
     return Payload(input_ids=np.asarray(row["input_ids"], np.int32), labels=np.asarray(row["labels"], np.int32),
                    grids=np.asarray(row["grids"], np.int64).reshape(-1, 3),
-                   pixels=pixels_of(row, encoded_here, processor),
+                   pixels=[patches for grids in decoded for patches in grids],
                    media=np.asarray(row["media"], np.int64), seconds=np.asarray(row["seconds"], np.float64))
 
 
-def pixels_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[np.ndarray | None]:
-    """Patches of every grid that this rank encodes. A video is decoded once, for all of its pieces encoded here."""
-    pixels: list[np.ndarray | None] = []
+def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[Callable[[], Patches]]:
+    """For each image and video of a row, in order, what decodes it: to the patches of each of its grids. A video is
+    decoded once, for all of its pieces encoded here.
+    """
+    found: list[Callable[[], Patches]] = []
     for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here),
                                    key=lambda entry: int(entry[0])):
         _, seconds, grids, here = zip(*entries)
-        if seconds[0] and any(here):
-            stops = np.cumsum([int(grid[0]) for grid in grids]).tolist()
-            ranges = [range(stop - int(grid[0]), stop) for stop, grid in zip(stops, grids)]
-            decoded = iter(decode_video(row["images"][number], processor,
-                                        [steps for steps, needed in zip(ranges, here) if needed], stops[-1]))
-            pixels += [next(decoded) if needed else None for needed in here]
+        if not any(here):
+            found.append(partial(_undecoded, len(here)))
+        elif seconds[0]:
+            found.append(partial(_decode_pieces, row["images"][number], [int(grid[0]) for grid in grids], here,
+                                 processor))
         else:
-            pixels += [decode(row["images"][number], processor) if needed else None for needed in here]
-    return pixels
+            found.append(partial(_decode_image, row["images"][number], processor))
+    return found
+
+
+def _undecoded(num_grids: int) -> Patches:
+    return [None] * num_grids
+
+
+def _decode_image(data: bytes, processor: Processor) -> Patches:
+    return [decode(data, processor)]
+
+
+def _decode_pieces(data: bytes, lengths: Sequence[int], here: Sequence[bool], processor: Processor) -> Patches:
+    """Patches of the pieces of a video, which have so many steps in time each."""
+    stops = list(accumulate(lengths))
+    wanted = [range(stop - length, stop) for stop, length, needed in zip(stops, lengths, here) if needed]
+    decoded = iter(decode_video(data, processor, wanted, stops[-1]))
+    return [next(decoded) if needed else None for needed in here]

@@ -27,11 +27,9 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model, model_shape
 from dhp_ray.model.fused import operators_of
 from dhp_ray.planner.model_shape import ModelShape
-from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.folders import save_folder
 from dhp_ray.storage import Folder
-from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
@@ -44,6 +42,7 @@ from dhp_ray.train.state.checkpoint import Checkpointer
 from dhp_ray.train.state.mirror import Mirror
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from dhp_ray.train.state.reshard import LocalShard, reshard
+from dhp_ray.train.step_inputs import StepInputs
 
 
 def token_ids(config: Config) -> dict[str, int] | None:
@@ -175,18 +174,13 @@ class Rank:
         self.engine.load_state(state)
 
     def run(
-        self,
-        plan: RankPlan,
-        payloads: Mapping[str, Payload],
-        learning_rate_factor: float,
-        data_wait_s: float = 0.0,
-        mirrors: bool = False,
+        self, inputs: StepInputs, learning_rate_factor: float, data_wait_s: float = 0.0, mirrors: bool = False
     ) -> StepResult:
         """Run a step. Where it `mirrors`, alike on all ranks, the last copies have arrived on every rank before its
         update, and those of the state after it begin to travel.
         """
         self._finishes = self._finishes or mirrors
-        result = self.stepper.run(plan, payloads, learning_rate_factor, data_wait_s)
+        result = self.stepper.run(inputs, learning_rate_factor, data_wait_s)
         self._finishes = False
         if mirrors and result.applied:
             self.begin_mirror()

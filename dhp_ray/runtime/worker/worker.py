@@ -13,7 +13,6 @@ import shutil
 import socket
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from threading import Lock
 from time import perf_counter
@@ -27,20 +26,20 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.world import abort_groups, close_store_connections, destroy_world, is_peer_loss
 from dhp_ray.config import Config
-from dhp_ray.data.blocks import BlockRows
+from dhp_ray.data.blocks import BlockRows, fetch_rows
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
 from dhp_ray.runtime.worker.failures import give_back_memory, words_of
 from dhp_ray.runtime.worker.folders import export_folder, save_folder
 from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT, held_shards
-from dhp_ray.runtime.worker.prefetch import load_payloads, processor_spec
+from dhp_ray.runtime.worker.prefetch import encoded_grids, load_inputs, num_decoders, processor_spec
 from dhp_ray.runtime.worker.rank import Rank, build_adapter, state_size
 from dhp_ray.storage import Folder, StorageError
-from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.state.reshard import LocalShard
+from dhp_ray.train.step_inputs import StepInputs
 
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
 """Threads beside the one that trains."""
@@ -79,7 +78,7 @@ class Worker:
         self.adapter: ModelAdapter | None = None
         self.unused = False  # the adapter has its first weights
         self.originals: dict[str, Tensor] = {}
-        self.prefetched: dict[str, tuple[RankPlan, dict[str, Payload]]] = {}  # by plan id
+        self.prefetched: dict[str, StepInputs] = {}  # by plan id
         self.kept: list[tuple[int, int, LocalShard]] = []  # generation, its world size, and what is left of it here
         self.ran: dict[int, Ran] = {}
         self.steps: dict[int, int] = {}  # of each state version the last step that left it
@@ -156,10 +155,11 @@ class Worker:
 
     @ray.method(concurrency_group="prefetch")
     def prefetch(self, plan: RankPlan, blocks: list[BlockRows]) -> dict[str, str]:
-        """Fetch and decode what this rank needs of a step; returns the samples that failed, with their reasons."""
+        """Fetch, decode and collate what this rank needs of a step; returns the samples that failed, with reasons."""
         assert self.adapter is not None
-        payloads, failures = load_payloads(plan, blocks, self.processor, self.adapter)
-        self.prefetched[plan.plan_id] = (plan, payloads)
+        self.prefetched[plan.plan_id], failures = load_inputs(
+            plan, fetch_rows(blocks, encoded_grids(plan)), self.processor, self.adapter, num_decoders(self.config),
+            self.config.train.precision, pinned=self.accelerator.name != "cpu")
         return failures
 
     @training
@@ -169,9 +169,9 @@ class Worker:
         """Run a prefetched plan of a step; the samples in `placeholders` keep their place with every label masked."""
         assert self.rank is not None
         wait = perf_counter()
-        plan, payloads = self._take(step, plan_id, placeholders)
+        inputs = self._take(step, plan_id, placeholders)
         factor = self.rank.learning_rate_factor(step, total_steps)
-        result = self.rank.run(plan, payloads, factor, perf_counter() - wait, mirrors)
+        result = self.rank.run(inputs, factor, perf_counter() - wait, mirrors)
         self.kept.clear()  # every rank has its copies of this generation: the one before is done with
         self.ran[step] = Ran(result, placeholders)
         self.ran.pop(step - RESULTS_KEPT, None)
@@ -194,20 +194,20 @@ class Worker:
     def evaluate(self, number: int, plan_id: str, placeholders: dict[str, str]) -> tuple[float, int]:
         """Loss sum and valid tokens, over all ranks, of a prefetched batch of held-out samples."""
         assert self.rank is not None
-        return self.rank.stepper.evaluate(*self._take(number, plan_id, placeholders))
+        return self.rank.stepper.evaluate(self._take(number, plan_id, placeholders))
 
-    def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> tuple[RankPlan, dict[str, Payload]]:
+    def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> StepInputs:
         """The plan that all ranks are told to run, whatever other one of this step was sent as well."""
         if plan_id not in self.prefetched:
             raise RunError(
                 f"step {step}: told to run plan {plan_id}; prefetched here: {', '.join(self.prefetched) or 'none'}"
             )
-        plan, payloads = self.prefetched.pop(plan_id)
-        for other in [other for other, (held, _) in list(self.prefetched.items()) if held.step == step]:
+        inputs = self.prefetched.pop(plan_id)
+        for other in [other for other, held in list(self.prefetched.items()) if held.plan.step == step]:
             del self.prefetched[other]
-        for sample_id in placeholders.keys() & payloads.keys():
-            payloads[sample_id] = replace(payloads[sample_id], masked=True)
-        return plan, payloads
+        assert self.adapter is not None
+        inputs.mask(placeholders, self.adapter)
+        return inputs
 
     @training
     def save(self, step: int) -> None:

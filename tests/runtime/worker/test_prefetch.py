@@ -14,9 +14,9 @@ from dhp_ray.comm.link import Link
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
-from dhp_ray.planner.plan import Sample
-from dhp_ray.runtime.worker.prefetch import pixels_of
-from dhp_ray.schema import Data
+from dhp_ray.planner.plan import RankPlan, Sample
+from dhp_ray.runtime.worker.prefetch import load_inputs, num_decoders, payload_of
+from dhp_ray.schema import Cluster, Config, Data
 from dhp_ray.train.collate import Payload, check_payload, collate
 from dhp_ray.train.pack import pack_loss
 from tests.data.samples import picture, processor, talk, video, write_rows
@@ -30,26 +30,46 @@ def film_record(folder: Path, max_image_tokens: int) -> dict[str, Any]:
     (folder / "a.png").write_bytes(picture(60, 90))
     row = {"id": "film", "image": "a.png", "video": "a.mp4",
            "conversations": talk("<image>Here\n<video>Where?", "Left.", "Sure?", "Yes.")}
-    fragments = index_fragments(Data(format="llava", path=str(write_rows(folder / "rows.json", [row]))))
+    return records_of(folder, [row], max_image_tokens)[0]
+
+
+def records_of(folder: Path, rows: list[dict[str, Any]], max_image_tokens: int = 0) -> list[dict[str, Any]]:
+    fragments = index_fragments(Data(format="llava", path=str(write_rows(folder / "rows.json", rows))))
     items = [{"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragments[0])}]
     block = ReadFragments(ProcessorSpec("tiny"), str(folder), 0,
                           max_image_tokens=max_image_tokens)(pa.Table.from_pylist(items))
-    return read_payloads(block, [0])[0]
+    return read_payloads(block, list(range(block.num_rows)))
 
 
-def payload_of(record: dict[str, Any], here: tuple[bool, ...]) -> Payload:
-    return Payload(input_ids=record["input_ids"], labels=record["labels"], grids=record["grids"],
-                   pixels=pixels_of(record, here, PROCESSOR),
-                   media=record["media"], seconds=record["seconds"])
+def sample_of(record: dict[str, Any]) -> Sample:
+    return Sample(record["id"], record["text_tokens"], record["vision_tokens"],
+                  tuple((int(t), int(h), int(w)) for t, h, w in record["grids"]))
+
+
+def many_records(folder: Path) -> list[dict[str, Any]]:
+    """Twelve samples with up to three images and a video; of three of them an image does not decode."""
+    rows = []
+    for number in range(12):
+        pictures = [f"{number}-{image}.png" for image in range(number % 4)]
+        for image, name in enumerate(pictures):
+            (folder / name).write_bytes(picture(60 + 20 * number, 60 + 30 * image))
+        film = {"video": "a.mp4"} if number % 5 == 1 else {}
+        rows.append({"id": f"r{number}", "image": pictures, **film, "conversations": talk(
+            "<image>" * len(pictures) + "<video>" * len(film) + "What?", "That.")})
+    (folder / "a.mp4").write_bytes(video(30, 84, 56, rate=7))
+    records = sorted(records_of(folder, rows), key=lambda record: int(record["id"][1:]))
+    by_name = {record["id"]: record for record in records}
+    for name, image in (("r2", 1), ("r6", 0), ("r7", 2)):
+        by_name[name]["images"][image] = by_name[name]["images"][image][:-60]
+    return records
 
 
 def test_a_video_in_pieces_has_the_loss_of_plain_transformers(tmp_path: Path) -> None:
     record = film_record(tmp_path, max_image_tokens=12)
-    sample = Sample("film", record["text_tokens"], record["vision_tokens"],
-                    tuple((int(t), int(h), int(w)) for t, h, w in record["grids"]))
+    sample = sample_of(record)
     assert sample.vision_grids == ((1, 6, 4), (2, 4, 6), (2, 4, 6))
     here = (True,) * len(sample.vision_grids)
-    adapter, payload = rough_model(), payload_of(record, here)
+    adapter, payload = rough_model(), payload_of(record, here, PROCESSOR)
     check_payload(sample, payload, adapter, here)
     pack = make_pack(0, [0], [sample])
     with torch.no_grad():
@@ -70,19 +90,59 @@ def test_a_video_in_pieces_has_the_loss_of_plain_transformers(tmp_path: Path) ->
 
 def test_only_the_pieces_of_this_rank_are_made(tmp_path: Path) -> None:
     record = film_record(tmp_path, max_image_tokens=12)
-    whole = pixels_of(record, (True,) * len(record["grids"]), PROCESSOR)
+    whole = payload_of(record, (True,) * len(record["grids"]), PROCESSOR).pixels
     here = tuple(number % 2 == 1 for number in range(len(record["grids"])))
-    for needed, patches, expected in zip(here, pixels_of(record, here, PROCESSOR), whole, strict=True):
+    for needed, patches, expected in zip(here, payload_of(record, here, PROCESSOR).pixels, whole, strict=True):
         assert (patches is not None) == needed
         assert patches is None or np.array_equal(patches, expected)
 
 
 def test_a_video_that_decodes_to_other_frames_is_no_payload(tmp_path: Path) -> None:
     record = film_record(tmp_path, max_image_tokens=0)
-    sample = Sample("film", record["text_tokens"], record["vision_tokens"],
-                    tuple((int(t), int(h), int(w)) for t, h, w in record["grids"]))
+    sample = sample_of(record)
     other = record | {"images": [record["images"][0], video(6, 84, 56, rate=7)]}
     with pytest.raises(ValueError, match=r"^the video gives 4 frames; planned: 8"):
-        payload_of(other, (True, True))
-    check_payload(sample, replace(payload_of(record, (False, False)), pixels=[None, None]), rough_model(),
+        payload_of(other, (True, True), PROCESSOR)
+    check_payload(sample, replace(payload_of(record, (False, False), PROCESSOR), pixels=[None, None]), rough_model(),
                   (False, False))
+
+
+def test_any_number_of_decoders_gives_the_same_payloads(tmp_path: Path) -> None:
+    """Also the same reasons, in the same order."""
+    records, adapter = many_records(tmp_path), rough_model()
+    samples = [sample_of(record) for record in records]
+    packs = (make_pack(0, [0, 1], samples[:5]), make_pack(1, [0], samples[5:]))
+    inputs, failed = load_inputs(RankPlan(1, 0, (), packs), records, PROCESSOR, adapter)
+    one = inputs.payloads
+    assert list(one) == [sample.id for sample in samples]
+    assert set(failed) == {"r6", "r7"}, "the bad image of r2 is encoded by the other rank"
+    assert all(one[name].masked == (name in failed) for name in one)
+    for record in records:
+        if record["id"] not in ("r2", *failed):
+            here = tuple(patches is not None for patches in one[record["id"]].pixels)
+            assert_same(payload_of(record, here, PROCESSOR), one[record["id"]])
+    assert [len(found.pixels) for found in inputs.inputs] == [
+        sum(len(patches) for sample in pack.samples for patches in one[sample.id].pixels if patches is not None)
+        for pack in packs]
+    for count in (2, 5):
+        several, reasons = load_inputs(RankPlan(1, 0, (), packs), records, PROCESSOR, adapter, count)
+        assert list(several.payloads) == list(one)
+        assert list(reasons.items()) == list(failed.items())
+        for name, payload in several.payloads.items():
+            assert_same(payload, one[name])
+        for found, expected in zip(several.inputs, inputs.inputs, strict=True):
+            assert torch.equal(found.pixels, expected.pixels)
+
+
+def assert_same(found: Payload, expected: Payload) -> None:
+    for name in ("input_ids", "labels", "grids", "media", "seconds"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+    assert found.masked == expected.masked
+    for ours, theirs in zip(found.pixels, expected.pixels, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or np.array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.mark.parametrize(("decoders", "cpus", "expected"), [(0, 0.1, 1), (0, 1.0, 1), (0, 3.5, 3), (2, 8.0, 2)])
+def test_a_worker_has_a_decoder_for_each_of_its_cpus(decoders: int, cpus: float, expected: int) -> None:
+    assert num_decoders(Config(data=Data(decoders=decoders), cluster=Cluster(cpus_per_worker=cpus))) == expected

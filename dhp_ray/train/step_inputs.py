@@ -1,0 +1,137 @@
+"""The inputs of all packs that a rank runs in a step, made before it: by a thread beside the one that trains.
+
+    payloads -- collate --> inputs of a pack, patches in the computing type, in pinned memory where a device copies them
+    a sample turns out to be a placeholder --> its pack is made again, from what the first inputs hold
+    a step runs pack n on the device | the inputs of pack n + 1 are copied to it, in a stream of their own
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.planner.plan import RankPack, RankPlan, Sample
+from dhp_ray.train.collate import PackInputs, Payload, collate, encoded_images, placeholder, with_tiny_image
+from dhp_ray.train.engine import COMPUTE_TYPES
+
+IDLE = Sample("", 1)
+"""What a rank without a pack in a micro-batch runs: one token, masked."""
+
+
+@dataclass
+class StepInputs:
+    """Inputs in the order of running, one for each of `packs_of` the plan once all have been added.
+
+    `payloads` are those of the packs added so far; their pixels are rows of the inputs, not a second copy.
+    """
+
+    plan: RankPlan
+    precision: str = "fp32"
+    pinned: bool = False
+    packs: list[RankPack] = field(default_factory=list)
+    inputs: list[PackInputs] = field(default_factory=list)
+    payloads: dict[str, Payload] = field(default_factory=dict)
+
+    def add(self, pack: RankPack, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> None:
+        """Collate the next pack. What `payloads` hold of its pixels is needed no more.
+
+        Raises:
+            ValueError: one line that names the sample whose payload is missing or not what was planned.
+        """
+        self.payloads |= {sample.id: payloads[sample.id] for sample in pack.samples if sample.id in payloads}
+        self.inputs.append(self._collated(pack, adapter))
+        self.packs.append(pack)
+
+    def mask(self, sample_ids: Iterable[str], adapter: ModelAdapter) -> None:
+        """Make these samples placeholders: packs that hold one of them are collated again."""
+        found = {name for name in sample_ids if name in self.payloads and not self.payloads[name].masked}
+        self.payloads |= {name: replace(self.payloads[name], masked=True, pixels=[]) for name in found}
+        for place, pack in enumerate(self.packs):
+            if any(sample.id in found for sample in pack.samples):
+                self.inputs[place] = self._collated(pack, adapter)
+
+    def _collated(self, pack: RankPack, adapter: ModelAdapter) -> PackInputs:
+        inputs = collate(pack, self.payloads, self.plan.rank, adapter, COMPUTE_TYPES[self.precision], self.pinned)
+        patches = iter(inputs.pixels.split([math.prod(grid) for grid in inputs.grids]) if inputs.grids else ())
+        for sample, encoded_here in zip(pack.samples, encoded_images(pack, self.plan.rank)):
+            payload = self.payloads[sample.id]
+            if not payload.masked:
+                pixels = [next(patches) if here else None for here in encoded_here]
+                self.payloads[sample.id] = replace(payload, pixels=pixels)
+        if self.plan.encodes and self.plan.encodes[pack.micro_batch] and not inputs.grids:
+            inputs = with_tiny_image(inputs, adapter)
+        return inputs.map(Tensor.pin_memory) if self.pinned else inputs
+
+
+def packs_of(plan: RankPlan) -> list[RankPack]:
+    """What a rank runs, in order. With sync=micro_batch that is one pack a micro-batch: an idle token, with index -1,
+    where the plan has none for the rank.
+    """
+    if not plan.encodes:
+        return list(plan.packs)
+    own = {pack.micro_batch: pack for pack in plan.packs}
+    return [own.get(number) or RankPack(-1, (plan.rank,), (IDLE,), (), 0.0, number)
+            for number in range(plan.num_micro_batches)]
+
+
+def collated(
+    plan: RankPlan, payloads: Mapping[str, Payload], adapter: ModelAdapter, precision: str = "fp32",
+    pinned: bool = False,
+) -> StepInputs:
+    """The inputs of a whole plan. See `StepInputs.add`."""
+    inputs = StepInputs(plan, precision, pinned)
+    for pack in packs_of(plan):
+        inputs.add(pack, {IDLE.id: placeholder(IDLE)} if pack.index < 0 else payloads, adapter)
+    return inputs
+
+
+def on_device(inputs: Sequence[PackInputs], device: torch.device) -> Generator[PackInputs, None, None]:
+    """The inputs of each pack on a device, one after the other; to be closed. On the CPU they are as they came."""
+    if device.type == "cpu":
+        yield from inputs
+    else:
+        yield from copied_ahead(inputs, device)
+
+
+def copied_ahead(inputs: Sequence[PackInputs], device: torch.device) -> Generator[PackInputs, None, None]:
+    """While the device computes with what was given last, the inputs of the next pack are copied to it, and no others:
+    that begins when the device has done all that it was given before. The host waits for nothing.
+    """
+    module = torch.get_device_module(device)
+    computing, copying = module.current_stream(device), module.Stream(device)
+    ahead = _copied(inputs[0], device, computing, copying) if inputs else None
+    try:
+        for place in range(len(inputs)):
+            computing.wait_stream(copying)
+            ready, ahead = ahead, None  # what was given last is let go before there is room made for the next
+            if place + 1 < len(inputs):
+                ahead = _copied(inputs[place + 1], device, computing, copying)
+            assert ready is not None
+            yield ready
+            del ready
+    finally:
+        computing.wait_stream(copying)  # memory that a copy still writes to must not be used anew
+
+
+def _copied(inputs: PackInputs, device: torch.device, computing: Any, copying: Any) -> PackInputs:
+    """The inputs on a device once `copying` has got there. Their memory is of the computing stream: it can be used anew
+    by what follows there, though the host is ahead.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+
+    def room(tensor: Tensor) -> Tensor:
+        pairs.append((torch.empty_like(tensor, device=device), tensor))
+        return pairs[-1][0]
+
+    there = inputs.map(room)
+    copying.wait_stream(computing)
+    with torch.get_device_module(device).stream(copying):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+    return there
