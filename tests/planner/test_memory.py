@@ -11,7 +11,8 @@ from itertools import product
 import pytest
 
 from dhp_ray.model.qwen2_5_vl import Qwen25VL
-from dhp_ray.planner.memory import MemoryModel, MemorySettings, PackLoad
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
 from tests.qwen_configs import published_config
 
@@ -87,16 +88,6 @@ def test_resident_bytes_by_hand() -> None:
     frozen = model("3B", world_size=2, frozen=("language",)).resident()
     assert frozen["parameters"] == 2 * size
     assert frozen["gradients"] == 6 * model("3B").shape.parameters_by_part()["vision"]
-
-
-def test_replicas_and_what_they_are_sent_from_lie_in_host_memory() -> None:
-    share = 12 * 3_754_622_976 / 2
-    assert model("3B", world_size=2).host() == {"replicas": 0, "pinned, own shard": 0}
-    assert model("3B", world_size=2, mirror_every_steps=1).host() == {"replicas": 2 * share, "pinned, own shard": share}
-    assert model("3B", world_size=2, mirror_every_steps=4).host()["pinned, own shard"] == 2 * share
-    on_cpu = model("3B", world_size=2, mirror_every_steps=1, device="cpu").host()
-    assert on_cpu == {"replicas": 2 * share, "own shard": 0}
-    assert model("3B", world_size=1, mirror_every_steps=1).host()["replicas"] == 0
 
 
 def test_tokens_that_fit_are_the_most_that_do() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import Config
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
-from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import ClusterSpec, Plan
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.dispatch import Dispatcher
@@ -20,6 +19,7 @@ from dhp_ray.runtime.driver.elastic import Condition, Failures, replica_ranks_of
 from dhp_ray.runtime.driver.evaluation import Evaluation
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.measures import TimeScale
+from dhp_ray.runtime.driver.modes import Choice, mode_of
 from dhp_ray.runtime.driver.nodes import Draining
 from dhp_ray.runtime.driver.room import ranks_that_hold, within_memory
 from dhp_ray.runtime.driver.speeds import SpeedMeter
@@ -54,6 +54,7 @@ class History:
 
     stream_lost: bool = False  # where the stream stands says nothing of the next step
     compiling_told: bool = False
+    recomputing_told: bool | None = None  # whether the generation that was told of last recomputes activations
     failures: Failures = field(default_factory=Failures)
     evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
     scale: TimeScale = field(default_factory=TimeScale)
@@ -72,12 +73,12 @@ class Session:
     checkpoints: Checkpoints
     scalars: ScalarLog
     watch: Watch
-    cost: CostModel
     stream: Stream | Mixture
     held_out: Stream | None
     arrivals: Arrivals
     total_steps: int
     compiled: Future[float]  # the planner's loops are, and how many seconds that took
+    first_choice: Choice | None = None  # of the mode, with that of `planner.sync`
     stop_reason: Callable[[], str] = lambda: ""
     auto_tokens: bool = False  # tokens a rank follow the memory of each generation's ranks
     draining: Draining = field(default_factory=Draining)
@@ -97,6 +98,11 @@ class Session:
     def replica_ranks(self) -> tuple[int, ...]:
         """Which rank holds the replica of each rank's shard."""
         return replica_ranks_of(self.group.nodes) if self.config.elastic.mirror_every_steps else ()
+
+    @property
+    def choice(self) -> Choice:
+        """The mode that the ranks of the group train in."""
+        return mode_of(self.config, self.group, self.auto_tokens)
 
     @property
     def pool_groups(self) -> int:
@@ -144,11 +150,14 @@ class Session:
     def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
         self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
-        tokens, cost = within_memory(self.config, self.group, self.cost, self.auto_tokens)
+        mode = self.choice.mode
+        # as it is for this generation
+        config = replace(self.config, train=replace(self.config.train,
+                                                    activation_checkpointing=str(mode.recomputes).lower()))
+        tokens, cost = within_memory(config, self.group, mode, self.auto_tokens)
         ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
         cluster = ClusterSpec.of_nodes(self.group.nodes, tokens)
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
-        config = self.config
         # one for all plans that the ranks are told to run
         pool = PoolBook(self.pool_groups if config.comm.transport == "pool" else 0)
         self.current.dispatcher = Dispatcher(
@@ -168,6 +177,16 @@ class Session:
             self.records.event("planner_compiled", seconds=round(seconds, 3))
             if seconds > COMPILING_TOLD_S:
                 yield Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later runs")
+
+    def mode_told(self) -> Iterator[Message]:
+        """Report which mode was chosen and why: at the start, and where a later generation's is another one."""
+        told = self.history.recomputing_told
+        choice = self.first_choice if told is None and self.first_choice else self.choice
+        if choice.keys and choice.mode.recomputes is not told:
+            self.history.recomputing_told = choice.mode.recomputes
+            self.records.event("mode", generation=self.current.number, sync=choice.mode.sync,
+                               activation_checkpointing=choice.mode.recomputes, auto=choice.keys, why=choice.why)
+            yield Notice(choice.line)
 
     def note_not_deleted(self, failures: Sequence[str]) -> None:
         """Record what could not be deleted of old checkpoints."""
