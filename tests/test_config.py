@@ -63,14 +63,8 @@ def test_text_for_a_string_is_taken_as_it_is(bare: list[str], text: str) -> None
 def test_recomputation_is_true_false_or_auto(bare: list[str], tmp_path: Path) -> None:
     for text in ("true", "True", "false", "auto"):
         assert load([*bare, f"train.activation_checkpointing={text}"]).train.activation_checkpointing == text.lower()
-    path = tmp_path / "older.yaml"  # of a run whose key was true or false alone
-    path.write_text("model: {preset: tiny}\ntrain: {activation_checkpointing: true}\n")
-    config = load(["--config", str(path)])
-    assert config.train.activation_checkpointing == "true"
-    path.write_text(dump(config))
-    assert load(["--config", str(path)]) == config
-    assert Config().planner.sync == "step"
-    assert load([*bare, "planner.sync=auto"]).planner.sync == "auto"
+    (tmp_path / "older.yaml").write_text("model: {preset: tiny}\ntrain: {activation_checkpointing: true}\n")
+    assert load(["--config", str(tmp_path / "older.yaml")]).train.activation_checkpointing == "true"
 
 
 def test_quotes_of_a_string_are_yaml(bare: list[str]) -> None:

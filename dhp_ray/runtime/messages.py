@@ -49,12 +49,14 @@ class Membership:
     sync: str = "step"
     recomputes: bool = False
 
-    def mode_of(self, config: Config) -> tuple[str, bool]:
-        """How the rank synchronises, and whether it recomputes activations: by the configuration, unless that says
-        auto.
-        """
-        sync, again = config.planner.sync, config.train.activation_checkpointing
-        return self.sync if sync == "auto" else sync, self.recomputes if again == "auto" else again == "true"
+    def sync_of(self, config: Config) -> str:
+        """How the rank synchronises: by the configuration, unless that says auto."""
+        return self.sync if config.planner.sync == "auto" else config.planner.sync
+
+    def recomputes_in(self, config: Config) -> bool:
+        """Whether the rank recomputes activations: by the configuration, unless that says auto."""
+        again = config.train.activation_checkpointing
+        return self.recomputes if again == "auto" else again == "true"
 
 
 @dataclass(frozen=True)

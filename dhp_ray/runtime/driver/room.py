@@ -1,4 +1,5 @@
-"""What must fit before a run trains: the resident state in device memory, and the checkpoints where they are written.
+"""What must fit before a run trains: the resident state in device memory, what ranks keep in their node's memory, and
+the checkpoints where they are written.
 And what follows from a device's memory and the run's model: tokens a rank of each generation.
 """
 
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from dhp_ray.config import Config
 from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms
+from dhp_ray.planner.memory_terms import Terms
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.modes import MEMORY_SHARE, cost_of, memory_of, mode_of
@@ -83,6 +86,43 @@ def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
             f"{needed / 2**30:.1f} GiB on each rank, which has {group.memory_bytes / 2**30:.1f} GiB; "
             f"use more or larger devices, {other}or a smaller model"
         )
+
+
+def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
+    """Refuse a run whose ranks would keep more in a node's memory than it has (`planner/host_memory.py`); on the CPU
+    their state lies there too.
+
+    Raises:
+        RunError: which node, how much, what there is, and which key to change.
+    """
+    memory = memory_of(config, group, mode)
+    tokens = int(config.planner.tokens_per_rank)
+
+    def needed(mirrors: bool, node_id: str, count: int) -> Terms:
+        settings = memory.settings if mirrors else replace(memory.settings, mirror_every_steps=0)
+        terms = {name: count * value for name, value in host_terms(memory.shape, settings, tokens).items()}
+        export = export_bytes(memory.shape) if node_id == group.nodes[0] else 0
+        if export > terms[CHANGE]:  # never at the same time
+            terms["model, exported"] = export - terms[CHANGE]
+        if settings.device == "cpu":
+            terms["state"] = count * sum(memory.resident().values())
+        return terms
+
+    for node_id, count in Counter(group.nodes).items():
+        limit_bytes = MEMORY_SHARE * min(member.described["host_memory_bytes"] for member in group.members
+                                         if member.described["node_id"] == node_id)
+        terms = needed(True, node_id, count)
+        if sum(terms.values()) <= limit_bytes:
+            continue
+        without, every = sum(needed(False, node_id, count).values()), config.elastic.mirror_every_steps
+        parts = ", ".join(f"{name} {_gib(value)}" for name, value in terms.items() if value)
+        key, words = f"cluster.num_workers: got {config.cluster.num_workers}", "fewer ranks a node (more nodes)"
+        if every and without <= limit_bytes:
+            key = f"elastic.mirror_every_steps: got {every}"
+            words = f"elastic.mirror_every_steps=0, which takes {_gib(without)}, or {words}"
+        raise RunError(f"{key}; the {count} ranks on node {node_id} keep up to {_gib(sum(terms.values()))} in its "
+                       f"memory ({parts}), and may keep {_gib(limit_bytes)} ({MEMORY_SHARE:.0%} of it); "
+                       f"allowed: {words}")
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:

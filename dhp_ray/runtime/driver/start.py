@@ -21,7 +21,7 @@ from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import held_out_stream
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.modes import Choice, mode_of
-from dhp_ray.runtime.driver.room import check_memory, check_room, saves_ahead, tokens_that_fit
+from dhp_ray.runtime.driver.room import check_host_memory, check_memory, check_room, saves_ahead, tokens_that_fit
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.driver.takeover import take_over
 from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunStarted
@@ -159,6 +159,7 @@ def resolve_limits(config: Config, stored: Mapping[str, Any], group: WorkerGroup
     if planner.tokens_per_rank == "auto":
         planner.tokens_per_rank = str(tokens_that_fit(config, group))
     planner.max_sequence_tokens = planner.max_sequence_tokens or int(planner.tokens_per_rank) * group.size
+    check_host_memory(config, group, choice.mode)
     return choice
 
 

@@ -134,8 +134,7 @@ class Worker:
             gc.freeze()  # what is loaded stays: to look through it at each change of membership would take most of it
         keeps_state = isinstance(origin, FromMemory)
         # FSDP2 modules keep their mesh for life
-        sync, _ = membership.mode_of(self.config)
-        reusable = self.adapter if self.unused or (keeps_state and sync == "step") else None
+        reusable = self.adapter if self.unused or (keeps_state and membership.sync_of(self.config) == "step") else None
         if reusable is None:  # before the next one is built: there may not be room for both
             self.originals, self.adapter = {}, None
         self.unused = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config
+from dhp_ray.planner.host_memory import CHANGE, host_terms
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.modes import cost_of, memory_of
 from dhp_ray.runtime.driver.room import (
+    check_host_memory,
     check_memory,
     check_room,
     ranks_that_hold,
@@ -126,6 +129,54 @@ def test_a_sequence_that_fits_the_run_waits_for_ranks_though_fewer_hold_less_eac
                          [(0, 10, 4, 3), (0, 8, 4, 2), (4, 8, 4, 1), (5, 8, 4, 1), (0, 3, 0, 1), (3, 3, 2, 0)])
 def test_saves_that_are_still_to_come(done: int, total: int, every: int, expected: int) -> None:
     assert saves_ahead(done, total, every) == expected
+
+
+def test_a_node_without_room_for_what_its_ranks_keep_is_refused(tmp_path: Path) -> None:
+    """Two of three ranks are on node b. Replicas (2 versions), what they are sent from (1), a checkpoint (1) and a
+    change of members (4 with replicas, else 2)."""
+    config, mode = config_of(str(tmp_path), "planner.tokens_per_rank=100"), Mode("step", False)
+    shape = memory_of(config, group_of(3, 1.0, config), mode).shape
+    version, pixels = 12 * math.ceil(shape.num_parameters() / 3), 100 * shape.merge_area * shape.patch_dim * 4
+    with_replicas, without = 2 * (8 * version + 2 * pixels), 2 * (3 * version + 2 * pixels)
+
+    def check(host_bytes: float, device: str = "cuda") -> None:
+        group = group_of(3, 1.0, config, device)
+        for rank, member in enumerate(group.members):
+            node = "a" if rank == 0 else "b"
+            member.described |= {"node_id": node}
+            if node == "b":
+                member.described["host_memory_bytes"] = host_bytes / 0.9
+        check_host_memory(config, group, mode)
+
+    check(with_replicas + 100)
+    with pytest.raises(RunError, match=(
+            r"^elastic\.mirror_every_steps: got 1; the 2 ranks on node b keep up to [\d.]+ GiB in its memory "
+            r"\(replicas [\d.]+ GiB, pinned, own shard [\d.]+ GiB, checkpoint being written [\d.]+ GiB, "
+            r"change of members [\d.]+ GiB, pixels [\d.]+ GiB\), and may keep [\d.]+ GiB \(90% of it\); allowed: "
+            r"elastic\.mirror_every_steps=0, which takes [\d.]+ GiB, or fewer ranks a node \(more nodes\)$")):
+        check(with_replicas - 100)
+    with pytest.raises(RunError, match=r"^cluster\.num_workers: got 2; .*; allowed: fewer ranks a node"):
+        check(without - 100)
+    with pytest.raises(RunError, match="state"):  # lies there too
+        check(with_replicas, "cpu")
+    config.elastic.mirror_every_steps = 0
+    check(without + 100)
+
+
+def test_rank_0_needs_room_for_the_model_that_it_exports(tmp_path: Path) -> None:
+    config, mode = config_of(str(tmp_path), "planner.tokens_per_rank=100"), Mode("step", False)
+    group = group_of(64, 1.0, config)
+    for rank, member in enumerate(group.members):
+        member.described["node_id"] = str(rank)
+    memory = memory_of(config, group, mode)
+    rest = sum(value for name, value in host_terms(memory.shape, memory.settings, 100).items() if name != CHANGE)
+    for more, exports in ((100, True), (-100, False)):
+        group.members[0].described["host_memory_bytes"] = (rest + 4 * memory.shape.num_parameters() + more) / 0.9
+        if exports:
+            check_host_memory(config, group, mode)
+        else:
+            with pytest.raises(RunError, match="model, exported"):
+                check_host_memory(config, group, mode)
 
 
 def test_a_run_folder_without_room_is_refused(tmp_path: Path) -> None:
