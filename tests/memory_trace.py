@@ -221,23 +221,3 @@ def held_bytes(engine: Any) -> int:
     else:
         tensors += [*engine.module.parameters(), *engine.gradients().values(), engine._shard_gradient]
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
-def constructed(config: Qwen2_5_VLConfig, settings: MemorySettings) -> tuple[int, int]:
-    """Bytes that an engine holds once it is made over a model without values, and the most on the way there. Nothing is
-    frozen.
-    """
-    adapter = model_without_memory(config)
-    optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
-    with memory_trace() as trace:
-        if settings.sync == "step":
-            engine: Any = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes,
-                                     initialize=False, device=torch.device("cpu"))
-            engine.all_gather_parameters()
-        else:
-            assert dist.group.WORLD is not None
-            engine = ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision,
-                                   initialize=False)
-        held_bytes, peak_bytes = trace.live_bytes, trace.peak_bytes
-        engine.release()
-    return held_bytes, peak_bytes
