@@ -36,13 +36,20 @@ def fsdp_param_groups(module: nn.Module) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11 has one at most
 
 
-def checkpoint_activations(module: nn.Module) -> None:
-    """Let a model of transformers compute what is inside its layers again in the backward pass, by autograd's hooks."""
+def checkpoint_activations(module: nn.Module, wanted: bool) -> None:
+    """Let a model of transformers compute what is inside its layers again in the backward pass, by autograd's hooks, or
+    where it is not `wanted` keep it.
+    """
     model: Any = module
-    if hasattr(model, "activation_checkpointing_enable"):
+    newer = hasattr(model, "activation_checkpointing_enable")
+    if wanted and newer:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    else:  # its name in transformers 5.17; 5.23 warns of it
+    elif wanted:  # its name in transformers 5.17; 5.23 warns of it
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif newer:
+        model.activation_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_disable()
 
 
 def rope_positions(

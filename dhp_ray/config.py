@@ -182,6 +182,8 @@ def _set(config: Any, dotted: str, value: Any, origin: str) -> None:
     allowed = _allowed(dotted, kind)
     if value is None:
         raise ConfigError(f"{dotted}: got nothing ({origin}); allowed: {allowed}")
+    if str(value).lower() in ("true", "false") and "true" in _choices_of(dotted):
+        value = str(value).lower()  # as YAML writes them, and Python
     if any("${" in text or text == "???" for text in texts(value)):
         raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: a plain value, without ${{...}} or ???")
     mixed = kind in (bool, int, float) and isinstance(value, bool) != (kind is bool) and not isinstance(value, str)
@@ -204,12 +206,16 @@ def _types(owner: Any = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _allowed(dotted: str, kind: Any) -> str:
-    choices = {name: spec["choices"] for name, _, spec in walk(Config())}[dotted]
-    if choices:
+    if choices := _choices_of(dotted):
         return ", ".join(choices)
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false",
              list[str]: "a list of names"}
     return names.get(kind, "a list of {path: ..., weight: ..., format: ...}")
+
+
+def _choices_of(dotted: str) -> tuple[str, ...]:
+    found: tuple[str, ...] = {name: spec["choices"] for name, _, spec in walk(Config())}[dotted]
+    return found
 
 
 def _conceal(node: Any) -> None:

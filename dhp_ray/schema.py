@@ -138,8 +138,8 @@ class Cluster:
 @dataclass(kw_only=True)
 class Planner:
     name: str = key("dhp", "planner", choices=PLANNERS)
-    sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch",
-                    choices=("step", "micro_batch"))
+    sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch; auto: what fits and is "
+                    "fastest, fixed at the run's first start", choices=("step", "micro_batch", "auto"))
     cost: str = key("", "cost file; empty: derived from the model and its device, on the CPU conf/cost/cpu.yaml")
     tokens_per_rank: str = key("auto",
                                "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
@@ -224,7 +224,9 @@ class Train:
     clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0, maximum=LARGEST)
     precision: str = key("fp32", "computing type; master weights and moments are fp32", choices=("fp32", "bf16"))
     freeze: list[str] = key([], "parts left as they are: vision, language")
-    activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
+    activation_checkpointing: str = key(
+        "false", "recompute activations in the backward pass; auto: what fits and is fastest, for each generation",
+        choices=("true", "false", "auto"))
     fused_operators: str = key(
         "auto", "norms, rotations and SwiGLU by fused operators: on NPU, and on CUDA where Liger is installed",
         choices=("auto", "off"),

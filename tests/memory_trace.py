@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Qwen2_5_VLConfig
 
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.link import Link, Pending
 from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import cuda
-from dhp_ray.planner.memory import MemorySettings, PackLoad
+from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from dhp_ray.planner.plan import Grid, RankPack, Sample
 from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.flat_engine import FlatEngine
@@ -138,8 +138,24 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_inputs(samples: Sequence[tuple[int, Sequence[Grid]]], adapter: ModelAdapter) -> tuple[PackInputs, PackLoad]:
-    """A pack on one rank of samples given as (text tokens, grids of images), and what it asks of a rank."""
+class SilentLink(Link):
+    """Members that exchange nothing, as fake tensors hold nothing; what is received has its memory."""
+
+    def __init__(self, degree: int) -> None:
+        super().__init__(range(degree), 0, cast(Any, object()) if degree > 1 else None)
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
+    ) -> Pending:
+        return Pending(self, [], [tensor for tensor, _ in (*sends, *receives)])
+
+
+def make_inputs(
+    samples: Sequence[tuple[int, Sequence[Grid]]], adapter: ModelAdapter, degree: int = 1
+) -> tuple[PackInputs, PackLoad]:
+    """The first of `degree` members' part of a pack of samples given as (text tokens, grids of images), and what it
+    asks of a rank. Members encode the images in turns.
+    """
     plans, payloads = [], {}
     for place, (text, grids) in enumerate(samples):
         counts = [time * height * width // adapter.merge_area for time, height, width in grids]
@@ -151,25 +167,26 @@ def make_inputs(samples: Sequence[tuple[int, Sequence[Grid]]], adapter: ModelAda
         payloads[str(place)] = Payload(input_ids=ids, labels=np.where(ids == adapter.image_token_id, -100, ids),
                                        grids=np.array(grids, np.int64).reshape(-1, 3), pixels=list(pixels))
     num_images = sum(len(plan.vision_grids) for plan in plans)
-    inputs = collate(RankPack(0, (0,), tuple(plans), (0,) * num_images, 1.0), payloads, 0, adapter)
+    encoders = tuple(image % degree for image in range(num_images))
+    inputs = collate(RankPack(0, tuple(range(degree)), tuple(plans), encoders, 1.0), payloads, 0, adapter)
     return inputs, PackLoad(len(inputs.token_ids), len(inputs.vision_token_index), inputs.num_valid_tokens,
-                            len(inputs.pixels), len(samples))
+                            len(inputs.pixels), len(samples), degree)
 
 
 def traced(
-    config: Qwen2_5_VLConfig, samples: Sequence[tuple[int, Sequence[Grid]]], settings: MemorySettings
+    config: Qwen2_5_VLConfig, samples: Sequence[tuple[int, Sequence[Grid]]], settings: MemorySettings, degree: int = 1
 ) -> tuple[int, int, PackLoad]:
     """Bytes that an engine holds between packs, the most that a pack adds, and the pack's load.
 
     In `sync=step` on one rank; in `micro_batch` as rank 0 of `settings.world_size`, in a `fake_world`.
     """
     adapter = model_without_memory(config)
-    inputs, load = make_inputs(samples, adapter)
+    inputs, load = make_inputs(samples, adapter, degree)
     adapter.freeze(settings.frozen)
     if settings.recomputes:
         adapter.set_activation_checkpointing()
     optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
-    link, encodes = Link((0,), 0, None), load.patches > 0
+    link, encodes = SilentLink(degree), inputs.num_images > 0
     with memory_trace() as trace:
         adapter.module.to_empty(device="cpu")
         adapter.module.tie_weights()

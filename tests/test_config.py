@@ -60,6 +60,13 @@ def test_text_for_a_string_is_taken_as_it_is(bare: list[str], text: str) -> None
     assert load([*bare, f"run.dir={text}"]).run.dir == text
 
 
+def test_recomputation_is_true_false_or_auto(bare: list[str], tmp_path: Path) -> None:
+    for text in ("true", "True", "false", "auto"):
+        assert load([*bare, f"train.activation_checkpointing={text}"]).train.activation_checkpointing == text.lower()
+    (tmp_path / "older.yaml").write_text("model: {preset: tiny}\ntrain: {activation_checkpointing: true}\n")
+    assert load(["--config", str(tmp_path / "older.yaml")]).train.activation_checkpointing == "true"
+
+
 def test_quotes_of_a_string_are_yaml(bare: list[str]) -> None:
     assert load([*bare, "run.dir='a b'"]).run.dir == "a b"
     assert load([*bare, "model.preset=''", "model.path=/m"]).model.path == "/m"
@@ -149,6 +156,8 @@ def test_sources(bare: list[str]) -> None:
     ("elastic.mirror_every_steps=-1", "elastic.mirror_every_steps", "got '-1'; allowed: auto, or a whole number"),
     ("planner.tokens_per_rank=4.5", "planner.tokens_per_rank", "got '4.5'; allowed: auto, or a whole number"),
     ("data.min_pixels=9999999", "data.min_pixels", "got 9999999; allowed: at most data.max_pixels (1003520)"),
+    ("train.activation_checkpointing=1", "train.activation_checkpointing", "got '1'; allowed: true, false, auto"),
+    ("planner.sync=none", "planner.sync", "got 'none'; allowed: step, micro_batch, auto"),
     ("train.freeze=vision", "train.freeze", "got 'vision' (the command line); allowed: a list of names"),
     ("train.freeze=[audio]", "train.freeze", "got 'audio'; allowed: vision, language"),
     ("train.freeze=[[vision]]", "train.freeze", "allowed: vision, language"),

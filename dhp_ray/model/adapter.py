@@ -124,8 +124,8 @@ class ModelAdapter(Protocol):
         """Compute norms, rotations and gated MLPs by these operators; parameters and their names stay."""
         ...
 
-    def set_activation_checkpointing(self) -> None:
-        """Recompute each layer's activations in the backward pass."""
+    def set_activation_checkpointing(self, wanted: bool = True) -> None:
+        """Recompute each layer's activations in the backward pass, or keep them; may change between two steps."""
         ...
 
     def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:

@@ -148,8 +148,8 @@ class Qwen25VL:
                 layer.self_attn = LanguageAttention(layer.self_attn, operators)
         fuse(language, operators, ("norm",))
 
-    def set_activation_checkpointing(self) -> None:
-        checkpoint_activations(self.module)
+    def set_activation_checkpointing(self, wanted: bool = True) -> None:
+        checkpoint_activations(self.module, wanted)
         # transformers also makes every embedding require a gradient, which only the reentrant kind needs. With a frozen
         # encoder its features would then want a backward pass on the ranks that have images, and on no other: the
         # exchange would hang.

@@ -16,7 +16,8 @@ For a pack of sequences with lengths s (tokens) and images of p patches a frame,
 In a ring, each of d - 1 steps sends a rank's keys and values on while attention runs over those that came before, so
 only what attention cannot hide is exposed. `bandwidth` is a table by degree (a degree between two rows takes the row
 above it; past the last row, the last), or one for groups inside a node (`intra`) and one for groups that cross nodes
-(`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`)
+(`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`;
+`fixed_s_by_sync` has it by mode where the two differ)
 and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode. `group_s` is what the
 ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
 longer plans that need fewer new groups, and is not part of a plan's predicted time.
@@ -31,7 +32,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, cast, overload
 
@@ -115,24 +116,14 @@ class CostModel:
     vision_linear_s: float = 0.0
     memory_bytes_per_token: float = 0.0
     resident_bytes: float | dict[str, float] = 0.0
+    fixed_s_by_sync: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
     source: str = ""
     _cache: dict[int, Rates] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in (
-            "quadratic_s",
-            "linear_s",
-            "comm_bytes_per_token",
-            "fixed_s",
-            "overlap",
-            "latency_s",
-            "pack_s",
-            "group_s",
-            "vision_quadratic_s",
-            "vision_linear_s",
-            "memory_bytes_per_token",
-        ):
+        for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
+                     "group_s", "vision_quadratic_s", "vision_linear_s", "memory_bytes_per_token"):
             object.__setattr__(self, name, _constant(name, getattr(self, name)))
         if self.quadratic_s + self.linear_s == 0:
             raise PlanError("linear_s: got 0 with quadratic_s 0; a token must cost something")
@@ -142,6 +133,10 @@ class CostModel:
             raise PlanError(f"communication: got {self.communication!r}; allowed: ring, all_to_all")
         for sync in SYNCS:
             self.resident(sync)
+        if not isinstance(self.fixed_s_by_sync, dict) or self.fixed_s_by_sync.keys() not in (set(), set(SYNCS)):
+            raise PlanError(f"fixed_s_by_sync: got {self.fixed_s_by_sync!r}; allowed: none, or {' and '.join(SYNCS)}")
+        for sync, value in self.fixed_s_by_sync.items():
+            _constant(f"fixed_s_by_sync.{sync}", value)
         self._links()
 
     @classmethod
@@ -179,6 +174,11 @@ class CostModel:
         """What `from_json` reads back (JSON makes strings of the degrees; those are read too)."""
         values = {item.name: getattr(self, item.name) for item in fields(self) if not item.name.startswith("_")}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
+
+    def in_mode(self, sync: str) -> CostModel:
+        """This cost with the `fixed_s` of a mode."""
+        fixed_s = self.fixed_s_by_sync.get(sync, self.fixed_s)
+        return self if fixed_s == self.fixed_s else replace(self, fixed_s=fixed_s)
 
     def resident(self, sync: str) -> float:
         """Bytes of parameters, gradients and optimizer state that a rank holds throughout."""

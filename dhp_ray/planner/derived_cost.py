@@ -20,8 +20,9 @@ from pathlib import Path
 
 import yaml
 
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.memory import COMPUTE_BYTES, MemoryModel
+from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import COMPUTE_BYTES
 from dhp_ray.planner.model_shape import LayerShape
 from dhp_ray.planner.plan import PlanError
 
@@ -103,6 +104,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
     language_layers = sum(layer.count for layer in shape.language)
     key_values = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in shape.language)
     link = device.intra_bytes_per_s if num_nodes == 1 else device.inter_bytes_per_s
+    fixed_s = {sync: _fixed_s(memory, device, link, sync) for sync in SYNCS}
     return CostModel(
         name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
         source=f"derived from the model's shape and the published figures of {device.name}; not measured",
@@ -117,16 +119,28 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
         comm_bytes_per_token=key_values * (c * (2 + again) + 4),
         latency_s=language_layers * (3 + again) * device.message_s,
         pack_s=shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s, group_s=device.group_s,
-        fixed_s=_fixed_s(memory, device, link),
+        fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
         bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s})
 
 
-def _fixed_s(memory: MemoryModel, device: Device, link: float) -> float:
+def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
+    """Seconds that the layers' parameters (forward and backward) and gradients (fp32) of a micro-batch take to travel
+    in `sync=micro_batch`, beside its compute; 0 in `step`."""
+    shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
+    if settings.sync != "micro_batch":
+        return 0.0
+    layers = shape.units()[:-1]
+    moved = sum(unit.num_parameters * unit.count * (2 * c + 4 * (unit.part not in settings.frozen)) for unit in layers)
+    link = device.intra_bytes_per_s if num_nodes == 1 else device.inter_bytes_per_s
+    return (settings.world_size - 1) / settings.world_size * moved / link
+
+
+def _fixed_s(memory: MemoryModel, device: Device, link: float, sync: str) -> float:
     """Seconds once a step, or once a micro-batch."""
     shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
     trained, ranks = shape.num_parameters(without=settings.frozen), settings.world_size
     moved = (ranks - 1) / ranks
-    if settings.sync == "micro_batch":
+    if sync == "micro_batch":
         root = shape.units()[-1].num_parameters
         return moved * root * (c + 4 * ("language" not in settings.frozen)) / link
     # AdamW reads two versions' worth and writes one, and reads the gradient

@@ -31,72 +31,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
+from dhp_ray.planner.host_memory import host_terms
+from dhp_ray.planner.memory_terms import COMPUTE_BYTES, Memory, MemorySettings, PackLoad, Terms
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 LOGITS_HELD = 1 << 25  # of a chunk: CHUNK_ELEMENTS of model/loss.py
 SHORTEST_MEAN = 32  # tokens of a pack's sequences, at least; each takes 128 rows more of a kernel's workspace
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
-
-Terms = dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemorySettings:
-    """What of a run decides about its memory. `precision`: fp32 or bf16; `frozen`: parts that are not trained.
-
-    `device`: whose attention kernel runs (cpu, cuda, npu). `largest_image`: vision tokens of the largest image or piece
-    of a video, which one rank encodes; `image_limit`: what the run allows one (default: the pack's tokens).
-    """
-
-    sync: str
-    world_size: int
-    precision: str
-    recomputes: bool
-    frozen: tuple[str, ...] = ()
-    device: str = "cuda"
-    bucket_bytes: int = 64 * 2**20
-    mirror_every_steps: str = "0"
-    largest_image: int = 4096
-    image_limit: int | None = None
-    communicators_bytes: int = 0  # of all process groups
-
-
-class PackLoad(NamedTuple):
-    """One rank's part of a pack: its tokens, those of them that are vision tokens and those with a label; the patches
-    that it encodes, and how many sequences attention sees apart."""
-
-    tokens: int
-    vision_tokens: int = 0
-    valid_tokens: int = 0
-    patches: int = 0
-    sequences: int = 1
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of each term: held throughout, added by a pack at its highest `moment`, and of host memory."""
-
-    resident: Terms
-    moment: str
-    pack: Terms
-    host: Terms
-
-    @property
-    def device_bytes(self) -> float:
-        return sum(self.resident.values()) + sum(self.pack.values())
-
-    def items(self) -> Iterator[tuple[str, str, float]]:
-        """(where, term, bytes), as a report shows them."""
-        for where, terms in (("resident", self.resident), (self.moment, self.pack), ("host", self.host)):
-            yield from ((where, name, value) for name, value in terms.items() if value)
-
-    def table(self) -> str:
-        """Lines of term and GiB."""
-        return "\n".join(f"{where:<32} {name:<36} {value / 2**30:9.3f} GiB" for where, name, value in self.items())
 
 
 class MemoryModel:
@@ -121,29 +63,22 @@ class MemoryModel:
         return {"parameters": parameters, "gradients": gradients, "state, version in force": 12 * share,
                 "state, version before": 12 * share, "communicators": self.settings.communicators_bytes}
 
-    def host(self) -> Terms:
-        """Host memory that a rank keeps for others' state: two versions of a replica; pinned, what its own is sent
-        from (kept in two versions where not every one is mirrored)."""
-        every = self.settings.mirror_every_steps if self.settings.world_size > 1 else "0"
-        version = 12 * math.ceil(self.shape.num_parameters(without=self.settings.frozen) / self.settings.world_size)
-        versions = {"0": 0, "1": int(self.settings.device != "cpu")}.get(every, 2)
-        return {"replicas": 2 * version if every != "0" else 0,
-                "pinned, own shard" if self.settings.device != "cpu" else "own shard": versions * version}
-
     def worst_load(self, tokens: int) -> PackLoad:
         """The pack that needs most with so many tokens a rank: vision tokens throughout, all with labels.
 
         Images are dealt out whole, longest first: the fullest member has at most the mean and one image more.
         """
+        degree = min(2, self.settings.world_size)  # from two on, a ring's buffers are as large
         if not self.shape.vision:
-            return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1)
-        more = min(self.settings.image_limit or tokens, self.settings.largest_image) * (self.settings.world_size > 1)
-        return PackLoad(tokens, tokens, tokens, (tokens + more) * self.shape.merge_area, tokens // SHORTEST_MEAN + 1)
+            return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree)
+        more = min(self.settings.image_limit or tokens, self.settings.largest_image) * (degree > 1)
+        return PackLoad(tokens, tokens, tokens, (tokens + more) * self.shape.merge_area, tokens // SHORTEST_MEAN + 1,
+                        degree)
 
     def memory(self, load: PackLoad) -> Memory:
         """What a rank needs while it runs this part of a pack."""
         moment, terms = max(self.moments(load).items(), key=lambda item: sum(item[1].values()))
-        return Memory(self.resident(), moment, terms, self.host())
+        return Memory(self.resident(), moment, terms, host_terms(self.shape, self.settings, load.tokens))
 
     def tokens_that_fit(self, memory_bytes: float) -> int:
         """Tokens of a pack that a device of so many bytes holds beside the resident state; 0: not even one."""
@@ -182,7 +117,7 @@ class MemoryModel:
         found = {"loss, forward": rows | {"logits": logits, "gradient of the head": (4 + c) * embedding / c},
                  "loss, backward": rows | {"gradient of the head": (8 + c) * embedding / c}}
         if keeps:
-            for name, terms in self._layer("language", shape.language[0], load.tokens, load.sequences):
+            for name, terms in self._layer("language", shape.language[0], load.tokens, load.sequences, load.degree):
                 found[f"language, {name}"] = held | root | terms | {"gradient of the head": since_loss}
         found["embedding, backward"] = root | {
             "inputs": inputs, "activations, vision": vision + features,
@@ -190,7 +125,7 @@ class MemoryModel:
             "gradients reduced": self._gathered("language", 0, 1)}
         for block in shape.vision if trains_vision else ():
             pieces = load.patches // block.window if block.window else load.sequences
-            for name, terms in self._layer("vision", block, load.patches, pieces):
+            for name, terms in self._layer("vision", block, load.patches, pieces, 1):
                 found[f"vision, {name}"] = root | terms | {
                     "inputs": inputs, "activations, vision": vision - self._merger_bytes() * load.patches,
                     "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
@@ -243,7 +178,9 @@ class MemoryModel:
         shape = self.shape
         return self._norm("vision") * shape.vision[0].width + 2 * self._c * shape.merger_width / shape.merge_area
 
-    def _layer(self, part: str, layer: LayerShape, positions: int, pieces: int) -> Iterator[tuple[str, Terms]]:
+    def _layer(
+        self, part: str, layer: LayerShape, positions: int, pieces: int, degree: int
+    ) -> Iterator[tuple[str, Terms]]:
         """The moments of the backward pass of the layer that comes first, while all activations are still there."""
         c, trained = self._c, self._trains[part]
         again = self.layer_bytes(part, layer) if self.settings.recomputes else 0
@@ -256,13 +193,13 @@ class MemoryModel:
         gone = c * layer.mlp_width * (3 + trained) + layer.width * self._norm(part)
         yield "attention backward", under_way | {
             "layer, recomputed": again * positions, "gradients of weights": 3 * weights,
-            "layer, backward": (gradient - gone) * positions + self._attention(part, layer, positions),
+            "layer, backward": (gradient - gone) * positions + self._attention(part, layer, positions, degree),
             "attention workspace": self._workspace(layer, positions, pieces)}
         yield "end of a layer", {
             "gathered: a layer": self._gathered(part, 3, 1), "layer, backward": gradient * positions - (
                 0 if self.settings.recomputes else self.layer_bytes(part, layer) * positions)}
 
-    def _attention(self, part: str, layer: LayerShape, positions: int) -> float:
+    def _attention(self, part: str, layer: LayerShape, positions: int, degree: int) -> float:
         """Gradients of attention's output and of the kernel; in the ring fp32 sums, and between ranks what travels."""
         c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
@@ -272,7 +209,7 @@ class MemoryModel:
         here += 4 * queries + 8 * key_values
         # keys and values of two members, the sum that arrives, rows gathered for the kernel
         travels = 4 * c * key_values + 8 * key_values + 3 * c * queries
-        return positions * float(here + (travels if self.settings.world_size > 1 else 0))
+        return positions * float(here + (travels if degree > 1 else 0))
 
     def _workspace(self, layer: LayerShape, positions: int, pieces: int) -> float:
         """What the kernel's backward takes for itself.

@@ -78,6 +78,7 @@ def problem_of(
         raise PlanError(f"sample {samples[shortest].id}: {tokens[shortest]} tokens; a sequence has at least 1")
     if tokens[longest] > cluster.max_tokens:
         raise SequenceTooLongError(samples[longest].id, int(tokens[longest]), cluster.max_tokens)
+    cost = cost.in_mode(sync)
     attention = cost.attention_s(tokens.astype(np.float64))
     grids = [sample.vision_grids for sample in samples]
     counts = np.array([len(grid) for grid in grids]) if any(grids) else np.zeros(len(samples), dtype=np.int64)

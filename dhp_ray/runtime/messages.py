@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-
+    from dhp_ray.config import Config
     from dhp_ray.train.results import StepResult
 
 
@@ -35,7 +35,8 @@ class StoppingError(Exception):
 @dataclass(frozen=True)
 class Membership:
     """A rank's place in one generation of the group, the rendezvous store, which rank holds each rank's replica (empty:
-    none), and how many process groups all ranks keep (0: as many as this rank's device holds).
+    none), how many process groups all ranks keep (0: as many as this rank's device holds), and how they train where
+    the configuration says auto: `planner.sync` and whether activations are recomputed.
     """
 
     rank: int
@@ -45,6 +46,17 @@ class Membership:
     store_port: int
     replica_ranks: tuple[int, ...] = ()
     pool_groups: int = 0
+    sync: str = "step"
+    recomputes: bool = False
+
+    def sync_of(self, config: Config) -> str:
+        """How the rank synchronises: by the configuration, unless that says auto."""
+        return self.sync if config.planner.sync == "auto" else config.planner.sync
+
+    def recomputes_in(self, config: Config) -> bool:
+        """Whether the rank recomputes activations: by the configuration, unless that says auto."""
+        again = config.train.activation_checkpointing
+        return self.recomputes if again == "auto" else again == "true"
 
 
 @dataclass(frozen=True)

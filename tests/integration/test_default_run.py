@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import mean
 
 import pytest
+import yaml
 
 from tests.integration.jobs import lines, losses, run, train
 
@@ -25,9 +27,17 @@ def degrees(run_dir: Path) -> set[int]:
 def test_the_default_run_begins_to_learn_on_groups_of_several_degrees(
     ray_cluster: None, synthetic: Path, tmp_path: Path
 ) -> None:
-    train(tmp_path / "run", f"data.path={synthetic}", "run.steps=12")
+    ended = train(tmp_path / "run", f"data.path={synthetic}", "run.steps=12", "planner.sync=auto",
+                  "train.activation_checkpointing=auto")
     assert losses(tmp_path / "run")[-1] < 0.8 * losses(tmp_path / "run")[0]
     assert {1, 2} < degrees(tmp_path / "run")
+    # nothing is known of this machine as a device: what the defaults are, and said once
+    assert ended.output.count("planner.sync=auto is step, train.activation_checkpointing=auto is false: ") == 1
+    [event] = [line for line in lines(tmp_path / "run", "events.jsonl") if line["kind"] == "mode"]
+    assert (event["sync"], event["activation_checkpointing"], event["generation"]) == ("step", False, 1)
+    stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (stored["planner"]["sync"], stored["train"]["activation_checkpointing"]) == ("step", "auto")
+    assert json.loads((tmp_path / "run/plans/step_000001.json").read_text())["activation_checkpointing"] is False
 
 
 @pytest.mark.slow

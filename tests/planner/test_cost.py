@@ -59,7 +59,10 @@ def test_images_and_memory():
     ({"communication": "tree"}, "communication: got 'tree'; allowed: ring, all_to_all"),
     ({"latency": 1}, "latency: no such constant"), ({"overlap": 2}, "overlap: got 2"),
     ({"fixed_s": float("nan")}, "fixed_s: got nan"),
-    ({"resident_bytes": {"step": 1}}, "resident_bytes.micro_batch: missing")])
+    ({"resident_bytes": {"step": 1}}, "resident_bytes.micro_batch: missing"),
+    ({"fixed_s_by_sync": {"step": 1}}, "fixed_s_by_sync: got {'step': 1}; allowed: none, or step and micro_batch"),
+    ({"fixed_s_by_sync": {"step": 1, "micro_batch": -1}}, "fixed_s_by_sync.micro_batch: got -1; allowed: a number of "
+                                                          "at least 0")])
 def test_a_bad_constant_is_named_with_its_file(tmp_path, change, message):
     path = tmp_path / "cost.yaml"
     path.write_text(yaml.safe_dump(CONSTANTS | change))

@@ -9,8 +9,9 @@ import pytest
 
 from dhp_ray.model.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
-from dhp_ray.planner.derived_cost import Device, derived_cost, described
-from dhp_ray.planner.memory import MemoryModel, MemorySettings
+from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.plan import PlanError
 from tests.qwen_configs import TEXT, published_config
 
@@ -46,7 +47,21 @@ def test_costs_follow_the_settings() -> None:
     assert frozen.linear_s == plain.linear_s
     assert cost_of("7B", frozen=("language",)).linear_s < 0.75 * plain.linear_s
     assert cost_of("7B", sync="micro_batch").fixed_s < plain.fixed_s / 4
+    for sync in ("step", "micro_batch"):
+        assert plain.in_mode(sync) == cost_of("7B", sync=sync)
     assert cost_of("7B", num_nodes=1).fixed_s < plain.fixed_s / 5
+
+
+def test_parameters_and_gradients_of_layers_travel_in_every_micro_batch() -> None:
+    """All but the token embedding, the head and the last norm: twice in bf16, their gradients in fp32."""
+    settings = MemorySettings(sync="micro_batch", world_size=8, precision="bf16", recomputes=False)
+    shape = Qwen25VL.shape(published_config("7B"))
+    layers, vision = shape.num_parameters() - 2 * 152064 * 3584 - 3584, shape.parameters_by_part()["vision"]
+    for nodes, link in ((1, 450e9), (2, 50e9)):
+        assert gather_s(MemoryModel(shape, settings), H100, nodes) == pytest.approx(7 / 8 * 8 * layers / link)
+    frozen = MemoryModel(shape, replace(settings, frozen=("vision",)))
+    assert gather_s(frozen, H100, 1) == pytest.approx(7 / 8 * (8 * layers - 4 * vision) / 450e9)
+    assert gather_s(MemoryModel(shape, replace(settings, sync="step")), H100, 1) == 0
 
 
 @pytest.mark.parametrize("path", sorted(DEVICES.glob("*.yaml")), ids=lambda path: path.stem)

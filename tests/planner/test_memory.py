@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from dhp_ray.model.qwen2_5_vl import Qwen25VL
-from dhp_ray.planner.memory import MemoryModel, MemorySettings, PackLoad
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
-from tests.qwen_configs import published_config
+from tests.qwen_configs import TEXT, published_config
 
 WORLD = {"step": 1, "micro_batch": 8}
 """Ranks of a trace: the flat engine's collectives are none on one rank."""
@@ -32,11 +33,13 @@ def random_samples(seed: int, images: bool, largest: int) -> list[tuple[int, lis
     return [(text, grids if images and not place else []) for place, text in enumerate(texts)]
 
 
-def check(name: str, settings: MemorySettings, seed: int, num_layers: int = 4, largest: int = 22) -> None:
-    """Resident bytes within 1 %, and what a pack adds to them within 5 %."""
+def check(
+    name: str, settings: MemorySettings, seed: int, degree: int, num_layers: int = 4, largest: int = 22
+) -> None:
+    """Resident bytes within 1 %, and what a pack on `degree` ranks adds to them within 5 %. 0 layers: all."""
     config = published_config(name, num_layers)
     images = seed % 3 > 0 or "language" in settings.frozen  # a pack without a trained part has nothing to keep
-    resident_bytes, pack_bytes, load = traced(config, random_samples(seed, images, largest), settings)
+    resident_bytes, pack_bytes, load = traced(config, random_samples(seed, images, largest), settings, degree)
     found = MemoryModel(Qwen25VL.shape(config), settings)
     assert sum(found.resident().values()) == pytest.approx(resident_bytes, rel=0.01)
     moments = {name: sum(terms.values()) for name, terms in found.moments(load).items()}
@@ -44,32 +47,58 @@ def check(name: str, settings: MemorySettings, seed: int, num_layers: int = 4, l
     assert max(moments.values()) == pytest.approx(pack_bytes, rel=0.05), moments
 
 
-QUICK = [("step", False, (), 1), ("step", True, ("language",), 2), ("micro_batch", True, (), 1),
-         ("micro_batch", False, ("vision",), 0)]
+QUICK = [("step", False, (), 1, 1), ("step", True, ("language",), 2, 2), ("micro_batch", True, (), 1, 3),
+         ("micro_batch", False, ("vision",), 0, 1)]
 
 
-@pytest.fixture(params=QUICK, ids=str)
-def quick(request: pytest.FixtureRequest) -> Iterator[tuple[MemorySettings, int]]:
-    sync, recomputes, frozen, seed = request.param
+@contextmanager
+def world_of(sync: str) -> Iterator[None]:
     with fake_world(WORLD[sync]) if sync == "micro_batch" else nullcontext():
-        yield settings_of(sync, recomputes, frozen), seed
+        yield
 
 
-def test_predicted_peaks_are_the_traced_ones(quick: tuple[MemorySettings, int]) -> None:
-    check("3B", *quick, num_layers=2, largest=8)
+@pytest.mark.parametrize(("sync", "recomputes", "frozen", "seed", "degree"), QUICK, ids=str)
+def test_predicted_peaks_are_the_traced_ones(
+    sync: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int
+) -> None:
+    with world_of(sync):
+        check("3B", settings_of(sync, recomputes, frozen), seed, degree, num_layers=2, largest=8)
+
+
+CASES = list(product((False, True), ((), ("vision",), ("language",))))
+"""Recomputation, and what is frozen."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", ["3B", "7B", "32B", "72B"])
+@pytest.mark.parametrize("first", range(0, 25, 5))
 @pytest.mark.parametrize("sync", WORLD)
-def test_predicted_peaks_are_the_traced_ones_everywhere(name: str, sync: str) -> None:
-    """50 packs a model, over both modes, with and without recomputation, each part frozen."""
-    cases = list(product((False, True), ((), ("vision",), ("language",))))
-    with fake_world(WORLD[sync]) if sync == "micro_batch" else nullcontext():
-        for seed in range(25):
-            recomputes, frozen = cases[seed % len(cases)]
-            check(name, settings_of(sync, recomputes, frozen), seed)
+@pytest.mark.parametrize("name", TEXT)
+def test_predicted_peaks_are_the_traced_ones_everywhere(name: str, sync: str, first: int) -> None:
+    """50 packs a model, over both modes, degrees 1 to 3, with and without recomputation, each part frozen."""
+    with world_of(sync):
+        for seed in range(first, first + 5):
+            recomputes, frozen = CASES[seed % len(CASES)]
+            check(name, settings_of(sync, recomputes, frozen), seed, degree=1 + seed // len(CASES) % 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("sync", WORLD)
+@pytest.mark.parametrize("name", TEXT)
+def test_predicted_peaks_are_the_traced_ones_at_full_depth(name: str, sync: str) -> None:
+    with world_of(sync):
+        check(name, settings_of(sync, sync == "step", ()), seed=1, degree=2, num_layers=0, largest=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_traced_peaks_grow_evenly_with_depth(recomputes: bool) -> None:
+    """So packs at few layers stand for those at many."""
+    settings = settings_of("step", recomputes, ())
+    peaks = [traced(published_config("3B", layers), [(6000, [(1, 20, 20)])], settings)[1] for layers in (2, 4, 6)]
+    assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.01)
 
 
 def model(name: str = "7B", **changed: object) -> MemoryModel:
@@ -87,18 +116,6 @@ def test_resident_bytes_by_hand() -> None:
     frozen = model("3B", world_size=2, frozen=("language",)).resident()
     assert frozen["parameters"] == 2 * size
     assert frozen["gradients"] == 6 * model("3B").shape.parameters_by_part()["vision"]
-
-
-def test_replicas_and_what_they_are_sent_from_lie_in_host_memory() -> None:
-    share = 12 * 3_754_622_976 / 2
-    assert model("3B", world_size=2).host() == {"replicas": 0, "pinned, own shard": 0}
-    each_step = model("3B", world_size=2, mirror_every_steps="1").host()
-    assert each_step == {"replicas": 2 * share, "pinned, own shard": share}
-    for every in ("4", "auto"):
-        assert model("3B", world_size=2, mirror_every_steps=every).host()["pinned, own shard"] == 2 * share
-    on_cpu = model("3B", world_size=2, mirror_every_steps="1", device="cpu").host()
-    assert on_cpu == {"replicas": 2 * share, "own shard": 0}
-    assert model("3B", world_size=1, mirror_every_steps="1").host()["replicas"] == 0
 
 
 def test_tokens_that_fit_are_the_most_that_do() -> None:

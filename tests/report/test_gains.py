@@ -92,6 +92,19 @@ def test_the_other_mode_has_the_same_device_memory() -> None:
     assert compare([2], lambda step: tree).other_mode_s() is None
 
 
+def test_the_other_mode_pays_its_own_fixed_seconds() -> None:
+    """Once a step here, once a micro-batch there."""
+    tree = read_plan(2)
+    tree["inputs"]["cost"]["fixed_s_by_sync"] = {"step": tree["inputs"]["cost"]["fixed_s"], "micro_batch": 5.0}
+    found = compare([2], lambda step: tree)
+    cost = CostModel.from_json(tree["inputs"]["cost"])
+    samples, cluster = found.steps[0].plan.samples, found.steps[0].plan.cluster
+    there = plan_batch(samples, cluster, replace(cost, fixed_s=5.0, fixed_s_by_sync={}), sync="micro_batch")
+    assert found.other_mode_s() == pytest.approx(there.predicted_time_s)
+    assert there.predicted_time_s > plan_batch(samples, cluster, COST, sync="micro_batch").predicted_time_s + 4
+    assert found.total_s("dhp") == plan_of(2).predicted_time_s
+
+
 def test_the_budget_ends_it_after_one() -> None:
     assert len(compare([1, 2, 3], read_plan, budget_s=0.0).steps) == 1
 

@@ -70,7 +70,9 @@ class Member:
         """A file that is there once a peer of this generation is lost."""
         return Path(self.run_dir) / f"lost-{self.generation}"
 
-    def join(self, rank: int, size: int, sync: str, supplies: Sequence[LocalShard] | None = None) -> None:
+    def join(
+        self, rank: int, size: int, sync: str, supplies: Sequence[LocalShard] | None = None, recomputes: bool = False
+    ) -> None:
         """Form a generation; all of its members come with the same number of generations before it. `supplies` None
         begins anew.
         """
@@ -86,6 +88,7 @@ class Member:
         self.progress = Progress()
         if self.adapter is None:
             self.adapter = rough_model(seed=0 if supplies is None else 3)  # a joiner's own values must not matter
+        self.adapter.set_activation_checkpointing(recomputes)
         if sync == "micro_batch":
             engine: Engine = ShardedEngine(self.adapter, settings(self.adapter), world, rank, CPU,
                                            progress=self.progress)

@@ -94,9 +94,11 @@ def undisturbed(process: int, port: int, run_dir: str, num_steps: int) -> list[f
 
 
 def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: str, num_steps: int) -> Any:
-    """Process 2 of 4 is killed in step 2; the losses of all steps, those after it on three ranks."""
-    member = Member(port, run_dir)
-    member.join(process, 4, sync)
+    """Process 2 of 4 is killed in step 2; the losses of all steps, those after it on three ranks. One of the two
+    generations recomputes activations, the other keeps them.
+    """
+    member, recomputes = Member(port, run_dir), where == "forward"
+    member.join(process, 4, sync, recomputes=recomputes)
     losses = [member.step(step) for step in range(2)]
     if process == 2:
         layer = member.adapter.module.model.language_model.layers[1]  # type: ignore[union-attr, index]
@@ -111,7 +113,7 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
         said = type(error).__name__
         error.__traceback__ = None
     found = supplied(member.leave(), [0, 1, 3], 4, process, 2)
-    member.join({0: 0, 1: 1, 3: 2}[process], 3, sync, found)
+    member.join({0: 0, 1: 1, 3: 2}[process], 3, sync, found, not recomputes)
     losses += [member.step(step) for step in range(2, num_steps)]
     member.mirror.finish()
     held = {shard.owner: shard.version for shard in member.mirror.local_shards()}

@@ -127,7 +127,7 @@ class Commits:
 
     def _observe_speeds(self, finished: FinishedStep) -> Iterator[Message]:
         session = self.session
-        session.current.meter.observe(nominal_compute_s(finished.plan, session.cost),
+        session.current.meter.observe(nominal_compute_s(finished.plan, session.current.dispatcher.cost),
                                       busy_s(finished.results, session.group.size))
         for rank, slow in session.current.meter.news().items():
             speed, place = session.current.meter.measured()[rank], session.group.members[rank].place

@@ -140,6 +140,7 @@ class Driver:
         """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
         change, self.leaving, self.copies = "", {}, (0, [])
         first = session.current.dispatcher.dispatch(session.records.last_step + 1)
+        yield from session.mode_told()
         yield from session.compiling_told()
         running = self._launch(session, first)
         while running:

@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dhp_ray.errors import first_line_of
+from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, Standstill, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status, StoppingError
 from dhp_ray.runtime.waits import Waits
@@ -114,14 +115,16 @@ class WorkerGroup:
         store: tuple[str, int],
         replica_ranks: Sequence[int],
         pool_groups: int,
+        mode: Mode,
         origins: Sequence[Any],
         step: int,
     ) -> list[ray.ObjectRef]:
-        """Let all workers enter a generation after `step`, each from its origin (FromCheckpoint or FromMemory); the
-        calls return their state versions.
+        """Let all workers enter a generation after `step`, which trains in `mode`, each from its origin (FromCheckpoint
+        or FromMemory); the calls return their state versions.
         """
         return [member.actor.join.remote(
-                    Membership(rank, self.size, generation, *store, tuple(replica_ranks), pool_groups), origin, step)
+                    Membership(rank, self.size, generation, *store, tuple(replica_ranks), pool_groups, *mode), origin,
+                    step)
                 for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:

@@ -1,5 +1,6 @@
-"""What must fit before a run trains: the resident state in device memory, and the checkpoints where they are written.
-And what follows from a device's memory and the run's model: tokens a rank of each generation, and its costs.
+"""What must fit before a run trains: the resident state in device memory, what ranks keep in their node's memory, and
+the checkpoints where they are written.
+And what follows from a device's memory and the run's model: tokens a rank of each generation.
 """
 
 from __future__ import annotations
@@ -12,38 +13,14 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-from dhp_ray.comm.device import ACCELERATORS
-from dhp_ray.config import CONF, Config
-from dhp_ray.data.processor import SLICE_TOKENS
+from dhp_ray.config import Config
 from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.derived_cost import Device, derived_cost, described
-from dhp_ray.planner.memory import MemoryModel, MemorySettings
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms
+from dhp_ray.planner.memory_terms import Terms
+from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.driver.modes import MEMORY_SHARE, cost_of, memory_of, mode_of
 from dhp_ray.runtime.messages import RunError
-
-MEMORY_SHARE = 0.9
-"""Share of a device's memory that is planned with; the rest is the allocator's and the libraries'."""
-
-NOT_DESCRIBED = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
-"""What a device is reckoned as that no file of conf/device describes."""
-
-
-def memory_model(config: Config, group: WorkerGroup) -> MemoryModel:
-    """What a rank of this group needs to train the run's model."""
-    described, train = group.members[0].described, config.train
-    shape: ModelShape = described["shape"]
-    device = ACCELERATORS[described["device"]]
-    pooled = device.pool_groups(config.comm.pool_groups, group.memory_bytes) if config.comm.transport == "pool" else 0
-    num_groups = min(pooled, 2**group.size - group.size - 1)  # sets of two ranks and more
-    tokens = config.planner.tokens_per_rank
-    return MemoryModel(shape, MemorySettings(
-        sync=config.planner.sync, world_size=group.size, precision=train.precision,
-        recomputes=train.activation_checkpointing, frozen=tuple(train.freeze), device=device.name,
-        bucket_bytes=int(train.bucket_mb * 2**20), mirror_every_steps=config.elastic.mirror_every_steps,
-        largest_image=max(SLICE_TOKENS, config.data.max_pixels // shape.token_pixels),
-        image_limit=None if tokens == "auto" else int(tokens),
-        communicators_bytes=num_groups * device.group_bytes))
 
 
 def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
@@ -52,7 +29,8 @@ def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
     Raises:
         RunError: not even one.
     """
-    memory, limit_bytes = memory_model(config, group), MEMORY_SHARE * group.memory_bytes
+    memory = memory_of(config, group, mode_of(config, group, auto_tokens=True).mode)
+    limit_bytes = MEMORY_SHARE * group.memory_bytes
     tokens = memory.tokens_that_fit(limit_bytes)
     if tokens < 1:
         needed = memory.memory(memory.worst_load(1))
@@ -64,30 +42,12 @@ def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
     return tokens
 
 
-def cost_of(config: Config, group: WorkerGroup) -> CostModel:
-    """The cost file of `planner.cost`; without one, on CUDA and NPU, what follows from the run's own model and the
-    published figures of its slowest device; on the CPU the measured file.
-
-    A device that nobody has described is reckoned as another one of its kind; the cost's `source` says so.
-    """
-    kind = group.members[0].described["device"]
-    if config.planner.cost or kind not in NOT_DESCRIBED:
-        return CostModel.load(config.planner.cost or str(CONF / "cost" / f"{kind}.yaml"))
-    memory, num_nodes = memory_model(config, group), len(set(group.nodes))
-    costs = []
-    for name in sorted({member.described["device_name"] for member in group.members}):
-        device = described(CONF / "device", name)
-        cost = derived_cost(memory, device or Device.load(CONF / "device" / NOT_DESCRIBED[kind]), num_nodes)
-        costs.append(cost if device else replace(cost, source=f"{cost.source}; {name} is not in conf/device"))
-    return max(costs, key=lambda cost: cost.linear_s)
-
-
 def tokens_of_generation(config: Config, group: WorkerGroup, num_ranks: int) -> int:
-    """Tokens of a pack that each of so many ranks like these holds: no more than at the run's first start, since fewer
-    ranks keep larger shards."""
-    memory = memory_model(config, group)
-    fewer = MemoryModel(memory.shape, replace(memory.settings, world_size=num_ranks))
-    return max(1, min(int(config.planner.tokens_per_rank), fewer.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)))
+    """Tokens of a pack that each of so many ranks like these holds: no more than at the run's first start, or than its
+    longest sequence asks of so few ranks."""
+    memory = memory_of(config, group, mode_of(config, group, True, num_ranks).mode, num_ranks)
+    most = max(int(config.planner.tokens_per_rank), math.ceil(config.planner.max_sequence_tokens / num_ranks))
+    return max(1, min(most, memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)))
 
 
 def ranks_that_hold(config: Config, group: WorkerGroup, max_ranks: int) -> Callable[[int], int]:
@@ -98,31 +58,71 @@ def ranks_that_hold(config: Config, group: WorkerGroup, max_ranks: int) -> Calla
         range(1, max_ranks + 1), num_tokens, key=lambda num_ranks: num_ranks * tokens_of(num_ranks))
 
 
-def within_memory(config: Config, group: WorkerGroup, cost: CostModel, auto: bool) -> tuple[int, CostModel]:
-    """Tokens of a pack on one rank of this generation, and the cost with this model's memory in it.
+def within_memory(config: Config, group: WorkerGroup, mode: Mode, auto: bool) -> tuple[int, CostModel]:
+    """Tokens of a pack on one rank of this generation, and its cost with this model's memory in it.
 
     `auto`: no more than this generation's ranks hold; a batch that then fits no more waits for others to come.
     """
-    memory = memory_model(config, group)
+    memory = memory_of(config, group, mode)
     tokens = tokens_of_generation(config, group, group.size) if auto else int(config.planner.tokens_per_rank)
-    resident = {sync: sum(MemoryModel(memory.shape, replace(memory.settings, sync=sync)).resident().values())
-                for sync in SYNCS}
+    resident = {sync: sum(memory_of(config, group, Mode(sync, mode.recomputes)).resident().values()) for sync in SYNCS}
     pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
-    return tokens, replace(cost, memory_bytes_per_token=pack_bytes / tokens, resident_bytes=resident)
+    return tokens, replace(cost_of(config, group, mode), memory_bytes_per_token=pack_bytes / tokens,
+                           resident_bytes=resident)
 
 
-def check_memory(group: WorkerGroup, sync: str) -> None:
-    """Refuse a model whose resident state leaves no room on a rank."""
-    for rank, member in enumerate(group.members):
-        resident_bytes, num_parameters = member.described["resident_bytes"], member.described["num_parameters"]
-        if resident_bytes > MEMORY_SHARE * group.memory_bytes:
-            other = "planner.sync=micro_batch, " if sync == "step" else ""
-            raise RunError(
-                f"model of {num_parameters / 1e9:.2f} B parameters: "
-                f"planner.sync={sync} keeps {resident_bytes / 2**30:.1f} GiB on each rank, "
-                f"rank {rank} has {group.memory_bytes / 2**30:.1f} GiB; "
-                f"use more or larger devices, {other}or a smaller model"
-            )
+def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
+    """Refuse a model whose resident state leaves no room on a rank.
+
+    Raises:
+        RunError: what is needed, what there is.
+    """
+    memory = memory_of(config, group, mode)
+    needed = sum(memory.resident().values())
+    if needed > MEMORY_SHARE * group.memory_bytes:
+        other = "planner.sync=micro_batch, " if mode.sync == "step" else ""
+        raise RunError(
+            f"model of {memory.shape.num_parameters() / 1e9:.2f} B parameters: planner.sync={mode.sync} keeps "
+            f"{needed / 2**30:.1f} GiB on each rank, which has {group.memory_bytes / 2**30:.1f} GiB; "
+            f"use more or larger devices, {other}or a smaller model"
+        )
+
+
+def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
+    """Refuse a run whose ranks would keep more in a node's memory than it has (`planner/host_memory.py`); on the CPU
+    their state lies there too.
+
+    Raises:
+        RunError: which node, how much, what there is, and which key to change.
+    """
+    memory = memory_of(config, group, mode)
+    tokens = int(config.planner.tokens_per_rank)
+
+    def needed(mirrors: bool, node_id: str, count: int) -> Terms:
+        settings = memory.settings if mirrors else replace(memory.settings, mirror_every_steps="0")
+        terms = {name: count * value for name, value in host_terms(memory.shape, settings, tokens).items()}
+        export = export_bytes(memory.shape) if node_id == group.nodes[0] else 0
+        if export > terms[CHANGE]:  # never at the same time
+            terms["model, exported"] = export - terms[CHANGE]
+        if settings.device == "cpu":
+            terms["state"] = count * sum(memory.resident().values())
+        return terms
+
+    for node_id, count in Counter(group.nodes).items():
+        limit_bytes = MEMORY_SHARE * min(member.described["host_memory_bytes"] for member in group.members
+                                         if member.described["node_id"] == node_id)
+        terms = needed(True, node_id, count)
+        if sum(terms.values()) <= limit_bytes:
+            continue
+        without, every = sum(needed(False, node_id, count).values()), config.elastic.mirror_every_steps
+        parts = ", ".join(f"{name} {_gib(value)}" for name, value in terms.items() if value)
+        key, words = f"cluster.num_workers: got {config.cluster.num_workers}", "fewer ranks a node (more nodes)"
+        if every != "0" and without <= limit_bytes:
+            key = f"elastic.mirror_every_steps: got {every}"
+            words = f"elastic.mirror_every_steps=0, which takes {_gib(without)}, or {words}"
+        raise RunError(f"{key}; the {count} ranks on node {node_id} keep up to {_gib(sum(terms.values()))} in its "
+                       f"memory ({parts}), and may keep {_gib(limit_bytes)} ({MEMORY_SHARE:.0%} of it); "
+                       f"allowed: {words}")
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dhp_ray.comm.book import PoolBook
@@ -13,7 +13,6 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import Config
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
-from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import ClusterSpec, Plan
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.dispatch import Dispatcher
@@ -22,6 +21,7 @@ from dhp_ray.runtime.driver.evaluation import Evaluation
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.measures import TimeScale
 from dhp_ray.runtime.driver.mirroring import Mirroring
+from dhp_ray.runtime.driver.modes import Choice, mode_of
 from dhp_ray.runtime.driver.nodes import Draining
 from dhp_ray.runtime.driver.room import ranks_that_hold, within_memory
 from dhp_ray.runtime.driver.speeds import SpeedMeter
@@ -56,6 +56,7 @@ class History:
 
     stream_lost: bool = False  # where the stream stands says nothing of the next step
     compiling_told: bool = False
+    recomputing_told: bool | None = None  # whether the generation that was told of last recomputes activations
     failures: Failures = field(default_factory=Failures)
     evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
     scale: TimeScale = field(default_factory=TimeScale)
@@ -74,12 +75,12 @@ class Session:
     checkpoints: Checkpoints
     scalars: ScalarLog
     watch: Watch
-    cost: CostModel
     stream: Stream | Mixture
     held_out: Stream | None
     arrivals: Arrivals
     total_steps: int
     compiled: Future[float]  # the planner's loops are, and how many seconds that took
+    first_choice: Choice | None = None  # of the mode, with that of `planner.sync`
     stop_reason: Callable[[], str] = lambda: ""
     auto_tokens: bool = False  # tokens a rank follow the memory of each generation's ranks
     draining: Draining = field(default_factory=Draining)
@@ -103,6 +104,11 @@ class Session:
     @cached_property
     def mirroring(self) -> Mirroring:
         return Mirroring(self.config.elastic.mirror_every_steps)
+
+    @property
+    def choice(self) -> Choice:
+        """The mode that the ranks of the group train in."""
+        return mode_of(self.config, self.group, self.auto_tokens)
 
     @property
     def pool_groups(self) -> int:
@@ -145,11 +151,14 @@ class Session:
     def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
         self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
-        tokens, cost = within_memory(self.config, self.group, self.cost, self.auto_tokens)
+        mode = self.choice.mode
+        # as it is for this generation
+        config = replace(self.config, train=replace(self.config.train,
+                                                    activation_checkpointing=str(mode.recomputes).lower()))
+        tokens, cost = within_memory(config, self.group, mode, self.auto_tokens)
         ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
         cluster = ClusterSpec.of_nodes(self.group.nodes, tokens)
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
-        config = self.config
         self.mirroring.enter()
         # one for all plans that the ranks are told to run
         pool = PoolBook(self.pool_groups if config.comm.transport == "pool" else 0)
@@ -170,6 +179,16 @@ class Session:
             self.records.event("planner_compiled", seconds=round(seconds, 3))
             if seconds > COMPILING_TOLD_S:
                 yield Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later runs")
+
+    def mode_told(self) -> Iterator[Message]:
+        """Report which mode was chosen and why: at the start, and where a later generation's is another one."""
+        told = self.history.recomputing_told
+        choice = self.first_choice if told is None and self.first_choice else self.choice
+        if choice.keys and choice.mode.recomputes is not told:
+            self.history.recomputing_told = choice.mode.recomputes
+            self.records.event("mode", generation=self.current.number, sync=choice.mode.sync,
+                               activation_checkpointing=choice.mode.recomputes, auto=choice.keys, why=choice.why)
+            yield Notice(choice.line)
 
     def note_not_deleted(self, failures: Sequence[str]) -> None:
         """Record what could not be deleted of old checkpoints."""

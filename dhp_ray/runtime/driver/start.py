@@ -6,7 +6,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from threading import Thread
 from typing import Any
 
@@ -15,12 +14,14 @@ from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import warm_up
+from dhp_ray.planner.cost import SYNCS
 from dhp_ray.run_folder import TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import held_out_stream
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.room import check_memory, check_room, cost_of, saves_ahead, tokens_that_fit
+from dhp_ray.runtime.driver.modes import Choice, mode_of
+from dhp_ray.runtime.driver.room import check_host_memory, check_memory, check_room, saves_ahead, tokens_that_fit
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.driver.takeover import take_over
 from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunStarted
@@ -65,21 +66,16 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
                              lambda: describe(group, folder, config.cluster.device), stopping)
     else:
         describe(group, folder, config.cluster.device)
-    check_memory(group, config.planner.sync)
     auto_tokens = config.planner.tokens_per_rank == "auto"
-    resolve_limits(config, records.stored_config(), group)
-    cost = cost_of(config, group)
-    if config.comm.transport == "parent":
-        cost = replace(cost, group_s=0.0)  # no group is ever made
+    choice = resolve_limits(config, records.stored_config(), group)
     stream.max_tokens = config.planner.max_sequence_tokens
     stream.max_image_tokens = int(config.planner.tokens_per_rank)
     scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)
     steps = config.run.steps
     total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
     watch = Watch(folder, config.watch.every_steps)
-    session = Session(config, group, store, records, checkpoints, scalars, watch, cost, stream, held_out, arrivals,
-                      total_steps, compiled,
-                      stop_reason=stopping, auto_tokens=auto_tokens)
+    session = Session(config, group, store, records, checkpoints, scalars, watch, stream, held_out, arrivals,
+                      total_steps, compiled, choice, stop_reason=stopping, auto_tokens=auto_tokens)
     if going_on:
         session.history.stream_lost = True
         if not records.stored_config():  # the driver was lost before the first step
@@ -106,7 +102,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     generation = records.generation + 1  # one after those of earlier starts
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, session.replica_ranks, session.pool_groups,
-                                 [origin] * group.size, first_step - 1))
+                                 session.choice.mode, [origin] * group.size, first_step - 1))
     session.enter(generation)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
     scalars.hyperparameters(config)
@@ -140,18 +136,31 @@ def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
         folder.delete(probe)
 
 
-def resolve_limits(config: Config, stored: Mapping[str, Any], group: WorkerGroup) -> None:
-    """Fix the run's limits at its first start; later starts read them back from the run folder (`stored`).
+def resolve_limits(config: Config, stored: Mapping[str, Any], group: WorkerGroup) -> Choice:
+    """Fix the run's limits and how its ranks synchronise at its first start; later starts read them back from the run
+    folder (`stored`). Returns the mode that the workers are to start in.
 
     Raises:
-        RunError: auto finds no number.
+        RunError: the model does not fit, or auto finds no number.
     """
-    planner = config.planner
+    planner, auto_tokens = config.planner, config.planner.tokens_per_rank == "auto"
+    planner.max_sequence_tokens = planner.max_sequence_tokens or int(stored.get("planner.max_sequence_tokens") or 0)
+    if auto_tokens:
+        planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or "auto")
+    recorded = planner.sync == "auto" and stored.get("planner.sync") in SYNCS
+    if recorded:
+        planner.sync = stored["planner.sync"]
+    choice = mode_of(config, group, auto_tokens)
+    if recorded:
+        choice = choice._replace(keys=("planner.sync", *choice.keys), why="; ".join(
+            ["planner.sync as at the run's first start", *filter(None, [choice.why])]))
+    planner.sync = choice.mode.sync
+    check_memory(config, group, choice.mode)
     if planner.tokens_per_rank == "auto":
-        planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or tokens_that_fit(config, group))
-    if not planner.max_sequence_tokens:
-        stored_tokens = stored.get("planner.max_sequence_tokens")
-        planner.max_sequence_tokens = int(stored_tokens or int(planner.tokens_per_rank) * group.size)
+        planner.tokens_per_rank = str(tokens_that_fit(config, group))
+    planner.max_sequence_tokens = planner.max_sequence_tokens or int(planner.tokens_per_rank) * group.size
+    check_host_memory(config, group, choice.mode)
+    return choice
 
 
 def _opening(config: Config, group: WorkerGroup, stream: Stream | Mixture, resumed_step: int) -> tuple[str, ...]:

@@ -31,13 +31,13 @@ from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.folders import save_folder
 from dhp_ray.storage import Folder
 from dhp_ray.train.engine import Engine
-from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
+from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.learning_rate import learning_rate_factor
 from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.results import StepResult
-from dhp_ray.train.sharded_engine import ShardedEngine, sharded_bytes
+from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.checkpoint import Checkpointer
 from dhp_ray.train.state.mirror import Mirror
 from dhp_ray.train.state.optimizer import OptimizerSettings
@@ -61,19 +61,13 @@ def build_adapter(config: Config) -> ModelAdapter:
     operators = operators_of(config.cluster.device) if config.train.fused_operators == "auto" else None
     if operators:
         adapter.fuse(operators)
-    if config.train.activation_checkpointing:
-        adapter.set_activation_checkpointing()
     return adapter
 
 
 class StateSize(NamedTuple):
-    """What the training state needs: bytes on each rank's device between steps, and bytes of a whole checkpoint; and
-    the model's shape.
-    """
+    """Layers of the model, bytes of a whole checkpoint, and the model's shape."""
 
-    num_parameters: int
     num_layers: int
-    resident_bytes: int
     checkpoint_bytes: int
     shape: ModelShape
 
@@ -84,16 +78,9 @@ def state_size(config: Config) -> StateSize:
     Raises:
         ValueError: one line, when the model cannot be had.
     """
-    world_size = config.cluster.num_workers
     shape = model_shape(config.model.preset, config.model.path, token_ids(config))
-    found = shape.num_parameters()
-    frozen = found - shape.num_parameters(without=config.train.freeze)
-    if config.planner.sync == "micro_batch":
-        resident = sharded_bytes(found, world_size, frozen)
-    else:
-        resident = resident_bytes(found, world_size, config.train.precision, frozen)
     # value and both moments, fp32
-    return StateSize(found, shape.num_layers, resident, (found - frozen) * 3 * 4, shape)
+    return StateSize(shape.num_layers, shape.num_parameters(without=config.train.freeze) * 3 * 4, shape)
 
 
 class Rank:
@@ -124,6 +111,8 @@ class Rank:
         accelerator.compute_in(config.train.precision)
         self.device = accelerator.torch_device()
         self.adapter = adapter or build_adapter(config)
+        self.sync = membership.sync_of(config)
+        self.adapter.set_activation_checkpointing(membership.recomputes_in(config))
         timeout = timedelta(seconds=config.comm.timeout_s)
         store = open_store(membership.store_host, membership.store_port, timeout)
         progress = progress or Progress(self.device)
@@ -142,7 +131,7 @@ class Rank:
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
         self.engine = (
             self._sharded_engine(not keeps_state, progress)
-            if config.planner.sync == "micro_batch"
+            if self.sync == "micro_batch"
             else self._flat_engine(world, not keeps_state, originals, progress)
         )
         try:
@@ -155,7 +144,7 @@ class Rank:
         # whether this step waits for the last copies: the first one does, since till then only the generation before
         # has whole ones
         self._finishes = True
-        kind = MicroBatchStep if config.planner.sync == "micro_batch" else RankStep
+        kind = MicroBatchStep if self.sync == "micro_batch" else RankStep
         self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self._before_update)
         folder = Folder(config.run.dir)
         self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(

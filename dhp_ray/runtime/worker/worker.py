@@ -22,7 +22,7 @@ import ray
 import torch
 from torch import Tensor
 
-from dhp_ray.comm.device import choose
+from dhp_ray.comm.device import CPU, choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.world import abort_groups, close_store_connections, destroy_world, is_peer_loss
 from dhp_ray.config import Config
@@ -104,6 +104,7 @@ class Worker:
         context = ray.get_runtime_context()
         return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name,
                 "device_name": self.accelerator.model_name(), "memory_bytes": self.accelerator.memory_bytes(),
+                "host_memory_bytes": CPU.memory_bytes(),
                 "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free,
                 **state_size(self.config)._asdict()}
 
@@ -132,7 +133,7 @@ class Worker:
             gc.freeze()  # what is loaded stays: to look through it at each change of membership would take most of it
         keeps_state = isinstance(origin, FromMemory)
         # FSDP2 modules keep their mesh for life
-        reusable = self.adapter if self.unused or (keeps_state and self.config.planner.sync == "step") else None
+        reusable = self.adapter if self.unused or (keeps_state and membership.sync_of(self.config) == "step") else None
         if reusable is None:  # before the next one is built: there may not be room for both
             self.originals, self.adapter = {}, None
         self.unused = False
@@ -163,9 +164,7 @@ class Worker:
         return failures
 
     @training
-    def run(
-        self, step: int, plan_id: str, placeholders: dict[str, str], total_steps: int, mirrors: bool
-    ) -> StepResult:
+    def run(self, step: int, plan_id: str, placeholders: dict[str, str], total_steps: int, mirrors: bool) -> StepResult:
         """Run a prefetched plan of a step; the samples in `placeholders` keep their place with every label masked."""
         assert self.rank is not None
         wait = perf_counter()

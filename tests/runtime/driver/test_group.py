@@ -24,7 +24,7 @@ class Actor:
     def describe(self, device: str, probe: str) -> dict[str, Any]:
         memory_bytes = {"a": 500, "b": 800}[self.node_id]
         return {"pid": os.getpid(), "node_id": self.node_id, "device": device, "memory_bytes": memory_bytes,
-                "num_parameters": 1, "num_layers": 2, "resident_bytes": 1}
+                "num_layers": 2}
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:

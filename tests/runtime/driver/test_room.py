@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dhp_ray.comm.device import ACCELERATORS, CPU
-from dhp_ray.config import Config, load
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.comm.device import CPU
+from dhp_ray.config import Config
+from dhp_ray.planner.host_memory import CHANGE, host_terms
+from dhp_ray.planner.mode import Mode
+from dhp_ray.runtime.driver.modes import cost_of, memory_of
 from dhp_ray.runtime.driver.room import (
+    check_host_memory,
     check_memory,
     check_room,
-    cost_of,
-    memory_model,
     ranks_that_hold,
     saves_ahead,
     tokens_of_generation,
@@ -29,18 +30,7 @@ from dhp_ray.storage import Folder
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.sharded_engine import ShardedEngine
 from tests.ranks import run_processes
-
-GIB, CUDA = 2**30, ACCELERATORS["cuda"]
-
-
-def config_of(run_dir: str, *more: str) -> Config:
-    return load(["data=synthetic", "data.path=none.parquet", f"run.dir={run_dir}", "cluster.num_workers=2",
-                 "cluster.device=cpu", *more])
-
-
-def members(*described: dict[str, Any]) -> list[Member]:
-    return [Member(slot, None, {"node_id": "a", "device": "cuda"} | found)
-            for slot, found in enumerate(described)]  # type: ignore[arg-type]
+from tests.runtime.driver.groups import GIB, config_of, group_of, members
 
 
 def bytes_held(rank: int, port: int, config: Config) -> tuple[int, int]:
@@ -72,33 +62,30 @@ def test_described_bytes_are_what_a_rank_keeps_and_saves(tmp_path: Path, sync: s
     config = config_of(str(tmp_path), f"planner.sync={sync}", f"train.freeze={freeze}")
     size, found = state_size(config), run_processes(bytes_held, 2, config)
     # padding, and rows that do not divide evenly
-    assert [held for held, _ in found] == pytest.approx([size.resident_bytes] * 2, rel=0.03)
+    resident_bytes = sum(memory_of(config, group_of(2, 1.0, config, "cpu"), Mode(sync, False)).resident().values())
+    assert [held for held, _ in found] == pytest.approx([resident_bytes] * 2, rel=0.03)
     # what torch writes about each piece
     assert sum(saved for _, saved in found) == pytest.approx(size.checkpoint_bytes, rel=0.08)
 
 
 def test_frozen_parts_take_neither_gradients_nor_state(tmp_path: Path) -> None:
     """A model whose state fits only because its encoder is frozen is admitted, in both modes."""
-    for sync in ("step", "micro_batch"):
-        whole, frozen = (state_size(config_of(str(tmp_path), f"planner.sync={sync}", f"train.freeze={freeze}"))
+    for mode in (Mode("step", False), Mode("micro_batch", True)):
+        whole, frozen = (config_of(str(tmp_path), "comm.transport=parent", f"train.freeze={freeze}")
                          for freeze in ("[]", "[vision]"))
-        assert frozen.num_parameters == whole.num_parameters
-        memory_bytes = int((whole.resident_bytes + frozen.resident_bytes) / 2 / 0.9)
-        described = [{"memory_bytes": memory_bytes, **size._asdict()} for size in (whole, frozen)]
-        check_memory(WorkerGroup(members(described[1], described[1])), sync)
-        with pytest.raises(RunError, match=rf"^model of 0\.00 B parameters: planner\.sync={sync} keeps "):
-            check_memory(WorkerGroup(members(described[0], described[0])), sync)
-
-
-def group_of(num_ranks: int, memory_gib: float, config: Config) -> WorkerGroup:
-    return WorkerGroup(members(*[{"memory_bytes": int(memory_gib * GIB), **state_size(config)._asdict()}] * num_ranks))
+        needed = [sum(memory_of(config, group_of(2, 1.0, config), mode).resident().values())
+                  for config in (whole, frozen)]
+        memory_gib = sum(needed) / 2 / 0.9 / GIB
+        check_memory(frozen, group_of(2, memory_gib, frozen), mode)
+        with pytest.raises(RunError, match=rf"^model of 0\.00 B parameters: planner\.sync={mode.sync} keeps "):
+            check_memory(whole, group_of(2, memory_gib, whole), mode)
 
 
 def test_tokens_of_a_rank_follow_the_memory_of_its_device(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "train.precision=bf16")
     found = {memory: tokens_that_fit(config, group_of(4, memory, config)) for memory in (1.0, 2.0)}
     assert 1000 < 1.9 * found[1.0] < found[2.0] < 2.6 * found[1.0]
-    config.train.activation_checkpointing = True
+    config.train.activation_checkpointing = "true"
     assert tokens_that_fit(config, group_of(4, 1.0, config)) > 1.3 * found[1.0]
     with pytest.raises(RunError, match=r"^planner\.tokens_per_rank: got auto, and a rank has room for no token: it "
                                        r"needs [\d.]+ GiB, [\d.]+ GiB of them for the state, and has [\d.]+ GiB \("):
@@ -107,20 +94,20 @@ def test_tokens_of_a_rank_follow_the_memory_of_its_device(tmp_path: Path) -> Non
 
 def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
-    cost = CostModel.load("conf/cost/cpu.yaml")
-    memory_gib = 0.2
+    memory_gib, mode = 0.2, Mode("step", False)
     first = tokens_that_fit(config, group_of(8, memory_gib, config))
     config.planner.tokens_per_rank = str(first)
-    assert within_memory(config, group_of(8, memory_gib, config), cost, auto=True)[0] == first
-    assert within_memory(config, group_of(16, memory_gib, config), cost, auto=True)[0] == first
-    fewer, charged = within_memory(config, group_of(2, memory_gib, config), cost, auto=True)
+    assert within_memory(config, group_of(8, memory_gib, config), mode, auto=True)[0] == first
+    assert within_memory(config, group_of(16, memory_gib, config), mode, auto=True)[0] == first
+    few = group_of(2, memory_gib, config)
+    fewer, charged = within_memory(config, few, mode, auto=True)
     assert 1 < fewer < first
-    assert within_memory(config, group_of(2, memory_gib, config), cost, auto=False)[0] == first
+    assert within_memory(config, few, mode, auto=False)[0] == first
     full = charged.memory_bytes(fewer, 1, "step")
     assert 0.88 * memory_gib * GIB < full <= 0.9 * memory_gib * GIB
-    assert charged.resident("step") == state_size(config_of(str(tmp_path), "train.precision=bf16",
-                                                            "cluster.num_workers=2")).resident_bytes + 2**26
-    assert charged.linear_s == cost.linear_s
+    for sync in ("step", "micro_batch"):
+        assert charged.resident(sync) == sum(memory_of(config, few, Mode(sync, False)).resident().values())
+    assert charged.linear_s == cost_of(config, few, mode).linear_s
 
 
 def test_a_sequence_that_fits_the_run_waits_for_ranks_though_fewer_hold_less_each(tmp_path: Path) -> None:
@@ -139,44 +126,60 @@ def test_a_sequence_that_fits_the_run_waits_for_ranks_though_fewer_hold_less_eac
         assert ranks_for(num_ranks * tokens_of_generation(config, left, num_ranks)) == num_ranks
 
 
-def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_path: Path) -> None:
-    config = config_of(str(tmp_path), "train.precision=bf16")
-    config.planner.tokens_per_rank = "3000"
-    memory = memory_model(config, group_of(2, 1.0, config))
-    assert memory.worst_load(1000).patches == (1000 + 3000) * memory.shape.merge_area
-    config.planner.tokens_per_rank = "auto"
-    assert memory_model(config, group_of(2, 1.0, config)).worst_load(1000).patches == 2000 * memory.shape.merge_area
-
-
-def test_no_more_groups_are_paid_for_than_ranks_can_form(tmp_path: Path) -> None:
-    config = config_of(str(tmp_path))
-    found = [memory_model(config, group_of(size, 80.0, config)).settings.communicators_bytes / CUDA.group_bytes
-             for size in (1, 2, 3, 16)]
-    assert found == [0, 1, 4, CUDA.pool_groups(config.comm.pool_groups, 80 * GIB)]
-
-
-def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: Path) -> None:
-    config = config_of(str(tmp_path), "train.precision=bf16")
-    described = {"memory_bytes": 80 * GIB, **state_size(config)._asdict()}
-
-    def cost(*names: str, **changed: str) -> CostModel:
-        return cost_of(config, WorkerGroup(members(*[{**described, "device_name": name, **changed} for name in names])))
-
-    slower = cost("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
-    assert slower.name == "qwen2_5_vl_a100"
-    assert slower == cost("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB")
-    assert cost("NVIDIA H100 80GB HBM3").linear_s < slower.linear_s
-    assert cost("Tesla V100").source.endswith("; Tesla V100 is not in conf/device")
-    assert cost("Ascend910B3", device="npu").name == "qwen2_5_vl_ascend_910b"
-    assert cost("", device="cpu") == CostModel.load("conf/cost/cpu.yaml")
-    config.planner.cost = "conf/cost/cuda.yaml"
-    assert cost("NVIDIA H100 80GB HBM3") == CostModel.load("conf/cost/cuda.yaml")
-
-
 @pytest.mark.parametrize(("done", "total", "every", "expected"),
                          [(0, 10, 4, 3), (0, 8, 4, 2), (4, 8, 4, 1), (5, 8, 4, 1), (0, 3, 0, 1), (3, 3, 2, 0)])
 def test_saves_that_are_still_to_come(done: int, total: int, every: int, expected: int) -> None:
     assert saves_ahead(done, total, every) == expected
+
+
+def test_a_node_without_room_for_what_its_ranks_keep_is_refused(tmp_path: Path) -> None:
+    """Two of three ranks are on node b. Replicas (2 versions), what they are sent from (1), a checkpoint (1) and a
+    change of members (4 with replicas, else 2)."""
+    config = config_of(str(tmp_path), "planner.tokens_per_rank=100", "elastic.mirror_every_steps=1")
+    mode = Mode("step", False)
+    shape = memory_of(config, group_of(3, 1.0, config), mode).shape
+    version, pixels = 12 * math.ceil(shape.num_parameters() / 3), 100 * shape.merge_area * shape.patch_dim * 4
+    with_replicas, without = 2 * (8 * version + 2 * pixels), 2 * (3 * version + 2 * pixels)
+
+    def check(host_bytes: float, device: str = "cuda") -> None:
+        group = group_of(3, 1.0, config, device)
+        for rank, member in enumerate(group.members):
+            node = "a" if rank == 0 else "b"
+            member.described |= {"node_id": node}
+            if node == "b":
+                member.described["host_memory_bytes"] = host_bytes / 0.9
+        check_host_memory(config, group, mode)
+
+    check(with_replicas + 100)
+    with pytest.raises(RunError, match=(
+            r"^elastic\.mirror_every_steps: got 1; the 2 ranks on node b keep up to [\d.]+ GiB in its memory "
+            r"\(replicas [\d.]+ GiB, pinned, own shard [\d.]+ GiB, checkpoint being written [\d.]+ GiB, "
+            r"change of members [\d.]+ GiB, pixels [\d.]+ GiB\), and may keep [\d.]+ GiB \(90% of it\); allowed: "
+            r"elastic\.mirror_every_steps=0, which takes [\d.]+ GiB, or fewer ranks a node \(more nodes\)$")):
+        check(with_replicas - 100)
+    with pytest.raises(RunError, match=r"^cluster\.num_workers: got 2; .*; allowed: fewer ranks a node"):
+        check(without - 100)
+    with pytest.raises(RunError, match="state"):  # lies there too
+        check(with_replicas, "cpu")
+    config.elastic.mirror_every_steps = "0"
+    check(without + 100)
+
+
+def test_rank_0_needs_room_for_the_model_that_it_exports(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "planner.tokens_per_rank=100", "elastic.mirror_every_steps=1")
+    mode = Mode("step", False)
+    group = group_of(64, 1.0, config)
+    for rank, member in enumerate(group.members):
+        member.described["node_id"] = str(rank)
+    memory = memory_of(config, group, mode)
+    rest = sum(value for name, value in host_terms(memory.shape, memory.settings, 100).items() if name != CHANGE)
+    for more, exports in ((100, True), (-100, False)):
+        group.members[0].described["host_memory_bytes"] = (rest + 4 * memory.shape.num_parameters() + more) / 0.9
+        if exports:
+            check_host_memory(config, group, mode)
+        else:
+            with pytest.raises(RunError, match="model, exported"):
+                check_host_memory(config, group, mode)
 
 
 def test_a_run_folder_without_room_is_refused(tmp_path: Path) -> None:

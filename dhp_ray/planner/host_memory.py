@@ -1,0 +1,41 @@
+"""Bytes that a rank keeps in the memory of its node, beside what is on its device.
+
+With T trained parameters on N ranks a version of a shard is 12 T / N bytes: values and both moments, fp32.
+
+    replicas       2 versions of another rank's shard (`elastic.mirror_every_steps`)
+    own shard      1 that is sent from, pinned (not on the CPU); 2 where not every version is mirrored
+    checkpoint     1, while it is written
+    change         4 of the generation before (own and replica, two each) until the next one has taken its first step;
+                   2 without replicas
+    pixels         fp32 patches of a full pack of this step and of the next
+
+Rank 0 gathers the whole model, fp32, for the export (`export_bytes`), at a time when nothing is kept of a change.
+Ray's object store is not in it: it is bounded by itself, and spills to disk.
+"""
+
+from __future__ import annotations
+
+import math
+
+from dhp_ray.planner.memory_terms import MemorySettings, Terms
+from dhp_ray.planner.model_shape import ModelShape
+
+CHANGE = "change of members"
+
+
+def host_terms(shape: ModelShape, settings: MemorySettings, tokens_per_rank: int) -> Terms:
+    """Bytes of each term, for packs of so many tokens a rank."""
+    every = settings.mirror_every_steps if settings.world_size > 1 else "0"
+    version = 12 * math.ceil(shape.num_parameters(without=settings.frozen) / settings.world_size)
+    on_device = settings.device != "cpu"
+    own = {"0": 0, "1": int(on_device)}.get(every, 2)
+    change = 0 if settings.world_size == 1 else 2 if every == "0" else 4
+    pixels = tokens_per_rank * shape.merge_area * shape.patch_dim * 4
+    return {"replicas": 2 * version if every != "0" else 0,
+            "pinned, own shard" if on_device else "own shard": own * version,
+            "checkpoint being written": version, CHANGE: change * version, "pixels": 2 * pixels}
+
+
+def export_bytes(shape: ModelShape) -> int:
+    """What the export of the model takes of rank 0's node."""
+    return 4 * shape.num_parameters()

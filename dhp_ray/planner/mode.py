@@ -1,0 +1,92 @@
+"""How a run trains where it is to choose: how its ranks synchronise, and whether activations are recomputed.
+
+Of the modes in which the ranks hold the longest sequence, the one whose modelled step is shortest; where none holds
+it, the one with the most room. The step by which they are compared has as many sequences a rank as the run's batch,
+each as large as the largest image, in packs as large as the mode's room. So recomputation is taken where it is needed
+to hold the longest sequence, or where packs are so short without it that launching kernels, exchanging keys and values
+and, with `sync=micro_batch`, gathering parameters cost more than computing twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.plan import ClusterSpec
+
+LOCKSTEP = 1.07
+"""`sync=micro_batch` over this step of equal sequences, for the waits at the end of each micro-batch: the most by which
+`step` was shorter on mixed batches at equal memory (benchmarks/README.md), modelled."""
+
+
+class Mode(NamedTuple):
+    """How ranks synchronise (step, micro_batch), and whether activations are recomputed."""
+
+    sync: str
+    recomputes: bool
+
+    def __str__(self) -> str:
+        return f"{self.sync}{' with recomputation' if self.recomputes else ''}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mode, the tokens that each rank holds in it, and the seconds of the step by which modes are compared."""
+
+    mode: Mode
+    tokens_per_rank: int
+    step_s: float
+
+    def holds(self, tokens_per_rank: int) -> bool:
+        return self.tokens_per_rank >= max(1, tokens_per_rank)
+
+
+def reference_step_s(
+    cost: CostModel, sync: str, tokens_per_rank: int, nodes: Sequence[int], num_sequences: int, sequence_tokens: int,
+    merge_area: int, gather_s: float,
+) -> float:
+    """Seconds of the step above, with `num_sequences` sequences a rank, on ranks of these nodes; infinite where a
+    sequence does not fit on all of them.
+
+    `merge_area`: patches of a vision token; `gather_s`: what a micro-batch's layers take to gather and to reduce, which
+    no compute shortens.
+    """
+    if tokens_per_rank < 1 or sequence_tokens > tokens_per_rank * len(nodes):
+        return math.inf
+    cluster = ClusterSpec.of_nodes(nodes, tokens_per_rank)
+    degree = math.ceil(sequence_tokens / tokens_per_rank)
+    fitting = max(1, tokens_per_rank // sequence_tokens)
+    # a group of several ranks runs the sequences of all its members, one after the other
+    packs = [fitting] * (num_sequences // fitting) + [num_sequences % fitting] * (num_sequences % fitting > 0)
+    found = []
+    for count in packs * degree:
+        encode_s = count * sequence_tokens * merge_area * cost.vision_linear_s / degree
+        found.append(cost.pack_time_s([sequence_tokens] * count, range(degree), cluster, encode_s))
+    if sync == "micro_batch":
+        return LOCKSTEP * sum(max(time_s, gather_s) + cost.fixed_s for time_s in found)
+    return sum(found) + cost.fixed_s
+
+
+def choose(candidates: Sequence[Candidate], needed_tokens: int) -> Candidate:
+    """The fastest of those that hold so many tokens a rank, the first of several that are; else the last one with most
+    room: candidates come in the order of what they need, most first.
+    """
+    holding = [candidate for candidate in candidates if candidate.holds(needed_tokens)]
+    if holding:
+        return min(holding, key=lambda candidate: candidate.step_s)
+    return max(reversed(candidates), key=lambda candidate: candidate.tokens_per_rank)
+
+
+def reason(candidates: Sequence[Candidate], needed_tokens: int, num_sequences: int, sequence_tokens: int) -> str:
+    """Why `choose` takes which: what each holds and takes, in one line."""
+    parts = []
+    for candidate in candidates:
+        if not candidate.holds(needed_tokens):
+            parts.append(f"{candidate.mode} holds {candidate.tokens_per_rank:,}")
+        else:
+            parts.append(f"{candidate.mode} takes {candidate.step_s:.3g} s")
+    return (f"a rank is to hold {max(1, needed_tokens):,} tokens, and a step of {num_sequences} sequences of "
+            f"{sequence_tokens:,} tokens a rank is modelled: {'; '.join(parts)}")

@@ -1,0 +1,145 @@
+"""How a generation trains, what its ranks then need, and what it costs: the memory model and the costs of the run's own
+model on its devices, and with `planner.sync=auto` or `train.activation_checkpointing=auto` which mode is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.config import CONF, Config
+from dhp_ray.data.processor import SLICE_TOKENS
+from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.mode import Candidate, Mode, choose, reason, reference_step_s
+from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.runtime.driver.group import WorkerGroup
+
+MEMORY_SHARE = 0.9
+"""Share of a device's memory that is planned with; the rest is the allocator's and the libraries'."""
+
+NOT_DESCRIBED = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
+"""What a device is reckoned as that no file of conf/device describes."""
+
+RECOMPUTATION = "train.activation_checkpointing"
+RECOMPUTES = {"true": (True,), "false": (False,), "auto": (False, True)}
+"""What `train.activation_checkpointing` admits."""
+
+
+class Choice(NamedTuple):
+    """A mode, the keys whose value it is that the configuration leaves open, and why it is."""
+
+    mode: Mode
+    keys: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def line(self) -> str:
+        """What the user is told."""
+        values = {"planner.sync": self.mode.sync, RECOMPUTATION: str(self.mode.recomputes).lower()}
+        return f"{', '.join(f'{key}=auto is {values[key]}' for key in self.keys)}: {self.why}"
+
+
+def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int = 0) -> Choice:
+    """The mode in which so many ranks like those of `group` train (0: as many as it has).
+
+    `auto_tokens`: tokens a rank follow the memory of each generation's ranks. Then a rank is to hold its share of the
+    longest sequence; as long as that is open, the largest image. Else it is to hold `planner.tokens_per_rank`.
+    """
+    syncs = SYNCS if config.planner.sync == "auto" else (config.planner.sync,)
+    recomputes = RECOMPUTES[config.train.activation_checkpointing]
+    modes = [Mode(sync, again) for sync in syncs for again in recomputes]
+    keys = ("planner.sync",) * (len(syncs) > 1) + (RECOMPUTATION,) * (len(recomputes) > 1)
+    if not keys:
+        return Choice(modes[0])
+    kind, num_ranks = group.members[0].described["device"], num_ranks or group.size
+    if kind not in NOT_DESCRIBED:
+        return Choice(modes[0], keys, f"what {kind} ranks have of memory and speed is not described")
+    needed, most = _needed_tokens(config, group, auto_tokens, num_ranks)
+    sequence_tokens = memory_of(config, group, modes[0], num_ranks).settings.largest_image
+    sequence_tokens = min(sequence_tokens, config.planner.max_sequence_tokens or sequence_tokens)
+    step = (math.ceil(config.batch.global_samples / num_ranks), sequence_tokens)
+    candidates = [_candidate(config, group, mode, num_ranks, most, step) for mode in modes]
+    return Choice(choose(candidates, needed).mode, keys, reason(candidates, needed, *step))
+
+
+def _needed_tokens(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int) -> tuple[int, int | None]:
+    """Tokens that a rank is to hold, and those that it is given at most."""
+    tokens, longest = config.planner.tokens_per_rank, config.planner.max_sequence_tokens
+    share = math.ceil(longest / num_ranks)
+    image = config.data.max_pixels // group.members[0].described["shape"].token_pixels  # one rank encodes and holds it
+    if tokens == "auto":
+        return max(share, min(image, longest or image)), None
+    if auto_tokens:
+        return max(share, min(image, int(tokens))), max(int(tokens), share)
+    return int(tokens), int(tokens)
+
+
+def _candidate(
+    config: Config, group: WorkerGroup, mode: Mode, num_ranks: int, most_tokens: int | None, step: tuple[int, int]
+) -> Candidate:
+    """`step`: sequences a rank, and tokens of each, of the step that modes are compared by."""
+    memory = memory_of(config, group, mode, num_ranks)
+    fitting = memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)
+    tokens, num_nodes = fitting if most_tokens is None else min(fitting, most_tokens), len(set(group.nodes))
+    cost, device = _slowest(memory, group)
+    nodes = [rank * num_nodes // num_ranks for rank in range(num_ranks)]
+    step_s = reference_step_s(cost, mode.sync, tokens, nodes, *step, memory.shape.merge_area,
+                              gather_s(memory, device, num_nodes))
+    return Candidate(mode, tokens, step_s)
+
+
+def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0) -> MemoryModel:
+    """What a rank needs to train the run's model in this mode, one of so many like those of `group` (0: as many as it
+    has).
+    """
+    described, train = group.members[0].described, config.train
+    shape: ModelShape = described["shape"]
+    device = ACCELERATORS[described["device"]]
+    pooled = device.pool_groups(config.comm.pool_groups, group.memory_bytes) if config.comm.transport == "pool" else 0
+    num_groups = min(pooled, 2**group.size - group.size - 1)  # sets of two ranks and more
+    tokens = config.planner.tokens_per_rank
+    return MemoryModel(shape, MemorySettings(
+        sync=mode.sync, world_size=num_ranks or group.size, precision=train.precision, recomputes=mode.recomputes,
+        frozen=tuple(train.freeze), device=device.name, bucket_bytes=int(train.bucket_mb * 2**20),
+        mirror_every_steps=config.elastic.mirror_every_steps,
+        largest_image=max(SLICE_TOKENS, config.data.max_pixels // shape.token_pixels),
+        image_limit=None if tokens == "auto" else int(tokens),
+        communicators_bytes=num_groups * device.group_bytes))
+
+
+def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:
+    """The cost file of `planner.cost`; without one, on CUDA and NPU, what follows from the run's own model and the
+    published figures of its slowest device; on the CPU the measured file.
+
+    A device that nobody has described is reckoned as another one of its kind; the cost's `source` says so.
+    """
+    kind = group.members[0].described["device"]
+    if config.planner.cost or kind not in NOT_DESCRIBED:
+        cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{kind}.yaml"))
+    else:
+        cost, _ = _slowest(memory_of(config, group, mode), group)
+    # over the parent group no group is ever made
+    return replace(cost, group_s=0.0) if config.comm.transport == "parent" else cost
+
+
+def _slowest(memory: MemoryModel, group: WorkerGroup) -> tuple[CostModel, Device]:
+    """Costs on the slowest device of a group, and that device."""
+    kind, num_nodes = group.members[0].described["device"], len(set(group.nodes))
+    found = []
+    for name in sorted({member.described["device_name"] for member in group.members}):
+        known = _described(name)
+        device = known or Device.load(CONF / "device" / NOT_DESCRIBED[kind])
+        cost = derived_cost(memory, device, num_nodes)
+        found.append((cost if known else replace(cost, source=f"{cost.source}; {name} is not in conf/device"), device))
+    return max(found, key=lambda pair: pair[0].linear_s)
+
+
+@cache
+def _described(device_name: str) -> Device | None:
+    return described(CONF / "device", device_name)

@@ -1,0 +1,33 @@
+"""What a rank keeps in its node's memory, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms
+from dhp_ray.planner.memory_terms import MemorySettings, Terms
+from tests.qwen_configs import published_config
+
+SHAPE = Qwen25VL.shape(published_config("3B"))
+VERSION = 12 * 3_754_622_976 / 2
+
+
+def terms(**changed: object) -> Terms:
+    settings = MemorySettings(sync="step", world_size=2, precision="bf16", recomputes=True)
+    return host_terms(SHAPE, replace(settings, **changed), 1000)  # type: ignore[arg-type]
+
+
+def test_a_3b_on_two_ranks() -> None:
+    """Patches are 3 x 2 x 14 x 14 numbers, four of them a token."""
+    pixels = 2 * 1000 * 4 * 1176 * 4
+    assert terms() == {"replicas": 0, "pinned, own shard": 0, "checkpoint being written": VERSION, CHANGE: 2 * VERSION,
+                       "pixels": pixels}
+    assert terms(mirror_every_steps="1") == {
+        "replicas": 2 * VERSION, "pinned, own shard": VERSION, "checkpoint being written": VERSION,
+        CHANGE: 4 * VERSION, "pixels": pixels}
+    assert terms(mirror_every_steps="4")["pinned, own shard"] == 2 * VERSION
+    assert terms(mirror_every_steps="1", device="cpu")["own shard"] == 0
+    alone = terms(mirror_every_steps="1", world_size=1)
+    assert (alone["replicas"], alone[CHANGE], alone["checkpoint being written"]) == (0, 0, 2 * VERSION)
+    assert export_bytes(SHAPE) == 4 * 3_754_622_976

@@ -1,0 +1,77 @@
+"""Which mode is the fastest that fits: by hand on a plain cost, and on published models and devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.planner import CostModel
+from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.mode import LOCKSTEP, Candidate, Mode, choose, reason, reference_step_s
+from tests.qwen_configs import published_config
+
+DEVICES = Path(__file__).parents[2] / "conf" / "device"
+MODES = [Mode(sync, recomputes) for sync in ("step", "micro_batch") for recomputes in (False, True)]
+COST = CostModel(0.0, linear_s=1e-3, comm_bytes_per_token=0.0, fixed_s=2.0, bandwidth_bytes_per_s={2: 1.0}, pack_s=0.1,
+                 vision_linear_s=1e-4)
+
+
+def candidates(*pairs: tuple[int, float]) -> list[Candidate]:
+    return [Candidate(mode, tokens, seconds) for mode, (tokens, seconds) in zip(MODES, pairs)]
+
+
+def test_the_fastest_of_those_that_hold_the_tokens() -> None:
+    found = candidates((1000, 1.0), (9000, 1.3), (3000, 1.2), (20000, 1.4))
+    assert [choose(found, needed).mode for needed in (0, 1000, 1001, 3001, 9001)] == [
+        MODES[0], MODES[0], MODES[2], MODES[1], MODES[3]]
+    assert choose(found, 20001).mode == MODES[3]  # none holds them: the one with most room
+    assert choose(candidates((5, 1.0), (5, 1.0), (5, 1.0), (5, 1.0)), 5).mode == MODES[0]
+    assert choose(candidates(*[(0, math.inf)] * 4), 5).mode == MODES[3]  # which needs least
+
+
+def test_the_reason_is_one_line_with_what_each_holds_or_takes() -> None:
+    assert reason(candidates((1000, 1.0), (9000, 1.3)), 4500, 2, 4096) == (
+        "a rank is to hold 4,500 tokens, and a step of 2 sequences of 4,096 tokens a rank is modelled: "
+        "step holds 1,000; step with recomputation takes 1.3 s")
+
+
+def step_s(sync: str, tokens: int, num_ranks: int, gathering_s: float = 0.0) -> float:
+    """5 sequences of 1,000 vision tokens, of 4 patches, a rank."""
+    return reference_step_s(COST, sync, tokens, [0] * num_ranks, 5, 1000, 4, gathering_s)
+
+
+def test_a_step_by_hand() -> None:
+    """A sequence takes 1 s and 0.4 s to encode; 0.1 s a pack."""
+    assert step_s("step", 2999, 4) == pytest.approx(2 + 5 * 1.4 + 3 * 0.1)  # packs of 2, 2 and 1
+    assert step_s("step", 500, 4) == pytest.approx(2 + 10 * (1.4 / 2 + 0.1))  # two ranks run each other's too
+    assert step_s("micro_batch", 2999, 4) == pytest.approx(LOCKSTEP * (3 * 2 + 5 * 1.4 + 3 * 0.1))
+    assert step_s("micro_batch", 2999, 4, 2.5) == pytest.approx(LOCKSTEP * (3 * 2 + 2 * 2.9 + 2.5))
+    assert step_s("step", 200, 4) == step_s("step", 0, 4) == math.inf
+
+
+@pytest.mark.parametrize(("name", "device", "gigabytes", "num_ranks", "expected"), [
+    ("3B", "h100", 80, 8, Mode("step", True)),  # without recomputation packs are short
+    ("3B", "h200", 141, 8, Mode("step", False)),
+    ("7B", "h100", 80, 8, Mode("micro_batch", True)),  # whole parameters and gradients leave no room
+    ("32B", "h100", 80, 64, Mode("micro_batch", True)),
+])
+def test_published_models_on_described_devices(
+    name: str, device: str, gigabytes: int, num_ranks: int, expected: Mode
+) -> None:
+    """Modelled, as everything here; no such run has been measured."""
+    described, num_nodes = Device.load(DEVICES / f"{device}.yaml"), max(1, num_ranks // 8)
+    nodes, shape = [rank // 8 for rank in range(num_ranks)], Qwen25VL.shape(published_config(name))
+    plain = MemorySettings(sync="step", world_size=num_ranks, precision="bf16", recomputes=False)
+    found = []
+    for mode in MODES:
+        memory = MemoryModel(shape, replace(plain, sync=mode.sync, recomputes=mode.recomputes))
+        tokens, cost = memory.tokens_that_fit(0.9 * gigabytes * 2**30), derived_cost(memory, described, num_nodes)
+        found.append(Candidate(mode, tokens, reference_step_s(
+            cost, mode.sync, tokens, nodes, 8, 4096, shape.merge_area, gather_s(memory, described, num_nodes))))
+    assert choose(found, 1280).mode == expected, reason(found, 1280, 8, 4096)

@@ -1,0 +1,123 @@
+"""The mode of a generation, its memory model and its costs, for groups of described workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.mode import Mode
+from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.runtime.driver.modes import Choice, cost_of, memory_of, mode_of
+from dhp_ray.runtime.driver.room import ranks_that_hold, tokens_of_generation
+from dhp_ray.runtime.driver.start import resolve_limits
+from dhp_ray.runtime.worker.rank import state_size
+from tests.runtime.driver.groups import GIB, config_of, group_of, members
+
+CUDA = ACCELERATORS["cuda"]
+AUTO = ("planner.sync=auto", "train.activation_checkpointing=auto", "planner.tokens_per_rank=auto",
+        "train.precision=bf16")
+
+
+def test_what_the_configuration_names_is_taken_and_not_told(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "planner.sync=micro_batch", "train.activation_checkpointing=true")
+    assert mode_of(config, group_of(2, 1.0, config), auto_tokens=True) == Choice(Mode("micro_batch", True))
+
+
+def test_where_memory_is_not_described_auto_is_step_without_recomputation(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), *AUTO)
+    choice = mode_of(config, group_of(2, 1.0, config, "cpu"), auto_tokens=True)
+    assert choice.mode == Mode("step", False)
+    assert choice.line == ("planner.sync=auto is step, train.activation_checkpointing=auto is false: "
+                           "what cpu ranks have of memory and speed is not described")
+
+
+def test_recomputation_is_taken_where_the_longest_sequence_needs_it(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
+    group = group_of(4, 1.0, config)
+    held = {again: memory_of(config, group, Mode("step", again)).tokens_that_fit(0.9 * GIB) for again in (False, True)}
+    config.planner.max_sequence_tokens = 4 * held[False]
+    assert mode_of(config, group, auto_tokens=True).mode == Mode("step", False)
+    config.planner.max_sequence_tokens += 1
+    choice = mode_of(config, group, auto_tokens=True)
+    assert choice.mode == Mode("step", True)
+    assert choice.line.startswith(
+        f"train.activation_checkpointing=auto is true: a rank is to hold {held[False] + 1:,} tokens, and a step of 16 "
+        f"sequences of 4,096 tokens a rank is modelled: step holds {held[False]:,}; step with recomputation takes ")
+    config.planner.tokens_per_rank = str(held[False])  # given: a rank is to hold these, whatever there is of sequences
+    assert mode_of(config, group, auto_tokens=False).mode == Mode("step", False)
+
+
+def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: Path) -> None:
+    """Tokens a rank follow: each of the fewer ranks then holds more than at the run's first start."""
+    config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
+    choice = resolve_limits(config, {}, group_of(8, 1.0, config))
+    assert choice.mode == Mode("step", False)
+    first, longest = int(config.planner.tokens_per_rank), config.planner.max_sequence_tokens
+    assert longest == 8 * first
+    assert config.train.activation_checkpointing == "auto"
+    assert mode_of(config, group_of(8, 1.0, config), auto_tokens=True).mode == choice.mode
+    fewer = group_of(6, 1.0, config)
+    assert mode_of(config, fewer, auto_tokens=True).mode == Mode("step", True)
+    assert tokens_of_generation(config, fewer, 6) == -(-longest // 6) > first
+    few = [tokens_of_generation(config, fewer, num_ranks) for num_ranks in range(1, 9)]
+    holding = next(num_ranks for num_ranks in range(1, 9) if num_ranks * few[num_ranks - 1] >= longest)
+    assert 1 < holding <= 6
+    assert ranks_that_hold(config, fewer, 8)(longest) == holding
+
+
+def test_a_run_keeps_the_mode_of_its_first_start(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), *AUTO)
+    stored = {"planner.sync": "micro_batch", "planner.tokens_per_rank": "5000", "planner.max_sequence_tokens": 9000}
+    choice = resolve_limits(config, stored, group_of(2, 8.0, config))
+    assert (config.planner.sync, choice.mode.sync) == ("micro_batch", "micro_batch")
+    assert (config.planner.tokens_per_rank, config.planner.max_sequence_tokens) == ("5000", 9000)
+    assert choice.line.startswith("planner.sync=auto is micro_batch, train.activation_checkpointing=auto is false: "
+                                  "planner.sync as at the run's first start; a rank is to hold 4,500 tokens, and ")
+    first = config_of(str(tmp_path), *AUTO)
+    assert resolve_limits(first, {}, group_of(2, 8.0, first)).mode.sync == first.planner.sync != "auto"
+
+
+def test_a_state_that_fits_in_one_mode_alone_gets_that_one(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), *AUTO, "comm.transport=parent")
+    needed = {mode.sync: sum(memory_of(config, group_of(8, 1.0, config), mode).resident().values()) / 0.9 / GIB
+              for mode in (Mode("step", False), Mode("micro_batch", False))}
+    assert needed["micro_batch"] < needed["step"]
+    group = group_of(8, (needed["micro_batch"] + needed["step"]) / 2, config)
+    assert mode_of(config, group, auto_tokens=True).mode.sync == "micro_batch"
+
+
+def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "train.precision=bf16")
+    config.planner.tokens_per_rank = "3000"
+    memory = memory_of(config, group_of(2, 1.0, config), Mode("step", False))
+    assert memory.worst_load(1000).patches == (1000 + 3000) * memory.shape.merge_area
+    config.planner.tokens_per_rank = "auto"
+    memory = memory_of(config, group_of(2, 1.0, config), Mode("step", False))
+    assert memory.worst_load(1000).patches == 2000 * memory.shape.merge_area
+
+
+def test_no_more_groups_are_paid_for_than_ranks_can_form(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path))
+    models = [memory_of(config, group_of(size, 80.0, config), Mode("step", False)) for size in (1, 2, 3, 16)]
+    found = [model.settings.communicators_bytes / CUDA.group_bytes for model in models]
+    assert found == [0, 1, 4, CUDA.pool_groups(config.comm.pool_groups, 80 * GIB)]
+
+
+def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "train.precision=bf16")
+    described = {"memory_bytes": 80 * GIB, **state_size(config)._asdict()}
+
+    def cost(*names: str, **changed: str) -> CostModel:
+        group = WorkerGroup(members(*[{**described, "device_name": name, **changed} for name in names]))
+        return cost_of(config, group, Mode("step", False))
+
+    slower = cost("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
+    assert slower.name == "qwen2_5_vl_a100"
+    assert slower == cost("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB")
+    assert cost("NVIDIA H100 80GB HBM3").linear_s < slower.linear_s
+    assert cost("Tesla V100").source.endswith("; Tesla V100 is not in conf/device")
+    assert cost("Ascend910B3", device="npu").name == "qwen2_5_vl_ascend_910b"
+    assert cost("", device="cpu") == CostModel.load("conf/cost/cpu.yaml")
+    config.planner.cost = "conf/cost/cuda.yaml"
+    assert cost("NVIDIA H100 80GB HBM3") == CostModel.load("conf/cost/cuda.yaml")

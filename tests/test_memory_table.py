@@ -1,0 +1,25 @@
+"""README.md's table of what fits is what benchmarks/memory.py prints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from benchmarks.memory import DEVICES, MODELS, NUM_DEVICES, table, tokens_per_rank
+from tests.readme import ROOT, section
+
+
+def test_readme_has_the_table_that_the_script_prints() -> None:
+    assert table() in section("What fits")
+    done = subprocess.run([sys.executable, "benchmarks/memory.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "none of these\ndevices has been measured" in done.stdout
+
+
+def test_more_devices_never_hold_less_and_zero_3_never_less_than_zero_1() -> None:
+    for name in MODELS:
+        for gibibytes in DEVICES:
+            found = {sync: [tokens_per_rank(name, gibibytes, count, sync) for count in NUM_DEVICES]
+                     for sync in ("step", "micro_batch")}
+            assert all(tokens == sorted(tokens) for tokens in found.values())
+            assert all(whole <= sharded for whole, sharded in zip(*found.values()))
