@@ -215,9 +215,10 @@ class Driver:
             every, copy_s = session.mirroring.every, session.mirroring.copy_s
             session.records.event("mirroring", step=step, every_steps=every, copy_s=round(copy_s, 4),
                                   step_time_s=round(step_s, 4))
+            often = "each step" if every == 1 else f"every {every} steps"
             yield Notice(
-                f"the state is copied to other ranks every {every} steps from now on: {copy_s:.3g} s beside steps of "
-                f"{step_s:.3g} s; a lost worker costs the steps since then once more"
+                f"the state is copied to other ranks after {often} from now on: a copy takes {copy_s:.3g} s, a step "
+                f"{step_s:.3g} s; a lost worker costs the steps since the last copy once more"
             )
 
     def _change(self, session: Session) -> Generator[Message, None, str]:
