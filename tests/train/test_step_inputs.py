@@ -193,7 +193,7 @@ def test_a_device_holds_the_inputs_of_one_pack_ahead() -> None:
     sample, payload = make_sample("large", [9, (1, 256, 256), 11])
     plan = RankPlan(1, 0, (), tuple(make_pack(number, [0], [sample]) for number in range(8)))
     inputs = collated(plan, {"large": payload}, adapter, "bf16", pinned=True).inputs
-    assert all(tensor.is_pinned() for tensor in tensors(inputs[0]))
+    assert all(tensor.is_pinned() for tensor in tensors(inputs[0]) if tensor.numel())
     for number, one in enumerate(inputs):
         one.pixels.fill_(number)
     one_pack = inputs[0].pixels.nbytes
