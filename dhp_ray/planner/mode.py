@@ -17,7 +17,7 @@ from typing import NamedTuple
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.plan import ClusterSpec
 
-LOCKSTEP = 1.07
+LOCKSTEP = 1.04
 """`sync=micro_batch` over this step of equal sequences, for the waits at the end of each micro-batch: the most by which
 `step` was shorter on mixed batches at equal memory (benchmarks/README.md), modelled."""
 

@@ -67,7 +67,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     else:
         describe(group, folder, config.cluster.device)
     auto_tokens = config.planner.tokens_per_rank == "auto"
-    choice = resolve_limits(config, records.stored_config(), group)
+    choice = resolve_limits(config, records.stored_config(), group, going_on)
     stream.max_tokens = config.planner.max_sequence_tokens
     stream.max_image_tokens = int(config.planner.tokens_per_rank)
     scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)
@@ -136,9 +136,13 @@ def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
         folder.delete(probe)
 
 
-def resolve_limits(config: Config, stored: Mapping[str, Any], group: WorkerGroup) -> Choice:
+def resolve_limits(
+    config: Config, stored: Mapping[str, Any], group: WorkerGroup, going_on: bool = False
+) -> Choice:
     """Fix the run's limits and how its ranks synchronise at its first start; later starts read them back from the run
     folder (`stored`). Returns the mode that the workers are to start in.
+
+    `going_on`: `group` is who is left of the workers of a run that goes on, which may wait for others.
 
     Raises:
         RunError: the model does not fit, or auto finds no number.
@@ -155,11 +159,13 @@ def resolve_limits(config: Config, stored: Mapping[str, Any], group: WorkerGroup
         choice = choice._replace(keys=("planner.sync", *choice.keys), why="; ".join(
             ["planner.sync as at the run's first start", *filter(None, [choice.why])]))
     planner.sync = choice.mode.sync
-    check_memory(config, group, choice.mode)
+    if not going_on:
+        check_memory(config, group, choice.mode)
     if planner.tokens_per_rank == "auto":
         planner.tokens_per_rank = str(tokens_that_fit(config, group))
     planner.max_sequence_tokens = planner.max_sequence_tokens or int(planner.tokens_per_rank) * group.size
-    check_host_memory(config, group, choice.mode)
+    if not going_on:
+        check_host_memory(config, group, choice.mode)
     return choice
 
 

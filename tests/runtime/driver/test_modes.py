@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.mode import Mode
@@ -11,6 +13,7 @@ from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.modes import Choice, cost_of, memory_of, mode_of
 from dhp_ray.runtime.driver.room import ranks_that_hold, tokens_of_generation
 from dhp_ray.runtime.driver.start import resolve_limits
+from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker.rank import state_size
 from tests.runtime.driver.groups import GIB, config_of, group_of, members
 
@@ -76,6 +79,16 @@ def test_a_run_keeps_the_mode_of_its_first_start(tmp_path: Path) -> None:
                                   "planner.sync as at the run's first start; a rank is to hold 4,500 tokens, and ")
     first = config_of(str(tmp_path), *AUTO)
     assert resolve_limits(first, {}, group_of(2, 8.0, first)).mode.sync == first.planner.sync != "auto"
+
+
+def test_who_is_left_when_a_driver_was_lost_may_wait_for_others(tmp_path: Path) -> None:
+    """The state need not fit on so few ranks."""
+    config = config_of(str(tmp_path), *AUTO)
+    stored = {"planner.sync": "micro_batch", "planner.tokens_per_rank": "5000", "planner.max_sequence_tokens": 9000}
+    left = group_of(1, 0.002, config)
+    assert resolve_limits(config, stored, left, going_on=True).mode == Mode("micro_batch", True)
+    with pytest.raises(RunError, match=r"GiB on each rank, which has 0\.0 GiB"):
+        resolve_limits(config, stored, left)
 
 
 def test_a_state_that_fits_in_one_mode_alone_gets_that_one(tmp_path: Path) -> None:
