@@ -31,6 +31,7 @@ from dhp_ray.model.kernels import cuda
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from dhp_ray.planner.plan import Grid, RankPack, Sample
 from dhp_ray.train.collate import PackInputs, Payload, collate
+from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.sharded_engine import ShardedEngine
@@ -196,11 +197,12 @@ def traced(
             assert dist.group.WORLD is not None
             engine = ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision)
         engine.zero_gradients()
-        on_device = replace(inputs, pixels=torch.empty(inputs.pixels.shape))
+        on_device = replace(inputs, pixels=torch.empty(inputs.pixels.shape, dtype=COMPUTE_TYPES[settings.precision]))
+        following = torch.empty_like(on_device.pixels)  # of the next pack, copied ahead
         before_bytes = 0
         for _ in range(1 if settings.sync == "step" else 2):  # FSDP has gradients from the first backward pass on
             gc.collect()
-            before_bytes = trace.live_bytes - on_device.pixels.nbytes
+            before_bytes = trace.live_bytes - on_device.pixels.nbytes - following.nbytes
             trace.begin()
             loss = (pack_loss(adapter, on_device, link) if settings.sync == "step"
                     else engine.loss(on_device, link, encodes))

@@ -97,8 +97,8 @@ class MemoryModel:
         trains_vision = self._trains["vision"] and load.patches > 0
         # the language model's activations are kept where anything upstream of the loss is trained
         keeps = self._trains["language"] or self._trains["vision"]
-        pixels = shape.patch_dim * (4 + (c if c < 4 else 0)) * load.patches
-        inputs = pixels + INPUT_BYTES * load.tokens
+        # of this pack and of the next one, which is copied ahead: as large, at most
+        inputs = 2 * (c * shape.patch_dim * load.patches + INPUT_BYTES * load.tokens)
         vision = self._kept("vision", load.patches) if trains_vision else 0.0
         features = c * shape.width * load.vision_tokens
         language = self._kept("language", load.tokens) if keeps else 0.0
