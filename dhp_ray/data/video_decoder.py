@@ -58,8 +58,8 @@ class VideoDecoder:
         self._stack.close()
 
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The frames of these numbers, uint8 (height, width, 3), with their numbers; some may come twice, the last
-        time as they are. To be called once.
+        """The frames of these numbers, uint8 (height, width, 3), with their numbers. Where decoding had to begin anew
+        a frame comes again: the later one counts. To be called once.
 
         Raises:
             ValueError: they are not those that the container announced, or are damaged.

@@ -5,9 +5,12 @@ With T trained parameters on N ranks a version of a shard is 12 T / N bytes: val
     replicas       2 versions of another rank's shard (`elastic.mirror_every_steps`)
     own shard      1 that is sent from, pinned (not on the CPU); 2 where not every version is mirrored
     checkpoint     1, while it is written
-    change         4 of the generation before (own and replica, two each) until the next one has taken its first step;
-                   2 without replicas
-    pixels         fp32 patches of a full pack of this step and of the next
+    change         of the generation before, until the next one has taken its first step: 2 of its own, 2 of the
+                   replica, and the 2 that were mirrored last where not every version is
+    pixels         fp32 patches of a full pack of this step and of the next; a rank that runs more packs in a step
+                   keeps theirs as well, which is not counted
+
+A rank is taken to keep one replica; on nodes of unequal size some keep more, and others none.
 
 Rank 0 gathers the whole model, fp32, for the export (`export_bytes`), at a time when nothing is kept of a change.
 Ray's object store is not in it: it is bounded by itself, and spills to disk.
@@ -29,7 +32,7 @@ def host_terms(shape: ModelShape, settings: MemorySettings, tokens_per_rank: int
     version = 12 * math.ceil(shape.num_parameters(without=settings.frozen) / settings.world_size)
     on_device = settings.device != "cpu"
     own = {"0": 0, "1": int(on_device)}.get(every, 2)
-    change = 0 if settings.world_size == 1 else 2 if every == "0" else 4
+    change = 0 if settings.world_size == 1 else 2 + 2 * (every != "0") + 2 * (own == 2)
     pixels = tokens_per_rank * shape.merge_area * shape.patch_dim * 4
     return {"replicas": 2 * version if every != "0" else 0,
             "pinned, own shard" if on_device else "own shard": own * version,

@@ -25,9 +25,9 @@ FORMS = [
     ("mp4", "mpeg4", {"bf": "2", "g": "12"}), ("matroska", "mpeg2video", {"bf": "2", "g": "12"}),
     ("mp4", "mpeg2video", {"bf": "2", "g": "12"}), ("mov", "mjpeg", {}),
     ("webm", "libvpx-vp9", {"g": "12", "lag-in-frames": "16", "auto-alt-ref": "1"}), ("webm", "libvpx", {"g": "12"}),
-    ("mp4", "libsvtav1", {"g": "12", "preset": "12"}),
 ]
-"""Containers that say when a frame is shown, and codecs with key frames, most with frames stored out of their order."""
+"""Containers that say when a frame is shown, and codecs with key frames, most with frames stored out of their order.
+None is made by libsvtav1: as root it makes the whole process a real-time one, which starves all others."""
 
 
 def made(form: str, codec: str, options: dict[str, str], num_frames: int = NUM_FRAMES) -> bytes:

@@ -26,7 +26,9 @@ def test_a_3b_on_two_ranks() -> None:
     assert terms(mirror_every_steps="1") == {
         "replicas": 2 * VERSION, "pinned, own shard": VERSION, "checkpoint being written": VERSION,
         CHANGE: 4 * VERSION, "pixels": pixels}
-    assert terms(mirror_every_steps="4")["pinned, own shard"] == 2 * VERSION
+    for every in ("4", "auto"):
+        seldom = terms(mirror_every_steps=every)
+        assert (seldom["pinned, own shard"], seldom[CHANGE]) == (2 * VERSION, 6 * VERSION)
     assert terms(mirror_every_steps="1", device="cpu")["own shard"] == 0
     alone = terms(mirror_every_steps="1", world_size=1)
     assert (alone["replicas"], alone[CHANGE], alone["checkpoint being written"]) == (0, 0, 2 * VERSION)

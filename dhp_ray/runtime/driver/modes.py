@@ -23,8 +23,8 @@ from dhp_ray.runtime.driver.group import WorkerGroup
 MEMORY_SHARE = 0.9
 """Share of a device's memory that is planned with; the rest is the allocator's and the libraries'."""
 
-NOT_DESCRIBED = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
-"""What a device is reckoned as that no file of conf/device describes."""
+STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
+"""What a device of each kind is reckoned as that no file of conf/device describes."""
 
 RECOMPUTATION = "train.activation_checkpointing"
 RECOMPUTES = {"true": (True,), "false": (False,), "auto": (False, True)}
@@ -58,7 +58,7 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
     if not keys:
         return Choice(modes[0])
     kind, num_ranks = group.members[0].described["device"], num_ranks or group.size
-    if kind not in NOT_DESCRIBED:
+    if kind not in STAND_INS:
         return Choice(modes[0], keys, f"what {kind} ranks have of memory and speed is not described")
     needed, most = _needed_tokens(config, group, auto_tokens, num_ranks)
     sequence_tokens = memory_of(config, group, modes[0], num_ranks).settings.largest_image
@@ -102,10 +102,11 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
     shape: ModelShape = described["shape"]
     device = ACCELERATORS[described["device"]]
     pooled = device.pool_groups(config.comm.pool_groups, group.memory_bytes) if config.comm.transport == "pool" else 0
-    num_groups = min(pooled, 2**group.size - group.size - 1)  # sets of two ranks and more
+    world_size = num_ranks or group.size
+    num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
     tokens = config.planner.tokens_per_rank
     return MemoryModel(shape, MemorySettings(
-        sync=mode.sync, world_size=num_ranks or group.size, precision=train.precision, recomputes=mode.recomputes,
+        sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
         frozen=tuple(train.freeze), device=device.name, bucket_bytes=int(train.bucket_mb * 2**20),
         mirror_every_steps=config.elastic.mirror_every_steps,
         largest_image=max(SLICE_TOKENS, config.data.max_pixels // shape.token_pixels),
@@ -120,7 +121,7 @@ def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:
     A device that nobody has described is reckoned as another one of its kind; the cost's `source` says so.
     """
     kind = group.members[0].described["device"]
-    if config.planner.cost or kind not in NOT_DESCRIBED:
+    if config.planner.cost or kind not in STAND_INS:
         cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{kind}.yaml"))
     else:
         cost, _ = _slowest(memory_of(config, group, mode), group)
@@ -134,7 +135,7 @@ def _slowest(memory: MemoryModel, group: WorkerGroup) -> tuple[CostModel, Device
     found = []
     for name in sorted({member.described["device_name"] for member in group.members}):
         known = _described(name)
-        device = known or Device.load(CONF / "device" / NOT_DESCRIBED[kind])
+        device = known or Device.load(CONF / "device" / STAND_INS[kind])
         cost = derived_cost(memory, device, num_nodes)
         found.append((cost if known else replace(cost, source=f"{cost.source}; {name} is not in conf/device"), device))
     return max(found, key=lambda pair: pair[0].linear_s)

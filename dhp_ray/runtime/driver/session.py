@@ -183,7 +183,9 @@ class Session:
     def mode_told(self) -> Iterator[Message]:
         """Report which mode was chosen and why: at the start, and where a later generation's is another one."""
         told = self.history.recomputing_told
-        choice = self.first_choice if told is None and self.first_choice else self.choice
+        choice, first = self.choice, self.first_choice
+        if told is None and first and first.mode == choice.mode:
+            choice = first  # it also names what was resolved at the start
         if choice.keys and choice.mode.recomputes is not told:
             self.history.recomputing_told = choice.mode.recomputes
             self.records.event("mode", generation=self.current.number, sync=choice.mode.sync,

@@ -8,8 +8,9 @@ from dhp_ray.runtime.messages import HeldShards
 from dhp_ray.schema import MAX_MIRROR_STEPS
 from dhp_ray.train.state.reshard import LocalShard
 
-VERSIONS_KEPT = 2 * MAX_MIRROR_STEPS + 2
-"""State versions whose last step is remembered: those since the last mirrored one but one, and more."""
+VERSIONS_KEPT = 3 * MAX_MIRROR_STEPS + 2
+"""State versions whose last step is remembered: those since the last mirrored one but one, also where
+one that was to be mirrored had no update, and more."""
 
 
 def held_shards(shards: Iterable[tuple[int, int, LocalShard]]) -> tuple[HeldShards, ...]:

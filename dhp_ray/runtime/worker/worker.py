@@ -1,5 +1,4 @@
-"""The Ray actor of one rank: it trains in one thread, prefetches the next step's payload in another, and answers in a
-third.
+"""The Ray actor of one rank: it trains in one thread, makes the next step's inputs in another, and answers in a third.
 
 A worker outlives generations. When a call of the training thread fails, it keeps what it holds of the state, leaves the
 generation at once, so that its sockets free the peers that wait for it, and waits to be told to join the next one.
@@ -158,6 +157,7 @@ class Worker:
     def prefetch(self, plan: RankPlan, blocks: list[BlockRows]) -> dict[str, str]:
         """Fetch, decode and collate what this rank needs of a step; returns the samples that failed, with reasons."""
         assert self.adapter is not None
+        self.accelerator.activate()  # the current device is a thread's own
         self.prefetched[plan.plan_id], failures = load_inputs(
             plan, fetch_rows(blocks, encoded_grids(plan)), self.processor, self.adapter, num_decoders(self.config),
             self.config.train.precision, pinned=self.accelerator.name != "cpu")

@@ -5,6 +5,8 @@
     rank 2      own shard v, v+1     replica of rank 0's v, v+1
 
     update v+1 | begin: v+1 starts to travel | packs of the next step ... | finish: v+1 counts | update v+2 overwrites v
+
+So where every version is mirrored; else `finish` comes before the update of the next step that is.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from dhp_ray.comm.ranks import torch_peer
 from dhp_ray.compatibility import all_gather_single
+from dhp_ray.errors import first_line
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.state.buckets import Piece
 from dhp_ray.train.state.optimizer import UNFINISHED, ShardState
@@ -73,11 +76,11 @@ class _Exchange(Thread):
 
     def run(self) -> None:
         (receives, send), self._work = self._work, ({}, list)
+        sends: list[dist.Work] = []
         try:
             sends = send()
-        except RuntimeError as error:
-            self.failure = str(error)
-            return
+        except Exception as error:  # of the device or of a group that is gone; `finish` raises it
+            self.failure = first_line(error)
         finally:
             self.sent.set()
         self.arrived = [owner for owner, works in receives.items() if self._waited(works, f"from rank {owner}")]
@@ -89,8 +92,8 @@ class _Exchange(Thread):
         try:
             for work in works:
                 work.wait()
-        except RuntimeError as error:
-            self.failure = self.failure or f"{way}: {error}"
+        except Exception as error:  # `finish` raises it
+            self.failure = self.failure or f"{way}: {first_line(error)}"
             return False
         return True
 
@@ -155,7 +158,7 @@ class Mirror:
     def begin(self) -> None:
         """Start to send this rank's current version and to receive the replicas that it holds; returns at once.
 
-        Every rank calls this after an update that was applied, and at the start of a generation. Until `finish` the
+        Every rank calls this after the same updates, each applied, and at the start of a generation. Until `finish` the
         engine may run packs and, without a snapshot, not update twice. Raises RuntimeError when a peer is gone.
         """
         if self._group is None:
@@ -177,14 +180,17 @@ class Mirror:
 
         Raises RuntimeError when a peer is gone: what did arrive whole counts nevertheless.
         """
-        if self._exchange is not None:
-            self._exchange.join()
-            for owner in self._exchange.arrived:
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.join()
+            if self._exchange is not exchange:
+                raise RuntimeError(f"mirror: rank {self._rank} has left the group meanwhile")
+            for owner in exchange.arrived:
                 self._replicas[owner].swap()
-            if self._exchange.failure:
-                self._failure = self._failure or self._exchange.failure
+            if exchange.failure:
+                self._failure = self._failure or exchange.failure
             else:
-                self.seconds.append(self._exchange.seconds)
+                self.seconds.append(exchange.seconds)
             self._exchange = None
         if self._failure:  # for good: whoever asks next must not take the replicas for whole
             raise RuntimeError(f"mirror: rank {self._rank}'s exchange broke off: {self._failure}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,9 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.modes import Choice, cost_of, memory_of, mode_of
+from dhp_ray.runtime.driver.modes import RECOMPUTATION, Choice, cost_of, memory_of, mode_of
 from dhp_ray.runtime.driver.room import ranks_that_hold, tokens_of_generation
+from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.start import resolve_limits
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker.rank import state_size
@@ -20,6 +23,8 @@ from tests.runtime.driver.groups import GIB, config_of, group_of, members
 CUDA = ACCELERATORS["cuda"]
 AUTO = ("planner.sync=auto", "train.activation_checkpointing=auto", "planner.tokens_per_rank=auto",
         "train.precision=bf16")
+ROOM = 3.0
+"""GiB of a device on which the tiny model has packs so long that launching kernels does not decide."""
 
 
 def test_what_the_configuration_names_is_taken_and_not_told(tmp_path: Path) -> None:
@@ -37,8 +42,9 @@ def test_where_memory_is_not_described_auto_is_step_without_recomputation(tmp_pa
 
 def test_recomputation_is_taken_where_the_longest_sequence_needs_it(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
-    group = group_of(4, 1.0, config)
-    held = {again: memory_of(config, group, Mode("step", again)).tokens_that_fit(0.9 * GIB) for again in (False, True)}
+    group = group_of(4, ROOM, config)
+    held = {again: memory_of(config, group, Mode("step", again)).tokens_that_fit(0.9 * ROOM * GIB)
+            for again in (False, True)}
     config.planner.max_sequence_tokens = 4 * held[False]
     assert mode_of(config, group, auto_tokens=True).mode == Mode("step", False)
     config.planner.max_sequence_tokens += 1
@@ -54,13 +60,13 @@ def test_recomputation_is_taken_where_the_longest_sequence_needs_it(tmp_path: Pa
 def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: Path) -> None:
     """Tokens a rank follow: each of the fewer ranks then holds more than at the run's first start."""
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
-    choice = resolve_limits(config, {}, group_of(8, 1.0, config))
+    choice = resolve_limits(config, {}, group_of(8, ROOM, config))
     assert choice.mode == Mode("step", False)
     first, longest = int(config.planner.tokens_per_rank), config.planner.max_sequence_tokens
     assert longest == 8 * first
     assert config.train.activation_checkpointing == "auto"
-    assert mode_of(config, group_of(8, 1.0, config), auto_tokens=True).mode == choice.mode
-    fewer = group_of(6, 1.0, config)
+    assert mode_of(config, group_of(8, ROOM, config), auto_tokens=True).mode == choice.mode
+    fewer = group_of(6, ROOM, config)
     assert mode_of(config, fewer, auto_tokens=True).mode == Mode("step", True)
     assert tokens_of_generation(config, fewer, 6) == -(-longest // 6) > first
     few = [tokens_of_generation(config, fewer, num_ranks) for num_ranks in range(1, 9)]
@@ -134,3 +140,19 @@ def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: P
     assert cost("", device="cpu") == CostModel.load("conf/cost/cpu.yaml")
     config.planner.cost = "conf/cost/cuda.yaml"
     assert cost("NVIDIA H100 80GB HBM3") == CostModel.load("conf/cost/cuda.yaml")
+
+
+def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
+    """The first choice was made for who was left of a run whose driver was lost; others have joined since."""
+    events: list[dict[str, Any]] = []
+    session: Any = SimpleNamespace(
+        history=SimpleNamespace(recomputing_told=None), current=SimpleNamespace(number=2),
+        records=SimpleNamespace(event=lambda kind, **fields: events.append(fields)),
+        first_choice=Choice(Mode("step", True), ("planner.sync", RECOMPUTATION), "three ranks need it"),
+        choice=Choice(Mode("step", False), (RECOMPUTATION,), "four ranks do not"))
+    assert [notice.text for notice in Session.mode_told(session)] == [
+        "train.activation_checkpointing=auto is false: four ranks do not"]
+    assert [event["activation_checkpointing"] for event in events] == [False]
+    assert list(Session.mode_told(session)) == []
+    session.history.recomputing_told, session.choice = None, Choice(Mode("step", True), (RECOMPUTATION,), "again")
+    assert "planner.sync=auto is step" in next(iter(Session.mode_told(session))).text

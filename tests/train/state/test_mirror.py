@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dhp_ray.train.state.mirror import Mirror
+from dhp_ray.train.state.mirror import Mirror, _Exchange
 from dhp_ray.train.state.optimizer import ShardState
 from tests.ranks import run_processes, run_ranks
 from tests.train.networks import Network, make_engine, train_step
@@ -209,3 +209,22 @@ def from_a_device(rank: int) -> list[Any]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_sends_from_pinned_memory() -> None:
     assert run_ranks(from_a_device, 2) == [[True, {0: [3], 1: [3]}, True]] * 2
+
+
+class Arrived(dist.Work):
+    """A receive that has gone through."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("error", "said"), [(ValueError("no such group\nat all"), "no such group"),
+                                             (AssertionError(), "AssertionError")])
+def test_what_has_arrived_counts_where_the_own_shard_cannot_be_sent(error: Exception, said: str) -> None:
+    def send() -> list[dist.Work]:
+        raise error
+
+    exchange = _Exchange(0.0, {3: [Arrived()]}, send)
+    exchange.start()
+    exchange.join()
+    assert (exchange.arrived, exchange.failure, exchange.sent.is_set()) == ([3], said, True)
