@@ -38,8 +38,9 @@ def run(settings: Settings, record: Record) -> str:
 def reads_of(step: OwnStep, batch: Batch, device: torch.device) -> Counter[Place]:
     """Of one step, up to where its totals are read."""
     before_totals: Counter[Place] = Counter()
+    inputs = step.inputs_of(batch)
     with counted(device) as found:
         step.step.before_update = lambda: before_totals.update(found)  # called after the last pack
-        step.run(batch)
+        step.run_inputs(inputs)
     step.step.before_update = lambda: None
     return before_totals

@@ -24,7 +24,7 @@ from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.state.optimizer import OptimizerSettings
-from dhp_ray.train.step_inputs import collated
+from dhp_ray.train.step_inputs import StepInputs, collated
 from tests.packs import TOKEN_IDS, make_pack, make_sample
 
 SHARE_OF_DEVICE = 0.8
@@ -132,12 +132,18 @@ class OwnStep:
 
     def run(self, batch: Batch) -> float:
         """One step over the batch as one pack; the mean loss."""
+        return self.run_inputs(self.inputs_of(batch))
+
+    def inputs_of(self, batch: Batch) -> StepInputs:
+        """The inputs of such a step; a run makes them beside the step before."""
         pack: RankPack = make_pack(0, [0], [sample for sample, _ in batch])
         payloads = {sample.id: replace(payload) for sample, payload in batch}
         plan = RankPlan(self._number, 0, (), (pack,))
-        inputs = collated(plan, payloads, self.adapter, self.precision, pinned=self.step.device.type != "cpu")
-        result = self.step.run(inputs, 1.0)
         self._number += 1
+        return collated(plan, payloads, self.adapter, self.precision, pinned=self.step.device.type != "cpu")
+
+    def run_inputs(self, inputs: StepInputs) -> float:
+        result = self.step.run(inputs, 1.0)
         return result.loss_sum / result.num_valid_tokens
 
     def release(self) -> None:
