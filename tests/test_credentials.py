@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import asdict
 
 import pytest
+import yaml
 
+from dhp_ray.config import dump, load
 from dhp_ray.credentials import Uri, concealed, full_uri, masked
+from tests.test_config import refused
 
 
 @pytest.mark.parametrize(("text", "shown"), [
@@ -38,3 +42,28 @@ def test_a_uri_is_its_shown_form_and_carries_the_whole() -> None:
                 full_uri(again)) == ("s3://***@bucket/run", "'s3://***@bucket/run'", "s3://***@bucket/run", whole)
     assert type(concealed("s3://bucket/run")) is str
     assert concealed([3, "runs/x", None]) == [3, "runs/x", None]
+
+
+def test_credentials_reach_storage_and_no_text(bare: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what the configuration writes of itself, nor what it says of a value; and it takes nothing from the
+    environment.
+    """
+    monkeypatch.setenv("ANY_SECRET", "from-the-environment")
+    config = load([*bare, "run.dir=s3://KEY:secret@bucket/x?region=a", "data.sources=[{path: 's3://KEY:secret@b/y'}]",
+                   "data.path="])
+    config = pickle.loads(pickle.dumps(config))
+    assert full_uri(config.run.dir) == "s3://KEY:secret@bucket/x?region=a"
+    assert (
+        "secret"
+        not in dump(config) + repr(config) + str(asdict(config)) + f"{config.run.dir} {config.data.sources[0].path}"
+    )
+    assert yaml.safe_load(dump(config))["run"]["dir"] == "s3://***@bucket/x?region=a"
+    for word in ("run.dir=${oc.env:ANY_SECRET}", "run.dir=x-${oc.env:ANY_SECRET}",
+                 "train.freeze=['${oc.env:ANY_SECRET}']", "run.steps=${oc.env:ANY_SECRET}"):
+        message = refused([*bare, word])
+        assert "from-the-environment" not in message
+        assert "allowed: a plain value, without ${...}" in message
+    for word in ("s3://KEY:secret@b", "x=s3://KEY:secret@b", "run.dirr=s3://KEY:secret@b",
+                 "data.format=s3://KEY:secret@b", "--config=s3://KEY:secret@b",
+                 "train.freeze=['s3://KEY:secret@b']", "model=s3://KEY:secret@b", "data.sources=[s3://KEY:secret@b]"):
+        assert "secret" not in refused([*bare, word])

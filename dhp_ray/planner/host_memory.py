@@ -7,8 +7,8 @@ With T trained parameters on N ranks a version of a shard is 12 T / N bytes: val
     checkpoint     1, while it is written
     change         of the generation before, until the next one has taken its first step: 2 of its own, 2 of the
                    replica, and the 2 that were mirrored last where not every version is
-    pixels         fp32 patches of a full pack of this step and of the next; a rank that runs more packs in a step
-                   keeps theirs as well, which is not counted
+    pixels         patches of a full pack of this step and of the next, in fp32, as they are decoded; a rank that
+                   runs more packs in a step keeps theirs as well, which is not counted
 
 A rank is taken to keep one replica; on nodes of unequal size some keep more, and others none.
 

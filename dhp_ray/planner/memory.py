@@ -32,7 +32,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from dhp_ray.planner.host_memory import host_terms
 from dhp_ray.planner.memory_terms import COMPUTE_BYTES, Memory, MemorySettings, PackLoad, Terms
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 
@@ -78,7 +77,7 @@ class MemoryModel:
     def memory(self, load: PackLoad) -> Memory:
         """What a rank needs while it runs this part of a pack."""
         moment, terms = max(self.moments(load).items(), key=lambda item: sum(item[1].values()))
-        return Memory(self.resident(), moment, terms, host_terms(self.shape, self.settings, load.tokens))
+        return Memory(self.resident(), moment, terms)
 
     def tokens_that_fit(self, memory_bytes: float) -> int:
         """Tokens of a pack that a device of so many bytes holds beside the resident state; 0: not even one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,22 +45,12 @@ class PackLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of each term: held throughout, added by a pack at its highest `moment`, and of host memory."""
+    """Bytes of each term on a device: held throughout, and added by a pack at its highest `moment`."""
 
     resident: Terms
     moment: str
     pack: Terms
-    host: Terms
 
     @property
     def device_bytes(self) -> float:
         return sum(self.resident.values()) + sum(self.pack.values())
-
-    def items(self) -> Iterator[tuple[str, str, float]]:
-        """(where, term, bytes), as a report shows them."""
-        for where, terms in (("resident", self.resident), (self.moment, self.pack), ("host", self.host)):
-            yield from ((where, name, value) for name, value in terms.items() if value)
-
-    def table(self) -> str:
-        """Lines of term and GiB."""
-        return "\n".join(f"{where:<32} {name:<36} {value / 2**30:9.3f} GiB" for where, name, value in self.items())

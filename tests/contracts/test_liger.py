@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
-import tomllib
 import zipfile
 from collections.abc import Iterator
 
@@ -13,6 +10,7 @@ import pytest
 
 from tests.contracts.calls import ROOT, signature_of
 from tests.contracts.liger_operators import TABLE
+from tests.contracts.wheels import wheel_of
 
 KERNEL = ROOT / "dhp_ray" / "model" / "kernels" / "liger.py"
 
@@ -20,14 +18,7 @@ KERNEL = ROOT / "dhp_ray" / "model" / "kernels" / "liger.py"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     """The wheel that the extra `liger` asks for, as a file: without a device it cannot be imported."""
-    folder = tmp_path_factory.mktemp("wheel")
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["liger"]
-    done = subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), *wanted],
-                          capture_output=True, text=True, timeout=250, check=False)
-    files = list(folder.glob("liger_kernel-*.whl"))
-    if not files:
-        pytest.skip(f"pip cannot download {wanted[0]}: {done.stderr.strip().splitlines()[-1]}")
-    with zipfile.ZipFile(files[0]) as opened:
+    with wheel_of("liger", tmp_path_factory.mktemp("wheel")) as opened:
         yield opened
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import subprocess
-import sys
-import tomllib
 import zipfile
 from collections.abc import Iterator
 
@@ -17,6 +14,7 @@ import yaml
 from dhp_ray.comm.device import WATCHDOGS
 from tests.contracts.calls import DEVICE, ROOT, Source, calls_that_do_not_fit, signature_of
 from tests.contracts.npu_operators import TABLE
+from tests.contracts.wheels import wheel_of
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +25,7 @@ def source() -> Source:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     """The wheel that the extra `npu` asks for, as a file: it needs a device's libraries to be installed."""
-    folder = tmp_path_factory.mktemp("wheel")
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["npu"]
-    done = subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), *wanted],
-                          capture_output=True, text=True, timeout=250, check=False)
-    files = list(folder.glob("torch_npu-*.whl"))
-    if not files:
-        pytest.skip(f"pip cannot download {wanted[0]}: {done.stderr.strip().splitlines()[-1]}")
-    with zipfile.ZipFile(files[0]) as opened:
+    with wheel_of("npu", tmp_path_factory.mktemp("wheel")) as opened:
         yield opened
 
 

@@ -139,11 +139,3 @@ def test_a_token_of_a_7b_without_recomputation_takes_megabytes() -> None:
     vision = bytes_of(PackLoad(40000, 40000, 0, 160000)) - bytes_of(PackLoad(20000, 20000, 0, 80000))
     assert text / 20000 == pytest.approx(6.4e6, rel=0.02)
     assert vision / 20000 == pytest.approx(14.8e6, rel=0.02)
-
-
-def test_a_table_names_every_term() -> None:
-    memory = model().memory(PackLoad(8192, 4096, 4096, 16384))
-    assert sum(value for where, _, value in memory.items() if where != "host") == memory.device_bytes
-    lines = memory.table().splitlines()
-    assert len(lines) == len(list(memory.items()))
-    assert any(line.startswith("resident") and "parameters" in line and line.endswith("GiB") for line in lines)
