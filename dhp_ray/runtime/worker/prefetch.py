@@ -4,10 +4,11 @@ collated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,15 @@ from dhp_ray.data.video import decode_video
 from dhp_ray.errors import first_line
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
+from dhp_ray.runtime.messages import RunError
 from dhp_ray.train.collate import Payload, check_payload, encoded_images, placeholder
 from dhp_ray.train.step_inputs import IDLE, StepInputs, packs_of
 
 Patches = list[np.ndarray | None]
 """Of each grid of an image or video, float32 of shape (P, patch_dim); None where another rank encodes it."""
+
+DECODED_AHEAD = 2
+"""Images and videos a decoder may be ahead of the pack that is collated: one under way, and one to go on with."""
 
 
 def processor_spec(config: Config) -> ProcessorSpec:
@@ -43,22 +48,31 @@ def load_inputs(
     """The inputs of a plan's packs, and the reason of each sample that cannot be used; such a one is a placeholder
     here. `rows` are those of the plan's samples, in any order, as `fetch_rows` gives them.
 
-    Images and videos are decoded by `num_decoders` threads, in the order of the plan. A pack is collated while the next
-    one is decoded; then its patches are no longer held as they were decoded.
+    Images and videos are decoded by `num_decoders` threads, in the order of the plan. A pack is collated while those of
+    the next one are decoded, as many as DECODED_AHEAD allows; then its patches are no longer held as they were decoded.
+
+    Raises:
+        RunError: the blocks that were sent do not hold a planned sample.
     """
     row_of = {row["id"]: row for row in rows}
+    for sample in (sample for pack in plan.packs for sample in pack.samples):
+        if sample.id not in row_of:
+            raise RunError(f"step {plan.step}: sample {sample.id} is planned for rank {plan.rank}, "
+                           f"but is not among the {len(row_of)} rows that were sent")
     inputs = StepInputs(plan, precision, pinned)
     failures: dict[str, str] = {}
+    packs = [(pack, [(sample, here, decodings(row_of[sample.id], here, processor))
+                     for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if pack.index >= 0])
+             for pack in packs_of(plan)]
+    calls = [call for _, samples in packs for *_, decoded_by in samples for call in decoded_by]
     with ThreadPoolExecutor(num_decoders, "decoding", partial(torch.set_num_threads, 1)) as decoders:
-        packs = [(pack, [(sample, here, [decoders.submit(decoding)
-                                         for decoding in decodings(row_of[sample.id], here, processor)])
-                         for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if pack.index >= 0])
-                 for pack in packs_of(plan)]
+        decoded = futures_of(calls, decoders, DECODED_AHEAD * num_decoders)
         for pack, samples in packs:
             payloads = {IDLE.id: placeholder(IDLE)} if pack.index < 0 else {}
-            for sample, here, decoded in samples:
+            for sample, here, decoded_by in samples:
+                own = list(islice(decoded, len(decoded_by)))
                 try:
-                    payload = _payload(row_of[sample.id], [future.result() for future in decoded])
+                    payload = _payload(row_of[sample.id], [future.result() for future in own])
                     check_payload(sample, payload, adapter, here)
                 # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
                 except Exception as error:
@@ -66,8 +80,18 @@ def load_inputs(
                     failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
                 payloads[sample.id] = payload
             inputs.add(pack, payloads, adapter)
-            samples.clear()  # futures keep what they have decoded
     return inputs, failures
+
+
+def futures_of(
+    calls: Sequence[Callable[[], Patches]], executor: Executor, ahead: int
+) -> Iterator[Future[Patches]]:
+    """The results of calls, in order. At most `ahead` calls after the one that was taken last have been submitted."""
+    waiting: deque[Future[Patches]] = deque()
+    for number in range(len(calls)):
+        for call in calls[number + len(waiting):number + 1 + ahead]:
+            waiting.append(executor.submit(call))
+        yield waiting.popleft()
 
 
 def encoded_grids(plan: RankPlan) -> dict[str, tuple[bool, ...]]:

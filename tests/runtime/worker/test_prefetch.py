@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from dhp_ray.data.index import index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.planner.plan import RankPlan, Sample
-from dhp_ray.runtime.worker.prefetch import load_inputs, num_decoders, payload_of
+from dhp_ray.runtime.messages import RunError
+from dhp_ray.runtime.worker.prefetch import Patches, futures_of, load_inputs, num_decoders, payload_of
 from dhp_ray.schema import Cluster, Config, Data
 from dhp_ray.train.collate import Payload, check_payload, collate
 from dhp_ray.train.pack import pack_loss
@@ -132,6 +135,30 @@ def test_any_number_of_decoders_gives_the_same_payloads(tmp_path: Path) -> None:
             assert_same(payload, one[name])
         for found, expected in zip(several.inputs, inputs.inputs, strict=True):
             assert torch.equal(found.pixels, expected.pixels)
+
+
+def test_a_row_that_was_not_sent_is_named(tmp_path: Path) -> None:
+    records, adapter = many_records(tmp_path)[:3], rough_model()
+    packs = (make_pack(0, [0], [sample_of(record) for record in records]),)
+    with pytest.raises(RunError, match=r"^step 4: sample r2 is planned for rank 0, but is not among the 2 rows that"):
+        load_inputs(RankPlan(4, 0, (), packs), records[:2], PROCESSOR, adapter)
+
+
+def test_few_images_are_decoded_ahead() -> None:
+    """Decoded patches would otherwise pile up: those of a whole step in fp32, while its first pack is collated."""
+    begun: list[int] = []
+
+    def call(number: int) -> Patches:
+        begun.append(number)
+        return [np.full((1, 1), number, np.float32)]
+
+    with ThreadPoolExecutor(2) as executor:
+        for taken, future in enumerate(futures_of([partial(call, number) for number in range(20)], executor, 3)):
+            patches, = future.result()
+            assert patches is not None
+            assert patches.item() == taken
+            assert max(begun) <= taken + 3
+    assert sorted(begun) == list(range(20))
 
 
 def assert_same(found: Payload, expected: Payload) -> None:
