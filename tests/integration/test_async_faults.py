@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 SEEN_S, SILENT_S, FORMED_S = 2.0, 10.0, 2.0
 """After the deed a death and a stop are seen; after that the next group stands."""
+MIRRORED = "elastic.mirror_every_steps=1"
+"""No step is lost with a rank; by default copies may be some steps old."""
 BUSY = 2.0
 """To form a group takes so many times as long on a machine whose cores four ranks share."""
 
@@ -46,7 +48,7 @@ def survived(run: Run, moment: float, lost: list[int], condition: str, seen_s: f
 def test_ranks_killed_and_stopped(
     start: Start, undisturbed: list[float], asynchronous: Path, sync: str
 ) -> None:
-    run = start("cluster.num_workers=4", f"planner.sync={sync}")
+    run = start("cluster.num_workers=4", f"planner.sync={sync}", MIRRORED)
     run.wait_for_step(4)
     workers = run.pids
     assert set(map(str, workers)) <= set(os.listdir(asynchronous))
@@ -68,7 +70,7 @@ def test_ranks_killed_and_stopped(
 
 def test_half_of_the_ranks_killed(start: Start, undisturbed: list[float]) -> None:
     """Two of which neither holds the other's replica."""
-    run = start("cluster.num_workers=4")
+    run = start("cluster.num_workers=4", MIRRORED)
     run.wait_for_step(4)
     workers = run.pids
     moment = kill(workers[0], workers[2])

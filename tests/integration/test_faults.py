@@ -59,7 +59,7 @@ def test_a_worker_killed_one_stopped_and_the_driver_killed(start: Start, undistu
 
 @pytest.mark.parametrize("transport", ["pool", "parent"])
 def test_micro_batch_goes_on_too(start: Start, undisturbed: list[float], transport: str) -> None:
-    run = start("planner.sync=micro_batch", f"comm.transport={transport}")
+    run = start("planner.sync=micro_batch", f"comm.transport={transport}", "elastic.mirror_every_steps=1")
     run.wait_for_step(4)
     moment = kill(run.pids[1])
     run.wait_for_event(moment, "generation")
