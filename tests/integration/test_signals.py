@@ -19,18 +19,17 @@ import pytest
 from tests.integration.faults import Run, Start, expected_ledger, kill, seconds_since
 from tests.integration.jobs import lines
 
-LIMIT_S = 5.0
-"""From the signal to the end of the process, beyond the step and the save under way."""
-
-BUSY_S = 10.0
-"""As much more where other tests keep the machine busy."""
+LIMIT_S = 15.0 if "PYTEST_XDIST_WORKER" in os.environ else 5.0
+"""From the signal to the end of the process, beyond the step and the save under way. More is allowed where other tests
+keep the machine busy.
+"""
 
 MOMENTS = 4
 SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 both_signals = pytest.mark.parametrize("name", SIGNALS)
 
 
-def stop(run: Run, name: str, limit_s: float = LIMIT_S) -> None:
+def stop(run: Run, name: str) -> None:
     """Send the signal and see that the run ends as it ought to."""
     steps, moment = run.step, time.time()
     if name == "Ctrl-C":
@@ -44,7 +43,7 @@ def stop(run: Run, name: str, limit_s: float = LIMIT_S) -> None:
     (line,) = [line for line in run.errors.read_text().splitlines() if line.strip()]
     assert line.startswith("error: stopped ")
     assert f": {name}; " in f"{line}; "
-    assert ended_s - under_way_s <= limit_s, run.said()
+    assert ended_s - under_way_s <= LIMIT_S, run.said()
     if "before the first step" in line:  # of this process: it has not looked yet at what the folder holds
         assert run.step == steps, run.said()
     else:
@@ -87,14 +86,14 @@ def unread(tmp_path: Path) -> list[str]:
 def test_ctrl_c_amid_training(start: Start) -> None:
     run = start("cluster.num_workers=2")
     run.wait_for_step(3)
-    stop(run, "Ctrl-C", LIMIT_S + BUSY_S)
+    stop(run, "Ctrl-C")
     assert run.ledger == expected_ledger(run.folder, run.step)
 
 
 def test_sigterm_while_the_first_batch_is_read(start: Start, unread: list[str]) -> None:
     run = start("cluster.num_workers=2", *unread)
     wait_until_ready(run)
-    stop(run, "SIGTERM", LIMIT_S + BUSY_S)
+    stop(run, "SIGTERM")
     assert run.step == 0
 
 
