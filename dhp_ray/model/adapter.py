@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Embedding, Module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,12 +22,23 @@ if TYPE_CHECKING:
     from dhp_ray.model.attention import PackContext
     from dhp_ray.model.fused import Operators
     from dhp_ray.model.kernels import Segments
+    from dhp_ray.model.loss import LossHead
     from dhp_ray.model.weights import StoredWeights
     from dhp_ray.planner.model_shape import ModelShape
 
 PARTS = ("vision", "language")
 EncoderArguments = Mapping[str, "Tensor | Segments"]
 """By the names that a family's encoder has of them."""
+
+
+class NodeUnits(NamedTuple):
+    """Submodules of a model whose parameters are read together, in the order of the forward pass; each is only used by
+    calling it. `head` computes the loss, and its parameters' gradients with it; of `embedding` rows are looked up.
+    """
+
+    modules: Sequence[Module]
+    head: LossHead
+    embedding: Embedding
 
 
 class ModelAdapter(Protocol):
@@ -118,6 +129,10 @@ class ModelAdapter(Protocol):
         """The submodules whose parameters are gathered on their own where they are sharded, inner ones first; each is
         only used by calling it.
         """
+        ...
+
+    def node_units(self) -> NodeUnits:
+        """The submodules whose parameters are read together where they lie once per node; each parameter is in one."""
         ...
 
     def fuse(self, operators: Operators) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Linear, Module
+
+TakeGradient = Callable[[Tensor], None]
 
 IGNORED = -100
 CHUNK_ELEMENTS = 1 << 25
@@ -13,7 +17,8 @@ CHUNK_ELEMENTS = 1 << 25
 
 
 def cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, valid_index: Tensor, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: Tensor, weight: Tensor, labels: Tensor, valid_index: Tensor, chunk_elements: int = CHUNK_ELEMENTS,
+    take_gradient: TakeGradient | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross entropy between `hidden @ weight.T` and `labels`, as an fp32 scalar.
 
@@ -23,11 +28,30 @@ def cross_entropy_sum(
 
     The gradient of each chunk's logits is turned into gradients of `hidden` and `weight` while the chunk is there
     (as in Liger Kernel, arXiv 2410.10989, section 3.2), so nothing is computed twice.
+
+    With `take_gradient` the backward pass calls it with the gradient of `weight`, fp32 and of its shape, and autograd
+    gets none.
     """
     num_tokens = max(1, chunk_elements // weight.shape[0])
-    result: Tensor = _CrossEntropySum.apply(hidden.index_select(0, valid_index), weight,
-                                            labels.index_select(0, valid_index), num_tokens, torch.is_grad_enabled())
+    result: Tensor = _CrossEntropySum.apply(
+        hidden.index_select(0, valid_index), weight, labels.index_select(0, valid_index), num_tokens,
+        torch.is_grad_enabled(), take_gradient)
     return result
+
+
+class LossHead(Module):
+    """The product of a language model's head with its loss, as a module: what hangs on to it sees it being used."""
+
+    take_gradient: TakeGradient | None = None
+    """See `cross_entropy_sum`."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
+        """See `cross_entropy_sum`."""
+        return cross_entropy_sum(hidden, self.linear.weight, labels, valid_index, take_gradient=self.take_gradient)
 
 
 def valid_tokens(labels: Tensor) -> Tensor:
@@ -37,7 +61,10 @@ def valid_tokens(labels: Tensor) -> Tensor:
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, with_gradients: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, with_gradients: bool,
+        take_gradient: TakeGradient | None,
+    ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if with_gradients and ctx.needs_input_grad[0] else None
         # Summed over chunks in fp32, whatever the compute type.
@@ -58,12 +85,19 @@ class _CrossEntropySum(torch.autograd.Function):
             if weight_gradient is not None:
                 weight_gradient += slope.T @ part
         ctx.save_for_backward(hidden_gradient, weight_gradient)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.take_gradient = weight.dtype, take_gradient
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradients[0]
         hidden_gradient, weight_gradient = ctx.saved_tensors
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient * scale
+            if ctx.take_gradient:
+                ctx.take_gradient(weight_gradient)
+                weight_gradient = None
+            else:
+                weight_gradient = weight_gradient.to(ctx.weight_dtype)
         return (None if hidden_gradient is None else (hidden_gradient * scale).to(hidden_gradient.dtype),
-                None if weight_gradient is None else (weight_gradient * scale).to(ctx.weight_dtype), None, None, None)
+                weight_gradient, None, None, None, None)

@@ -15,11 +15,11 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from dhp_ray.compatibility import checkpoint_activations, rope_positions
 from dhp_ray.model import attention
-from dhp_ray.model.adapter import PARTS, EncoderArguments, empty_features
+from dhp_ray.model.adapter import PARTS, EncoderArguments, NodeUnits, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators, fuse
-from dhp_ray.model.loss import cross_entropy_sum
+from dhp_ray.model.loss import LossHead
 from dhp_ray.model.qwen2_5_vl_decoder import LanguageAttention
 from dhp_ray.model.qwen2_5_vl_encoder import PatchEmbedding, VisionAttention, encoder_arguments
 from dhp_ray.model.weights import StoredWeights
@@ -49,6 +49,7 @@ class Qwen25VL:
         for block in visual.blocks:
             block.attn = VisionAttention(block.attn)
         self.module = module.train()
+        self._head = LossHead(module.lm_head)
         self.weights: StoredWeights | None = None
         vision: Any = module.config.vision_config
         text: Any = module.config.text_config
@@ -111,7 +112,8 @@ class Qwen25VL:
         return hidden
 
     def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
-        return cross_entropy_sum(hidden, self.module.lm_head.weight, labels, valid_index)
+        loss: Tensor = self._head(hidden, labels, valid_index)
+        return loss
 
     def is_vision(self, parameter_name: str) -> bool:
         return parameter_name.startswith("model.visual.")
@@ -134,6 +136,12 @@ class Qwen25VL:
     def units(self) -> list[Module]:
         model: Any = self.module.model
         return [*model.visual.blocks, model.visual, *model.language_model.layers]
+
+    def node_units(self) -> NodeUnits:
+        visual: Any = self.module.model.visual
+        language: Any = self.module.model.language_model
+        modules = [visual.patch_embed, *visual.blocks, visual.merger, *language.layers, language.norm]
+        return NodeUnits(modules, self._head, language.embed_tokens)
 
     def fuse(self, operators: Operators) -> None:
         visual: Any = self.module.model.visual

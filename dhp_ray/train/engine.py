@@ -79,6 +79,9 @@ class Engine(ABC):
     def zero_gradients(self) -> None:
         """Reset the gradients before the first pack of a step."""
 
+    def end_pack(self) -> None:  # noqa: B027  # most engines have nothing to do
+        """What is left to do for a pack after its backward pass, or without gradients after its forward pass."""
+
     @abstractmethod
     def full_parameters(self) -> dict[str, Tensor]:
         """All parameters as fp32 CPU tensors by name, on rank 0; empty on the others. Every rank calls this.

@@ -20,24 +20,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dhp_ray.comm.progress import Progress
-from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
-from dhp_ray.model.weights import READ_BYTES, Interval, StoredWeights
-from dhp_ray.train.engine import COMPUTE_TYPES, Engine
+from dhp_ray.compatibility import reduce_scatter_single
+from dhp_ray.model.weights import READ_BYTES, StoredWeights
+from dhp_ray.train.engine import COMPUTE_TYPES
+from dhp_ray.train.flat_shards import FlatShards
 from dhp_ray.train.loading import load_frozen, move_buffers, place
-from dhp_ray.train.state.buckets import Bucket, FlatLayout
+from dhp_ray.train.state.buckets import Bucket
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardState
 
 IN_FLIGHT = 2
 """Collectives under way at a time: one moves while the bucket before it is worked on."""
 
 
-class FlatEngine(Engine):
+class FlatEngine(FlatShards):
     """Owns a module's parameters: they become views of one buffer, their gradients sum up in an fp32 one.
 
-    Shards are fp32 whatever the precision. With "bf16" the resident parameters are bf16 and each backward's gradients
-    are added to the fp32 buffer; a parameter's own `.grad` is then None. Parameters that do not require a gradient
-    are cast to the computing type. A tied parameter counts once, under its first name. `originals` are the frozen ones
-    that this cast has changed, as they came, on the CPU; of a model that has files none: an export reads them there.
+    With "bf16" the resident parameters are bf16 and each backward's gradients are added to the fp32 buffer; a
+    parameter's own `.grad` is then None.
     """
 
     def __init__(
@@ -55,8 +54,7 @@ class FlatEngine(Engine):
         weights: StoredWeights | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` are those of fp32 gradients;
-        `device` is where the state goes, by default where the parameters are.
+        """See FlatShards for the arguments.
 
         Parameters on the meta device get their values from `weights`: each rank reads its share and gathers the rest,
         and what is frozen comes from a rank that has it, where there is one.
@@ -68,22 +66,8 @@ class FlatEngine(Engine):
             ValueError: unknown precision, no parameter to train, several ranks without a group, or a file of weights
             that cannot be read.
         """
-        if precision not in COMPUTE_TYPES:
-            raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
-        if world_size > 1 and world_group is None:
-            raise ValueError(f"world_group: got None for {world_size} ranks; allowed only for one")
-        self.module, self.world_size, self.rank = module, world_size, rank
-        self.compute_type = COMPUTE_TYPES[precision]
-        self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self.frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        if not self.parameters:
-            raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
-        self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size,
-                                 bucket_bytes // 4)
-        super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes,
-                         self.layout.pieces(rank), self.layout.buckets, self.layout.shard_size,
-                         device or next(iter(self.parameters.values())).device, progress)
-        self.originals, self._weights = dict(originals or {}), weights
+        super().__init__(module, settings, world_group, world_size, rank, precision, bucket_bytes, originals, progress,
+                         weights, device)
         if weights is not None and self.frozen:
             moved_bytes = min(bucket_bytes, world_size * READ_BYTES)  # a rank reads its slice of a bucket at once
             load_frozen(self.frozen, weights, self.compute_type, moved_bytes // 4, rank, self.group, self.device,
@@ -107,35 +91,8 @@ class FlatEngine(Engine):
             for name, parameter in self.parameters.items():
                 parameter.grad = self._view(self._gradient, name)
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        found = torch.empty(self.layout.size if self.rank == 0 else 0, dtype=torch.float32)
-        for bucket in self.layout.buckets:
-            whole = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self.device)
-            self._wait(self._gather_into(whole, self.current.value[bucket.shard]))
-            if self.rank == 0:
-                found[bucket.flat].copy_(whole)
-            self.progress.synchronize()
-        if self.rank != 0:
-            return {}
-        trained = {name: self._view(found, name) for name in self.parameters}
-        frozen = {name: self.originals.get(name, parameter.detach()).to("cpu", torch.float32, copy=True)
-                  for name, parameter in self.frozen.items()}
-        if self._weights is not None and self.compute_type != torch.float32:
-            self._weights.read(Interval(name, 0, tensor.view(-1)) for name, tensor in frozen.items()
-                               if self._weights.type_of(name) != self.compute_type)
-        return trained | frozen
-
-    def _fill_shard(self) -> None:
-        """This rank's share of the trained parameters, from where they are or from their files."""
-        stored = []
-        for piece in self._pieces:
-            parameter, mine = self.parameters[piece.name], self.current.value[piece.shard]
-            if parameter.is_meta:
-                stored.append(Interval(piece.name, piece.start, mine))
-            else:
-                mine.copy_(parameter.detach().reshape(-1)[piece.start : piece.stop])
-        if self._weights is not None:
-            self._weights.read(stored)
+    def _frozen_value(self, name: str) -> Tensor:
+        return self.originals.get(name, self.frozen[name].detach())
 
     def _cast_frozen(self) -> None:
         """Bring the frozen parameters that a module came with to the device, in the computing type."""
@@ -176,9 +133,6 @@ class FlatEngine(Engine):
             parameter.grad = None
             place(parameter, torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape))
 
-    def _view(self, buffer: Tensor, name: str) -> Tensor:
-        return buffer[self.layout.interval(name)].view(self.layout.shapes[name])
-
     def _reduce(self) -> float:
         """Sum the gradients over all ranks into `_shard_gradient`; the norm of the sum."""
         return self._norm(self._shard_gradient[bucket.shard] for bucket in self._reduced())
@@ -207,12 +161,6 @@ class FlatEngine(Engine):
                 self._wait(started.popleft()[0])
         for work, _ in started:
             self._wait(work)
-
-    def _gather_into(self, whole: Tensor, mine: Tensor) -> dist.Work | None:
-        if self.world_size == 1:
-            whole.copy_(mine)
-            return None
-        return all_gather_single(whole, mine, group=self.group, async_op=True)
 
     def _reduced(self) -> Iterator[Bucket]:
         """Yields each bucket when the sum of its gradients is there, while the next one's is under way."""

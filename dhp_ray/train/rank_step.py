@@ -104,6 +104,7 @@ class RankStep:
         loss = self._loss(plan, pack, inputs, link)
         if torch.is_grad_enabled():
             loss.backward()  # type: ignore[no-untyped-call]
+        self.engine.end_pack()
         return PackRun(pack.index, loss.detach(), inputs.num_valid_tokens, begin, Moment(self.device), link)
 
     def _totals(self, runs: Sequence[PackRun]) -> tuple[float, int]:

@@ -35,7 +35,7 @@ from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT, held_shards
 from dhp_ray.runtime.worker.prefetch import encoded_grids, load_inputs, num_decoders, processor_spec
 from dhp_ray.runtime.worker.rank import Rank, build_adapter, state_size
 from dhp_ray.storage import Folder, StorageError
-from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.flat_shards import FlatShards
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.state.reshard import LocalShard
 from dhp_ray.train.step_inputs import StepInputs
@@ -280,7 +280,7 @@ class Worker:
         # in host memory: the device needs the room for the next engine
         self.kept += [(rank.membership.generation, rank.membership.world_size, shard.on_host())
                       for shard in rank.local_shards()]
-        if isinstance(rank.engine, FlatEngine):
+        if isinstance(rank.engine, FlatShards):
             self.originals = rank.engine.originals
         rank.close(broken=True)
 

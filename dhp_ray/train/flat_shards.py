@@ -1,0 +1,106 @@
+"""What the engines of `sync=step` share: the flat layout of trained parameters, and the shard that each rank has of it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dhp_ray.comm.progress import Progress
+from dhp_ray.compatibility import all_gather_single
+from dhp_ray.model.weights import Interval, StoredWeights
+from dhp_ray.train.engine import COMPUTE_TYPES, Engine
+from dhp_ray.train.state.buckets import FlatLayout
+from dhp_ray.train.state.optimizer import OptimizerSettings
+
+
+class FlatShards(Engine):
+    """An engine whose shards are slices of the buckets of one flat buffer (`FlatLayout`).
+
+    Shards are fp32 whatever the precision. Frozen parameters are in the computing type; `originals` are those of them
+    that this has changed, as they came, on the CPU; of a model that has files none: an export reads them there. A tied
+    parameter counts once, under its first name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: OptimizerSettings,
+        world_group: dist.ProcessGroup | None,
+        world_size: int,
+        rank: int,
+        precision: str,
+        bucket_bytes: int,
+        originals: Mapping[str, Tensor] | None,
+        progress: Progress | None,
+        weights: StoredWeights | None,
+        device: torch.device | None,
+    ) -> None:
+        """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` are those of fp32 gradients;
+        `device` is where the state goes, by default where the parameters are.
+
+        Raises:
+            ValueError: unknown precision, no parameter to train, or several ranks without a group.
+        """
+        if precision not in COMPUTE_TYPES:
+            raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
+        if world_size > 1 and world_group is None:
+            raise ValueError(f"world_group: got None for {world_size} ranks; allowed only for one")
+        self.module, self.world_size, self.rank = module, world_size, rank
+        self.compute_type = COMPUTE_TYPES[precision]
+        self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        if not self.parameters:
+            raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
+        self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size,
+                                 bucket_bytes // 4)
+        super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes,
+                         self.layout.pieces(rank), self.layout.buckets, self.layout.shard_size,
+                         device or next(iter(self.parameters.values())).device, progress)
+        self.originals, self._weights = dict(originals or {}), weights
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        found = torch.empty(self.layout.size if self.rank == 0 else 0, dtype=torch.float32)
+        for bucket in self.layout.buckets:
+            whole = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self.device)
+            self._wait(self._gather_into(whole, self.current.value[bucket.shard]))
+            if self.rank == 0:
+                found[bucket.flat].copy_(whole)
+            self.progress.synchronize()
+        if self.rank != 0:
+            return {}
+        trained = {name: self._view(found, name) for name in self.parameters}
+        frozen = {name: self._frozen_value(name).to("cpu", torch.float32, copy=True) for name in self.frozen}
+        if self._weights is not None and self.compute_type != torch.float32:
+            self._weights.read(Interval(name, 0, tensor.view(-1)) for name, tensor in frozen.items()
+                               if self._weights.type_of(name) != self.compute_type)
+        return trained | frozen
+
+    @abstractmethod
+    def _frozen_value(self, name: str) -> Tensor:
+        """A frozen parameter as it came, or where a file has it, in the computing type."""
+
+    def _fill_shard(self) -> None:
+        """This rank's share of the trained parameters, from where they are or from their files."""
+        stored = []
+        for piece in self._pieces:
+            parameter, mine = self.parameters[piece.name], self.current.value[piece.shard]
+            if parameter.is_meta:
+                stored.append(Interval(piece.name, piece.start, mine))
+            else:
+                mine.copy_(parameter.detach().reshape(-1)[piece.start : piece.stop])
+        if self._weights is not None:
+            self._weights.read(stored)
+
+    def _view(self, buffer: Tensor, name: str) -> Tensor:
+        return buffer[self.layout.interval(name)].view(self.layout.shapes[name])
+
+    def _gather_into(self, whole: Tensor, mine: Tensor) -> dist.Work | None:
+        if self.world_size == 1:
+            whole.copy_(mine)
+            return None
+        return all_gather_single(whole, mine, group=self.group, async_op=True)
