@@ -24,12 +24,17 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
     "language frozen": ("train.freeze=[language]",), "clipping": (f"train.clip_norm={CLIP_NORM}",), "text only": (),
     "with and without images": (),
     "a rank without a pack": (), "a rank all masked": (), "bf16": ("train.precision=bf16",),
+    "sharing a node": ("train.sharding=node",),
 }
 """Name of a situation and the settings that it takes. The rest of it is made of the batches and plans
 (`Matrix._prepare`).
 """
-OF_THE_RANKS_ALONE = ("recomputation", "bf16")
-"""Situations that the reference run is not in: recomputation changes nothing, and bf16 is held against fp32."""
+OF_THE_RANKS_ALONE = ("recomputation", "bf16", "sharing a node")
+"""Situations that the reference run is not in: where parameters lie and recomputation change nothing, and bf16 is held
+against fp32.
+"""
+OF_STEP_ALONE = ("sharing a node",)
+"""Situations that there are not in sync=micro_batch."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ def full_matrix() -> list[Case]:
     """Every combination as they come, and every situation on three ranks."""
     plain = [Case(*values) for values in product((1, 2, 3, 5), ("static", "dhp"), SYNCS, TRANSPORTS)]
     special = [Case(3, "dhp", sync, transport, situation) for situation in list(SITUATIONS)[1:] for sync in SYNCS
-               for transport in TRANSPORTS]
+               for transport in TRANSPORTS if sync == "step" or situation not in OF_STEP_ALONE]
     return plain + special
 
 

@@ -69,6 +69,9 @@ def check(config: Config) -> None:
             f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers "
             f"({config.cluster.num_workers})"
         )
+    if config.train.sharding == "node" and config.planner.sync != "step":
+        raise ConfigError(f"train.sharding: got 'node' with planner.sync={config.planner.sync}; allowed: whole, or "
+                          "node with planner.sync=step")
     if bool(config.eval.path) != bool(config.eval.every_steps):
         raise ConfigError(
             f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or "
@@ -83,8 +86,12 @@ def check_device(config: Config) -> None:
     known.
 
     Raises:
-        ConfigError: fp32 on a GPU: the attention kernels there compute in bf16 alone.
+        ConfigError: fp32 on a GPU: the attention kernels there compute in bf16 alone; state shared by the ranks of a
+        node on a GPU or NPU.
     """
+    if config.train.sharding == "node" and config.cluster.device not in ("auto", "cpu"):
+        raise ConfigError(f"train.sharding: got 'node' with cluster.device={config.cluster.device}; allowed: whole (so "
+                          "far only ranks on CPUs share the memory of their node)")
     if config.cluster.device == "cuda" and config.train.precision == "fp32":
         raise ConfigError(
             "train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; "

@@ -227,6 +227,10 @@ class Train:
     activation_checkpointing: str = key(
         "false", "recompute activations in the backward pass; auto: what fits and is fastest, for each generation",
         choices=("true", "false", "auto"))
+    sharding: str = key(
+        "whole", "where parameters and gradient sums lie with planner.sync=step: whole: on every rank; node: once per "
+        "node, sliced over its ranks (CPU)",
+        choices=("whole", "node"))
     fused_operators: str = key(
         "auto", "norms, rotations and SwiGLU by fused operators: on NPU, and on CUDA where Liger is installed",
         choices=("auto", "off"),

@@ -84,6 +84,14 @@ def test_a_folder_on_the_command_line_replaces_the_preset_of_a_file(bare: list[s
     assert "exactly one of the two" in refused([*bare, "model.preset="])
 
 
+def test_ranks_share_the_memory_of_their_node_in_one_mode(bare: list[str]) -> None:
+    assert load([*bare, "train.sharding=node"]).train.sharding == "node"
+    assert refused([*bare, "train.sharding=node", "planner.sync=micro_batch"]) == (
+        "train.sharding: got 'node' with planner.sync=micro_batch; allowed: whole, or node with planner.sync=step")
+    assert refused([*bare, "train.sharding=node", "cluster.device=npu"]).startswith(
+        "train.sharding: got 'node' with cluster.device=npu; allowed: whole")
+
+
 def test_sources(bare: list[str]) -> None:
     config = load([*bare, "data.sources=[{path: a, weight: 3}, {path: b}]"])
     assert config.data.sources == [Source(path="a", weight=3.0), Source(path="b", weight=1.0)]
@@ -128,6 +136,7 @@ def test_sources(bare: list[str]) -> None:
     ("train.adam_beta1=1", "train.adam_beta1", "got 1.0; allowed: at least 0 and less than 1"),
     ("train.min_learning_rate_ratio=1.5", "train.min_learning_rate_ratio",
      "got 1.5; allowed: at least 0 and at most 1"),
+    ("train.sharding=rank", "train.sharding", "got 'rank'; allowed: whole, node"),
     ("batch.drop_last=2", "batch.drop_last", "got 2 (the command line); allowed: true or false"),
     ("batch.drop_last=maybe", "batch.drop_last", "got 'maybe' (the command line); allowed: true or false"),
     ("batch.global_samples=0", "batch.global_samples", "got 0; allowed: at least 1"),

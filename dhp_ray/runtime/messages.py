@@ -35,8 +35,9 @@ class StoppingError(Exception):
 @dataclass(frozen=True)
 class Membership:
     """A rank's place in one generation of the group, the rendezvous store, which rank holds each rank's replica (empty:
-    none), how many process groups all ranks keep (0: as many as this rank's device holds), and how they train where
-    the configuration says auto: `planner.sync` and whether activations are recomputed.
+    none), how many process groups all ranks keep (0: as many as this rank's device holds), how they train where the
+    configuration says auto: `planner.sync` and whether activations are recomputed; and the node of each rank, by any
+    name (empty: one node).
     """
 
     rank: int
@@ -48,6 +49,12 @@ class Membership:
     pool_groups: int = 0
     sync: str = "step"
     recomputes: bool = False
+    nodes: tuple[str, ...] = ()
+
+    def ranks_by_node(self) -> list[list[int]]:
+        """The ranks of each node, in the order of its first one."""
+        nodes = self.nodes or ("",) * self.world_size
+        return [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
 
     def sync_of(self, config: Config) -> str:
         """How the rank synchronises: by the configuration, unless that says auto."""

@@ -57,6 +57,31 @@ def test_a_worker_killed_one_stopped_and_the_driver_killed(start: Start, undistu
     check(again, undisturbed)
 
 
+def test_ranks_that_share_the_memory_of_their_node_go_on(start: Start, undisturbed: list[float]) -> None:
+    run = start("train.sharding=node", "elastic.mirror_every_steps=1", "checkpoint.every_steps=4")
+    run.wait_for_step(4)
+    victim, *survivors = run.pids
+    moment = kill(victim)
+    formed = run.wait_for_event(moment, "generation")
+    assert formed["version"] is not None
+    assert set(survivors) <= set(run.pids)
+    run.wait_for_ranks(3)
+    moment = kill(*children("Driver"))
+    formed = run.wait_for_event(moment, "generation")
+    run.wait_for_step(formed["step"] + 1)
+    moment = kill(*run.pids)
+    run.wait_for_event(moment, "generation")
+    run.wait_for_ranks(3)
+    for pid in run.pids:
+        mapped = Path(f"/proc/{pid}/maps").read_text().count("memfd:dhp_ray")
+        assert mapped == 3, "a part of each rank; those of the generations before are gone"
+    end(run)
+    check(run, undisturbed)
+    again = start("train.sharding=whole", f"run.steps={run.step + 2}")
+    assert again.wait() == 0, again.said()
+    check(again, undisturbed)
+
+
 @pytest.mark.parametrize("transport", ["pool", "parent"])
 def test_micro_batch_goes_on_too(start: Start, undisturbed: list[float], transport: str) -> None:
     run = start("planner.sync=micro_batch", f"comm.transport={transport}", "elastic.mirror_every_steps=1")

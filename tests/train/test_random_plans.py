@@ -50,16 +50,26 @@ class World:
     transport: str
     recomputes: bool = False
     freeze: str = ""
+    sharding: str = "whole"
 
     def __str__(self) -> str:
         frozen = f"-{self.freeze}_frozen" * bool(self.freeze)
-        return f"{self.num_ranks}-{self.sync}-{self.transport}{'-recomputed' * self.recomputes}{frozen}"
+        mode = self.sync if self.sharding == "whole" else self.sharding
+        return f"{self.num_ranks}-{mode}-{self.transport}{'-recomputed' * self.recomputes}{frozen}"
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The node of each rank: two nodes, of unequal size where that can be."""
+        return ("a",) * (self.num_ranks // 2) + ("b",) * (self.num_ranks - self.num_ranks // 2)
 
 
 WORLDS = [World(*values) for values in product((3, 5), SYNCS, TRANSPORTS, (False, True), ("", "vision", "language"))]
+WORLDS += [World(*values, "node") for values in product((3, 5), SYNCS[:1], TRANSPORTS, (False, True),
+                                                        ("", "vision", "language"))]
 FEW = [World(num_ranks, sync, transport, recomputes, freeze) for sync in SYNCS
        for num_ranks, transport, recomputes, freeze in (
     (3, "pool", True, ""), (5, "parent", False, "vision"), (3, "parent", True, "language"), (5, "pool", False, ""))]
+FEW += [World(5, "step", "pool", True, "", "node"), World(3, "step", "parent", False, "vision", "node")]
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +177,10 @@ def check(reference: Path, world: World, plans: Sequence[Plan], *settings: str) 
     config = load([f"model.path={reference / 'model'}", "model.preset=", f"planner.sync={world.sync}",
                    f"comm.transport={world.transport}",
                    f"train.activation_checkpointing={str(world.recomputes).lower()}", f"train.freeze=[{world.freeze}]",
+                   f"train.sharding={world.sharding}",
                    "comm.timeout_s=60", "run.dir=unused",
                    "train.adam_beta1=0", "train.clip_norm=0", *settings])
-    results = run_processes(run_plans, world.num_ranks, world.num_ranks, config, list(plans), reference,
+    results = run_processes(run_plans, world.num_ranks, world, config, list(plans), reference,
                             timeout_s=WATCHDOG_S * (len(plans) + 1))
     assert len(results[0][0]) == len(plans)
     for plan, errors in zip(plans, results[0][0]):
@@ -181,9 +192,9 @@ def check(reference: Path, world: World, plans: Sequence[Plan], *settings: str) 
 
 
 def run_plans(
-    rank: int, port: int, num_ranks: int, config: Config, plans: list[Plan], reference: Path
+    rank: int, port: int, world: World, config: Config, plans: list[Plan], reference: Path
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    member = Rank(config, Membership(rank, num_ranks, 1, "127.0.0.1", port), CPU)
+    member = Rank(config, Membership(rank, world.num_ranks, 1, "127.0.0.1", port, nodes=world.nodes), CPU)
     payloads = {sample.id: payload for sample, payload in SAMPLES}
     wanted: dict[str, tuple[float, dict[str, torch.Tensor]]] = torch.load(reference / "gradients") if rank == 0 else {}
     found = []

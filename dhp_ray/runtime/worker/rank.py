@@ -35,6 +35,7 @@ from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.learning_rate import learning_rate_factor
 from dhp_ray.train.micro_batch_step import MicroBatchStep
+from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine
@@ -132,6 +133,8 @@ class Rank:
         self.engine = (
             self._sharded_engine(not keeps_state, progress)
             if self.sync == "micro_batch"
+            else self._node_engine(world, not keeps_state, originals, progress, timeout)
+            if config.train.sharding == "node"
             else self._flat_engine(world, not keeps_state, originals, progress)
         )
         try:
@@ -248,6 +251,21 @@ class Rank:
                           self.membership.rank,
                           train.precision, int(train.bucket_mb * 2**20), initialize, originals, progress,
                           self.adapter.weights, self.device)
+
+    def _node_engine(
+        self,
+        world: dist.ProcessGroup | None,
+        initialize: bool,
+        originals: Mapping[str, Tensor] | None,
+        progress: Progress,
+        timeout: timedelta,
+    ) -> Engine:
+        nodes, train = self.membership.ranks_by_node(), self.config.train
+        groups = [make_group(ranks, "gloo", timeout) if len(ranks) > 1 else None for ranks in nodes]
+        group = next(group for ranks, group in zip(nodes, groups) if self.membership.rank in ranks)
+        return NodeEngine(self.adapter, self._optimizer_settings(), world, self.membership.world_size,
+                          self.membership.rank, Node(nodes, group), self.device, train.precision,
+                          int(train.bucket_mb * 2**20), initialize, originals, progress)
 
     def _sharded_engine(self, initialize: bool, progress: Progress) -> Engine:
         assert dist.group.WORLD is not None

@@ -1,0 +1,189 @@
+"""The engine of `sync=step` with `train.sharding=node`: parameters and gradient sums once per node, optimizer state
+sharded over all ranks.
+
+    packs      unit k: slices of the node's ranks --read--> parameters -> gradients --add--> sums in the slices
+    update     sums of every node -- all-to-all --> my buckets' slices -- AdamW --> version v+1
+               version v+1 -- all-to-all --> slices of every node | barrier of the node
+
+Reads and adds are one-sided: inside a pack nobody waits for another rank but those of the pack. Shards are those of the
+flat engine, so that a state may change between the two. The idea: ODC (arXiv 2601.19362), within a node.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp_ray.comm.node_memory import NodeMemory
+from dhp_ray.comm.progress import Progress
+from dhp_ray.model.adapter import ModelAdapter, NodeUnits
+from dhp_ray.model.weights import Interval
+from dhp_ray.train.engine import Update
+from dhp_ray.train.flat_shards import FlatShards
+from dhp_ray.train.loading import move_buffers, place
+from dhp_ray.train.state.buckets import Bucket
+from dhp_ray.train.state.node_exchange import Arriving, NodeExchange
+from dhp_ray.train.state.node_state import NodeState
+from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardState
+from dhp_ray.train.state.slices import Slices, Unit
+from dhp_ray.train.unit_buffers import ModelUnit, Rows, UnitBuffers, units_of
+
+IN_FLIGHT = 2
+"""Exchanges under way at a time."""
+
+
+class Node(NamedTuple):
+    """The node of a rank among all: ranks by node, and the group of this node's ranks (None: there is one)."""
+
+    nodes: Sequence[Sequence[int]]
+    group: dist.ProcessGroup | None
+
+
+class NodeEngine(FlatShards):
+    """Owns an adapter's parameters: between uses they have no memory of their own."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        settings: OptimizerSettings,
+        world_group: dist.ProcessGroup | None,
+        world_size: int,
+        rank: int,
+        node: Node,
+        device: torch.device,
+        precision: str = "fp32",
+        bucket_bytes: int = 64 * 2**20,
+        initialize: bool = True,
+        originals: Mapping[str, Tensor] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Every rank calls this. See FlatEngine."""
+        super().__init__(adapter.module, settings, world_group, world_size, rank, precision, bucket_bytes, originals,
+                         progress, adapter.weights, device)
+        self._node = node
+        if initialize:
+            self._fill_shard()
+        else:
+            self.current.version = UNFINISHED
+        if self._weights is None:  # nothing else has them once they have left the module
+            self.originals |= {name: parameter.detach().cpu() for name, parameter in self.frozen.items()
+                               if name not in self.originals}
+        units = units_of(adapter)
+        self._set_up(units, [unit.layout for unit in units])
+        self._attach(adapter.node_units(), units)
+        if initialize:
+            self.all_gather_parameters()
+
+    def _set_up(self, units: Sequence[ModelUnit], layouts: Sequence[Unit]) -> None:
+        """Lay the units out over the node, and write what is frozen."""
+        members = next(ranks for ranks in self._node.nodes if self.rank in ranks)
+        values = Slices(layouts, len(members), self.compute_type.itemsize, trained_only=False)
+        sums = Slices(layouts, len(members), 4, trained_only=True)
+        memory = NodeMemory(NodeState.num_bytes(values, sums, self.compute_type), members, self.rank, self._node.group)
+        self.state = NodeState(layouts, memory, values, sums, self.compute_type)
+        self._write_frozen()
+        self.buffers = UnitBuffers(self.state, units, self.compute_type, self.device)
+        self._exchange = NodeExchange(self.layout, layouts, self._node.nodes, self.rank, self.compute_type, self.group)
+        self._shard_gradient = torch.zeros_like(self.current.value)
+        move_buffers(self.module, self.device)
+
+    def _attach(self, modules: NodeUnits, units: Sequence[ModelUnit]) -> None:
+        """Let the embedding read and add rows, and the head add its gradient in fp32."""
+        table, weight = modules.embedding.weight, modules.head.linear.weight
+        of_table, of_head = (next(number for number, unit in enumerate(units) if parameter in unit.own())
+                             for parameter in (table, weight))
+        name = next(name for name, parameter in units[of_head].parameters.items() if parameter is weight)
+        self._head, self._embedding = modules.head, modules.embedding
+        self._head.take_gradient = lambda gradient: self.buffers.add(of_head, {name: gradient})
+
+        def rows_of(input: Tensor) -> Tensor:
+            rows: Tensor = Rows.apply(table, input, self.state, of_table, self.buffers.count)
+            return rows
+
+        self._embedding.forward = rows_of  # type: ignore[method-assign]
+
+    def _write_frozen(self) -> None:
+        """Write this rank's slices of frozen parameters, from their files or as they came."""
+        stored = []
+        for name, parameter in self.frozen.items():
+            mine, start = self.state.own_slice(name, parameter.numel())
+            if self._weights is not None:
+                stored.append(Interval(name, start, mine))
+            else:
+                mine.copy_(self.originals[name].view(-1)[start : start + len(mine)])
+        if self._weights is not None:
+            self._weights.read(interval for interval in stored if len(interval.into))
+
+    def _frozen_value(self, name: str) -> Tensor:
+        if name in self.originals:
+            return self.originals[name]
+        return self.state.value(name, self.frozen[name].numel()).view(self.frozen[name].shape)
+
+    def zero_gradients(self) -> None:
+        """Nothing is to be done: sums are zeroed as soon as they have been reduced, before any rank begins a step."""
+
+    def end_pack(self) -> None:
+        self.buffers.end_pack()
+
+    def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
+        update = super().update(num_valid_tokens, learning_rate_factor)
+        if not update.applied:  # sums are zeroed; nobody may add to them before that
+            self._meet()
+        return update
+
+    def _detach(self) -> None:
+        self.buffers.remove()
+        self._head.take_gradient = None
+        del self._embedding.forward  # the class's is in force again
+        for parameter in (self.parameters | self.frozen).values():
+            place(parameter, torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape))
+        self.state.close()
+        self._shard_gradient = torch.zeros(0, device=self.device)
+
+    def _reduce(self) -> float:
+        """Sum this bucket by bucket over all nodes; then the node's sums are zero, for the next step."""
+        self._shard_gradient.zero_()
+        arriving: deque[tuple[Arriving, Bucket]] = deque()
+        for number, bucket in enumerate(self.layout.buckets):
+            arriving.append((self._exchange.begin_sums(number, self.state.own_sums), bucket))
+            self._take_sums(arriving, IN_FLIGHT)
+        self._take_sums(arriving, 0)
+        self.state.own_sums.zero_()
+        return self._norm(self._shard_gradient[bucket.shard] for bucket in self.layout.buckets)
+
+    def _take_sums(self, arriving: deque[tuple[Arriving, Bucket]], most: int) -> None:
+        while len(arriving) > most:
+            arrived, bucket = arriving.popleft()
+            self._wait(arrived.work)
+            arrived.add_to(self._shard_gradient[bucket.shard])
+
+    def _reduced_gradient(self, bucket: Bucket) -> Tensor:
+        return self._shard_gradient[bucket.shard]
+
+    def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
+        """Bring the slices up to `state`. Bucket k moves while k + 1 is written."""
+        arriving: deque[Arriving] = deque()
+        for number, bucket in enumerate(self.layout.buckets):
+            yield bucket
+            arriving.append(self._exchange.begin_values(number, state.value[bucket.shard].to(self.compute_type)))
+            self._take_values(arriving, IN_FLIGHT)
+        self._take_values(arriving, 0)
+        self._meet()
+
+    def _take_values(self, arriving: deque[Arriving], most: int) -> None:
+        while len(arriving) > most:
+            arrived = arriving.popleft()
+            self._wait(arrived.work)
+            arrived.copy_to(self.state.own_values)
+
+    def _meet(self) -> None:
+        """Wait until all ranks of the node have come: their slices are written and their sums zero."""
+        self.progress.synchronize()
+        with self.progress.waiting("the other ranks of the node"):
+            if self._node.group is not None:
+                dist.barrier(group=self._node.group)

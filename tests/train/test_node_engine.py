@@ -1,0 +1,154 @@
+"""Parameters once per node: the same losses, gradients and updates as one rank that has everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dhp_ray.comm.link import Link
+from dhp_ray.train.collate import collate
+from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.node_engine import Node, NodeEngine
+from dhp_ray.train.pack import pack_loss
+from tests.packs import make_pack, make_sample, rough_model
+from tests.train.networks import run_tensors, settings
+
+SAMPLES = [make_sample("text", [9]), make_sample("image", [5, (1, 4, 4), 6]),
+           make_sample("two", [3, (1, 4, 8), (1, 4, 4), 4]), make_sample("long", [40]),
+           make_sample("late", [7, (1, 8, 4), 9])]
+NODES = {1: ((0,),), 2: ((0, 1),), 3: ((0, 1), (2,)), 5: ((0, 1), (2, 3, 4))}
+
+
+def own_loss(adapter, number, rank):
+    sample, payload = SAMPLES[number]
+    pack = make_pack(number, [rank], [sample])
+    return pack_loss(adapter, collate(pack, {sample.id: payload}, rank, adapter), Link((rank,), rank, None))
+
+
+def model(freeze: Sequence[str], recomputes: bool, tied: bool):
+    torch.manual_seed(0)  # of the head that is not tied
+    adapter = rough_model(tie_word_embeddings=tied)
+    adapter.freeze(freeze)
+    adapter.set_activation_checkpointing(recomputes)
+    return adapter
+
+
+def train_node(rank, world_size, freeze, recomputes, tied, steps):
+    nodes = NODES[world_size]
+    groups = [dist.new_group(list(ranks)) for ranks in nodes]
+    place = next(number for number, ranks in enumerate(nodes) if rank in ranks)
+    adapter = model(freeze, recomputes, tied)
+    engine = NodeEngine(adapter, settings(eps=1e-2), dist.group.WORLD if world_size > 1 else None, world_size, rank,
+                        Node(nodes, groups[place] if len(nodes[place]) > 1 else None), torch.device("cpu"),
+                        bucket_bytes=4000)
+    losses, counts, updates = [], [], []
+    for _ in range(steps):
+        for number in range(rank, len(SAMPLES), world_size):
+            engine.zero_gradients()
+            loss = own_loss(adapter, number, rank)
+            loss.backward()
+            engine.end_pack()
+            losses.append(loss.item())
+            counts.append(dict(engine.buffers.of_last_pack))
+        if world_size > 1:
+            dist.barrier()
+        updates.append(engine.update(50))
+    found = engine.full_parameters()
+    filled = engine.buffers.filled_most
+    engine.release()
+    return losses, counts, updates, found, filled
+
+
+def train_whole(freeze, recomputes, tied, steps):
+    adapter = model(freeze, recomputes, tied)
+    engine = FlatEngine(adapter.module, settings(eps=1e-2), None, 1, 0)
+    losses, updates = [], []
+    for _ in range(steps):
+        engine.zero_gradients()
+        for number in range(len(SAMPLES)):
+            loss = own_loss(adapter, number, 0)
+            loss.backward()
+            losses.append(loss.item())
+        updates.append(engine.update(50))
+    return losses, updates, engine.full_parameters()
+
+
+@pytest.mark.parametrize(("world_size", "freeze", "recomputes", "tied"), [
+    (1, (), False, True), (2, ("vision",), True, False), (3, (), True, True), (5, ("language",), False, True)])
+def test_any_node_trains_as_one_rank_does(world_size, freeze, recomputes, tied):
+    expected_losses, expected_updates, expected = train_whole(freeze, recomputes, tied, 2)
+    results = run_tensors(train_node, world_size, world_size, freeze, recomputes, tied, 2)
+    per_step = [[] for _ in range(2)]
+    for step in range(2):
+        for rank, (losses, *_) in enumerate(results):
+            own = len(range(rank, len(SAMPLES), world_size))
+            per_step[step] += losses[step * own : (step + 1) * own]
+    for step in range(2):
+        assert sum(per_step[step]) == pytest.approx(
+            sum(expected_losses[step * len(SAMPLES) : (step + 1) * len(SAMPLES)]), rel=1e-5)
+    for _, _, updates, _, filled in results:
+        assert [update.gradient_norm for update in updates] == pytest.approx(
+            [update.gradient_norm for update in expected_updates], rel=1e-5)
+        assert filled <= 2
+    found = results[0][3]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pack_reads_a_unit_twice_and_adds_to_it_once(recomputes, tied):
+    """The head once, since it computes its gradient in the forward pass, and rows of the embedding once."""
+    _, counts, _, _, filled = run_tensors(train_node, 1, 1, (), recomputes, tied, 1)[0]
+    adapter = rough_model()
+    layers = len(adapter.module.model.language_model.layers) + 1  # the last norm is one more
+    encoder = len(adapter.module.model.visual.blocks) + 2  # the patch embedding and the merger
+    text, image = counts[0], counts[1]
+    assert text == {"reads": 2 * layers + 2, "adds": layers + 2}
+    assert image == {"reads": 2 * (layers + encoder) + 2, "adds": layers + encoder + 2}
+    assert filled == 2
+
+
+def bf16_sums(rank, world_size):
+    """The state after one update in bf16, of a learning rate that shows gradients."""
+    adapter = model((), True, True)
+    group = dist.group.WORLD if world_size > 1 else None
+    adapter.module.to(torch.bfloat16)
+    engine = NodeEngine(adapter, settings(eps=1e-2), group, world_size, rank,
+                        Node((tuple(range(world_size)),), group), torch.device("cpu"), "bf16", bucket_bytes=4000)
+    for number in range(rank, len(SAMPLES), world_size):
+        own_loss(adapter, number, rank).backward()
+        engine.end_pack()
+    if group:
+        dist.barrier()
+    update = engine.update(50)
+    return update.gradient_norm, engine.full_parameters(), engine.state.own_values.dtype
+
+
+def test_in_bf16_gradients_add_up_in_fp32():
+    one, two = (run_tensors(bf16_sums, world_size, world_size)[0] for world_size in (1, 2))
+    assert one[2] == torch.bfloat16
+    assert one[0] == pytest.approx(two[0], rel=1e-6), "only the order of fp32 sums differs"
+    for name, value in one[1].items():
+        assert value.dtype == torch.float32
+        assert torch.allclose(two[1][name], value, rtol=1e-5, atol=1e-7), name
+
+
+def test_the_module_is_as_before_when_the_engine_has_left_it():
+    adapter = model((), False, True)
+    embedding = type(adapter.module.model.language_model.embed_tokens).forward
+    engine = NodeEngine(adapter, settings(), None, 1, 0, Node(((0,),), None), torch.device("cpu"))
+    held = engine.local_shards(0)
+    engine.release()
+    assert "forward" not in vars(adapter.module.model.language_model.embed_tokens)
+    assert type(adapter.module.model.language_model.embed_tokens).forward is embedding
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in adapter.module.modules())
+    again = NodeEngine(adapter, settings(), None, 1, 0, Node(((0,),), None), torch.device("cpu"), initialize=False)
+    again.load_state(held[0].state)
+    expected = rough_model()
+    for name, value in again.full_parameters().items():
+        assert torch.equal(value, dict(expected.module.named_parameters())[name]), name
