@@ -81,6 +81,7 @@ def test_half_of_the_ranks_killed(start: Start, undisturbed: list[float]) -> Non
     check(run, undisturbed)
 
 
+@pytest.mark.timeout(1200)
 def test_a_soak_of_six(reference: Path, tmp_path: Path, asynchronous: Path) -> None:
     soak(reference, tmp_path, "step", 6, 2)
     assert len(os.listdir(asynchronous)) >= 4
