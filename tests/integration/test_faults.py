@@ -57,6 +57,7 @@ def test_a_worker_killed_one_stopped_and_the_driver_killed(start: Start, undistu
     check(again, undisturbed)
 
 
+@pytest.mark.timeout(600)
 def test_ranks_that_share_the_memory_of_their_node_go_on(start: Start, undisturbed: list[float]) -> None:
     run = start("train.sharding=node", "elastic.mirror_every_steps=1", "checkpoint.every_steps=4")
     run.wait_for_step(4)
