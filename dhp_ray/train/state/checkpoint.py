@@ -168,6 +168,8 @@ class Checkpointer:
         A peer must not wait for us in vain: what may fail here happens inside torch's steps, or is caught. Where a
         collective itself fails, or the save was left, we go: peers are freed when this group is closed.
         """
+        if self._left.is_set():  # its group may be gone: torch would take each rank for the only one
+            return None
         error: str | None = ""
         local = self.folder.local_path()
         try:
