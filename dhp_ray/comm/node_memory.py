@@ -25,8 +25,8 @@ from dhp_ray.comm.ranks import gather_over_ranks
 PAGE = mmap.PAGESIZE
 
 
-class NodeMemoryError(RuntimeError):
-    """Ranks of a node cannot map one another's memory; the message is one line."""
+class NodeMemoryError(ValueError):
+    """Ranks of a node cannot share memory; the message is one line."""
 
 
 class NodeMemory:
@@ -39,42 +39,46 @@ class NodeMemory:
         """Every rank of `ranks`, those of this node, calls this; `group` is theirs, over the CPU (None: one rank).
 
         Raises:
-            NodeMemoryError: a process may not open the memory of another one.
+            NodeMemoryError: a process may not open the memory of another one, said on all of them; or there is no room.
         """
         self.ranks, self.own = tuple(ranks), tuple(ranks).index(rank)
         length = -(-max(1, num_bytes) // PAGE) * PAGE
-        own = os.memfd_create("dhp_ray", os.MFD_CLOEXEC)
         self._files = [-1] * len(self.ranks)
         self.parts: list[Tensor] = []
-        self._files[self.own] = own
         try:
-            os.ftruncate(own, length)
-            described = torch.tensor([os.getpid(), own, os.fstat(own).st_ino], dtype=torch.int64)
-            everyone = [described] if group is None else gather_over_ranks(described, group)
-            for member, (pid, file, inode) in enumerate(tensor.tolist() for tensor in everyone):
+            self._files[self.own] = own = _created(length)
+            found = os.fstat(own)
+            described = torch.tensor([os.getpid(), own, found.st_dev, found.st_ino], dtype=torch.int64)
+            refusal = ""
+            for member, (pid, file, *identity) in enumerate(tensor.tolist() for tensor in _of_all(described, group)):
                 if member != self.own:
-                    self._files[member] = _opened(self.ranks[member], pid, file, inode)
-            self.parts = [torch.frombuffer(mmap.mmap(file, length), dtype=torch.uint8)[:num_bytes]
+                    self._files[member], said = _opened(self.ranks[member], pid, file, identity)
+                    refusal = refusal or said
+            # a peer that has died has no memory to open: this raises then, as any collective does
+            if any(bool(refused) for refused in _of_all(torch.tensor(int(bool(refusal))), group)):
+                raise NodeMemoryError(f"train.sharding=node: {refusal or 'a rank cannot open the memory of another'}; "
+                                      "allowed here: train.sharding=whole")
+            self.parts = [torch.frombuffer(_mapped(file, length), dtype=torch.uint8)[:num_bytes]
                           for file in self._files]
         except BaseException:
             self.close()
             raise
 
     @contextmanager
-    def locked(self, member: int, place: int) -> Iterator[None]:
-        """Hold the lock of a place of a member's part against all other processes; for one thread of each.
-
-        Places are numbers of the caller's; they need not be addresses.
-        """
+    def locked(self, member: int, lock: int) -> Iterator[None]:
+        """Hold a lock of a member's part, any number, against all other processes; for one thread of each."""
         file = self._files[member]
-        fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, lock)
         try:
             yield
         finally:
-            fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, lock)
 
     def close(self) -> None:
-        """Forget all parts. Memory is freed once no tensor of it is left, in any process."""
+        """Forget all parts; while this holds no lock, for closing a file gives back all of this process's locks on it.
+
+        Memory is freed once no tensor of it is left, in any process.
+        """
         self.parts = []
         for file in self._files:
             if file >= 0:
@@ -83,16 +87,42 @@ class NodeMemory:
         self._files = []
 
 
-def _opened(rank: int, pid: int, file: int, inode: int) -> int:
-    """Another process's file; refused where this process sees no such process, or may not look into it."""
+def _of_all(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    return [tensor] if group is None else gather_over_ranks(tensor, group)
+
+
+def _created(length: int) -> int:
+    """A new file of so many bytes of memory."""
+    file = os.memfd_create("dhp_ray", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, length)
+    except OSError as error:
+        os.close(file)
+        raise _no_room(length, error) from None
+    return file
+
+
+def _mapped(file: int, length: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(file, length)
+    except OSError as error:
+        raise _no_room(length, error) from None
+
+
+def _no_room(length: int, error: OSError) -> NodeMemoryError:
+    return NodeMemoryError(f"train.sharding=node: {length:,} bytes of shared memory cannot be had: {error.strerror}; "
+                           "use more nodes, or a smaller model")
+
+
+def _opened(rank: int, pid: int, file: int, identity: list[int]) -> tuple[int, str]:
+    """Another process's file, or -1 and why not: this process sees no such process, or may not look into it.
+    `identity`: its device and inode there.
+    """
     path = f"/proc/{pid}/fd/{file}"
     try:
-        found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        found = os.stat(path)
+        if [found.st_dev, found.st_ino] != identity:  # processes of another container have other numbers
+            return -1, f"{path} is not the memory of rank {rank}, which runs in another container"
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC), ""
     except OSError as error:
-        raise NodeMemoryError(f"train.sharding=node: the memory of rank {rank} cannot be opened at {path}: "
-                              f"{error.strerror}; allowed here: train.sharding=whole") from None
-    if os.fstat(found).st_ino != inode:  # processes of another container have other numbers
-        os.close(found)
-        raise NodeMemoryError(f"train.sharding=node: {path} is not the memory of rank {rank}, which runs in another "
-                              "container; allowed here: train.sharding=whole")
-    return found
+        return -1, f"the memory of rank {rank} cannot be opened at {path}: {error.strerror}"

@@ -40,7 +40,7 @@ def cross_entropy_sum(
 
 
 class LossHead(Module):
-    """The product of a language model's head with its loss, as a module: what hangs on to it sees it being used."""
+    """A language model's head with its loss, as a module, so that forward hooks on it fire."""
 
     take_gradient: TakeGradient | None = None
     """See `cross_entropy_sum`."""
@@ -93,11 +93,10 @@ class _CrossEntropySum(torch.autograd.Function):
         scale = gradients[0]
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if weight_gradient is not None:
-            weight_gradient = weight_gradient * scale
             if ctx.take_gradient:
-                ctx.take_gradient(weight_gradient)
+                ctx.take_gradient(weight_gradient.mul_(scale))  # in place: it is as large as the head, and used once
                 weight_gradient = None
             else:
-                weight_gradient = weight_gradient.to(ctx.weight_dtype)
+                weight_gradient = (weight_gradient * scale).to(ctx.weight_dtype)
         return (None if hidden_gradient is None else (hidden_gradient * scale).to(hidden_gradient.dtype),
                 weight_gradient, None, None, None, None)

@@ -12,8 +12,8 @@ flat engine, so that a state may change between the two. The idea: ODC (arXiv 26
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,8 @@ class NodeEngine(FlatShards):
         """Every rank calls this. See FlatEngine."""
         super().__init__(adapter.module, settings, world_group, world_size, rank, precision, bucket_bytes, originals,
                          progress, adapter.weights, device)
-        self._node = node
+        self._node: Node = node
+        self._detachments: list[Callable[[], None]] = []
         if initialize:
             self._fill_shard()
         else:
@@ -73,11 +74,15 @@ class NodeEngine(FlatShards):
         if self._weights is None:  # nothing else has them once they have left the module
             self.originals |= {name: parameter.detach().cpu() for name, parameter in self.frozen.items()
                                if name not in self.originals}
-        units = units_of(adapter)
-        self._set_up(units, [unit.layout for unit in units])
-        self._attach(adapter.node_units(), units)
-        if initialize:
-            self.all_gather_parameters()
+        try:
+            units = units_of(adapter)
+            self._set_up(units, [unit.layout for unit in units])
+            self._attach(adapter.node_units(), units)
+            if initialize:
+                self.all_gather_parameters()
+        except BaseException:
+            self.release()  # hooks on the module would keep memory and groups
+            raise
 
     def _set_up(self, units: Sequence[ModelUnit], layouts: Sequence[Unit]) -> None:
         """Lay the units out over the node, and write what is frozen."""
@@ -86,8 +91,10 @@ class NodeEngine(FlatShards):
         sums = Slices(layouts, len(members), 4, trained_only=True)
         memory = NodeMemory(NodeState.num_bytes(values, sums, self.compute_type), members, self.rank, self._node.group)
         self.state = NodeState(layouts, memory, values, sums, self.compute_type)
+        self._detachments.append(self.state.close)
         self._write_frozen()
         self.buffers = UnitBuffers(self.state, units, self.compute_type, self.device)
+        self._detachments.append(self.buffers.remove)
         self._exchange = NodeExchange(self.layout, layouts, self._node.nodes, self.rank, self.compute_type, self.group)
         self._shard_gradient = torch.zeros_like(self.current.value)
         move_buffers(self.module, self.device)
@@ -98,14 +105,19 @@ class NodeEngine(FlatShards):
         of_table, of_head = (next(number for number, unit in enumerate(units) if parameter in unit.own())
                              for parameter in (table, weight))
         name = next(name for name, parameter in units[of_head].parameters.items() if parameter is weight)
-        self._head, self._embedding = modules.head, modules.embedding
-        self._head.take_gradient = lambda gradient: self.buffers.add(of_head, {name: gradient})
+        head, embedding, skipped = modules.head, modules.embedding, modules.embedding.padding_idx
 
         def rows_of(input: Tensor) -> Tensor:
-            rows: Tensor = Rows.apply(table, input, self.state, of_table, self.buffers.count)
+            rows: Tensor = Rows.apply(table, input, self.state, of_table, skipped, self.buffers.count)
             return rows
 
-        self._embedding.forward = rows_of  # type: ignore[method-assign]
+        def detach() -> None:
+            head.take_gradient = None
+            del embedding.forward  # the class's is in force again
+
+        head.take_gradient = lambda gradient: self.buffers.add(of_head, {name: gradient})
+        embedding.forward = rows_of  # type: ignore[method-assign]
+        self._detachments.append(detach)
 
     def _write_frozen(self) -> None:
         """Write this rank's slices of frozen parameters, from their files or as they came."""
@@ -131,19 +143,25 @@ class NodeEngine(FlatShards):
         self.buffers.end_pack()
 
     def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
+        """See Engine. All ranks have ended their packs before any calls this: a collective comes in between. When it
+        raises, gradients may be gone: the step is to run again.
+        """
         update = super().update(num_valid_tokens, learning_rate_factor)
         if not update.applied:  # sums are zeroed; nobody may add to them before that
             self._meet()
         return update
 
     def _detach(self) -> None:
-        self.buffers.remove()
-        self._head.take_gradient = None
-        del self._embedding.forward  # the class's is in force again
-        for parameter in (self.parameters | self.frozen).values():
-            place(parameter, torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape))
-        self.state.close()
+        for detach in reversed(self._detachments):
+            detach()
+        self._detachments = []
+        for name, parameter in (self.parameters | self.frozen).items():
+            # the next engine over this module takes frozen values from files, or from here
+            kept = self.originals.get(name) if self._weights is None else None
+            empty = torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape)
+            place(parameter, empty if kept is None else kept)
         self._shard_gradient = torch.zeros(0, device=self.device)
+        self._node = self._exchange = cast(Any, None)  # they know the groups
 
     def _reduce(self) -> float:
         """Sum this bucket by bucket over all nodes; then the node's sums are zero, for the next step."""

@@ -3,9 +3,10 @@
     forward     unit k: fill | compute, k + 1 is filled beside it | empty
     backward    unit k: fill | (recompute) compute, k - 1 is filled beside it | add gradients to the node's sums | empty
 
-A unit has one buffer for good. Its memory is resized to nothing and back, as FSDP2 does, so that what autograd has
-saved of a parameter is good again when the buffer is filled. A filled buffer is not filled again: with and without
-recomputation a pack reads a unit twice. At most two units are filled at a time, the one that computes and the next.
+A unit is what FSDP calls one: parameters that are gathered together. It has one buffer, whose storage is resized to 0
+and back, as FSDP2 does: views of it that autograd has saved are valid again once it is refilled. A filled buffer is not
+filled again: with and without recomputation a pack reads a unit twice, forward and backward. At most two units are
+filled at a time, the one that computes and the next.
 
 The head computes its gradients in its forward pass, so it is read once; the embedding is read and added row by row.
 """
@@ -114,7 +115,7 @@ class UnitBuffers:
         self.counts["adds"] += 1
 
     def remove(self) -> None:
-        """Take the hooks away, and let the parameters go."""
+        """Remove the hooks, and free the buffers."""
         for handle in self._handles:
             handle.remove()
         for unit in self.units:
@@ -188,13 +189,16 @@ class UnitBuffers:
 
 
 class Rows(torch.autograd.Function):
-    """Rows of an embedding, read from a node's memory; their gradients are added there."""
+    """Rows of an embedding, read from a node's memory; their gradients are added there, but for those of the row
+    `skipped` (torch's padding_idx).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, rows: Tensor, state: NodeState, unit: int, count: Callable[[str], None]
+        ctx: Any, weight: Tensor, rows: Tensor, state: NodeState, unit: int, skipped: int | None,
+        count: Callable[[str], None],
     ) -> Tensor:
-        ctx.state, ctx.unit, ctx.count = state, unit, count
+        ctx.state, ctx.unit, ctx.skipped, ctx.count = state, unit, skipped, count
         ctx.save_for_backward(rows)
         count("reads")
         return state.read_rows(unit, rows)
@@ -203,6 +207,9 @@ class Rows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         rows, = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
-            ctx.state.add_rows(ctx.unit, rows, gradients[0])
+            gradient = gradients[0]
+            if ctx.skipped is not None:
+                gradient = gradient.masked_fill((rows == ctx.skipped)[:, None], 0.0)
+            ctx.state.add_rows(ctx.unit, rows, gradient)
             ctx.count("adds")
-        return (None,) * 5
+        return (None,) * 6

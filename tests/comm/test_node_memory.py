@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dhp_ray.comm import node_memory
 from dhp_ray.comm.node_memory import NodeMemory, NodeMemoryError, _opened
 from tests.ranks import run_ranks
 
@@ -83,22 +86,47 @@ def test_one_rank_has_its_part_alone():
     assert memory.parts == []
 
 
-def test_memory_of_another_container_is_refused():
+def test_memory_of_another_container_is_not_opened():
     own = os.memfd_create("own")
-    with pytest.raises(NodeMemoryError, match=r"^train.sharding=node: the memory of rank 4 cannot be opened at /proc/"
-                                              r"\d+/fd/9999: .*; allowed here: train.sharding=whole$"):
-        _opened(4, os.getpid(), 9999, 1)
-    with pytest.raises(NodeMemoryError, match="is not the memory of rank 4, which runs in another container"):
-        _opened(4, os.getpid(), own, os.fstat(own).st_ino + 1)
+    found = os.fstat(own)
+    assert _opened(4, os.getpid(), 9999, [1, 1]) == (
+        -1, f"the memory of rank 4 cannot be opened at /proc/{os.getpid()}/fd/9999: No such file or directory")
+    assert _opened(4, os.getpid(), own, [found.st_dev, found.st_ino + 1]) == (
+        -1, f"/proc/{os.getpid()}/fd/{own} is not the memory of rank 4, which runs in another container")
+    file, said = _opened(4, os.getpid(), own, [found.st_dev, found.st_ino])
+    assert os.fstat(file).st_ino == found.st_ino
+    assert said == ""
     os.close(own)
+    os.close(file)
+
+
+def refuse(rank, world_size):
+    if rank == 1:  # as where it may not look into the other
+        node_memory._opened = lambda *described: (-1, "the memory of rank 0 cannot be opened")
+    with pytest.raises(NodeMemoryError) as caught:
+        NodeMemory(64, range(world_size), rank, dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_a_refusal_is_said_on_all_ranks():
+    assert run_ranks(refuse, 2, 2) == [
+        "train.sharding=node: a rank cannot open the memory of another; allowed here: train.sharding=whole",
+        "train.sharding=node: the memory of rank 0 cannot be opened; allowed here: train.sharding=whole"]
+
+
+def test_no_room_is_one_line():
+    with pytest.raises(NodeMemoryError, match=r"^train.sharding=node: [\d,]+ bytes of shared memory cannot be had: "):
+        NodeMemory(1 << 62, [0], 0, None)
 
 
 def test_nothing_is_left_open():
-    before = len(os.listdir("/proc/self/fd"))
+    def left():
+        gc.collect()  # of tests before
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:dhp_ray")
+
+    before = left()
     for _ in range(20):
         memory = NodeMemory(1 << 20, [0], 0, None)
         memory.parts[0].fill_(1)
         memory.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-    with open("/proc/self/maps") as maps:
-        assert "memfd:dhp_ray" not in maps.read()
+    assert left() == before

@@ -152,3 +152,41 @@ def test_the_module_is_as_before_when_the_engine_has_left_it():
     expected = rough_model()
     for name, value in again.full_parameters().items():
         assert torch.equal(value, dict(expected.module.named_parameters())[name]), name
+
+
+def test_a_row_that_is_padding_gets_no_gradient():
+    def first_norm(make):
+        adapter = rough_model()
+        adapter.module.model.language_model.embed_tokens.padding_idx = int(SAMPLES[3][1].input_ids[0])
+        engine = make(adapter)
+        engine.zero_gradients()
+        own_loss(adapter, 3, 0).backward()
+        engine.end_pack()
+        return engine.update(50).gradient_norm
+
+    def node(adapter):
+        return NodeEngine(adapter, settings(), None, 1, 0, Node(((0,),), None), torch.device("cpu"))
+
+    assert first_norm(node) == pytest.approx(
+        first_norm(lambda adapter: FlatEngine(adapter.module, settings(), None, 1, 0)), rel=1e-6)
+
+
+def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(monkeypatch):
+    """Also frozen values, which no file has: the next engine over the model takes them from it."""
+    adapter = model(("vision",), False, True)
+    expected = {name: parameter.detach().clone() for name, parameter in adapter.module.named_parameters()
+                if not parameter.requires_grad}
+
+    def fail(engine):
+        raise RuntimeError("connection closed by peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NodeEngine, "all_gather_parameters", fail)
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            NodeEngine(adapter, settings(), None, 1, 0, Node(((0,),), None), torch.device("cpu"))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in adapter.module.modules())
+    assert "forward" not in vars(adapter.module.model.language_model.embed_tokens)
+    again = NodeEngine(adapter, settings(), None, 1, 0, Node(((0,),), None), torch.device("cpu"), initialize=False)
+    for name, value in expected.items():
+        assert torch.equal(again._frozen_value(name), value)
+        assert torch.equal(again.state.value(name, value.numel()).view(value.shape), value)

@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport, open_transport
 from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
 from dhp_ray.config import Config
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
@@ -89,11 +89,11 @@ class Rank:
 
     Args:
         adapter: a model whose state is loaded after this when `keeps_state`; else its weights are the state.
-        originals: of the flat engine before, over the same adapter.
+        originals: of the engine before, over the same adapter.
         progress: what the training thread is at; other threads may abort it.
 
     Raises:
-        ValueError: one line, when the model cannot be trained so.
+        ValueError: one line, when the model cannot be trained so, or ranks of a node cannot share memory.
         RendezvousError: the other ranks did not come.
     """
 
@@ -138,11 +138,19 @@ class Rank:
             else self._flat_engine(world, not keeps_state, originals, progress)
         )
         try:
-            self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group,
-                                 snapshot=config.elastic.mirror_every_steps not in ("0", "1"))
+            self._equip(mirror_group, transport, world, progress)
         except BaseException:
             self.engine.release()  # the next engine over this adapter must not find this one's hooks
             raise
+
+    def _equip(
+        self, mirror_group: dist.ProcessGroup | None, transport: Transport, world: dist.ProcessGroup | None,
+        progress: Progress,
+    ) -> None:
+        """Make what works on the engine: the mirror, the step, the checkpoints."""
+        config, membership, rank = self.config, self.membership, self.membership.rank
+        self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group,
+                             snapshot=config.elastic.mirror_every_steps not in ("0", "1"))
         self._mirror_lock = Lock()
         # whether this step waits for the last copies: the first one does, since till then only the generation before
         # has whole ones
@@ -153,7 +161,7 @@ class Rank:
         self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(
             # a save that is left may still write there
             prefix="dhp_ray_", dir=save_folder(config), ignore_cleanup_errors=True)
-        self.checkpointer = Checkpointer(self.engine, rank, world_size, self.state_group,
+        self.checkpointer = Checkpointer(self.engine, rank, membership.world_size, self.state_group,
                                          Path(self.scratch.name) if self.scratch else None, folder,
                                          membership.generation)
         self.layer_marks = LayerMarks(self._layers(), progress, gathered=isinstance(self.engine, ShardedEngine))

@@ -79,7 +79,7 @@ class NodeState:
         """Rows (K,) of a unit that is one matrix: (K, row)."""
         width, length = self.units[unit].row, self.values.lengths[unit]
         start, per_member = self.values.starts[unit], length // width
-        found = self._values[0].new_empty(len(rows), width)
+        found = self._values[0].new_zeros(len(rows), width)
         for member, part in enumerate(self._values):
             local = rows - member * per_member
             here = ((local >= 0) & (local < per_member))[:, None]
