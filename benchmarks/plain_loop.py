@@ -17,7 +17,6 @@ import os
 import statistics
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -30,7 +29,7 @@ from benchmarks.device_parts.workload import OwnStep  # noqa: E402
 from benchmarks.worlds import Corpus, corpus_of, data_overrides, plans_of  # noqa: E402
 from dhp_ray.config import load  # noqa: E402
 from dhp_ray.model.presets import preset_config  # noqa: E402
-from dhp_ray.planner.plan import Plan, RankPack, RankPlan, Sample  # noqa: E402
+from dhp_ray.planner.plan import Plan, RankPlan, Sample  # noqa: E402
 from dhp_ray.train.collate import Payload  # noqa: E402
 from dhp_ray.train.step_inputs import collated  # noqa: E402
 from tests.packs import TOKEN_IDS, make_pack, plain_copy, plain_loss  # noqa: E402
@@ -117,11 +116,9 @@ def ours(own: OwnStep, plan: Plan, corpus: Corpus) -> tuple[float, float]:
 
 def plain(loop: Loop, batch: list[Sample], corpus: Corpus) -> tuple[float, float]:
     """Mean loss and seconds."""
-    pack: RankPack = make_pack(0, [0], batch)
-    payloads = corpus.rank_payloads(RankPlan(1, 0, (), (pack,)))
-    ordered = [replace(payloads[sample.id]) for sample in batch]
+    payloads = corpus.rank_payloads(RankPlan(1, 0, (), (make_pack(0, [0], batch),)))
     begun = perf_counter()
-    loss = loop.run(ordered)
+    loss = loop.run([payloads[sample.id] for sample in batch])
     return loss, perf_counter() - begun
 
 

@@ -45,7 +45,9 @@ class Node(NamedTuple):
 
 
 class NodeEngine(FlatShards):
-    """Owns an adapter's parameters: between uses they have no memory of their own."""
+    """Owns an adapter's parameters: between uses they have no memory of their own. Of a model that has no files,
+    `originals` are all frozen ones.
+    """
 
     def __init__(
         self,
@@ -166,19 +168,14 @@ class NodeEngine(FlatShards):
     def _reduce(self) -> float:
         """Sum this bucket by bucket over all nodes; then the node's sums are zero, for the next step."""
         self._shard_gradient.zero_()
-        arriving: deque[tuple[Arriving, Bucket]] = deque()
+        arriving: deque[Arriving] = deque()
         for number, bucket in enumerate(self.layout.buckets):
-            arriving.append((self._exchange.begin_sums(number, self.state.own_sums), bucket))
-            self._take_sums(arriving, IN_FLIGHT)
-        self._take_sums(arriving, 0)
+            total = self._shard_gradient[bucket.shard]
+            arriving.append(self._exchange.begin_sums(number, self.state.own_sums, total))
+            self._take(arriving, IN_FLIGHT)
+        self._take(arriving, 0)
         self.state.own_sums.zero_()
         return self._norm(self._shard_gradient[bucket.shard] for bucket in self.layout.buckets)
-
-    def _take_sums(self, arriving: deque[tuple[Arriving, Bucket]], most: int) -> None:
-        while len(arriving) > most:
-            arrived, bucket = arriving.popleft()
-            self._wait(arrived.work)
-            arrived.add_to(self._shard_gradient[bucket.shard])
 
     def _reduced_gradient(self, bucket: Bucket) -> Tensor:
         return self._shard_gradient[bucket.shard]
@@ -188,16 +185,18 @@ class NodeEngine(FlatShards):
         arriving: deque[Arriving] = deque()
         for number, bucket in enumerate(self.layout.buckets):
             yield bucket
-            arriving.append(self._exchange.begin_values(number, state.value[bucket.shard].to(self.compute_type)))
-            self._take_values(arriving, IN_FLIGHT)
-        self._take_values(arriving, 0)
+            values = state.value[bucket.shard].to(self.compute_type)
+            arriving.append(self._exchange.begin_values(number, values, self.state.own_values))
+            self._take(arriving, IN_FLIGHT)
+        self._take(arriving, 0)
         self._meet()
 
-    def _take_values(self, arriving: deque[Arriving], most: int) -> None:
+    def _take(self, arriving: deque[Arriving], most: int) -> None:
+        """Wait until at most so many exchanges are under way, and take what the others brought."""
         while len(arriving) > most:
             arrived = arriving.popleft()
             self._wait(arrived.work)
-            arrived.copy_to(self.state.own_values)
+            arrived.take()
 
     def _meet(self) -> None:
         """Wait until all ranks of the node have come: their slices are written and their sums zero."""

@@ -163,7 +163,7 @@ class Checkpointer:
 
     def _saved(self, name: str, state: ShardState, group: dist.ProcessGroup | None, folder: Path) -> str | None:
         """Write every rank's part, or leave none: returns "" when written, what failed on this rank, or None where
-        another rank failed.
+        another rank failed or the save was left before it began.
 
         A peer must not wait for us in vain: what may fail here happens inside torch's steps, or is caught. Where a
         collective itself fails, or the save was left, we go: peers are freed when this group is closed.

@@ -35,27 +35,24 @@ class Route:
 
 @dataclass
 class Arriving:
-    """What comes from all ranks, under way."""
+    """What comes from all ranks, under way: it is added to places of `target`, or copied there."""
 
     work: dist.Work | None
     received: Tensor
     sent: Tensor
     """Lives until it has been sent."""
     places: list[slice]
+    target: Tensor
+    adds: bool
 
-    def add_to(self, target: Tensor) -> None:
+    def take(self) -> None:
         """Once `work` has ended."""
-        for place, part in self._parts():
-            target[place].add_(part)
-
-    def copy_to(self, target: Tensor) -> None:
-        """Once `work` has ended."""
-        for place, part in self._parts():
-            target[place].copy_(part)
-
-    def _parts(self) -> list[tuple[slice, Tensor]]:
-        sizes = [place.stop - place.start for place in self.places]
-        return list(zip(self.places, self.received.split(sizes)))
+        parts = self.received.split([place.stop - place.start for place in self.places])
+        for place, part in zip(self.places, parts):
+            if self.adds:
+                self.target[place].add_(part)
+            else:
+                self.target[place].copy_(part)
 
 
 class NodeExchange:
@@ -71,23 +68,25 @@ class NodeExchange:
         self._sums = [(self._of_slices(sums, bucket), self._of_shard(sums, bucket)) for bucket in layout.buckets]
         self._values = [(self._of_shard(values, bucket), self._of_slices(values, bucket)) for bucket in layout.buckets]
 
-    def begin_sums(self, number: int, own_sums: Tensor) -> Arriving:
-        """Send this rank's sums of a bucket; what arrives is to be added to its slice of it. Every rank calls it."""
-        return self._begin(own_sums, *self._sums[number])
-
-    def begin_values(self, number: int, values: Tensor) -> Arriving:
-        """Send this rank's slice of a bucket, `values`; what arrives is to be copied to the rank's part of the node.
-        Every rank calls it.
+    def begin_sums(self, number: int, own_sums: Tensor, total: Tensor) -> Arriving:
+        """Send this rank's sums of a bucket; what arrives is to be added to `total`, its slice of the bucket. Every
+        rank calls it.
         """
-        return self._begin(values, *self._values[number])
+        return self._begin(own_sums, *self._sums[number], total, adds=True)
 
-    def _begin(self, source: Tensor, send: Route, receive: Route) -> Arriving:
+    def begin_values(self, number: int, values: Tensor, own_values: Tensor) -> Arriving:
+        """Send `values`, this rank's slice of a bucket; what arrives is to be copied to `own_values`, its part of the
+        node's. Every rank calls it.
+        """
+        return self._begin(values, *self._values[number], own_values, adds=False)
+
+    def _begin(self, source: Tensor, send: Route, receive: Route, target: Tensor, adds: bool) -> Arriving:
         sent = torch.cat([source[place] for place in send.places] or [source[:0]])
-        if self.group is None:
-            return Arriving(None, sent, sent, receive.places)
-        received = source.new_empty(sum(receive.counts))
-        work = dist.all_to_all_single(received, sent, receive.counts, send.counts, group=self.group, async_op=True)
-        return Arriving(work, received, sent, receive.places)
+        received, work = sent, None
+        if self.group is not None:
+            received = source.new_empty(sum(receive.counts))
+            work = dist.all_to_all_single(received, sent, receive.counts, send.counts, group=self.group, async_op=True)
+        return Arriving(work, received, sent, receive.places, target, adds)
 
     def _of_slices(self, maps: Mapping[int, HeldMap], bucket: Bucket) -> Route:
         """What of each rank's shard of a bucket lies in this rank's slices: places in these."""
