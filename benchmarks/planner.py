@@ -141,7 +141,7 @@ def mode(cost: CostModel) -> None:
     for count, num_ranks in PEERS:
         lengths, cells = bimodal(count, num_ranks), []
         for share in (0.0, 0.1, 0.5, 1.0):
-            charged = replace(cost, pack_s=share * cost.fixed_s, _cache={})
+            charged = replace(cost, pack_s=share * cost.fixed_s)
             plans = (planned(lengths, num_ranks, charged, tokens_per_rank=room, sync=sync)
                      for sync, room in (("step", tokens), ("micro_batch", micro_batch_tokens)))
             step_s, micro_batch_s = (plan.predicted_time_s for plan in plans)
@@ -160,7 +160,7 @@ def time_it(cost: CostModel) -> None:
         "pool of 32 groups "
         "| last resort: step / micro_batch | last resort: step, 5 % spread |\n|---|---|---|---|---|---|---|---|---|"
     )
-    seeing = replace(cost, vision_linear_s=1e-5, _cache={})
+    seeing = replace(cost, vision_linear_s=1e-5)
     for count, num_ranks, allowed in ((512, 64, 3), (2048, 512, 10), (2048, 1024, 20), (16384, 4096, 60)):
         lengths = bimodal(count, num_ranks)
         spread = tuple(np.clip(np.random.default_rng(1).normal(1, 0.05, num_ranks), 0.7, 1.3))
@@ -240,7 +240,7 @@ def weighed(count: int, batches: int, cost: CostModel, group_s: float, known: bo
     from dhp_ray.planner.schedule import firsts_of, flat
 
     pool: list[tuple[int, ...]] = []
-    new_groups, time_s, priced = 0, 0.0, replace(cost, group_s=group_s, _cache={})
+    new_groups, time_s, priced = 0, 0.0, replace(cost, group_s=group_s)
     for batch in range(batches):
         plan = planned(drawn("wikipedia", count, 64, batch), 64, priced if known else cost, pool=tuple(pool))
         made = [ranks for ranks in plan.process_groups() if ranks not in pool]

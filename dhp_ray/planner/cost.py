@@ -119,7 +119,7 @@ class CostModel:
     fixed_s_by_sync: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
     source: str = ""
-    _cache: dict[int, Rates] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[int, Rates] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",

@@ -1,6 +1,7 @@
 """The cost model: its formulas by hand, and files that it refuses."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,13 @@ def test_a_missing_constant_is_named(tmp_path, name):
     path.write_text(yaml.safe_dump({key: value for key, value in CONSTANTS.items() if key != name}))
     with pytest.raises(PlanError, match=f"^{path}: {name}: missing"):
         CostModel.load(path)
+
+
+def test_a_changed_copy_has_rates_of_its_own():
+    cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1.0}, pack_s=1.0)
+    cluster = ClusterSpec(1, 1, 10)
+    assert cost.pack_time_s([5], (0,), cluster) == 6.0
+    assert replace(cost, pack_s=3.0).pack_time_s([5], (0,), cluster) == 8.0
 
 
 def test_a_file_that_is_no_cost_file(tmp_path):
