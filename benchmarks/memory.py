@@ -4,8 +4,9 @@
 
 Qwen2.5-VL in bf16, with recomputation, nothing frozen, images of up to 4,096 tokens, packs of vision tokens throughout
 (which need most), 90 % of the device's memory, process groups as `comm.pool_groups=auto` keeps them. A device of 64 GiB
-is reckoned as an NPU, one of 80 GiB as a GPU: their attention kernels differ in what they take. Modelled: none of these
-devices has been measured.
+is reckoned as an NPU, one of 80 GiB as a GPU: their attention kernels differ in what they take. `node`: where the 8
+ranks of a node share its memory (train.sharding=node), which no GPU or NPU runs yet. Modelled: none of these devices
+has been measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.model.qwen2_5_vl import Qwen25VL
-from dhp_ray.planner.cost import SYNCS
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.runtime.driver.modes import MEMORY_SHARE
@@ -27,21 +27,24 @@ from tests.qwen_configs import TEXT, published_config
 MODELS = tuple(TEXT)
 DEVICES = {64: "npu", 80: "cuda"}
 NUM_DEVICES = (4, 8, 16, 32, 64, 128)
+NODE_RANKS = 8
+MODES = (("step", "whole"), ("step", "node"), ("micro_batch", "whole"))
 
 
-def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str) -> int:
+def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str, sharding: str = "whole") -> int:
     """Tokens of a pack on one of so many ranks, each on a device of its own; 0: not even the state fits."""
     device, memory_bytes = ACCELERATORS[DEVICES[gibibytes]], gibibytes * 2**30
     groups = min(device.pool_groups("auto", memory_bytes), 2**num_devices - num_devices - 1)
     settings = MemorySettings(sync=sync, world_size=num_devices, precision="bf16", recomputes=True, device=device.name,
-                              communicators_bytes=groups * device.group_bytes)
+                              communicators_bytes=groups * device.group_bytes, sharding=sharding,
+                              node_ranks=min(NODE_RANKS, num_devices))
     memory = MemoryModel(Qwen25VL.shape(published_config(name)), settings)
     return memory.tokens_that_fit(MEMORY_SHARE * memory_bytes)
 
 
 def cell(name: str, gibibytes: int, num_devices: int) -> str:
-    """Tokens a rank in both modes, to two digits."""
-    found = [tokens_per_rank(name, gibibytes, num_devices, sync) for sync in SYNCS]
+    """Tokens a rank in each mode, to two digits."""
+    found = [tokens_per_rank(name, gibibytes, num_devices, *mode) for mode in MODES]
     return " / ".join(f"{float(f'{tokens:.2g}'):,.0f}" if tokens else "no" for tokens in found)
 
 

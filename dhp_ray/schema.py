@@ -229,8 +229,8 @@ class Train:
         choices=("true", "false", "auto"))
     sharding: str = key(
         "whole", "where parameters and gradient sums lie with planner.sync=step: whole: on every rank; node: once per "
-        "node, sliced over its ranks (CPU)",
-        choices=("whole", "node"))
+        "node, sliced over its ranks (CPU); auto: what fits and is fastest, for each generation",
+        choices=("auto", "whole", "node"))
     fused_operators: str = key(
         "auto", "norms, rotations and SwiGLU by fused operators: on NPU, and on CUDA where Liger is installed",
         choices=("auto", "off"),

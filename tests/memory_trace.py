@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -30,9 +31,11 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import cuda
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from dhp_ray.planner.plan import Grid, RankPack, Sample
+from dhp_ray.train import node_engine
 from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.optimizer import OptimizerSettings
@@ -139,6 +142,20 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class OnePart:
+    """Stands in for a node's memory, of which others' parts take nothing of this rank's device: they are its own."""
+
+    def __init__(self, num_bytes: int, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
+        self.own = list(ranks).index(rank)
+        self.parts = [torch.empty(num_bytes // 4, dtype=torch.float32).view(torch.uint8)] * len(ranks)
+
+    def locked(self, member: int, lock: int) -> Any:
+        return nullcontext()
+
+    def close(self) -> None:
+        self.parts = []
+
+
 class SilentLink(Link):
     """Members that exchange nothing, as fake tensors hold nothing; what is received has its memory."""
 
@@ -179,7 +196,8 @@ def traced(
 ) -> tuple[int, int, PackLoad]:
     """Bytes that an engine holds between packs, the most that a pack adds, and the pack's load.
 
-    In `sync=step` on one rank; in `micro_batch` as rank 0 of `settings.world_size`, in a `fake_world`.
+    In `sync=step` on one rank; in `micro_batch`, and where the ranks of a node share its memory, as rank 0 of
+    `settings.world_size`, in a `fake_world`.
     """
     adapter = model_without_memory(config)
     inputs, load = make_inputs(samples, adapter, degree)
@@ -191,8 +209,14 @@ def traced(
     with memory_trace() as trace:
         adapter.module.to_empty(device="cpu")
         adapter.module.tie_weights()
-        if settings.sync == "step":
-            engine: Any = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
+        if settings.sharding == "node":
+            ranks = range(settings.world_size)
+            node = Node([ranks[start : start + settings.node_ranks] for start in ranks[:: settings.node_ranks]], None)
+            with mock.patch.object(node_engine, "NodeMemory", OnePart):
+                engine: Any = NodeEngine(adapter, optimizer, dist.group.WORLD, len(ranks), 0, node, torch.device("cpu"),
+                                         settings.precision, settings.bucket_bytes)
+        elif settings.sync == "step":
+            engine = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
         else:
             assert dist.group.WORLD is not None
             engine = ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision)
@@ -207,6 +231,7 @@ def traced(
             loss = (pack_loss(adapter, on_device, link) if settings.sync == "step"
                     else engine.loss(on_device, link, encodes))
             loss.backward()
+            engine.end_pack()
             del loss
         pack_bytes, resident_bytes = trace.peak_bytes - before_bytes, held_bytes(engine)
         engine.release()
@@ -216,7 +241,9 @@ def traced(
 def held_bytes(engine: Any) -> int:
     """Bytes of an engine's own storages, each counted once; with gradients that no pack has used yet."""
     tensors = [*engine.current.tensors().values(), *engine.spare.tensors().values()]
-    if isinstance(engine, ShardedEngine):
+    if isinstance(engine, NodeEngine):
+        tensors += [engine.state.memory.parts[0], engine._shard_gradient]
+    elif isinstance(engine, ShardedEngine):
         tensors += [parameter.to_local() for parameter in (engine.parameters | engine.frozen).values()]
         tensors += [torch.empty_like(parameter.to_local()) if parameter.grad is None else parameter.grad.to_local()
                     for parameter in engine.parameters.values()]

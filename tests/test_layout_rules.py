@@ -50,6 +50,7 @@ COVERED_BY = {
     "runtime/job/roster.py": "integration/test_capacity.py",
     "runtime/worker/failures.py": "integration/test_error_lines.py",
     "runtime/worker/folders.py": "runtime/driver/test_room.py",
+    "runtime/worker/heap.py": "runtime/worker/test_loading_memory.py",
     "runtime/worker/held_shards.py": "integration/test_faults.py",
     "runtime/worker/rank.py": "train/test_random_plans.py",
     "runtime/worker/worker.py": "integration/test_faults.py",

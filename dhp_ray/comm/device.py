@@ -31,6 +31,8 @@ class Accelerator:
     """The environment variable that hides some of them."""
     group_bytes: int = 0
     """Device memory that a process group of the pool takes, about."""
+    shares_memory: bool = False
+    """Ranks of a node can map the memory of one another's devices (`train.sharding=node`)."""
 
     def num_devices(self) -> int:
         """How many this machine has at most, by the device files: a library that knows takes seconds to import. On the
@@ -125,7 +127,7 @@ HCCL_BUFFER_MB = 32
 NCCL_BYTES = 64 * 2**20
 """An estimate that nobody has measured: what a communicator takes grows with its members and links."""
 
-CPU = Accelerator("cpu", "gloo", None)
+CPU = Accelerator("cpu", "gloo", None, shares_memory=True)
 CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES)
 NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES", 2 * HCCL_BUFFER_MB * 2**20)
 WATCHDOGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0"}

@@ -9,7 +9,9 @@ Per token of a layer with P parameters, H heads (K of keys and values) of width 
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
 
 A step's fixed part is its reduction, update and gather (`sync=step`), or what FSDP cannot hide of a micro-batch: the
-root's gather and reduction.
+root's gather and reduction. Where a node has parameters once (`train.sharding=node`, G ranks), a rank exchanges at a
+step's end its slices alone, 1 / G of the model's; a pack pays for that: it reads the head's parameters, which nothing
+hides, and starts 3 G copies a unit (two reads and an add). Its other reads and adds go on beside compute (`gather_s`).
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
     """Seconds and bytes of the model and run that `memory` is of, on ranks of this device in so many nodes."""
     shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
     trains = {part: part not in settings.frozen for part in ("vision", "language")}
-    again = int(settings.recomputes)
+    again, shared = int(settings.recomputes), settings.sync == "step" and settings.sharding == "node"
 
     def products(part: str, num_parameters: float) -> float:
         """Seconds of a token's products, forward and backward."""
@@ -118,21 +120,34 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
             for layer in shape.vision),
         comm_bytes_per_token=key_values * (c * (2 + again) + 4),
         latency_s=language_layers * (3 + again) * device.message_s,
-        pack_s=shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s, group_s=device.group_s,
+        pack_s=(shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s
+                + (_reads_s(memory, device) if shared else 0.0)), group_s=device.group_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
         bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s})
 
 
 def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
-    """Seconds that the layers' parameters (forward and backward) and gradients (fp32) of a micro-batch take to travel
-    in `sync=micro_batch`, beside its compute; 0 in `step`."""
+    """Seconds that the layers' parameters (forward and backward) and gradients (fp32) of a pack or micro-batch take to
+    travel beside its compute, over all ranks in `sync=micro_batch`, inside a node with `train.sharding=node`; 0 where a
+    rank has all parameters."""
     shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
-    if settings.sync != "micro_batch":
+    if settings.sync == "micro_batch":
+        ranks, one_node = settings.world_size, num_nodes == 1
+    elif settings.sharding == "node":
+        ranks, one_node = settings.node_ranks, True
+    else:
         return 0.0
     layers = shape.units()[:-1]
     moved = sum(unit.num_parameters * unit.count * (2 * c + 4 * (unit.part not in settings.frozen)) for unit in layers)
-    link = device.intra_bytes_per_s if num_nodes == 1 else device.inter_bytes_per_s
-    return (settings.world_size - 1) / settings.world_size * moved / link
+    return (ranks - 1) / ranks * moved / (device.intra_bytes_per_s if one_node else device.inter_bytes_per_s)
+
+
+def _reads_s(memory: MemoryModel, device: Device) -> float:
+    """`train.sharding=node`: what a pack's reads take of its time."""
+    shape, among = memory.shape, memory.settings.node_ranks
+    head_bytes = COMPUTE_BYTES[memory.settings.precision] * shape.embedding_parameters
+    copies = 3 * among * sum(unit.count for unit in shape.units())
+    return (among - 1) / among * head_bytes / device.intra_bytes_per_s + copies * device.launch_s
 
 
 def _fixed_s(memory: MemoryModel, device: Device, link: float, sync: str) -> float:
@@ -145,4 +160,5 @@ def _fixed_s(memory: MemoryModel, device: Device, link: float, sync: str) -> flo
         return moved * root * (c + 4 * ("language" not in settings.frozen)) / link
     # AdamW reads two versions' worth and writes one, and reads the gradient
     update = trained / ranks * (4 * 3 * 2 + 4) / device.memory_bytes_per_s
-    return moved * trained * (4 + c) / link + update
+    exchanged = trained / settings.node_ranks if settings.sharding == "node" else moved * trained
+    return exchanged * (4 + c) / link + update

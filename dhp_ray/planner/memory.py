@@ -5,6 +5,7 @@ type:
 
     sync         parameters   gradients        state, two versions of values and both moments
     step         c P          4 T + 4 T / N    24 T / N       (N = 1: gradients 4 T)
+    step, node   c P / G      4 T / G + 4 T / N               24 T / N      (`train.sharding=node`, G ranks a node)
     micro_batch  4 P / N      4 T / N          24 T / N
 
 A pack's pass is a row of moments; the one that needs most decides. Held over all of them are the activations that the
@@ -22,7 +23,9 @@ Beside them at a time:
     layer          gradients in its MLP, c F (3 - t), or in its attention, with the kernel's workspace
     embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D
     gathered       sync=micro_batch: the root's parameters c R throughout; of a layer its own, the next one's, the
-                   gradients on their way (4 bytes)
+                   gradients on their way (4 bytes). train.sharding=node: of the head its own, in the loss's forward
+                   alone; of a layer its own, the next one's, its gradients; the head's gradient is added as fp32 where
+                   it is, and of the embedding's only rows are made, (2 c + 4) D a token
 
 The terms describe model/, train/ and transformers' layers; tests/planner/test_memory.py traces passes beside them.
 """
@@ -47,6 +50,7 @@ class MemoryModel:
         self.shape, self.settings = shape, settings
         self._c = COMPUTE_BYTES[settings.precision]
         self._sharded = settings.sync == "micro_batch"
+        self._shares = not self._sharded and settings.sharding == "node"
         self._trains = {part: part not in settings.frozen for part in ("vision", "language")}
         self._root = shape.units()[-1].num_parameters
 
@@ -57,6 +61,9 @@ class MemoryModel:
         share = math.ceil(trained / ranks)
         if self._sharded:
             parameters, gradients = 4 * math.ceil(size / ranks), 4 * share
+        elif self._shares:
+            among = self.settings.node_ranks
+            parameters, gradients = self._c * math.ceil(size / among), 4 * (math.ceil(trained / among) + share)
         else:
             parameters, gradients = self._c * size, 4 * trained + (4 * share if ranks > 1 else 0)
         return {"parameters": parameters, "gradients": gradients, "state, version in force": 12 * share,
@@ -105,22 +112,27 @@ class MemoryModel:
         embedding = c * shape.embedding_parameters if self._trains["language"] else 0
         root = {"gathered: embedding, head": float(c * self._root)} if self._sharded else {}
         # a head's gradient that autograd or FSDP keeps until the embedding's has come
-        since_loss = embedding if shape.tied or self._sharded else 0
+        since_loss = embedding if (shape.tied or self._sharded) and not self._shares else 0
         chunk = max(1, LOGITS_HELD // shape.vocabulary_size)
-        # those of a chunk, and the next one's before they go: fp32 and, where it is another type, the computing type
-        logits = (4 + (c if c < 4 else 0)) * min(load.valid_tokens, 2 * chunk) * shape.vocabulary_size
+        # of one chunk, or of the next one as well before they go: fp32 and, where it is another type, the computing one
+        logits, both = ((4 + (c if c < 4 else 0)) * min(load.valid_tokens, count * chunk) * shape.vocabulary_size
+                        for count in (1, 2))
         rows = held | root | {
             "last norm": self._norm("language") * shape.width * load.tokens,
             "rows of the loss": 2 * c * shape.width * load.valid_tokens,
-            "gathered: a layer": self._gathered("language", 1, 0)}
-        found = {"loss, forward": rows | {"logits": logits, "gradient of the head": (4 + c) * embedding / c},
-                 "loss, backward": rows | {"gradient of the head": (8 + c) * embedding / c}}
+            "gathered: a layer": self._gathered("language", 1, 0) if self._sharded else 0}
+        head = {"gathered: head": float(c * shape.embedding_parameters)} if self._shares else {}
+        loss = rows | head
+        found = {"loss, next chunk": loss | {"logits": both, "gradient of the head": 4 * embedding / c},
+                 "loss, end of a chunk": loss | {"logits": logits, "gradient of the head": (4 + c) * embedding / c},
+                 "loss, backward": rows | {"gradient of the head": (4 if self._shares else 8 + c) * embedding / c}}
         if keeps:
             for name, terms in self._layer("language", shape.language[0], load.tokens, load.sequences, load.degree):
                 found[f"language, {name}"] = held | root | terms | {"gradient of the head": since_loss}
         found["embedding, backward"] = root | {
             "inputs": inputs, "activations, vision": vision + features,
-            "gradient of the embedding": embedding * (3 if shape.tied else 2 if self._sharded else 1),
+            "gradient of the embedding": embedding * (3 if shape.tied else 2 if self._sharded else 1)
+            if not self._shares else (2 * c + 4) * shape.width * load.tokens * self._trains["language"],
             "gradients reduced": self._gathered("language", 0, 1)}
         for block in shape.vision if trains_vision else ():
             pieces = load.patches // block.window if block.window else load.sequences
@@ -139,15 +151,21 @@ class MemoryModel:
                 "gathered: a layer": self._gathered("vision", 3, 0),
                 "layer, forward": max(rotation, 3 * c * block.mlp_width + 2 * c * block.width) * load.patches}
         if self._sharded:
+            # of the last layer but one: as it came, in its parameters' places, and the last one's
+            count = sum(layer.count for layer in shape.language)
+            found["language, forward"] = held | root | {
+                "activations, language": language * max(0, count - 2) / count,
+                "gathered: a layer": 3 * c * shape.language[0].num_parameters}
             rest = 2 * c * shape.vision_rest if load.patches else 0
             found["gathering"] = {"inputs": inputs, "gathered: embedding, head": 2 * c * self._root,
                                   "gathered: rest of the encoder": rest}
             if embedding:
                 found["reduction of the embedding"] = {"gradients reduced": (4 + c) * self._root}
         if not self._sharded:
-            trained = self.shape.num_parameters(without=self.settings.frozen)
-            found["update"] = {
-                "buckets": min(self.settings.bucket_bytes / 4, trained) / self.settings.world_size * (4 + 3 * c)}
+            bucket = min(self.settings.bucket_bytes / 4, self.shape.num_parameters(without=self.settings.frozen))
+            # of a node's sums what is sent and what comes, of three buckets; else my slice, and three copies of it
+            found["update"] = {"buckets": bucket * (3 * 8 / self.settings.node_ranks if self._shares
+                                                    else (4 + 3 * c) / self.settings.world_size)}
         return found
 
     def _norm(self, part: str) -> int:
@@ -185,7 +203,7 @@ class MemoryModel:
         again = self.layer_bytes(part, layer) if self.settings.recomputes else 0
         gradient = c * layer.width
         mlp = c * layer.mlp_width * (3 - trained)
-        weights = c * layer.width * layer.mlp_width if self._sharded and trained else 0
+        weights = c * layer.width * layer.mlp_width if (self._sharded or self._shares) and trained else 0
         under_way = {"gathered: a layer": self._gathered(part, 2, 1)}
         yield "MLP backward", under_way | {"layer, recomputed": again * positions, "gradients of weights": weights,
                                            "layer, backward": (gradient + mlp) * positions}
@@ -227,10 +245,12 @@ class MemoryModel:
         return positions * widened if self._c < 4 else 0
 
     def _gathered(self, part: str, copies: int, reduced: int) -> float:
-        """`sync=micro_batch`: parameters (or gradients) of a layer in the computing type so often, in fp32 so often."""
+        """Where a rank has no parameters of its own: those (or gradients) of a layer in the computing type so often, in
+        fp32 so often (`sync=micro_batch`).
+        """
         layers = self.shape.vision if part == "vision" else self.shape.language
-        if not self._sharded or not layers:
+        if not (self._sharded or self._shares) or not layers:
             return 0
         if not self._trains[part]:
             copies, reduced = min(copies, 2), 0
-        return layers[0].num_parameters * (copies * self._c + reduced * 4)
+        return layers[0].num_parameters * (copies * self._c + reduced * 4 * self._sharded)

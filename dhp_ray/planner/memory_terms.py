@@ -15,7 +15,8 @@ class MemorySettings:
     """What of a run decides about its memory. `precision`: fp32 or bf16; `frozen`: parts that are not trained.
 
     `device`: whose attention kernel runs (cpu, cuda, npu). `largest_image`: vision tokens of the largest image or piece
-    of a video, which one rank encodes; `image_limit`: what the run allows one (default: the pack's tokens).
+    of a video, which one rank encodes; `image_limit`: what the run allows one (default: the pack's tokens). `sharding`:
+    of `sync=step`, whole or node, and `node_ranks` the ranks of the node that has fewest.
     """
 
     sync: str
@@ -29,6 +30,8 @@ class MemorySettings:
     largest_image: int = 4096
     image_limit: int | None = None
     communicators_bytes: int = 0  # of all process groups
+    sharding: str = "whole"
+    node_ranks: int = 1
 
 
 class PackLoad(NamedTuple):

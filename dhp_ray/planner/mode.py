@@ -1,10 +1,11 @@
-"""How a run trains where it is to choose: how its ranks synchronise, and whether activations are recomputed.
+"""How a run trains where it is to choose: how its ranks synchronise, whether activations are recomputed, and where
+parameters and gradient sums lie.
 
 Of the modes in which the ranks hold the longest sequence, the one whose modelled step is shortest; where none holds
 it, the one with the most room. The step by which they are compared has as many sequences a rank as the run's batch,
 each as large as the largest image, in packs as large as the mode's room. So recomputation is taken where it is needed
 to hold the longest sequence, or where packs are so short without it that launching kernels, exchanging keys and values
-and, with `sync=micro_batch`, gathering parameters cost more than computing twice.
+and, where a rank has no parameters of its own, gathering them cost more than computing twice.
 """
 
 from __future__ import annotations
@@ -22,14 +23,23 @@ LOCKSTEP = 1.04
 `step` was shorter on mixed batches at equal memory (benchmarks/README.md), modelled."""
 
 
+SHARDING = "train.sharding"
+
+
 class Mode(NamedTuple):
-    """How ranks synchronise (step, micro_batch), and whether activations are recomputed."""
+    """How ranks synchronise (step, micro_batch), whether activations are recomputed, and in `sync=step` whether each
+    rank has parameters and gradient sums for itself (whole) or its node has them once (node)."""
 
     sync: str
     recomputes: bool
+    sharding: str = "whole"
 
     def __str__(self) -> str:
-        return f"{self.sync}{' with recomputation' if self.recomputes else ''}"
+        shared = f", {SHARDING}=node" if self.sharding == "node" else ""
+        return f"{self.sync}{shared}{' with recomputation' if self.recomputes else ''}"
+
+
+PLAIN = Mode("step", False)
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,8 @@ def reference_step_s(
     """Seconds of the step above, with `num_sequences` sequences a rank, on ranks of these nodes; infinite where a
     sequence does not fit on all of them.
 
-    `merge_area`: patches of a vision token; `gather_s`: what a micro-batch's layers take to gather and to reduce, which
-    no compute shortens.
+    `merge_area`: patches of a vision token; `gather_s`: what a pack's (or micro-batch's) layers take to gather and to
+    reduce, which no compute shortens; 0 where a rank has all of them.
     """
     if tokens_per_rank < 1 or sequence_tokens > tokens_per_rank * len(nodes):
         return math.inf
@@ -67,7 +77,7 @@ def reference_step_s(
         found.append(cost.pack_time_s([sequence_tokens] * count, range(degree), cluster, encode_s))
     if sync == "micro_batch":
         return LOCKSTEP * sum(max(time_s, gather_s) + cost.fixed_s for time_s in found)
-    return sum(found) + cost.fixed_s
+    return sum(max(time_s, gather_s) for time_s in found) + cost.fixed_s
 
 
 def choose(candidates: Sequence[Candidate], needed_tokens: int) -> Candidate:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dhp_ray.planner.mode import PLAIN, Mode
+
 if TYPE_CHECKING:
     from dhp_ray.config import Config
     from dhp_ray.train.results import StepResult
@@ -35,9 +37,8 @@ class StoppingError(Exception):
 @dataclass(frozen=True)
 class Membership:
     """A rank's place in one generation of the group, the rendezvous store, which rank holds each rank's replica (empty:
-    none), how many process groups all ranks keep (0: as many as this rank's device holds), how they train where the
-    configuration says auto: `planner.sync` and whether activations are recomputed; and the node of each rank, by any
-    name (empty: one node).
+    none), how many process groups all ranks keep (0: as many as this rank's device holds), the mode in which they train
+    where the configuration says auto; and the node of each rank, by any name (empty: one node).
     """
 
     rank: int
@@ -47,8 +48,7 @@ class Membership:
     store_port: int
     replica_ranks: tuple[int, ...] = ()
     pool_groups: int = 0
-    sync: str = "step"
-    recomputes: bool = False
+    mode: Mode = PLAIN
     nodes: tuple[str, ...] = ()
 
     def ranks_by_node(self) -> list[list[int]]:
@@ -56,14 +56,12 @@ class Membership:
         nodes = self.nodes or ("",) * self.world_size
         return [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
 
-    def sync_of(self, config: Config) -> str:
-        """How the rank synchronises: by the configuration, unless that says auto."""
-        return self.sync if config.planner.sync == "auto" else config.planner.sync
-
-    def recomputes_in(self, config: Config) -> bool:
-        """Whether the rank recomputes activations: by the configuration, unless that says auto."""
-        again = config.train.activation_checkpointing
-        return self.recomputes if again == "auto" else again == "true"
+    def mode_in(self, config: Config) -> Mode:
+        """How the rank trains: by the configuration, and where that says auto by `mode`."""
+        sync, again, sharding = config.planner.sync, config.train.activation_checkpointing, config.train.sharding
+        return Mode(self.mode.sync if sync == "auto" else sync,
+                    self.mode.recomputes if again == "auto" else again == "true",
+                    self.mode.sharding if sharding == "auto" else sharding)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 def test_a_worker_slowed_from_outside_gets_less_until_it_is_well_again(start: Start) -> None:
-    """It runs a third of the time. Two workers, so that nobody's share of the machine's cores is taken by a third."""
-    run = start("cluster.num_workers=2", "batch.global_samples=24", "planner.tokens_per_rank=4096",
+    """It runs a third of the time. Two workers, so that nobody's share of the machine's cores is taken by a third.
+
+    Batches are so large that a step is longer than planning beside two busy workers takes on two cores.
+    """
+    run = start("cluster.num_workers=2", "batch.global_samples=72", "planner.tokens_per_rank=4096",
                 "elastic.evict_below=0")
     run.wait_for_step(6)
     begun = run.step

@@ -16,12 +16,15 @@ from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
 from tests.qwen_configs import TEXT, published_config
 
-WORLD = {"step": 1, "micro_batch": 8}
-"""Ranks of a trace: the flat engine's collectives are none on one rank."""
+WORLD = {"step": 1, "node": 16, "micro_batch": 8}
+"""Ranks of a trace: the flat engine's collectives are none on one rank. `node`: `step` with train.sharding=node."""
 
 
-def settings_of(sync: str, recomputes: bool, frozen: tuple[str, ...]) -> MemorySettings:
-    return MemorySettings(sync=sync, world_size=WORLD[sync], precision="bf16", recomputes=recomputes, frozen=frozen)
+def settings_of(mode: str, recomputes: bool, frozen: tuple[str, ...]) -> MemorySettings:
+    shared = mode == "node"
+    return MemorySettings(sync="step" if shared else mode, world_size=WORLD[mode], precision="bf16",
+                          recomputes=recomputes, frozen=frozen, sharding="node" if shared else "whole",
+                          node_ranks=8 if shared else 1)
 
 
 def random_samples(seed: int, images: bool, largest: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
@@ -48,21 +51,21 @@ def check(
 
 
 QUICK = [("step", False, (), 1, 1), ("step", True, ("language",), 2, 2), ("micro_batch", True, (), 1, 3),
-         ("micro_batch", False, ("vision",), 0, 1)]
+         ("micro_batch", False, ("vision",), 0, 1), ("node", False, (), 1, 2), ("node", True, ("vision",), 0, 1)]
 
 
 @contextmanager
-def world_of(sync: str) -> Iterator[None]:
-    with fake_world(WORLD[sync]) if sync == "micro_batch" else nullcontext():
+def world_of(mode: str) -> Iterator[None]:
+    with fake_world(WORLD[mode]) if WORLD[mode] > 1 else nullcontext():
         yield
 
 
-@pytest.mark.parametrize(("sync", "recomputes", "frozen", "seed", "degree"), QUICK, ids=str)
+@pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed", "degree"), QUICK, ids=str)
 def test_predicted_peaks_are_the_traced_ones(
-    sync: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int
+    mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int
 ) -> None:
-    with world_of(sync):
-        check("3B", settings_of(sync, recomputes, frozen), seed, degree, num_layers=2, largest=8)
+    with world_of(mode):
+        check("3B", settings_of(mode, recomputes, frozen), seed, degree, num_layers=2, largest=8)
 
 
 CASES = list(product((False, True), ((), ("vision",), ("language",))))
@@ -72,23 +75,23 @@ CASES = list(product((False, True), ((), ("vision",), ("language",))))
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("first", range(0, 25, 5))
-@pytest.mark.parametrize("sync", WORLD)
+@pytest.mark.parametrize("mode", WORLD)
 @pytest.mark.parametrize("name", TEXT)
-def test_predicted_peaks_are_the_traced_ones_everywhere(name: str, sync: str, first: int) -> None:
-    """50 packs a model, over both modes, degrees 1 to 3, with and without recomputation, each part frozen."""
-    with world_of(sync):
+def test_predicted_peaks_are_the_traced_ones_everywhere(name: str, mode: str, first: int) -> None:
+    """75 packs a model, over all modes, degrees 1 to 3, with and without recomputation, each part frozen."""
+    with world_of(mode):
         for seed in range(first, first + 5):
             recomputes, frozen = CASES[seed % len(CASES)]
-            check(name, settings_of(sync, recomputes, frozen), seed, degree=1 + seed // len(CASES) % 3)
+            check(name, settings_of(mode, recomputes, frozen), seed, degree=1 + seed // len(CASES) % 3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("sync", WORLD)
+@pytest.mark.parametrize("mode", WORLD)
 @pytest.mark.parametrize("name", TEXT)
-def test_predicted_peaks_are_the_traced_ones_at_full_depth(name: str, sync: str) -> None:
-    with world_of(sync):
-        check(name, settings_of(sync, sync == "step", ()), seed=1, degree=2, num_layers=0, largest=8)
+def test_predicted_peaks_are_the_traced_ones_at_full_depth(name: str, mode: str) -> None:
+    with world_of(mode):
+        check(name, settings_of(mode, mode != "micro_batch", ()), seed=1, degree=2, num_layers=0, largest=8)
 
 
 @pytest.mark.slow
@@ -116,6 +119,24 @@ def test_resident_bytes_by_hand() -> None:
     frozen = model("3B", world_size=2, frozen=("language",)).resident()
     assert frozen["parameters"] == 2 * size
     assert frozen["gradients"] == 6 * model("3B").shape.parameters_by_part()["vision"]
+
+
+@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_node_of_8_holds_an_eighth_and_two_units_and_the_gradients_of_one(name: str, recomputes: bool) -> None:
+    whole, shared = (model(name, sharding=sharding, node_ranks=8, recomputes=recomputes)
+                     for sharding in ("whole", "node"))
+    held, least = shared.resident(), whole.resident()
+    shard = 4 * -(-shared.shape.num_parameters() // 64)  # of the reduced gradients, in both
+    assert held["parameters"] <= least["parameters"] / 8 + 2
+    assert held["gradients"] - shard <= (least["gradients"] - shard) / 8 + 4
+    assert {**held, "parameters": 0, "gradients": 0} == {**least, "parameters": 0, "gradients": 0}
+    # a pack adds two units' parameters and the gradients of one
+    load = PackLoad(4000, 0, 4000, 0, 10)
+    layer, head = shared.shape.language[0].num_parameters, shared.shape.embedding_parameters
+    for moment, terms in shared.moments(load).items():
+        units = sum(value for name, value in terms.items() if name.startswith(("gathered", "gradient of the head")))
+        assert units <= max(2 * 3 * layer, 2 * head + (4 + 2) * head), moment
 
 
 def test_tokens_that_fit_are_the_most_that_do() -> None:

@@ -46,6 +46,11 @@ def step_s(sync: str, tokens: int, num_ranks: int, gathering_s: float = 0.0) -> 
     return reference_step_s(COST, sync, tokens, [0] * num_ranks, 5, 1000, 4, gathering_s)
 
 
+def test_a_mode_in_words() -> None:
+    assert [str(Mode("step", again, sharding)) for sharding in ("whole", "node") for again in (False, True)] == [
+        "step", "step with recomputation", "step, train.sharding=node", "step, train.sharding=node with recomputation"]
+
+
 def test_a_step_by_hand() -> None:
     """A sequence takes 1 s and 0.4 s to encode; 0.1 s a pack."""
     assert step_s("step", 2999, 4) == pytest.approx(2 + 5 * 1.4 + 3 * 0.1)  # packs of 2, 2 and 1
@@ -53,6 +58,7 @@ def test_a_step_by_hand() -> None:
     assert step_s("micro_batch", 2999, 4) == pytest.approx(LOCKSTEP * (3 * 2 + 5 * 1.4 + 3 * 0.1))
     assert step_s("micro_batch", 2999, 4, 2.5) == pytest.approx(LOCKSTEP * (3 * 2 + 2 * 2.9 + 2.5))
     assert step_s("step", 200, 4) == step_s("step", 0, 4) == math.inf
+    assert step_s("step", 2999, 4, 2.5) == pytest.approx(2 + 2 * 2.9 + 2.5)  # a pack waits for what it reads
 
 
 @pytest.mark.parametrize(("name", "device", "gigabytes", "num_ranks", "expected"), [

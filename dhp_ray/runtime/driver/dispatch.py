@@ -248,9 +248,10 @@ class Dispatcher:
         if self.write_plan:
             read = {"epoch": batch.epoch, "cursor": batch.cursor,
                     "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}
-            recomputes = self.config.train.activation_checkpointing == "true"
+            train = self.config.train
             self.write_plan(step, {"id": plan_id, "late": late, **plan.to_json(), "batch": read,
-                                   "activation_checkpointing": recomputes})
+                                   "activation_checkpointing": train.activation_checkpointing == "true",
+                                   "sharding": train.sharding})
         prefetches: list[ray.ObjectRef] = [
             member.actor.prefetch.remote(rank_plan, blocks_of(rank_plan, batch))
             for member, rank_plan in zip(self.group.members, plan.rank_plans(step, plan_id), strict=True)]

@@ -123,7 +123,7 @@ class WorkerGroup:
         or FromMemory); the calls return their state versions.
         """
         return [member.actor.join.remote(
-                    Membership(rank, self.size, generation, *store, tuple(replica_ranks), pool_groups, *mode,
+                    Membership(rank, self.size, generation, *store, tuple(replica_ranks), pool_groups, mode,
                                tuple(self.nodes)), origin, step)
                 for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))]
 

@@ -1,10 +1,12 @@
 """How a generation trains, what its ranks then need, and what it costs: the memory model and the costs of the run's own
-model on its devices, and with `planner.sync=auto` or `train.activation_checkpointing=auto` which mode is taken.
+model on its devices, and where `planner.sync`, `train.activation_checkpointing` or `train.sharding` is auto which mode
+is taken.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import Candidate, Mode, choose, reason, reference_step_s
+from dhp_ray.planner.mode import SHARDING, Candidate, Mode, choose, reason, reference_step_s
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.driver.group import WorkerGroup
 
@@ -41,7 +43,8 @@ class Choice(NamedTuple):
     @property
     def line(self) -> str:
         """What the user is told."""
-        values = {"planner.sync": self.mode.sync, RECOMPUTATION: str(self.mode.recomputes).lower()}
+        values = {"planner.sync": self.mode.sync, RECOMPUTATION: str(self.mode.recomputes).lower(),
+                  SHARDING: self.mode.sharding}
         return f"{', '.join(f'{key}=auto is {values[key]}' for key in self.keys)}: {self.why}"
 
 
@@ -52,12 +55,14 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
     longest sequence; as long as that is open, the largest image. Else it is to hold `planner.tokens_per_rank`.
     """
     syncs = SYNCS if config.planner.sync == "auto" else (config.planner.sync,)
+    kind, num_ranks = group.members[0].described["device"], num_ranks or group.size
     recomputes = RECOMPUTES[config.train.activation_checkpointing]
-    modes = [Mode(sync, again) for sync in syncs for again in recomputes]
+    modes = [Mode(sync, again, sharding) for sync in syncs for sharding in _shardings(config, sync, kind)
+             for again in recomputes]
     keys = ("planner.sync",) * (len(syncs) > 1) + (RECOMPUTATION,) * (len(recomputes) > 1)
+    keys += (SHARDING,) * (len({mode.sharding for mode in modes}) > 1)
     if not keys:
         return Choice(modes[0])
-    kind, num_ranks = group.members[0].described["device"], num_ranks or group.size
     if kind not in STAND_INS:
         return Choice(modes[0], keys, f"what {kind} ranks have of memory and speed is not described")
     needed, most = _needed_tokens(config, group, auto_tokens, num_ranks)
@@ -66,6 +71,15 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
     step = (math.ceil(config.batch.global_samples / num_ranks), sequence_tokens)
     candidates = [_candidate(config, group, mode, num_ranks, most, step) for mode in modes]
     return Choice(choose(candidates, needed).mode, keys, reason(candidates, needed, *step))
+
+
+def _shardings(config: Config, sync: str, kind: str) -> tuple[str, ...]:
+    """Where parameters may lie in a mode of a run on devices of this kind; with micro-batches that is not asked."""
+    if sync == "micro_batch":
+        return ("whole",)
+    if config.train.sharding != "auto":
+        return (config.train.sharding,)
+    return ("whole", "node") if ACCELERATORS[kind].shares_memory else ("whole",)
 
 
 def _needed_tokens(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int) -> tuple[int, int | None]:
@@ -102,7 +116,8 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
     shape: ModelShape = described["shape"]
     device = ACCELERATORS[described["device"]]
     pooled = device.pool_groups(config.comm.pool_groups, group.memory_bytes) if config.comm.transport == "pool" else 0
-    world_size = num_ranks or group.size
+    world_size, num_nodes = num_ranks or group.size, len(set(group.nodes))
+    fewest = min(Counter(group.nodes).values()) if world_size == group.size else max(1, world_size // num_nodes)
     num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
     tokens = config.planner.tokens_per_rank
     return MemoryModel(shape, MemorySettings(
@@ -111,7 +126,7 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
         mirror_every_steps=config.elastic.mirror_every_steps,
         largest_image=max(SLICE_TOKENS, config.data.max_pixels // shape.token_pixels),
         image_limit=None if tokens == "auto" else int(tokens),
-        communicators_bytes=num_groups * device.group_bytes))
+        communicators_bytes=num_groups * device.group_bytes, sharding=mode.sharding, node_ranks=fewest))
 
 
 def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:

@@ -65,7 +65,8 @@ def within_memory(config: Config, group: WorkerGroup, mode: Mode, auto: bool) ->
     """
     memory = memory_of(config, group, mode)
     tokens = tokens_of_generation(config, group, group.size) if auto else int(config.planner.tokens_per_rank)
-    resident = {sync: sum(memory_of(config, group, Mode(sync, mode.recomputes)).resident().values()) for sync in SYNCS}
+    modes = [mode if sync == mode.sync else Mode(sync, mode.recomputes) for sync in SYNCS]
+    resident = {mode.sync: sum(memory_of(config, group, mode).resident().values()) for mode in modes}
     pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
     return tokens, replace(cost_of(config, group, mode), memory_bytes_per_token=pack_bytes / tokens,
                            resident_bytes=resident)

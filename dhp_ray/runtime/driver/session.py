@@ -13,6 +13,7 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import Config
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
+from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import ClusterSpec, Plan
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.dispatch import Dispatcher
@@ -56,7 +57,7 @@ class History:
 
     stream_lost: bool = False  # where the stream stands says nothing of the next step
     compiling_told: bool = False
-    recomputing_told: bool | None = None  # whether the generation that was told of last recomputes activations
+    mode_told: Mode | None = None  # of the generation that was told of last
     failures: Failures = field(default_factory=Failures)
     evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
     scale: TimeScale = field(default_factory=TimeScale)
@@ -154,7 +155,8 @@ class Session:
         mode = self.choice.mode
         # as it is for this generation
         config = replace(self.config, train=replace(self.config.train,
-                                                    activation_checkpointing=str(mode.recomputes).lower()))
+                                                    activation_checkpointing=str(mode.recomputes).lower(),
+                                                    sharding=mode.sharding))
         tokens, cost = within_memory(config, self.group, mode, self.auto_tokens)
         ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
         cluster = ClusterSpec.of_nodes(self.group.nodes, tokens)
@@ -182,14 +184,15 @@ class Session:
 
     def mode_told(self) -> Iterator[Message]:
         """Report which mode was chosen and why: at the start, and where a later generation's is another one."""
-        told = self.history.recomputing_told
+        told = self.history.mode_told
         choice, first = self.choice, self.first_choice
         if told is None and first and first.mode == choice.mode:
             choice = first  # it also names what was resolved at the start
-        if choice.keys and choice.mode.recomputes is not told:
-            self.history.recomputing_told = choice.mode.recomputes
+        if choice.keys and choice.mode != told:
+            self.history.mode_told = choice.mode
             self.records.event("mode", generation=self.current.number, sync=choice.mode.sync,
-                               activation_checkpointing=choice.mode.recomputes, auto=choice.keys, why=choice.why)
+                               activation_checkpointing=choice.mode.recomputes, sharding=choice.mode.sharding,
+                               auto=choice.keys, why=choice.why)
             yield Notice(choice.line)
 
     def note_not_deleted(self, failures: Sequence[str]) -> None:

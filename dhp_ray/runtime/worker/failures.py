@@ -1,8 +1,7 @@
-"""What a worker says of an error, and what it gives back to the system after one."""
+"""What a worker says of an error."""
 
 from __future__ import annotations
 
-import ctypes
 import traceback
 from pathlib import Path
 
@@ -18,10 +17,3 @@ def words_of(error: BaseException) -> str:
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dhp_ray/" in frame.filename]
     place = f" (at {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
     return f"{type(error).__name__}: {text}{place}"
-
-
-def give_back_memory() -> None:
-    """Return freed memory to the system: glibc keeps it for its thread, and each generation has its own threads."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)

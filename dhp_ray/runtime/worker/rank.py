@@ -29,6 +29,7 @@ from dhp_ray.model.fused import operators_of
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.folders import save_folder
+from dhp_ray.runtime.worker.heap import map_large_blocks
 from dhp_ray.storage import Folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine
@@ -112,8 +113,8 @@ class Rank:
         accelerator.compute_in(config.train.precision)
         self.device = accelerator.torch_device()
         self.adapter = adapter or build_adapter(config)
-        self.sync = membership.sync_of(config)
-        self.adapter.set_activation_checkpointing(membership.recomputes_in(config))
+        self.mode = membership.mode_in(config)
+        self.adapter.set_activation_checkpointing(self.mode.recomputes)
         timeout = timedelta(seconds=config.comm.timeout_s)
         store = open_store(membership.store_host, membership.store_port, timeout)
         progress = progress or Progress(self.device)
@@ -132,9 +133,9 @@ class Rank:
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
         self.engine = (
             self._sharded_engine(not keeps_state, progress)
-            if self.sync == "micro_batch"
+            if self.mode.sync == "micro_batch"
             else self._node_engine(world, not keeps_state, originals, progress, timeout)
-            if config.train.sharding == "node"
+            if self.mode.sharding == "node"
             else self._flat_engine(world, not keeps_state, originals, progress)
         )
         try:
@@ -155,7 +156,7 @@ class Rank:
         # whether this step waits for the last copies: the first one does, since till then only the generation before
         # has whole ones
         self._finishes = True
-        kind = MicroBatchStep if self.sync == "micro_batch" else RankStep
+        kind = MicroBatchStep if self.mode.sync == "micro_batch" else RankStep
         self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self._before_update)
         folder = Folder(config.run.dir)
         self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(
@@ -268,6 +269,7 @@ class Rank:
         progress: Progress,
         timeout: timedelta,
     ) -> Engine:
+        map_large_blocks()
         nodes, train = self.membership.ranks_by_node(), self.config.train
         groups = [make_group(ranks, "gloo", timeout) if len(ranks) > 1 else None for ranks in nodes]
         group = next(group for ranks, group in zip(nodes, groups) if self.membership.rank in ranks)

@@ -29,8 +29,9 @@ from dhp_ray.data.blocks import BlockRows, fetch_rows
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
-from dhp_ray.runtime.worker.failures import give_back_memory, words_of
+from dhp_ray.runtime.worker.failures import words_of
 from dhp_ray.runtime.worker.folders import export_folder, save_folder
+from dhp_ray.runtime.worker.heap import give_back_memory
 from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT, held_shards
 from dhp_ray.runtime.worker.prefetch import encoded_grids, load_inputs, num_decoders, processor_spec
 from dhp_ray.runtime.worker.rank import Rank, build_adapter, state_size
@@ -130,9 +131,9 @@ class Worker:
         self.processor = processor_spec(self.config).load()
         if not gc.get_freeze_count():
             gc.freeze()  # what is loaded stays: to look through it at each change of membership would take most of it
-        keeps_state = isinstance(origin, FromMemory)
+        keeps_state, mode = isinstance(origin, FromMemory), membership.mode_in(self.config)
         # FSDP2 modules keep their mesh for life
-        reusable = self.adapter if self.unused or (keeps_state and membership.sync_of(self.config) == "step") else None
+        reusable = self.adapter if self.unused or (keeps_state and mode.sync == "step") else None
         if reusable is None:  # before the next one is built: there may not be room for both
             self.originals, self.adapter = {}, None
         self.unused = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,30 @@ def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: 
     assert ranks_that_hold(config, fewer, 8)(longest) == holding
 
 
+def test_a_node_shares_its_memory_where_the_model_does_not_fit_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(str(tmp_path), "train.sharding=auto", "comm.transport=parent", "train.precision=bf16",
+                       "model.preset=small")
+    assert mode_of(config, group_of(8, ROOM, config), auto_tokens=True).mode == Mode("step", False)  # no such GPU yet
+    monkeypatch.setitem(ACCELERATORS, "cuda", replace(CUDA, shares_memory=True))
+    needed = {sharding: memory_of(config, group_of(8, 1.0, config), Mode("step", False, sharding))
+              for sharding in ("whole", "node")}
+    least = {sharding: memory.memory(memory.worst_load(8)).device_bytes for sharding, memory in needed.items()}
+    assert least["node"] < least["whole"]
+    config.planner.max_sequence_tokens = 8
+    room = (least["node"] + least["whole"]) / 2 / 0.9 / GIB
+    choice = mode_of(config, group_of(8, room, config), auto_tokens=True)
+    assert choice.mode == Mode("step", False, "node")
+    assert choice.line.startswith("train.sharding=auto is node: a rank is to hold ")
+    nodes = members(*[{"node_id": node} for node in "aaaaabbb"])
+    assert memory_of(config, WorkerGroup([replace(member, described=member.described | like.described | {
+        "node_id": member.described["node_id"]}) for member, like in zip(nodes, group_of(8, 1.0, config).members)]),
+        choice.mode).settings.node_ranks == 3
+    config.planner.sync = "micro_batch"
+    assert mode_of(config, group_of(8, room, config), auto_tokens=True) == Choice(Mode("micro_batch", False))
+
+
 def test_a_run_keeps_the_mode_of_its_first_start(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO)
     stored = {"planner.sync": "micro_batch", "planner.tokens_per_rank": "5000", "planner.max_sequence_tokens": 9000}
@@ -146,7 +171,7 @@ def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
     """The first choice was made for who was left of a run whose driver was lost; others have joined since."""
     events: list[dict[str, Any]] = []
     session: Any = SimpleNamespace(
-        history=SimpleNamespace(recomputing_told=None), current=SimpleNamespace(number=2),
+        history=SimpleNamespace(mode_told=None), current=SimpleNamespace(number=2),
         records=SimpleNamespace(event=lambda kind, **fields: events.append(fields)),
         first_choice=Choice(Mode("step", True), ("planner.sync", RECOMPUTATION), "three ranks need it"),
         choice=Choice(Mode("step", False), (RECOMPUTATION,), "four ranks do not"))
@@ -154,5 +179,5 @@ def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
         "train.activation_checkpointing=auto is false: four ranks do not"]
     assert [event["activation_checkpointing"] for event in events] == [False]
     assert list(Session.mode_told(session)) == []
-    session.history.recomputing_told, session.choice = None, Choice(Mode("step", True), (RECOMPUTATION,), "again")
+    session.history.mode_told, session.choice = None, Choice(Mode("step", True), (RECOMPUTATION,), "again")
     assert "planner.sync=auto is step" in next(iter(Session.mode_told(session))).text
