@@ -1,5 +1,5 @@
-"""CPU seconds by kind of process: what a run's processes, Ray's own among them, have used so far. Linux only: /proc is
-read.
+"""What processes use and hold: CPU seconds by kind of a run's processes, Ray's own among them, so far; and what one
+process holds open. Linux only: /proc is read.
 """
 
 from __future__ import annotations
@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 TICKS = os.sysconf("SC_CLK_TCK")
 KINDS = {"ray::Driver": "driver", "ray::Worker": "workers", "ray::IDLE": "other tasks",
@@ -61,3 +63,37 @@ def table(seconds: dict[str, float], steps: int) -> str:
     rows = sorted(seconds.items(), key=lambda item: -item[1])
     return "\n".join(["| CPU ms a step | |", "|---|---|",
                       *(f"| {kind} | {1e3 * used_s / steps:.0f} |" for kind, used_s in rows)])
+
+
+class Held(NamedTuple):
+    """What a process holds: `memory_mb` is its own, `mappings` are those of parts of its node's memory
+    (train.sharding=node).
+    """
+
+    descriptors: int
+    threads: int
+    memory_mb: float
+    mappings: int
+
+    def __str__(self) -> str:
+        return (f"{self.descriptors} file descriptors, {self.threads} threads, {self.memory_mb:.0f} MB, "
+                f"{self.mappings} mappings")
+
+
+def held_by(pid: int) -> Held:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return Held(len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]), int(status["RssAnon"].split()[0]) / 1024,
+                mapped_by(pid))
+
+
+def mapped_by(pid: int) -> int:
+    """How many parts of a node's memory a process maps; 0 where it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/maps").read_text().count("memfd:dhp_ray")
+    return 0
+
+
+def mapped_files() -> dict[int, int]:
+    """The processes of this machine that map parts of a node's memory, and how many each."""
+    found = {int(path.name): mapped_by(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    return {pid: count for pid, count in found.items() if count}

@@ -4,6 +4,7 @@ in any phase of a step.
     python benchmarks/soak.py                                60 faults over 320 steps
     python benchmarks/soak.py --faults 6 --steps 24 --seed 2 the short one of make test
     python benchmarks/soak.py --sync micro_batch --seed 2
+    python benchmarks/soak.py --sharding node                parameters once per node; in the end no process maps them
     python benchmarks/soak.py --churn                        one membership after the other, to see that nothing
                                                              piles up in a survivor
 
@@ -32,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.processes import Held, held_by, mapped_files  # noqa: E402
 from benchmarks.worlds import data_overrides  # noqa: E402
 from tests.integration.faults import Run, children, kill, seconds_since  # noqa: E402
 from tests.integration.jobs import ledger, lines, losses  # noqa: E402
@@ -133,6 +135,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=0, help="steps of the run; 0: 320, or with --churn 500")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sync", choices=("step", "micro_batch"), default="step")
+    parser.add_argument("--sharding", choices=("whole", "node"), default="whole")
     parser.add_argument("--nodes", type=int, default=2, help="nodes of two workers each")
     parser.add_argument("--kinds", default=",".join(KINDS), help="faults to draw from")
     parser.add_argument("--samples", type=int, default=6, help="samples of a step")
@@ -145,7 +148,7 @@ def main(argv: list[str]) -> int:
         folder = Path(arguments.folder or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         common = [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), folder), *SETTINGS,
-                  f"batch.global_samples={arguments.samples}"]
+                  f"batch.global_samples={arguments.samples}", f"train.sharding={arguments.sharding}"]
         with Nodes(HEAD_CPUS) as nodes:
             os.environ["RAY_ADDRESS"] = nodes.address
             what = churn if arguments.churn else soak
@@ -228,6 +231,8 @@ def report(state: Soak, calm: list[Path], steps: int, seconds: float) -> int:
         words = (f"means of {WINDOW} steps: {mine:.2e} from the undisturbed run's, "
                  f"at most 3 times {between:.2e} (undisturbed, 3 and 5 workers)")
         checks[words] = mine <= 3 * between
+    mapped = mapped_files()
+    checks[f"mappings of a node's memory that are left: {sum(mapped.values())}"] = not mapped
     kinds = [event["kind"] for folder in calm for event in lines(folder, "events.jsonl")]
     alarms = [kind for kind in kinds if kind in ALARMS]
     calm_steps = sum(len(losses(folder)) for folder in calm)
@@ -256,7 +261,7 @@ def churn(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
         nodes.add(NODE_CPUS)
     run = Run(folder / "churn", *common, f"run.steps={steps}", f"cluster.num_workers={2 * arguments.nodes}",
               f"planner.sync={arguments.sync}", "checkpoint.every_steps=50")
-    held: list[tuple[int, int, int, int, float]] = []
+    held: list[tuple[int, int, Held]] = []
     try:
         wait_for(run, lambda: run.step >= 5)
         survivor, due = run.pids[0], 5
@@ -264,9 +269,8 @@ def churn(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
             wait_for(run, lambda due=due: run.step >= due)  # type: ignore[misc]
             changes = run.cluster["generation"] - 1
             if not held or changes > held[-1][1]:
-                held.append((run.step, changes, *held_by(survivor)))
-                said = "step {} after {} changes: {} file descriptors, {} threads, {:.0f} MB"
-                print(said.format(*held[-1]), flush=True)
+                held.append((run.step, changes, held_by(survivor)))
+                print(f"step {run.step} after {changes} changes: {held[-1][2]}", flush=True)
             others = [pid for pid in run.pids if pid != survivor]
             if others:
                 kill(others[len(held) % len(others)])
@@ -280,19 +284,15 @@ def churn(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     print(f"{steps} steps, {changes} changes of membership, one every {steps / max(1, changes):.1f} steps")
     print("| of a survivor | after the first | at the end |\n|---|---|---|")
     grown = False
-    slacks = {"file descriptors": 8.0, "threads": 4.0, "memory, MB": 64.0}
-    for column, (name, slack) in enumerate(slacks.items(), start=2):
-        before, after = (statistics.median(row[column] for row in rows) for rows in (early, late))
+    slacks = {"file descriptors": 8.0, "threads": 4.0, "memory, MB": 64.0, "mappings of a node's memory": 0.0}
+    for column, (name, slack) in enumerate(slacks.items()):
+        before, after = (statistics.median(row[2][column] for row in rows) for rows in (early, late))
         grown |= after > before + slack
         print(f"| {name} | {before:.0f} | {after:.0f} |")
     print("FAIL it grows" if grown else "ok   it does not grow")
-    return int(grown)
-
-
-def held_by(pid: int) -> tuple[int, int, float]:
-    """File descriptors, threads, and resident megabytes that are the process's own."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]), int(status["RssAnon"].split()[0]) / 1024
+    mapped = mapped_files()
+    print(f"{'FAIL' if mapped else 'ok  '} mappings of a node's memory that are left: {sum(mapped.values())}")
+    return int(grown or bool(mapped))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Fills each unit's parameters when it is used and lets them go afterwards; sends its gradients when they are there.
 
-    forward     unit k: fill | compute, k + 1 is filled beside it | empty
-    backward    unit k: fill | (recompute) compute, k - 1 is filled beside it | add gradients to the node's sums | empty
+    forward     unit k: wait till it is filled | compute, a thread fills k + 1 | empty
+    backward    unit k: likewise | (recompute) compute, a thread fills k - 1 | add gradients to the node's sums | empty
 
 A unit is what FSDP calls one: parameters that are gathered together. It has one buffer, whose storage is resized to 0
 and back, as FSDP2 does: views of it that autograd has saved are valid again once it is refilled. A filled buffer is not
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,6 +85,8 @@ class UnitBuffers:
         self._backward: set[int] = set()  # units whose backward pass has begun
         self._expected: set[int] = set()  # units that will be needed again for it
         self._arrived: Counter[int] = Counter()
+        self._filling: dict[int, Future[None]] = {}
+        self._thread = ThreadPoolExecutor(1, "reading units")
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):
             self._buffers.append(torch.empty(unit.layout.size, dtype=compute_type, device=device))
@@ -116,6 +119,7 @@ class UnitBuffers:
 
     def remove(self) -> None:
         """Remove the hooks, and free the buffers."""
+        self._thread.shutdown()
         for handle in self._handles:
             handle.remove()
         for unit in self.units:
@@ -131,24 +135,35 @@ class UnitBuffers:
             place(parameter, buffer[start : start + parameter.numel()].view(parameter.shape))
         self._empty(number)
 
-    def _fill(self, number: int) -> None:
+    def _begin_fill(self, number: int) -> None:
         storage, wanted = self._buffers[number].untyped_storage(), self._buffers[number].nbytes
         if storage.size() == wanted:
             return
         storage.resize_(wanted)
-        # the same values as before: what autograd has saved of them is good
-        with torch.autograd._unsafe_preserve_version_counter(self._buffers[number]):
-            self.state.read(number, self._buffers[number])
+        self._filling[number] = self._thread.submit(self._read, number)
         self.counts["reads"] += 1
         self.filled_most = max(self.filled_most, sum(buffer.untyped_storage().size() > 0 for buffer in self._buffers))
 
+    def _read(self, number: int) -> None:
+        # the same values as before: what autograd has saved of them is good
+        with torch.autograd._unsafe_preserve_version_counter(self._buffers[number]):
+            self.state.read(number, self._buffers[number])
+
+    def _fill(self, number: int) -> None:
+        """Fill a unit, or wait until it is."""
+        self._begin_fill(number)
+        if number in self._filling:
+            self._filling.pop(number).result()
+
     def _empty(self, number: int) -> None:
+        if number in self._filling:  # it was not used after all
+            self._filling.pop(number).result()
         self._buffers[number].untyped_storage().resize_(0)
 
     def _before_forward(self, number: int, module: Module, inputs: Any) -> None:
         self._fill(number)
         if number not in self._backward and any(unit.module for unit in self.units[number + 1 : number + 2]):
-            self._fill(number + 1)
+            self._begin_fill(number + 1)
 
     def _after_forward(self, number: int, module: Module, inputs: Any, outputs: Any) -> None:
         if number in self._backward:  # computed again, for a backward pass that begins now
@@ -170,7 +185,7 @@ class UnitBuffers:
         self._fill(number)
         self._expected.discard(number)
         if number - 1 in self._expected:
-            self._fill(number - 1)
+            self._begin_fill(number - 1)
 
     def _accumulated(self, number: int, parameter: Parameter) -> None:
         self._arrived[number] += 1

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import mapped_by
 from tests.integration.faults import Start, check, children, end, kill, seconds_since
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -74,8 +75,7 @@ def test_ranks_that_share_the_memory_of_their_node_go_on(start: Start, undisturb
     run.wait_for_event(moment, "generation")
     run.wait_for_ranks(3)
     for pid in run.pids:
-        mapped = Path(f"/proc/{pid}/maps").read_text().count("memfd:dhp_ray")
-        assert mapped == 3, "a part of each rank; those of the generations before are gone"
+        assert mapped_by(pid) == 3, "a part of each rank; those of the generations before are gone"
     end(run)
     check(run, undisturbed)
     again = start("train.sharding=whole", f"run.steps={run.step + 2}")

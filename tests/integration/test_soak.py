@@ -21,13 +21,17 @@ def test_a_soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: i
     soak(reference, tmp_path, sync, faults, seed)
 
 
-def soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: int) -> None:
+def test_a_soak_of_ranks_that_share_the_memory_of_their_node(reference: Path, tmp_path: Path) -> None:
+    assert "mappings of a node's memory that are left: 0" in soak(reference, tmp_path, "step", 6, 2, "node")
+
+
+def soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: int, sharding: str = "whole") -> str:
     """Two nodes with two workers each, in a cluster of its own; all kinds of faults, among them a node that is lost and
-    one that comes.
+    one that comes. Returns what the soak printed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run([sys.executable, "benchmarks/soak.py", "--sync", sync, "--faults", str(faults), "--seed",
-                           str(seed), "--steps", str(COMPARED),
+                           str(seed), "--steps", str(COMPARED), "--sharding", sharding,
                            "--reference", str(reference), "--folder", str(tmp_path)], cwd=ROOT, env=environment,
                           text=True, capture_output=True, check=False)
     print(done.stdout)
@@ -40,3 +44,4 @@ def soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: int) -> 
     shown = {point.step: point.value for point in events.Scalars("elastic/recovery_s")}
     assert shown[formed[-1]["step"]] == pytest.approx(formed[-1]["seconds"], abs=1e-3)
     assert formed[-1]["cause"] in events.Tensors("events")[-1].tensor_proto.string_val[0].decode()
+    return done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -111,6 +112,44 @@ def test_a_pack_reads_a_unit_twice_and_adds_to_it_once(recomputes, tied):
     assert text == {"reads": 2 * layers + 2, "adds": layers + 2}
     assert image == {"reads": 2 * (layers + encoder) + 2, "adds": layers + encoder + 2}
     assert filled == 2
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_next_unit_is_read_while_one_computes(recomputes, monkeypatch):
+    """A unit's read ends only once the unit before it, in this direction, has computed: nothing else waits for it."""
+    adapter = model((), recomputes, True)
+    engine = NodeEngine(adapter, settings(eps=1e-2), None, 1, 0, Node(((0,),), None), torch.device("cpu"))
+    layers = adapter.module.model.language_model.layers
+    numbers = {module: number for number, module in enumerate(unit.module for unit in engine.buffers.units)}
+    first = numbers[layers[0]]
+    done = {number: threading.Event() for number in range(len(engine.buffers.units))}
+    directions, held, waits = {"forward": -1, "backward": 1}, [], []
+    direction = "forward"
+    read = engine.state.read
+
+    def late(unit, into):
+        before = unit + directions[direction]
+        if min(unit, before) >= first and max(unit, before) < first + len(layers):
+            held.append((direction, unit))
+            waits.append(done[before].wait(20.0))
+        read(unit, into)
+
+    monkeypatch.setattr(engine.state, "read", late)
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, *_: done[numbers[layer]].set() if direction == "forward" else None)
+        # its gradients are there, its parameters not yet given back
+        layer.mlp.gate_proj.weight.register_post_accumulate_grad_hook(
+            lambda _, layer=layer: done[numbers[layer]].set())
+    loss = own_loss(adapter, 1, 0)
+    direction = "backward"
+    for event in done.values():
+        event.clear()
+    loss.backward()
+    engine.end_pack()
+    engine.release()
+    units = range(first, first + len(layers))
+    assert held == [*(("forward", unit) for unit in units[1:]), *(("backward", unit) for unit in units[-2::-1])]
+    assert all(waits)
 
 
 def bf16_sums(rank, world_size):
