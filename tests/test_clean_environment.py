@@ -93,7 +93,7 @@ import importlib.util, torch, transformers
 print(torch.__version__.partition("+")[0], transformers.__version__,
       [name for name in ("ray", "omegaconf", "av", "matplotlib", "PIL") if importlib.util.find_spec(name)])
 """
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == f"{TORCH} {TRANSFORMERS} []\n"
 
 

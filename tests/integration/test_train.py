@@ -81,6 +81,20 @@ def test_micro_batch_gives_the_losses_of_step_and_goes_on_with_step(
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_wherever_its_parameters_lie(ray_cluster: None, nlvr: list[str], tmp_path: Path) -> None:
+    common = [*nlvr, "cluster.num_workers=3", "planner.tokens_per_rank=256", "planner.max_sequence_tokens=768",
+              "train.schedule=constant", "checkpoint.every_steps=0"]
+    train(tmp_path / "whole", *common, "run.steps=9")
+    ways = ("train.sharding=node", "planner.sync=micro_batch", "train.sharding=node", "train.sharding=whole",
+            "planner.sync=micro_batch")
+    for begun, steps, way in zip((0, 2, 4, 6, 7), (2, 4, 6, 7, 9), ways):
+        ended = train(tmp_path / "changing", *common, f"run.steps={steps}", way)
+        assert (f"resuming after step {begun}" in ended.output) is (begun > 0)
+    assert ledger(tmp_path / "changing") == ledger(tmp_path / "whole")
+    assert losses(tmp_path / "changing") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+
+
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(one_worker: Path, nlvr: list[str], tmp_path: Path) -> None:
     """On two workers, with the samples and losses of the run on one that nothing happened to."""
     common = [*nlvr, f"run.steps={STEPS}", "cluster.num_workers=2", "planner.tokens_per_rank=4096",
