@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -156,6 +157,15 @@ class OnePart:
         self.parts = []
 
 
+class CallingThread(Executor):
+    """Runs what is submitted at once: modes of dispatch are a thread's own, and a fake mode belongs to one."""
+
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments, **options))
+        return done
+
+
 class SilentLink(Link):
     """Members that exchange nothing, as fake tensors hold nothing; what is received has its memory."""
 
@@ -215,6 +225,7 @@ def traced(
             with mock.patch.object(node_engine, "NodeMemory", OnePart):
                 engine: Any = NodeEngine(adapter, optimizer, dist.group.WORLD, len(ranks), 0, node, torch.device("cpu"),
                                          settings.precision, settings.bucket_bytes)
+            engine.buffers.reader = CallingThread()
         elif settings.sync == "step":
             engine = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
         else:

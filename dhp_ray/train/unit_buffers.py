@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,6 +74,7 @@ class UnitBuffers:
     """Buffers and hooks of a model's units.
 
     `of_last_pack` counts its reads and adds of units; `filled_most`: units filled at a time, at most, since the start.
+    `reader` has one thread, which reads units.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class UnitBuffers:
         self._expected: set[int] = set()  # units that will be needed again for it
         self._arrived: Counter[int] = Counter()
         self._filling: dict[int, Future[None]] = {}
-        self._thread = ThreadPoolExecutor(1, "reading units")
+        self.reader: Executor = ThreadPoolExecutor(1, "reading units")
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):
             self._buffers.append(torch.empty(unit.layout.size, dtype=compute_type, device=device))
@@ -119,7 +120,7 @@ class UnitBuffers:
 
     def remove(self) -> None:
         """Remove the hooks, and free the buffers."""
-        self._thread.shutdown()
+        self.reader.shutdown()
         for handle in self._handles:
             handle.remove()
         for unit in self.units:
@@ -140,7 +141,7 @@ class UnitBuffers:
         if storage.size() == wanted:
             return
         storage.resize_(wanted)
-        self._filling[number] = self._thread.submit(self._read, number)
+        self._filling[number] = self.reader.submit(self._read, number)
         self.counts["reads"] += 1
         self.filled_most = max(self.filled_most, sum(buffer.untyped_storage().size() > 0 for buffer in self._buffers))
 
