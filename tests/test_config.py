@@ -136,7 +136,7 @@ def test_sources(bare: list[str]) -> None:
     ("train.adam_beta1=1", "train.adam_beta1", "got 1.0; allowed: at least 0 and less than 1"),
     ("train.min_learning_rate_ratio=1.5", "train.min_learning_rate_ratio",
      "got 1.5; allowed: at least 0 and at most 1"),
-    ("train.sharding=rank", "train.sharding", "got 'rank'; allowed: whole, node"),
+    ("train.sharding=rank", "train.sharding", "got 'rank'; allowed: auto, whole, node"),
     ("batch.drop_last=2", "batch.drop_last", "got 2 (the command line); allowed: true or false"),
     ("batch.drop_last=maybe", "batch.drop_last", "got 'maybe' (the command line); allowed: true or false"),
     ("batch.global_samples=0", "batch.global_samples", "got 0; allowed: at least 1"),

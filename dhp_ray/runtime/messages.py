@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dhp_ray.planner.mode import PLAIN, Mode
-
 if TYPE_CHECKING:
     from dhp_ray.config import Config
+    from dhp_ray.planner.mode import Mode
     from dhp_ray.train.results import StepResult
 
 
@@ -38,7 +37,8 @@ class StoppingError(Exception):
 class Membership:
     """A rank's place in one generation of the group, the rendezvous store, which rank holds each rank's replica (empty:
     none), how many process groups all ranks keep (0: as many as this rank's device holds), the mode in which they train
-    where the configuration says auto; and the node of each rank, by any name (empty: one node).
+    where the configuration says auto (None: in `step`, the plain way); and the node of each rank, by any name (empty:
+    one node).
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Membership:
     store_port: int
     replica_ranks: tuple[int, ...] = ()
     pool_groups: int = 0
-    mode: Mode = PLAIN
+    mode: Mode | None = None
     nodes: tuple[str, ...] = ()
 
     def ranks_by_node(self) -> list[list[int]]:
@@ -58,10 +58,13 @@ class Membership:
 
     def mode_in(self, config: Config) -> Mode:
         """How the rank trains: by the configuration, and where that says auto by `mode`."""
+        from dhp_ray.planner.mode import PLAIN, Mode  # brings numba, which a refused run has no time for
+
+        chosen = self.mode or PLAIN
         sync, again, sharding = config.planner.sync, config.train.activation_checkpointing, config.train.sharding
-        return Mode(self.mode.sync if sync == "auto" else sync,
-                    self.mode.recomputes if again == "auto" else again == "true",
-                    self.mode.sharding if sharding == "auto" else sharding)
+        return Mode(chosen.sync if sync == "auto" else sync,
+                    chosen.recomputes if again == "auto" else again == "true",
+                    chosen.sharding if sharding == "auto" else sharding)
 
 
 @dataclass(frozen=True)

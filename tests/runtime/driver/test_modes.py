@@ -17,7 +17,7 @@ from dhp_ray.runtime.driver.modes import RECOMPUTATION, Choice, cost_of, memory_
 from dhp_ray.runtime.driver.room import ranks_that_hold, tokens_of_generation
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.start import resolve_limits
-from dhp_ray.runtime.messages import RunError
+from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.worker.rank import state_size
 from tests.runtime.driver.groups import GIB, config_of, group_of, members
 
@@ -98,6 +98,14 @@ def test_a_node_shares_its_memory_where_the_model_does_not_fit_otherwise(
         choice.mode).settings.node_ranks == 3
     config.planner.sync = "micro_batch"
     assert mode_of(config, group_of(8, room, config), auto_tokens=True) == Choice(Mode("micro_batch", False))
+
+
+def test_a_rank_trains_as_configured_and_where_that_is_open_as_the_driver_says(tmp_path: Path) -> None:
+    told, untold = Membership(0, 2, 1, "", 0, mode=Mode("step", True, "node")), Membership(0, 2, 1, "", 0)
+    undecided = config_of(str(tmp_path), *AUTO, "train.sharding=auto")
+    assert told.mode_in(undecided) == told.mode
+    assert told.mode_in(config_of(str(tmp_path), "planner.sync=micro_batch")) == Mode("micro_batch", False)
+    assert untold.mode_in(undecided) == Mode("step", False)
 
 
 def test_a_run_keeps_the_mode_of_its_first_start(tmp_path: Path) -> None:
