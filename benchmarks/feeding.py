@@ -1,6 +1,7 @@
 """Whether a rank's inputs are ready before their step. `python benchmarks/feeding.py [decoders] [memory] [step]`
 
-    decoders  pictures that a worker's prefetch thread turns into inputs, with one decoder and with two, in turn
+    decoders  pictures that one decoder and two decode, in turn; then the same through the worker's prefetch thread,
+              which collates beside them
     memory    the resident memory of a process that does so with many pictures, then with many videos, batch by batch
     step      what making a step's inputs takes beside the step, and what share of the step is still spent on them
 
@@ -17,6 +18,7 @@ import pstats
 import statistics
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -34,7 +36,7 @@ from dhp_ray.data.processor import Processor, ProcessorSpec, Size  # noqa: E402
 from dhp_ray.data.video_decoder import clip_of  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample  # noqa: E402
-from dhp_ray.runtime.worker.prefetch import load_inputs  # noqa: E402
+from dhp_ray.runtime.worker.prefetch import DECODED_AHEAD, decodings, futures_of, load_inputs  # noqa: E402
 from dhp_ray.train.step_inputs import collated  # noqa: E402
 from tests.data.samples import talk, video  # noqa: E402
 from tests.packs import make_pack  # noqa: E402
@@ -101,19 +103,30 @@ def plan_of(samples: Sequence[Sample]) -> RankPlan:
 def compare_decoders(processor: Processor, num_pictures: int, rounds: int) -> None:
     samples, rows = rows_of(processor, picture(LARGE, 0), BATCH)
     plan, adapter = plan_of(samples), build_model("tiny", "", processor.token_ids, 0)
+    calls = [call for row in rows for call in decodings(row, [True] * len(row["grids"]), processor)]
+
+    def decode_all(num_decoders: int) -> None:
+        with ThreadPoolExecutor(num_decoders) as decoders:
+            for future in futures_of(calls, decoders, DECODED_AHEAD * num_decoders):
+                future.result()
+
+    def load_all(num_decoders: int) -> None:
+        _, failures = load_inputs(plan, rows, processor, adapter, num_decoders)
+        assert not failures
+
     print(f"| {num_pictures} JPEGs of {LARGE[0]}x{LARGE[1]} | pictures/s | CPU s |\n|---|---|---|")
-    seconds: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(rounds):
-        for decoders, found in seconds.items():
-            begun, used = perf_counter(), process_time()
-            for _ in range(num_pictures // BATCH):
-                _, failures = load_inputs(plan, rows, processor, adapter, decoders)
-                assert not failures
-            found.append(perf_counter() - begun)
-            print(f"| {decoders} decoder{'s' * (decoders > 1)} | {num_pictures / found[-1]:.1f} | "
-                  f"{process_time() - used:.1f} |", flush=True)
-    print(f"\nTwo decoders are {min(seconds[1]) / min(seconds[2]):.2f} times as fast as one (the best round each).\n",
-          flush=True)
+    for name, way in {"decoded": decode_all, "decoded and collated": load_all}.items():
+        seconds: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(rounds):
+            for decoders, found in seconds.items():
+                begun, used = perf_counter(), process_time()
+                for _ in range(num_pictures // BATCH):
+                    way(decoders)
+                found.append(perf_counter() - begun)
+                print(f"| {name}, {decoders} decoder{'s' * (decoders > 1)} | {num_pictures / found[-1]:.1f} | "
+                      f"{process_time() - used:.1f} |", flush=True)
+        print(f"| {name}: two over one, the best round each | {min(seconds[1]) / min(seconds[2]):.2f} | |", flush=True)
+    print(flush=True)
 
 
 def follow_memory(processor: Processor, name: str, media: bytes, count: int) -> None:

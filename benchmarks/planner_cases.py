@@ -147,7 +147,8 @@ def _rows(seeds: int) -> Iterator[Row]:
         yield Row("speeds", f"{name} {each} spread", partial(of_lengths, name, 64 * each, 64, 1, speeds=spread(64)))
     for sync in ("step", "micro_batch"):
         for seed in range(SMALL_CASES):
-            yield Row(f"small: {sync}", f"case {seed}", partial(small, seed, sync))
+            yield Row(f"small: {sync}", f"case {seed}", partial(small, seed, sync, "dhp"))
+            yield Row("small: last resort", f"{sync} case {seed}", partial(small, seed, sync, LAST_RESORT))
         for seed in range(HIDDEN_MIXES):
             yield Row(f"hidden: {sync}", f"mix {seed}", partial(hidden_mix, seed, sync, "dhp"))
             if seed % 3 == 1:
@@ -170,9 +171,9 @@ def of_lengths(name: str, count: int, num_ranks: int, seeds: int, **options: Any
     return [batch(drawn(name, count, num_ranks, seed), num_ranks, **options) for seed in range(seeds)]
 
 
-def small(seed: int, sync: str) -> list[Batch]:
+def small(seed: int, sync: str, planner: str) -> list[Batch]:
     samples, cluster = small_case(seed)
-    return [{"samples": samples, "cluster": cluster, "cost": SMALL_COST, "sync": sync}]
+    return [{"samples": samples, "cluster": cluster, "cost": SMALL_COST, "sync": sync, "planner": planner}]
 
 
 def batch(

@@ -36,7 +36,7 @@ _SHORTENED = "[self.shortened(part) for part in min(ends, key=lambda state: stat
 _NOT_SHORTENED = "list(min(ends, key=lambda state: state.time_s).parts)"
 _CROSSES = "    if ranks.machine.uniform:\n        return degree > ranks.machine.ranks_per_node"
 _CROSSES_BY_DEGREE = "    if True:\n        return degree > ranks.machine.ranks_per_node"
-_IN_NODES = "    if not problem.machine.uniform:\n        schedules.append("
+_MACHINES = "machines = [problem.machine] if problem.machine.uniform else [problem.machine, problem.nominal_machine]"
 
 VARIANTS = (
     one("step: no gap weight of 0.25", _VARIANTS, "VARIANTS = ((1.0, 1.0), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))"),
@@ -95,7 +95,7 @@ VARIANTS = (
         "self.items.tokens * limits_of(problem).charge_s[self.items.minimum_degree]",
         "0.0 * self.items.tokens",
     ),
-    one("last resort: no baseline", "schedules += packed_to_memory(problem)", "pass"),
-    one("last resort: no packs inside nodes", _IN_NODES, "    if False:\n        schedules.append("),
-    one("last resort: quick trials alone", "search.thorough if search.size <= TINY else search.quick", "search.quick"),
+    one("micro_batch: unequal ranks are not taken for equal ones", _MACHINES, "machines = [problem.machine]"),
+    one("last resort: the quick search of small batches too", "len(problem.items) * problem.cluster.num_ranks <= TINY",
+        "False"),
 )

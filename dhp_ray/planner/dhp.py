@@ -20,7 +20,7 @@ the bound; one of more than HUGE sequences is not."""
 
 
 def dhp(problem: Problem) -> Schedule:
-    schedules = [dhp_micro_batch(problem)] if problem.sync == "micro_batch" else dhp_step(problem)
+    schedules = dhp_micro_batch(problem) if problem.sync == "micro_batch" else dhp_step(problem)
     times, fixed_s = [time_of(problem, schedule) for schedule in schedules], problem.cost.fixed_s
     near = min(times) - fixed_s <= (problem.lower_bound_s - fixed_s) * (1 + NEAR)
     count = len(problem.samples)

@@ -80,7 +80,7 @@ class Step(NamedTuple):
 class MicroBatchSearch:
     """The search for one batch."""
 
-    def __init__(self, problem: Problem, machine: Machine, work_of_search: int, most_makespans: int) -> None:
+    def __init__(self, problem: Problem, machine: Machine) -> None:
         self.items = problem.items
         fastest_first = np.argsort(-machine.speeds, kind="stable")
         self.ranks = Fastest(
@@ -98,11 +98,9 @@ class MicroBatchSearch:
         work = self.items.language_s + self.items.vision_s
         self.order = np.argsort(-work, kind="stable")
         self.value = work + self.items.tokens * limits_of(problem).charge_s[self.items.minimum_degree]
-        self.makespans = min(
-            most_makespans, next(makespans for most, makespans in MAKESPANS if len(self.order) <= most)
-        )
+        self.makespans = next(makespans for most, makespans in MAKESPANS if len(self.order) <= most)
         self.longest = LONGEST if len(self.order) * len(machine.speeds) <= TINY else np.inf
-        self.width = int(np.clip(work_of_search // (self.makespans * len(self.order)), 1, 8))
+        self.width = int(np.clip(WORK // (self.makespans * len(self.order)), 1, 8))
 
     def run(self) -> list[Part]:
         ends: list[State] = []
@@ -178,8 +176,12 @@ def shortest_s(ends: list[State]) -> float:
     return min((end.time_s for end in ends), default=np.inf)
 
 
-def dhp_micro_batch(problem: Problem) -> Schedule:
-    return micro_batch_schedule(problem, problem.machine, WORK, MAKESPANS[0][1])
+def dhp_micro_batch(problem: Problem) -> list[Schedule]:
+    """Candidate schedules. Where ranks are unequal they go to packs by their speed, wherever they are; a second one
+    takes them for equal ones, so that packs stay in their nodes.
+    """
+    machines = [problem.machine] if problem.machine.uniform else [problem.machine, problem.nominal_machine]
+    return [micro_batch_schedule(problem, machine) for machine in machines]
 
 
 def node_after_node(problem: Problem, schedule: Schedule) -> list[Schedule]:
@@ -188,13 +190,13 @@ def node_after_node(problem: Problem, schedule: Schedule) -> list[Schedule]:
     machine, degree = problem.machine, np.diff(schedule.first_rank)
     crossing = crosses_nodes(schedule, machine.node) & (degree <= machine.ranks_per_node)
     if crossing.any() and len(problem.items) * len(machine.speeds) <= TINY:
-        return [micro_batch_schedule(problem, machine._replace(uniform=False), WORK, MAKESPANS[0][1])]
+        return [micro_batch_schedule(problem, machine._replace(uniform=False))]
     return []
 
 
-def micro_batch_schedule(problem: Problem, machine: Machine, work: int, makespans: int) -> Schedule:
-    """The search with so many sequences in all fills of one micro-batch, and at most so many makespans for each."""
-    parts, pool = MicroBatchSearch(problem, machine, work, makespans).run(), cached_groups_of(problem)
+def micro_batch_schedule(problem: Problem, machine: Machine) -> Schedule:
+    """What the search finds for ranks of this machine."""
+    parts, pool = MicroBatchSearch(problem, machine).run(), cached_groups_of(problem)
     packs = [by_owner(part.packed.pack, len(part.packed.degree)) for part in parts]
     degrees = [part.packed.degree for part in parts]
     return Schedule(
