@@ -72,6 +72,9 @@ def check(config: Config) -> None:
     if config.train.sharding == "node" and config.planner.sync != "step":
         raise ConfigError(f"train.sharding: got 'node' with planner.sync={config.planner.sync}; allowed: whole, or "
                           "node with planner.sync=step")
+    if config.train.sharding == "node" and config.train.deterministic:
+        raise ConfigError("train.sharding: got 'node' with train.deterministic=true; allowed: whole (ranks of a node "
+                          "add their gradients in the order in which they have them)")
     if bool(config.eval.path) != bool(config.eval.every_steps):
         raise ConfigError(
             f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or "

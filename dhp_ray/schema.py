@@ -231,6 +231,9 @@ class Train:
         "whole", "where parameters and gradient sums lie with planner.sync=step: whole: on every rank; node: once per "
         "node, sliced over its ranks (CPU); auto: what fits and is fastest, for each generation",
         choices=("auto", "whole", "node"))
+    deterministic: bool = key(
+        False, "the same bits for the same plans on as many ranks; slower on CUDA and NPU, and not with "
+        "train.sharding=node")
     fused_operators: str = key(
         "auto", "norms, rotations and SwiGLU by fused operators: on NPU, and on CUDA where Liger is installed",
         choices=("auto", "off"),

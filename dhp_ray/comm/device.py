@@ -85,6 +85,16 @@ class Accelerator:
         if self.name == "cpu" and precision == "bf16":
             os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+    def compute_deterministically(self) -> None:
+        """Take the same order of every sum, in products, kernels and collectives, before this process's first product.
+        An operator that has none such raises.
+        """
+        import torch
+
+        os.environ.update(DETERMINISTIC)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # would write each buffer once more
+
     def pool_groups(self, wanted: str, memory_bytes: int) -> int:
         """How many process groups the pool keeps at most (`comm.pool_groups`) on devices of so much memory."""
         if wanted != "auto":
@@ -134,6 +144,8 @@ WATCHDOGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_HCCL_ASYNC_ERROR_HAN
 """By default they end the process when a peer is gone; a survivor must keep its state and join the next generation.
 Process groups read these when they are made.
 """
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
+"""Read by cuBLAS at its first product, by HCCL and by CANN's products."""
 ACCELERATORS = {accelerator.name: accelerator for accelerator in (CPU, CUDA, NPU)}
 
 

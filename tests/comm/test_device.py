@@ -46,6 +46,15 @@ def test_a_missing_extra_is_one_line_that_names_it() -> None:
         choose("npu")
 
 
+def test_deterministic_computing_is_asked_of_torch_and_of_the_libraries() -> None:
+    """In a process of its own: it cannot be taken back for all of them."""
+    program = ("import os, torch\nfrom dhp_ray.comm.device import CPU\nCPU.compute_deterministically()\n"
+               "print(torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG'], "
+               "os.environ['HCCL_DETERMINISTIC'])")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", ":4096:8", "true"]
+
+
 def test_a_torch_npu_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     """As one does without the driver's libraries: the import fails of what it loads."""
     (tmp_path / "torch_npu.py").write_text("raise OSError('libhccl.so: cannot open shared object file\\nmore of it')\n")

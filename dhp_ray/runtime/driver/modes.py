@@ -75,7 +75,7 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
 
 def _shardings(config: Config, sync: str, kind: str) -> tuple[str, ...]:
     """Where parameters may lie in a mode of a run on devices of this kind; with micro-batches that is not asked."""
-    if sync == "micro_batch":
+    if sync == "micro_batch" or config.train.deterministic:
         return ("whole",)
     if config.train.sharding != "auto":
         return (config.train.sharding,)

@@ -111,6 +111,8 @@ class Rank:
         self.config, self.membership, self.accelerator = config, membership, accelerator
         rank, world_size = membership.rank, membership.world_size
         accelerator.compute_in(config.train.precision)
+        if config.train.deterministic:
+            accelerator.compute_deterministically()
         self.device = accelerator.torch_device()
         self.adapter = adapter or build_adapter(config)
         self.mode = membership.mode_in(config)
