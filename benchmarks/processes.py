@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -93,7 +94,21 @@ def mapped_by(pid: int) -> int:
     return 0
 
 
-def mapped_files() -> dict[int, int]:
-    """The processes of this machine that map parts of a node's memory, and how many each."""
-    found = {int(path.name): mapped_by(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
-    return {pid: count for pid, count in found.items() if count}
+def mapped_files(patience_s: float = 10.0) -> dict[int, int]:
+    """Ray's processes of this machine that map parts of a node's memory, and how many each; those that end within so
+    many seconds are left out.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        found = {int(path.name): mapped_by(int(path.name)) for path in Path("/proc").iterdir() if is_rays(path)}
+        found = {pid: count for pid, count in found.items() if count}
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
+def is_rays(path: Path) -> bool:
+    """Whether a folder of /proc is that of a process of Ray's workers and actors."""
+    with suppress(OSError):
+        return path.name.isdigit() and (path / "cmdline").read_bytes().startswith(b"ray::")
+    return False

@@ -10,8 +10,10 @@ Per token of a layer with P parameters, H heads (K of keys and values) of width 
 
 A step's fixed part is its reduction, update and gather (`sync=step`), or what FSDP cannot hide of a micro-batch: the
 root's gather and reduction. Where a node has parameters once (`train.sharding=node`, G ranks), a rank exchanges at a
-step's end its slices alone, 1 / G of the model's; a pack pays for that: it reads the head's parameters, which nothing
-hides, and starts 3 G copies a unit (two reads and an add). Its other reads and adds go on beside compute (`gather_s`).
+step's end its slices alone, 1 / G of the model's; a pack pays for that: it reads the head's parameters and adds their
+gradients, which nothing hides, and starts 3 G copies a unit (two reads and an add). Its other reads and adds are taken
+to go on beside compute, as on a device that has a stream for each (`gather_s`, which `CostModel` does not hold: a plan
+of packs that are shorter takes longer than predicted). The CPU's adds do not; its costs are measured.
 """
 
 from __future__ import annotations
@@ -143,9 +145,10 @@ def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
 
 
 def _reads_s(memory: MemoryModel, device: Device) -> float:
-    """`train.sharding=node`: what a pack's reads take of its time."""
-    shape, among = memory.shape, memory.settings.node_ranks
-    head_bytes = COMPUTE_BYTES[memory.settings.precision] * shape.embedding_parameters
+    """`train.sharding=node`: what a pack's reads and adds take of its time."""
+    shape, settings, among = memory.shape, memory.settings, memory.settings.node_ranks
+    c = COMPUTE_BYTES[settings.precision]
+    head_bytes = (c + 4 * ("language" not in settings.frozen)) * shape.embedding_parameters
     copies = 3 * among * sum(unit.count for unit in shape.units())
     return (among - 1) / among * head_bytes / device.intra_bytes_per_s + copies * device.launch_s
 
@@ -160,5 +163,5 @@ def _fixed_s(memory: MemoryModel, device: Device, link: float, sync: str) -> flo
         return moved * root * (c + 4 * ("language" not in settings.frozen)) / link
     # AdamW reads two versions' worth and writes one, and reads the gradient
     update = trained / ranks * (4 * 3 * 2 + 4) / device.memory_bytes_per_s
-    exchanged = trained / settings.node_ranks if settings.sharding == "node" else moved * trained
+    exchanged = moved * trained / (settings.node_ranks if settings.sharding == "node" else 1)
     return exchanged * (4 + c) / link + update

@@ -87,7 +87,8 @@ class UnitBuffers:
         self._expected: set[int] = set()  # units that will be needed again for it
         self._arrived: Counter[int] = Counter()
         self._filling: dict[int, Future[None]] = {}
-        self.reader: Executor = ThreadPoolExecutor(1, "reading units")
+        # beside the thread that computes, so alone: not by as many threads as that one has
+        self.reader: Executor = ThreadPoolExecutor(1, "reading units", partial(torch.set_num_threads, 1))
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):
             self._buffers.append(torch.empty(unit.layout.size, dtype=compute_type, device=device))
@@ -153,13 +154,19 @@ class UnitBuffers:
     def _fill(self, number: int) -> None:
         """Fill a unit, or wait until it is."""
         self._begin_fill(number)
-        if number in self._filling:
-            self._filling.pop(number).result()
+        self._await(number)
 
     def _empty(self, number: int) -> None:
-        if number in self._filling:  # it was not used after all
-            self._filling.pop(number).result()
+        self._await(number)  # where it was not used after all
         self._buffers[number].untyped_storage().resize_(0)
+
+    def _await(self, number: int) -> None:
+        """Wait for the read of a unit that is under way. After one that failed the unit is empty."""
+        if number in self._filling:
+            filling = self._filling.pop(number)
+            if error := filling.exception():
+                self._buffers[number].untyped_storage().resize_(0)
+                raise error
 
     def _before_forward(self, number: int, module: Module, inputs: Any) -> None:
         self._fill(number)

@@ -152,6 +152,29 @@ def test_the_next_unit_is_read_while_one_computes(recomputes, monkeypatch):
     assert all(waits)
 
 
+def test_a_unit_whose_read_failed_is_read_again(monkeypatch):
+    """Read alone, it would compute with what its memory held before."""
+    adapter = model((), False, True)
+    engine = NodeEngine(adapter, settings(eps=1e-2), None, 1, 0, Node(((0,),), None), torch.device("cpu"))
+    wanted = own_loss(adapter, 1, 0).item()
+    engine.end_pack()
+    read, failing = engine.state.read, {3}
+
+    def fails_once(unit, into):
+        into.fill_(7.0)
+        if unit in failing:
+            failing.remove(unit)
+            raise OSError("unit 3 cannot be read")
+        read(unit, into)
+
+    monkeypatch.setattr(engine.state, "read", fails_once)
+    with pytest.raises(OSError, match="unit 3 cannot be read"):
+        own_loss(adapter, 1, 0)
+    assert own_loss(adapter, 1, 0).item() == wanted
+    engine.end_pack()
+    engine.release()
+
+
 def bf16_sums(rank, world_size):
     """The state after one update in bf16, of a learning rate that shows gradients."""
     adapter = model((), True, True)

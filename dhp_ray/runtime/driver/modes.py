@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -116,8 +117,7 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
     shape: ModelShape = described["shape"]
     device = ACCELERATORS[described["device"]]
     pooled = device.pool_groups(config.comm.pool_groups, group.memory_bytes) if config.comm.transport == "pool" else 0
-    world_size, num_nodes = num_ranks or group.size, len(set(group.nodes))
-    fewest = min(Counter(group.nodes).values()) if world_size == group.size else max(1, world_size // num_nodes)
+    world_size = num_ranks or group.size
     num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
     tokens = config.planner.tokens_per_rank
     return MemoryModel(shape, MemorySettings(
@@ -126,7 +126,18 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
         mirror_every_steps=config.elastic.mirror_every_steps,
         largest_image=max(SLICE_TOKENS, config.data.max_pixels // shape.token_pixels),
         image_limit=None if tokens == "auto" else int(tokens),
-        communicators_bytes=num_groups * device.group_bytes, sharding=mode.sharding, node_ranks=fewest))
+        communicators_bytes=num_groups * device.group_bytes, sharding=mode.sharding,
+        node_ranks=fewest_of_a_node(group.nodes, world_size)))
+
+
+def fewest_of_a_node(nodes: Sequence[str], num_ranks: int) -> int:
+    """The ranks of the node that has fewest, where so many ranks are on nodes like these. Of another number than these
+    have: one node is filled after the other, so that few may be left for the last.
+    """
+    counts = Counter(nodes).values()
+    if num_ranks == len(nodes):
+        return min(counts)
+    return min(*counts, num_ranks % max(counts) or max(counts))
 
 
 def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:

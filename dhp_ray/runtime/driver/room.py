@@ -13,11 +13,13 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
+from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import Config
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms
+from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import Terms
-from dhp_ray.planner.mode import Mode
+from dhp_ray.planner.mode import SHARDING, Mode
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.modes import MEMORY_SHARE, cost_of, memory_of, mode_of
 from dhp_ray.runtime.messages import RunError
@@ -81,9 +83,13 @@ def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
     memory = memory_of(config, group, mode)
     needed = sum(memory.resident().values())
     if needed > MEMORY_SHARE * group.memory_bytes:
-        other = "planner.sync=micro_batch, " if mode.sync == "step" else ""
+        other, kept = "planner.sync=micro_batch, " if mode.sync == "step" else "", f"planner.sync={mode.sync}"
+        if mode.sync == "step" and ACCELERATORS[memory.settings.device].shares_memory:
+            kept += f" with {SHARDING}={mode.sharding}"
+            if mode.sharding == "whole" and not config.train.deterministic:
+                other = f"{SHARDING}=node, {other}"
         raise RunError(
-            f"model of {memory.shape.num_parameters() / 1e9:.2f} B parameters: planner.sync={mode.sync} keeps "
+            f"model of {memory.shape.num_parameters() / 1e9:.2f} B parameters: {kept} keeps "
             f"{needed / 2**30:.1f} GiB on each rank, which has {group.memory_bytes / 2**30:.1f} GiB; "
             f"use more or larger devices, {other}or a smaller model"
         )
@@ -105,8 +111,9 @@ def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
         export = export_bytes(memory.shape) if node_id == group.nodes[0] else 0
         if export > terms[CHANGE]:  # never at the same time
             terms["model, exported"] = export - terms[CHANGE]
-        if settings.device == "cpu":
-            terms["state"] = count * sum(memory.resident().values())
+        if settings.device == "cpu":  # what lies once per node is so too where others have more ranks or fewer
+            there = MemoryModel(memory.shape, replace(settings, node_ranks=count))
+            terms["state"] = count * sum(there.resident().values())
         return terms
 
     for node_id, count in Counter(group.nodes).items():

@@ -17,7 +17,7 @@ def give_back_memory() -> None:
 
 
 def map_large_blocks() -> None:
-    """Let blocks of LARGE_BYTES and more return to the system as soon as they are freed.
+    """Let blocks of LARGE_BYTES and more return to the system as soon as they are freed, for the life of this process.
 
     By default glibc maps only blocks above the largest that it has seen freed (32 MB at most), and cuts the others from
     a heap: parameters that come and go with every layer, of many sizes, leave it full of holes. Filling the pages of a
