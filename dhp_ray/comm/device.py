@@ -93,7 +93,8 @@ class Accelerator:
 
         os.environ.update(DETERMINISTIC)
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # would write each buffer once more
+        # else each new buffer is written once more
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def pool_groups(self, wanted: str, memory_bytes: int) -> int:
         """How many process groups the pool keeps at most (`comm.pool_groups`) on devices of so much memory."""

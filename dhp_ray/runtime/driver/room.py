@@ -26,15 +26,16 @@ from dhp_ray.runtime.messages import RunError
 
 
 def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
-    """Tokens of a pack that a rank's memory holds beside the resident state, whatever they are.
+    """Tokens of a pack that a rank's memory holds beside the resident state, whatever they are, and its node's beside
+    all that ranks keep there. (If the node has no room for one: one, and `check_host_memory` says so.)
 
     Raises:
         RunError: not even one.
     """
     memory = memory_of(config, group, mode_of(config, group, auto_tokens=True).mode)
     limit_bytes = MEMORY_SHARE * group.memory_bytes
-    tokens = memory.tokens_that_fit(limit_bytes)
-    if tokens < 1:
+    tokens = _fitting(memory, group)
+    if memory.tokens_that_fit(limit_bytes) < 1:
         needed = memory.memory(memory.worst_load(1))
         raise RunError(
             f"planner.tokens_per_rank: got auto, and a rank has room for no token: it needs "
@@ -49,7 +50,21 @@ def tokens_of_generation(config: Config, group: WorkerGroup, num_ranks: int) -> 
     longest sequence asks of so few ranks."""
     memory = memory_of(config, group, mode_of(config, group, True, num_ranks).mode, num_ranks)
     most = max(int(config.planner.tokens_per_rank), math.ceil(config.planner.max_sequence_tokens / num_ranks))
-    return max(1, min(most, memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)))
+    return max(1, min(most, _fitting(memory, group)))
+
+
+def _fitting(memory: MemoryModel, group: WorkerGroup) -> int:
+    """Tokens of a pack that each rank's device and each node's memory hold, at least 1. On the CPU the packs lie in the
+    node's memory too."""
+    device_tokens = memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)
+    packs = memory.settings.device == "cpu"
+
+    def too_many(tokens: int) -> bool:
+        pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values()) if packs else 0
+        return any(sum(_kept(memory, tokens, count, node_id == group.nodes[0]).values()) + count * pack_bytes
+                   > _node_limit(group, node_id) for node_id, count in Counter(group.nodes).items())
+
+    return max(1, bisect_left(range(1, device_tokens + 1), True, key=too_many))
 
 
 def ranks_that_hold(config: Config, group: WorkerGroup, max_ranks: int) -> Callable[[int], int]:
@@ -103,26 +118,14 @@ def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
         RunError: which node, how much, what there is, and which key to change.
     """
     memory = memory_of(config, group, mode)
+    alone = MemoryModel(memory.shape, replace(memory.settings, mirror_every_steps="0"))
     tokens = int(config.planner.tokens_per_rank)
-
-    def needed(mirrors: bool, node_id: str, count: int) -> Terms:
-        settings = memory.settings if mirrors else replace(memory.settings, mirror_every_steps="0")
-        terms = {name: count * value for name, value in host_terms(memory.shape, settings, tokens).items()}
-        export = export_bytes(memory.shape) if node_id == group.nodes[0] else 0
-        if export > terms[CHANGE]:  # never at the same time
-            terms["model, exported"] = export - terms[CHANGE]
-        if settings.device == "cpu":  # what lies once per node is so too where others have more ranks or fewer
-            there = MemoryModel(memory.shape, replace(settings, node_ranks=count))
-            terms["state"] = count * sum(there.resident().values())
-        return terms
-
     for node_id, count in Counter(group.nodes).items():
-        limit_bytes = MEMORY_SHARE * min(member.described["host_memory_bytes"] for member in group.members
-                                         if member.described["node_id"] == node_id)
-        terms = needed(True, node_id, count)
+        limit_bytes, exports = _node_limit(group, node_id), node_id == group.nodes[0]
+        terms = _kept(memory, tokens, count, exports)
         if sum(terms.values()) <= limit_bytes:
             continue
-        without, every = sum(needed(False, node_id, count).values()), config.elastic.mirror_every_steps
+        without, every = sum(_kept(alone, tokens, count, exports).values()), config.elastic.mirror_every_steps
         parts = ", ".join(f"{name} {_gib(value)}" for name, value in terms.items() if value)
         key, words = f"cluster.num_workers: got {config.cluster.num_workers}", "fewer ranks a node (more nodes)"
         if every != "0" and without <= limit_bytes:
@@ -131,6 +134,25 @@ def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
         raise RunError(f"{key}; the {count} ranks on node {node_id} keep up to {_gib(sum(terms.values()))} in its "
                        f"memory ({parts}), and may keep {_gib(limit_bytes)} ({MEMORY_SHARE:.0%} of it); "
                        f"allowed: {words}")
+
+
+def _kept(memory: MemoryModel, tokens: int, count: int, exports: bool) -> Terms:
+    """What `count` ranks keep in their node's memory, for packs of so many tokens a rank. `exports`: rank 0 is one."""
+    settings = memory.settings
+    terms = {name: count * value for name, value in host_terms(memory.shape, settings, tokens).items()}
+    export = export_bytes(memory.shape) if exports else 0
+    if export > terms[CHANGE]:  # never at the same time
+        terms["model, exported"] = export - terms[CHANGE]
+    if settings.device == "cpu":  # what lies once per node is so too where others have more ranks or fewer
+        there = MemoryModel(memory.shape, replace(settings, node_ranks=count))
+        terms["state"] = count * sum(there.resident().values())
+    return terms
+
+
+def _node_limit(group: WorkerGroup, node_id: str) -> float:
+    """Bytes that the ranks of a node may keep in its memory."""
+    return MEMORY_SHARE * min(member.described["host_memory_bytes"] for member in group.members
+                              if member.described["node_id"] == node_id)
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:

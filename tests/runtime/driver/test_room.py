@@ -97,6 +97,29 @@ def test_tokens_of_a_rank_follow_the_memory_of_its_device(tmp_path: Path) -> Non
         tokens_that_fit(config, group_of(4, 0.01, config))
 
 
+@pytest.mark.parametrize(("num_ranks", "host_gib"), [(1, 1.0), (3, 1.0), (2, 0.5)])
+def test_tokens_of_a_rank_on_a_cpu_leave_room_for_what_its_node_keeps_beside(
+    tmp_path: Path, num_ranks: int, host_gib: float
+) -> None:
+    """The README's commands were refused on 24 GB: packs alone would have taken all of that."""
+    config = config_of(str(tmp_path))
+    group = group_of(num_ranks, host_gib, config, "cpu")
+    for member in group.members:
+        member.described["host_memory_bytes"] = int(host_gib * GIB)
+    mode, limit_bytes = Mode("step", False), 0.9 * host_gib * GIB
+    memory = memory_of(config, group, mode)
+    config.planner.tokens_per_rank = str(tokens_that_fit(config, group))
+    check_host_memory(config, group, mode)
+
+    def needed(tokens: int) -> float:
+        kept = num_ranks * sum(host_terms(memory.shape, memory.settings, tokens).values())
+        return kept + num_ranks * memory.memory(memory.worst_load(tokens)).device_bytes
+
+    tokens = int(config.planner.tokens_per_rank)
+    assert 0.97 * limit_bytes <= needed(tokens) <= limit_bytes  # but for the export
+    assert tokens < 0.8 * memory.tokens_that_fit(0.9 * group.memory_bytes)
+
+
 def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
     memory_gib, mode = 0.2, Mode("step", False)
