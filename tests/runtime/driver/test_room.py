@@ -102,7 +102,7 @@ def test_tokens_of_a_rank_on_a_cpu_leave_room_for_what_its_node_keeps_beside(
     tmp_path: Path, num_ranks: int, host_gib: float
 ) -> None:
     """The README's commands were refused on 24 GB: packs alone would have taken all of that."""
-    config = config_of(str(tmp_path))
+    config = config_of(str(tmp_path), "planner.tokens_per_rank=auto")
     group = group_of(num_ranks, host_gib, config, "cpu")
     for member in group.members:
         member.described["host_memory_bytes"] = int(host_gib * GIB)
@@ -110,6 +110,7 @@ def test_tokens_of_a_rank_on_a_cpu_leave_room_for_what_its_node_keeps_beside(
     memory = memory_of(config, group, mode)
     config.planner.tokens_per_rank = str(tokens_that_fit(config, group))
     check_host_memory(config, group, mode)
+    assert tokens_of_generation(config, group, num_ranks) == int(config.planner.tokens_per_rank)
 
     def needed(tokens: int) -> float:
         kept = num_ranks * sum(host_terms(memory.shape, memory.settings, tokens).values())
