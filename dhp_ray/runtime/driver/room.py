@@ -26,8 +26,7 @@ from dhp_ray.runtime.messages import RunError
 
 
 def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
-    """Tokens of a pack that a rank's memory holds beside the resident state, whatever they are, and its node's beside
-    all that ranks keep there. (If the node has no room for one: one, and `check_host_memory` says so.)
+    """Tokens of a pack that a rank's memory holds beside the resident state, whatever they are.
 
     Raises:
         RunError: not even one.
@@ -54,13 +53,14 @@ def tokens_of_generation(config: Config, group: WorkerGroup, num_ranks: int) -> 
 
 
 def _fitting(memory: MemoryModel, group: WorkerGroup) -> int:
-    """Tokens of a pack that each rank's device and each node's memory hold, at least 1. On the CPU the packs lie in the
-    node's memory too."""
+    """Tokens of a pack that each rank's device holds, at least 1. On the CPU packs lie in the node's memory, beside all
+    that its ranks keep there. (Elsewhere `check_host_memory` refuses what a node has no room for.)"""
     device_tokens = memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)
-    packs = memory.settings.device == "cpu"
+    if memory.settings.device != "cpu":
+        return max(1, device_tokens)
 
     def too_many(tokens: int) -> bool:
-        pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values()) if packs else 0
+        pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
         return any(sum(_kept(memory, tokens, count, node_id == group.nodes[0]).values()) + count * pack_bytes
                    > _node_limit(group, node_id) for node_id, count in Counter(group.nodes).items())
 
