@@ -13,7 +13,7 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.modes import RECOMPUTATION, Choice, cost_of, memory_of, mode_of
+from dhp_ray.runtime.driver.modes import RECOMPUTATION, Choice, cost_of, fewest_of_a_node, memory_of, mode_of
 from dhp_ray.runtime.driver.room import ranks_that_hold, tokens_of_generation
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.start import resolve_limits
@@ -100,6 +100,13 @@ def test_a_node_shares_its_memory_where_the_model_does_not_fit_otherwise(
     assert mode_of(config, group_of(8, room, config), auto_tokens=True) == Choice(Mode("step", False))
     config.train.deterministic, config.planner.sync = False, "micro_batch"
     assert mode_of(config, group_of(8, room, config), auto_tokens=True) == Choice(Mode("micro_batch", False))
+
+
+@pytest.mark.parametrize(("nodes", "num_ranks", "wanted"), [
+    ("aaaabbbb", 8, 4), ("aaaab", 5, 1), ("aaaaaaaab", 8, 1), ("aaaabbbb", 5, 1), ("aaaabbbb", 12, 4),
+    ("aaaabbbb", 14, 2), ("aa", 4, 2), ("aa", 1, 1)])
+def test_the_fewest_ranks_of_a_node(nodes: str, num_ranks: int, wanted: int) -> None:
+    assert fewest_of_a_node(nodes, num_ranks) == wanted
 
 
 def test_a_rank_trains_as_configured_and_where_that_is_open_as_the_driver_says(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dhp_ray.config import Config
 from dhp_ray.planner.host_memory import CHANGE, host_terms
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.mode import Mode
-from dhp_ray.runtime.driver.modes import cost_of, fewest_of_a_node, memory_of
+from dhp_ray.runtime.driver.modes import cost_of, memory_of
 from dhp_ray.runtime.driver.room import (
     check_host_memory,
     check_memory,
@@ -212,13 +212,6 @@ def test_what_lies_once_per_node_is_once_there_on_every_node(tmp_path: Path) -> 
         else:
             with pytest.raises(RunError, match="8 ranks on node a"):
                 check_host_memory(config, group, mode)
-
-
-@pytest.mark.parametrize(("nodes", "num_ranks", "wanted"), [
-    ("aaaabbbb", 8, 4), ("aaaab", 5, 1), ("aaaaaaaab", 8, 1), ("aaaabbbb", 5, 1), ("aaaabbbb", 12, 4),
-    ("aaaabbbb", 14, 2), ("aa", 4, 2), ("aa", 1, 1)])
-def test_the_fewest_ranks_of_a_node(nodes: str, num_ranks: int, wanted: int) -> None:
-    assert fewest_of_a_node(nodes, num_ranks) == wanted
 
 
 def test_rank_0_needs_room_for_the_model_that_it_exports(tmp_path: Path) -> None:
