@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,12 @@ def reformed(process: int, port: int, run_dir: str, sync: str, num_changes: int)
         if process < size:
             member.join(process, size, sync, found)
             member.step(step)
+            (ended := Path(run_dir) / f"ended-{step}-{process}").touch()
             member.checkpointer.begin(step)
             if process == 2:
                 member.mirror.finish()
+                while not all(ended.with_name(f"ended-{step}-{other}").exists() for other in range(2)):
+                    time.sleep(0.01)  # else a peer that is still in the step is aborted there
                 member.lost.touch()
             else:
                 if size == 3:
