@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.planner import bimodal
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import ClusterSpec, Plan, Sample, plan_batch
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
 from dhp_ray.planner.memory import MemoryModel

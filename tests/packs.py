@@ -6,19 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.weights import Interval
 from dhp_ray.planner.plan import Grid, RankPack, Sample
 from dhp_ray.train.collate import Payload
 
+PATCHES = {"tiny": 14, "tiny_qwen3_vl": 16}
+"""Presets, and how high and wide their patches are."""
 TOKEN_IDS = {"bos": 256, "pad": 256, "eos": 258, "vision_start": 259, "vision_end": 260, "image": 261, "video": 262}
 
 
@@ -31,11 +34,12 @@ class Film:
 
 
 def make_sample(
-    name: str, parts: Sequence[int | Grid | Film], first_label: int | None = None
+    name: str, parts: Sequence[int | Grid | Film], first_label: int | None = None, preset: str = "tiny"
 ) -> tuple[Sample, Payload]:
-    """A sample of text runs (their length), images (their grid) and videos; labels count from `first_label`, by default
-    every third token is masked.
+    """A sample of text runs (their length), images (their grid) and videos, as the model of `preset` takes them; labels
+    count from `first_label`, by default every third token is masked.
     """
+    side = PATCHES[preset]
     random = np.random.default_rng(sum(map(ord, name)))
     ids: list[int] = []
     grids: list[Grid] = []
@@ -48,11 +52,15 @@ def make_sample(
             continue
         pieces, lasts, token = (part.pieces, part.seconds,
                                 "video") if isinstance(part, Film) else ((part,), 0.0, "image")
-        ids.append(TOKEN_IDS["vision_start"])
+        runs: list[list[int]] = []
         for time, height, width in pieces:
-            pixels.append(random.standard_normal((time * height * width, 3 * 2 * 14 * 14), dtype=np.float32))
-            ids += [TOKEN_IDS[token]] * (time * height * width // 4)
-        ids.append(TOKEN_IDS["vision_end"])
+            pixels.append(random.standard_normal((time * height * width, 3 * 2 * side * side), dtype=np.float32))
+            runs += [[TOKEN_IDS[token]] * (height * width // 4)] * time
+        if preset == "tiny_qwen3_vl" and lasts:
+            for run in runs:  # each step in time behind its time stamp
+                ids += [*random.integers(0, 256, 5).tolist(), TOKEN_IDS["vision_start"], *run, TOKEN_IDS["vision_end"]]
+        else:
+            ids += [TOKEN_IDS["vision_start"], *chain(*runs), TOKEN_IDS["vision_end"]]
         grids += pieces
         media += [place] * len(pieces)
         seconds += [lasts] * len(pieces)
@@ -77,9 +85,9 @@ def make_pack(
     return RankPack(index, tuple(ranks), tuple(samples), members, 1.0)
 
 
-def rough_model(seed: int = 0, tie_word_embeddings: bool = True) -> ModelAdapter:
-    """The tiny preset with weights far from their start, so that attention is not uniform and no bias is zero."""
-    adapter = build_model("tiny", "", TOKEN_IDS, seed)
+def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> ModelAdapter:
+    """A tiny preset with weights far from their start, so that attention is not uniform and no bias is zero."""
+    adapter = build_model(preset, "", TOKEN_IDS, seed)
     if not tie_word_embeddings:
         config = type(adapter.module.config).from_dict(adapter.module.config.to_dict() | {"tie_word_embeddings": False})
         adapter = type(adapter)(type(adapter.module)(config))  # type: ignore[call-arg]
@@ -105,16 +113,16 @@ def stored_values(adapter: ModelAdapter) -> dict[str, Tensor]:
     return values
 
 
-def plain_copy(adapter: ModelAdapter) -> Qwen2_5_VLForConditionalGeneration:
+def plain_copy(adapter: ModelAdapter) -> PreTrainedModel:
     """The same weights in a model of plain transformers, with its own attention."""
     config = type(adapter.module.config).from_dict(adapter.module.config.to_dict())
-    module = Qwen2_5_VLForConditionalGeneration(config)
+    module = type(adapter.module)(config)
     module.load_state_dict(adapter.module.state_dict())
     module.set_attn_implementation("sdpa")
     return module
 
 
-def plain_loss(module: Qwen2_5_VLForConditionalGeneration, payload: Payload) -> tuple[Tensor, int]:
+def plain_loss(module: PreTrainedModel, payload: Payload) -> tuple[Tensor, int]:
     """Mean loss of one sample by transformers' own forward, and its number of valid tokens."""
     ids = torch.from_numpy(payload.input_ids.astype(np.int64))[None]
     labels = torch.from_numpy(payload.labels.astype(np.int64))[None]
@@ -132,13 +140,14 @@ def plain_loss(module: Qwen2_5_VLForConditionalGeneration, payload: Payload) -> 
                        "image_grid_thw": grids[seconds == 0]}
         if patches[True]:
             inputs |= {"pixel_values_videos": torch.from_numpy(np.concatenate(patches[True])),
-                       "video_grid_thw": grids[seconds > 0],
-                       "second_per_grid_ts": seconds[seconds > 0].float()}
+                       "video_grid_thw": grids[seconds > 0]}
+            if isinstance(module, Qwen2_5_VLForConditionalGeneration):
+                inputs["second_per_grid_ts"] = seconds[seconds > 0].float()
     return module(input_ids=ids, labels=labels, **inputs).loss, int((labels[:, 1:] != -100).sum())
 
 
 def plain_gradients(
-    module: Qwen2_5_VLForConditionalGeneration, payloads: Sequence[Payload]
+    module: PreTrainedModel, payloads: Sequence[Payload]
 ) -> tuple[float, dict[str, Tensor]]:
     """Token-sum loss and its gradients, sample by sample; zeros where nothing flows."""
     module.zero_grad()

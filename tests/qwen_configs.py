@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Qwen2_5_VLConfig
 
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 
 
 def _text(width: int, mlp: int, layers: int, heads: int, key_values: int, vocabulary: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def test_flops_of_a_batch_are_those_that_torch_counts() -> None:
     """Up to the encoder's convolution and attention, which torch counts otherwise, and to the causal mask."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from dhp_ray.model.qwen2_5_vl import Qwen25VL
+    from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 
     config = config_of("tiny")
     module = Qwen25VL.model_class(config)

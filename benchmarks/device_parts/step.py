@@ -19,7 +19,7 @@ from benchmarks.device_parts.record import CheckError, Record
 from benchmarks.device_parts.settings import Settings
 from benchmarks.device_parts.timing import matrix_rate, timed
 from benchmarks.device_parts.workload import BATCHES, Batch, OwnStep, batch_of, choose_preset, config_of
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.train.flat_engine import resident_bytes
 
 NUM_TIMED = {"cuda": 2, "cpu": 1}

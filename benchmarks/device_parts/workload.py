@@ -16,8 +16,8 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.presets import preset_config
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner.plan import Grid, RankPack, RankPlan, Sample
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes

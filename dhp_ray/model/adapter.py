@@ -52,7 +52,8 @@ class ModelAdapter(Protocol):
     """Where to read the parameters' values, of a module built on the meta device; None: it has them."""
 
     feature_width: int
-    """F: width of a vision feature as it enters the language model."""
+    """F: width of a vision feature as it leaves the encoder: D, or several times as much where it has several levels.
+    """
 
     image_token_id: int
     """The token that one vision token of an image takes in the text."""
@@ -71,6 +72,10 @@ class ModelAdapter(Protocol):
     @staticmethod
     def shape(config: Any) -> ModelShape:
         """What planner, costs and memory need to know of a model with this configuration of transformers."""
+        ...
+
+    def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
+        """Lengths of the runs of vision tokens that an image or a whole video of this grid takes in the text."""
         ...
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:

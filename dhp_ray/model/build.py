@@ -1,23 +1,21 @@
-"""Builds a model from a preset or a local Hugging Face folder: the families that there are, by their config's name."""
+"""Builds a model from a preset or a local Hugging Face folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.families import FAMILIES
+from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.model.files import ModelError, config_tree, weight_files
 from dhp_ray.model.presets import preset_config
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.model_shape import ModelShape
-
-FAMILIES: dict[str, Any] = {"qwen2_5_vl": Qwen25VL}
 
 
 def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, seed: int) -> ModelAdapter:
@@ -35,8 +33,7 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
         config = preset_config(preset, token_ids)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made: ModelAdapter = _family(config)(_family(config).model_class(config))
-            return made
+            return _family(config)(_family(config).model_class(config))
     config = read_config(path)
     family = _family(config)
     files = weight_files(path)
@@ -47,7 +44,7 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
             module.set_submodule(name, type(holder)(holder.config))  # tables of rotary frequencies, which no file holds
     if (Path(path) / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    adapter: ModelAdapter = family(module)
+    adapter = family(module)
     adapter.weights = StoredWeights(path, files, module, family.stored_names)
     return adapter
 
@@ -55,8 +52,7 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
 def model_shape(preset: str, path: str, token_ids: Mapping[str, int] | None) -> ModelShape:
     """The shape of the model that `build_model` would build, from its configuration alone."""
     config = preset_config(preset, token_ids) if preset else read_config(path)
-    shape: ModelShape = _family(config).shape(config)
-    return shape
+    return _family(config).shape(config)
 
 
 def read_config(path: str) -> PreTrainedConfig:
@@ -80,5 +76,5 @@ def _quieten() -> None:
     logging.set_verbosity_error()
 
 
-def _family(config: PreTrainedConfig) -> Any:
+def _family(config: PreTrainedConfig) -> type[VisionLanguageModel]:
     return FAMILIES[config.model_type]

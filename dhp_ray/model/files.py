@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from dhp_ray.errors import first_line
 
-MODEL_TYPES = ("qwen2_5_vl",)
-"""The families of build.py, as config.json names them."""
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+"""The families of families/, as config.json names them."""
 
 
 class ModelError(ValueError):

@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Identity, Module
 
+from dhp_ray.model.attention import PackContext, attention_of_layer
 from dhp_ray.model.kernels import liger, npu
 
 
@@ -63,6 +64,32 @@ class FusedMLP(Module):
     def forward(self, hidden: Tensor) -> Tensor:
         down: Tensor = self.down_proj(self.operators.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
         return down
+
+
+class FusedAttention(Module):
+    """The attention of a language model's layer, with the weights of `plain` and a fused rotation: transformers calls
+    its own function for that.
+    """
+
+    def __init__(self, plain: Any, operators: Operators) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = plain.q_proj, plain.k_proj, plain.v_proj, plain.o_proj
+        self.q_norm, self.k_norm = (FusedNorm(getattr(plain, name), operators) if hasattr(plain, name) else Identity()
+                                    for name in ("q_norm", "k_norm"))
+        self.head_dim, self.scaling, self.operators = plain.head_dim, plain.scaling, operators
+        self.train(plain.training)
+
+    def forward(
+        self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], context: PackContext, **_: Any
+    ) -> tuple[Tensor, None]:
+        """(1, L, D) of this member's tokens `hidden_states` (1, L, D) of the pack `context`."""
+        num_tokens = hidden_states.shape[1]
+        q, k, v = (project(hidden_states).view(1, num_tokens, -1, self.head_dim)
+                   for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+        q, k = self.operators.rotary(q, k, *position_embeddings)
+        out = attention_of_layer(q, k, v.transpose(1, 2), self.scaling, context)
+        return self.o_proj(out.reshape(1, num_tokens, -1)), None
 
 
 def fuse(owner: Module, operators: Operators, norms: Sequence[str], activation: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from transformers import PreTrainedConfig, Qwen2_5_VLConfig
+from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 
 from dhp_ray.model.files import ModelError
 
@@ -50,7 +50,30 @@ def _qwen2_5_vl(
         tie_word_embeddings=True)
 
 
-PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {"tiny": tiny, "small": small}
+def tiny_qwen3_vl(token_ids: Mapping[str, int]) -> Qwen3VLConfig:
+    """Qwen3-VL with a million parameters: 4 layers of width 128, 3 vision blocks of width 64, features of 3 levels."""
+    return Qwen3VLConfig(
+        text_config={
+            "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 32, "vocab_size": vocabulary_size(token_ids),
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+            # 16 frequencies of a head: Qwen3-VL deals 24, 20 and 20 of 64 out in turn
+            "rope_parameters": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True,
+                                "rope_theta": 10000.0},
+            "bos_token_id": token_ids["bos"], "eos_token_id": token_ids["eos"],
+        },
+        vision_config={
+            "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 128,
+            "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 144,
+            "deepstack_visual_indexes": [0, 1], "initializer_range": 0.02,
+        },
+        image_token_id=token_ids["image"], video_token_id=token_ids["video"],
+        vision_start_token_id=token_ids["vision_start"], vision_end_token_id=token_ids["vision_end"],
+        tie_word_embeddings=True)
+
+
+PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {
+    "tiny": tiny, "small": small, "tiny_qwen3_vl": tiny_qwen3_vl}
 
 
 def preset_config(name: str, token_ids: Mapping[str, int] | None) -> PreTrainedConfig:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Layers that are alike: attention (`heads` queries, `key_value_heads` keys and values of `head_width`), then a
-    gated MLP.
+    """Layers that are alike: attention (`heads` queries, `key_value_heads` keys and values of `head_width`), then an
+    MLP.
 
     Attention sees `window` positions (patches) around it, or with 0 the whole of a sequence or of an image's frame.
-    `num_parameters` are those of one layer.
+    `num_parameters` are those of one layer. `gated`: the MLP multiplies two products (SwiGLU), else it has one and
+    GELU. `layer_norms`: norms with mean and bias, else RMS norms; `head_norms`: queries and keys are normed head by
+    head.
     """
 
     count: int
@@ -23,6 +25,9 @@ class LayerShape:
     head_width: int
     num_parameters: int
     window: int = 0
+    gated: bool = True
+    layer_norms: bool = False
+    head_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class ModelShape:
     The head is as large as the token embedding, and where it is `tied`, the same.
     `language_rest` and `vision_rest`: parameters of what is in no layer, embedding and head left out of it.
     `merge_area` patches of `patch_dim` values make one vision token, `token_pixels` of an image; `merger_width` is what
-    the merger makes of them.
+    the merger makes of them. A vision feature has `feature_levels` rows of the language model's width, each by a merger
+    of its own. The encoder adds to a patch a mean of four of `position_rows` learned positions, where it has some.
     """
 
     family: str
@@ -56,6 +62,8 @@ class ModelShape:
     merge_area: int
     merger_width: int
     token_pixels: int
+    feature_levels: int = 1
+    position_rows: int = 0
 
     @property
     def width(self) -> int:

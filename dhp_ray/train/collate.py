@@ -151,8 +151,8 @@ def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encod
             f"{where}: {len(payload.pixels)} images of grids {grids}; planned: {tuple(sample.vision_grids)}"
         )
     tokens = (adapter.image_token_id, adapter.video_token_id)
-    wanted = [(tokens[int(seconds > 0)], int(np.prod(grid)) // adapter.merge_area)
-              for grid, seconds in zip(*payload.whole())]
+    wanted = [(tokens[int(seconds > 0)], count) for grid, seconds in zip(*payload.whole())
+              for count in adapter.vision_runs(grid.tolist(), seconds > 0)]
     runs = [(token, len(list(group))) for token, group in groupby(ids.tolist()) if token in tokens]
     if runs != wanted:
         raise ValueError(

@@ -194,6 +194,16 @@ def test_ours_takes_what_it_is_called_with(name: str) -> None:
     ours.bind(**{parameter.name: None for parameter in given})
 
 
+@pytest.mark.parametrize("name", TABLE["implemented by name"])
+def test_ours_takes_what_it_is_called_with_by_name(name: str) -> None:
+    theirs, ours = installed(name), installed(TABLE["implemented by name"][name])
+    first, *given = (parameter.name for parameter in theirs.parameters.values()
+                     if parameter.kind != parameter.VAR_KEYWORD and parameter.name != "self")
+    context = dict.fromkeys({"context"} & ours.parameters.keys())  # which the language model hands down
+    ours.bind(*[None] * ("self" in ours.parameters), None, **dict.fromkeys(given), **context)
+    ours.bind(*[None] * ("self" in ours.parameters), **dict.fromkeys([first, *given]), **context)
+
+
 @pytest.mark.parametrize(("called", "ours"), [("AllGather", "all_gather_single"),
                                               ("ReduceScatter", "reduce_scatter_single")])
 def test_collectives_take_what_fsdp_gives_them(called: str, ours: str) -> None:

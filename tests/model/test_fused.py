@@ -17,9 +17,8 @@ import torch
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.model.fused import FusedMLP, FusedNorm, operators_of
+from dhp_ray.model.fused import FusedAttention, FusedMLP, FusedNorm, operators_of
 from dhp_ray.model.kernels import liger, npu
-from dhp_ray.model.qwen2_5_vl_decoder import LanguageAttention
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
 from tests.contracts.liger_operators import liger_ops
@@ -86,7 +85,7 @@ def test_every_norm_rotation_and_mlp_is_replaced() -> None:
     modules = list(plain.modules())
     assert sum(isinstance(module, FusedNorm) for module in modules) == num_norms > 0
     assert sum(isinstance(module, FusedMLP) for module in modules) == num_mlps > 0
-    assert sum(isinstance(module, LanguageAttention) for module in modules) == num_layers
+    assert sum(isinstance(module, FusedAttention) for module in modules) == num_layers
     blocks: Any = plain.model.visual.blocks
     assert all(block.attn.operators is npu for block in blocks)
 
@@ -97,7 +96,7 @@ def test_what_no_operator_computes_stays() -> None:
     language: Any = adapter.module.model.language_model
     language.config.hidden_act, language.rotary_emb.attention_scaling = "gelu", 1.2
     adapter.fuse(npu)
-    assert not any(isinstance(module, (FusedMLP, LanguageAttention)) for module in language.modules())
+    assert not any(isinstance(module, (FusedMLP, FusedAttention)) for module in language.modules())
     assert isinstance(language.norm, FusedNorm)
 
 

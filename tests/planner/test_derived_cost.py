@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms
 from dhp_ray.planner.memory_terms import MemorySettings, Terms
 from tests.qwen_configs import published_config

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
 from dhp_ray.planner.memory import MemoryModel

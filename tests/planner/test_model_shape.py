@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from transformers import Qwen2_5_VLConfig
 
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.presets import preset_config
-from dhp_ray.model.qwen2_5_vl import Qwen25VL
 from tests.packs import TOKEN_IDS
 from tests.qwen_configs import NUM_PARAMETERS, model_without_memory, published_config
 

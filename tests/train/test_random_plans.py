@@ -5,6 +5,7 @@ watchdog.
 from __future__ import annotations
 
 import faulthandler
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,27 +19,36 @@ import torch
 from benchmarks.cases import SYNCS, TRANSPORTS
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample
+from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan, Sample
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.step_inputs import collated
-from tests.packs import Film, make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
+from tests.packs import (
+    PATCHES,
+    Film,
+    make_sample,
+    own_payloads,
+    plain_copy,
+    plain_gradients,
+    relative_errors,
+    rough_model,
+)
 from tests.ranks import run_processes
 from tests.train.networks import whole
 
 WATCHDOG_S = 60
 TOLERANCE = 2e-5
-SAMPLES = [
-    make_sample("word", [2]), make_sample("token", [1]), make_sample("short", [7]), make_sample("text", [40]),
-    make_sample("long", [150]),
-    make_sample("image", [20, (1, 4, 8), 30]), make_sample("images", [9, (1, 4, 6), 40, (1, 4, 4), 2, (1, 8, 6), 5]),
-    make_sample("picture", [(1, 8, 8), 12]),
-    make_sample("first", [(1, 2, 2), 1]), make_sample("clip", [(2, 4, 6), 3]), make_sample("wide", [4, (1, 2, 20), 60]),
-    make_sample("film", [5, Film(0.5, ((2, 4, 4), (2, 4, 4), (1, 4, 4))), 30, (1, 4, 8), 9]),
-    make_sample("reel", [8, Film(1.5, ((3, 4, 6),)), 20]),
-    make_sample("masked", [50], first_label=50), make_sample("unseen", [10, (1, 4, 4), 10], first_label=26),
-]
+PARTS: dict[str, list[int | Grid | Film]] = {
+    "word": [2], "token": [1], "short": [7], "text": [40], "long": [150], "image": [20, (1, 4, 8), 30],
+    "images": [9, (1, 4, 6), 40, (1, 4, 4), 2, (1, 8, 6), 5], "picture": [(1, 8, 8), 12], "first": [(1, 2, 2), 1],
+    "clip": [(2, 4, 6), 3], "wide": [4, (1, 2, 20), 60],
+    "film": [5, Film(0.5, ((2, 4, 4), (2, 4, 4), (1, 4, 4))), 30, (1, 4, 8), 9],
+    "reel": [8, Film(1.5, ((3, 4, 6),)), 20], "masked": [50], "unseen": [10, (1, 4, 4), 10],
+}
+FIRST_LABEL = {"masked": 50, "unseen": 26}
+SAMPLES = {preset: [make_sample(name, parts, FIRST_LABEL.get(name), preset) for name, parts in PARTS.items()]
+           for preset in PATCHES}
 
 
 @dataclass(frozen=True)
@@ -51,11 +61,13 @@ class World:
     recomputes: bool = False
     freeze: str = ""
     sharding: str = "whole"
+    preset: str = "tiny"
 
     def __str__(self) -> str:
         frozen = f"-{self.freeze}_frozen" * bool(self.freeze)
         mode = self.sync if self.sharding == "whole" else self.sharding
-        return f"{self.num_ranks}-{mode}-{self.transport}{'-recomputed' * self.recomputes}{frozen}"
+        family = f"-{self.preset}" * (self.preset != "tiny")
+        return f"{self.num_ranks}-{mode}-{self.transport}{'-recomputed' * self.recomputes}{frozen}{family}"
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -70,16 +82,22 @@ FEW = [World(num_ranks, sync, transport, recomputes, freeze) for sync in SYNCS
        for num_ranks, transport, recomputes, freeze in (
     (3, "pool", True, ""), (5, "parent", False, "vision"), (3, "parent", True, "language"), (5, "pool", False, ""))]
 FEW += [World(5, "step", "pool", True, "", "node"), World(3, "step", "parent", False, "vision", "node")]
+FAMILIES = [World(5, sync, "pool", recomputes, freeze, sharding, preset) for preset in PATCHES if preset != "tiny"
+            for sync, recomputes, freeze, sharding in (("step", False, "", "whole"), ("step", True, "language", "node"),
+                                                       ("micro_batch", True, "", "whole"))]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with rough weights, and the gradients of every sample by plain transformers."""
+    """A model of each family with rough weights, and the gradients of every sample by plain transformers."""
     folder = tmp_path_factory.mktemp("reference")
-    adapter = rough_model()
-    plain = plain_copy(adapter)
-    adapter.save(folder / "model", {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
-    torch.save({sample.id: plain_gradients(plain, [payload]) for sample, payload in SAMPLES}, folder / "gradients")
+    for preset, samples in SAMPLES.items():
+        adapter = rough_model(preset=preset)
+        plain = plain_copy(adapter)
+        adapter.save(folder / preset / "model",
+                     {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+        torch.save({sample.id: plain_gradients(plain, [payload]) for sample, payload in samples},
+                   folder / preset / "gradients")
     return folder
 
 
@@ -88,12 +106,18 @@ def test_random_plans(reference: Path, world: World) -> None:
     check(reference, world, [random_plan(seed, world) for seed in seeds(world, 24 // len(FEW))])
 
 
+@pytest.mark.parametrize("world", FAMILIES, ids=str)
+def test_random_plans_of_other_families(reference: Path, world: World) -> None:
+    first = 10_000 + 100 * FAMILIES.index(world)
+    check(reference, world, [random_plan(seed, world) for seed in range(first, first + 3)])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_two_hundred_random_plans(reference: Path, world: World) -> None:
-    share, rest = divmod(200, len(WORLDS))
-    check(reference, world, [random_plan(seed, world) for seed in seeds(world, share + (WORLDS.index(world) < rest))])
+def test_two_hundred_random_plans_of_each_mode(reference: Path, world: World) -> None:
+    alike = [other for other in WORLDS if (other.sync, other.sharding) == (world.sync, world.sharding)]
+    check(reference, world, [random_plan(seed, world) for seed in seeds(world, math.ceil(200 / len(alike)))])
 
 
 @pytest.mark.parametrize("sync", SYNCS)
@@ -123,7 +147,7 @@ def plan_of(
     groups: Sequence[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], int]], sync: str, num_ranks: int = 5
 ) -> Plan:
     """A plan of groups: ranks, names of samples, encoders, micro-batch."""
-    named = {sample.id: sample for sample, _ in SAMPLES}
+    named = {sample.id: sample for sample, _ in SAMPLES["tiny"]}
     samples = [named[name] for _, names, _, _ in groups for name in names]
     places = {sample.id: place for place, sample in enumerate(samples)}
     planned = tuple(GroupPlan(ranks, Pack(tuple(places[name] for name in names)), 1.0, 0.0,
@@ -141,10 +165,10 @@ def seeds(world: World, count: int) -> range:
 
 def random_plan(seed: int, world: World) -> Plan:
     """Groups of any ranks in any ring order, packs of one to three samples, each sample at most once, any encoders."""
-    random = np.random.default_rng(seed)
-    places = [int(place) for place in random.permutation(len(SAMPLES))]
+    random, known = np.random.default_rng(seed), [sample for sample, _ in SAMPLES[world.preset]]
+    places = [int(place) for place in random.permutation(len(known))]
     if seed % 5 == 0:  # some batches have no image at all
-        places = [place for place in places if not SAMPLES[place][0].vision_grids]
+        places = [place for place in places if not known[place].vision_grids]
     samples: list[Sample] = []
     groups: list[GroupPlan] = []
     micro_batch, busy = 0, set[int]()
@@ -158,12 +182,12 @@ def random_plan(seed: int, world: World) -> Plan:
         if busy & set(ranks) or random.random() < 0.2:
             micro_batch, busy = micro_batch + (len(busy) > 0), set()
         busy |= set(ranks)
-        images = sum(len(SAMPLES[place][0].vision_grids) for place in taken)
+        images = sum(len(known[place].vision_grids) for place in taken)
         encoders = tuple(int(member) for member in random.integers(0, len(ranks), images))
         groups.append(GroupPlan(ranks, Pack(tuple(range(len(samples), len(samples) + len(taken)))), 1.0, 0.0,
                                 micro_batch if world.sync == "micro_batch" else 0,
                                 encoders))
-        samples += [SAMPLES[place][0] for place in taken]
+        samples += [known[place] for place in taken]
     plan = Plan("random", world.sync, ClusterSpec(world.num_ranks, world.num_ranks, 10_000), tuple(samples),
                 tuple(groups), 1.0, 1.0)
     plan.validate()
@@ -174,13 +198,13 @@ def check(reference: Path, world: World, plans: Sequence[Plan], *settings: str) 
     """Run the plans at equal weights and hold each one's loss and gradients against the reference; the ranks' pool
     counters.
     """
-    config = load([f"model.path={reference / 'model'}", "model.preset=", f"planner.sync={world.sync}",
+    config = load([f"model.path={reference / world.preset / 'model'}", "model.preset=", f"planner.sync={world.sync}",
                    f"comm.transport={world.transport}",
                    f"train.activation_checkpointing={str(world.recomputes).lower()}", f"train.freeze=[{world.freeze}]",
                    f"train.sharding={world.sharding}",
                    "comm.timeout_s=60", "run.dir=unused",
                    "train.adam_beta1=0", "train.clip_norm=0", *settings])
-    results = run_processes(run_plans, world.num_ranks, world, config, list(plans), reference,
+    results = run_processes(run_plans, world.num_ranks, world, config, list(plans), reference / world.preset,
                             timeout_s=WATCHDOG_S * (len(plans) + 1))
     assert len(results[0][0]) == len(plans)
     for plan, errors in zip(plans, results[0][0]):
@@ -195,7 +219,7 @@ def run_plans(
     rank: int, port: int, world: World, config: Config, plans: list[Plan], reference: Path
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     member = Rank(config, Membership(rank, world.num_ranks, 1, "127.0.0.1", port, nodes=world.nodes), CPU)
-    payloads = {sample.id: payload for sample, payload in SAMPLES}
+    payloads = {sample.id: payload for sample, payload in SAMPLES[world.preset]}
     wanted: dict[str, tuple[float, dict[str, torch.Tensor]]] = torch.load(reference / "gradients") if rank == 0 else {}
     found = []
     for number, plan in enumerate(plans):

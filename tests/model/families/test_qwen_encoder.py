@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dhp_ray.model.kernels import cpu
-from dhp_ray.model.qwen2_5_vl_encoder import encoder_arguments
 from tests.packs import plain_copy, relative_errors, rough_model
 
 GRIDS = [(1, 4, 8), (1, 18, 26), (3, 10, 8), (1, 2, 2)]
@@ -70,7 +69,7 @@ def test_patches_are_embedded_by_a_product(dtype: torch.dtype) -> None:
 
 
 def test_arguments_name_windows_and_steps_in_time() -> None:
-    arguments = encoder_arguments([(1, 4, 12), (2, 4, 8)], rough_model().module.config.vision_config)
+    arguments = rough_model().encoder_arguments([(1, 4, 12), (2, 4, 8)])
     assert arguments["cu_seqlens"].query_offsets == (0, 48, 80, 112)
     assert arguments["cu_window_seqlens"].query_offsets == (0, 32, 48, 80, 112)
     # rows of 6 vision tokens: 4 of each are the first window's

@@ -10,8 +10,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.build import build_model
+from dhp_ray.model.families.base import check
 from dhp_ray.model.files import ModelError
-from dhp_ray.model.qwen2_5_vl import check
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
 from tests.packs import (

@@ -1,0 +1,234 @@
+"""What the vision-language models of transformers share: parts, freezing, weight decay, the language model's call, the
+loss and saving.
+
+A family brings the rest: its classes, what it refuses, its shape, positions, encoder, and the modules whose parameters
+are gathered together. Nothing else knows a family but `dhp_ray.data.families`, which brings its text and pixels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dhp_ray.compatibility import checkpoint_activations
+from dhp_ray.model import attention
+from dhp_ray.model.adapter import PARTS, EncoderArguments, NodeUnits, empty_features
+from dhp_ray.model.attention import PackContext
+from dhp_ray.model.files import ModelError
+from dhp_ray.model.fused import FusedAttention, Operators, fuse
+from dhp_ray.model.loss import LossHead
+from dhp_ray.model.weights import StoredWeights
+from dhp_ray.planner.model_shape import LayerShape, ModelShape
+
+# "dynamic" and "longrope" choose frequencies by the longest position that a call sees, so shards of one sequence would
+# differ.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+class VisionLanguageModel(ABC):
+    """The part of a `ModelAdapter` that families share; its methods are described there."""
+
+    model_class: ClassVar[type[PreTrainedModel]]
+    config_class: ClassVar[type[PreTrainedConfig]]
+    stored_names: ClassVar[Sequence[tuple[str, str]]] = ()
+    """Patterns of names in published files that are older than the module's, and what takes their place, in order."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        config: Any = module.config
+        check(config)
+        attention.register()
+        module.set_attn_implementation({"text_config": attention.NAME})  # type: ignore[arg-type]
+        self.module = module.train()
+        self.replace_modules()
+        model: Any = module
+        self._head = LossHead(model.lm_head)
+        self.weights: StoredWeights | None = None
+        shape = self.shape(config)
+        self.image_token_id: int = config.image_token_id
+        self.video_token_id: int = config.video_token_id
+        self.merge_area, self.patch_dim = shape.merge_area, shape.patch_dim
+        self.vocabulary_size = shape.vocabulary_size
+        self.feature_width = shape.width * shape.feature_levels
+        self._feature_levels = shape.feature_levels
+        self._num_dimensions = {name: parameter.ndim for name, parameter in module.named_parameters()}
+
+    @classmethod
+    def shape(cls, config: Any) -> ModelShape:
+        """What planner, costs and memory need to know of a model with this configuration.
+
+        Raises:
+            ModelError: it cannot be trained.
+        """
+        check(config)
+        return cls.shape_of(config)
+
+    @staticmethod
+    @abstractmethod
+    def shape_of(config: Any) -> ModelShape:
+        """`shape`, of a configuration that has been checked."""
+
+    @abstractmethod
+    def replace_modules(self) -> None:
+        """Put our own modules in the places of those of `self.module` whose way of computing no registry reaches."""
+
+    @abstractmethod
+    def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
+        """As `ModelAdapter.vision_runs`."""
+
+    @abstractmethod
+    def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
+        """As `ModelAdapter.positions`."""
+
+    def encoder_arguments(self, grids: Sequence[Sequence[int]]) -> EncoderArguments:
+        return self.arguments_of(torch.tensor(grids)) if grids else {}
+
+    @abstractmethod
+    def arguments_of(self, grids: Tensor) -> EncoderArguments:
+        """`encoder_arguments` of one image or more, `grids` (N, 3)."""
+
+    def encode(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
+        if not arguments:
+            return empty_features(self)
+        return self.features(pixels, arguments)
+
+    @abstractmethod
+    def features(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
+        """`encode` of one image or more."""
+
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, vision_token_index: Tensor, features: Tensor, context: PackContext
+    ) -> Tensor:
+        model: Any = self.module.model
+        num_tokens = len(token_ids)
+        # transformers' layers cannot reshape (0, D), and every member takes part in every layer: an idle token does,
+        # seen by no other
+        if not num_tokens:
+            token_ids, positions = token_ids.new_zeros(1), positions.new_zeros((3, 1))
+        embeddings = model.language_model.embed_tokens(token_ids)
+        first, *deeper = features.to(embeddings.dtype).chunk(self._feature_levels, 1)
+        # Also without a row to write: it ties this rank's backward pass to the exchange that `features` came from.
+        embeddings = embeddings.index_copy(0, vision_token_index, first)
+        output = model.language_model(
+            inputs_embeds=embeddings[None], position_ids=positions[:, None], use_cache=False, context=context,
+            **self.language_arguments(vision_token_index, deeper))
+        hidden: Tensor = output.last_hidden_state[0][:num_tokens]
+        return hidden
+
+    def language_arguments(self, vision_token_index: Tensor, deeper: Sequence[Tensor]) -> Mapping[str, Any]:
+        """What a family's language model takes besides: `deeper` (K, D) are the further levels of the features, row i
+        of token `vision_token_index[i]`.
+        """
+        return {}
+
+    def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
+        loss: Tensor = self._head(hidden, labels, valid_index)
+        return loss
+
+    def is_vision(self, parameter_name: str) -> bool:
+        return parameter_name.startswith("model.visual.")
+
+    def decays(self, parameter_name: str) -> bool:
+        return self._num_dimensions[parameter_name] > 1
+
+    def trains(self, part: str) -> bool:
+        return any(parameter.requires_grad for name, parameter in self.module.named_parameters()
+                   if self.is_vision(name) == (part == "vision"))
+
+    def freeze(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            if part not in PARTS:
+                raise ModelError(f"train.freeze: got {part!r}; allowed: {', '.join(PARTS)}")
+            for name, parameter in self.module.named_parameters():
+                if self.is_vision(name) == (part == "vision"):
+                    parameter.requires_grad_(False)
+
+    @abstractmethod
+    def vision_units(self) -> Sequence[Module]:
+        """The encoder's part of `units`."""
+
+    @abstractmethod
+    def vision_node_units(self) -> Sequence[Module]:
+        """The encoder's part of `node_units`."""
+
+    def units(self) -> list[Module]:
+        model: Any = self.module.model
+        return [*self.vision_units(), *model.language_model.layers]
+
+    def node_units(self) -> NodeUnits:
+        language: Any = self.module.model.language_model  # type: ignore[union-attr]
+        modules = [*self.vision_node_units(), *language.layers, language.norm]
+        return NodeUnits(modules, self._head, language.embed_tokens)
+
+    def fuse(self, operators: Operators) -> None:
+        language: Any = self.module.model.language_model  # type: ignore[union-attr]
+        self.fuse_encoder(operators)
+        for layer in language.layers:
+            fuse(layer, operators, ("input_layernorm", "post_attention_layernorm"), language.config.hidden_act)
+            if language.rotary_emb.attention_scaling == 1:  # npu_rotary_mul takes cosines and sines in [-1, 1]
+                layer.self_attn = FusedAttention(layer.self_attn, operators)
+        fuse(language, operators, ("norm",))
+
+    @abstractmethod
+    def fuse_encoder(self, operators: Operators) -> None:
+        """The encoder's part of `fuse`."""
+
+    def set_activation_checkpointing(self, wanted: bool = True) -> None:
+        checkpoint_activations(self.module, wanted)
+        # transformers also makes every embedding require a gradient, which only the reentrant kind needs. With a frozen
+        # encoder its features would then want a backward pass on the ranks that have images, and on no other: the
+        # exchange would hang.
+        self.module.disable_input_require_grads()
+
+    def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
+        """Write config.json, generation_config.json and safetensors in the Hugging Face form, in fp32."""
+        expected = [name for name, _ in self.module.named_parameters()]
+        missing = sorted(set(expected) - set(parameters))
+        if missing:
+            raise ModelError(f"model: cannot save: no value for {len(missing)} parameters, the first is {missing[0]}")
+        # A model without memory gives its form: the live one's parameters may be bf16 views of the engine's buffer.
+        with torch.device("meta"):
+            form = self.model_class(self.module.config.__class__.from_dict(self.module.config.to_dict()))
+        form.generation_config = self.module.generation_config
+        form.save_pretrained(folder, state_dict={name: parameters[name].float().contiguous() for name in expected})
+
+
+def check(config: Any) -> None:
+    """Refuse what context parallelism here does not compute.
+
+    Raises:
+        ModelError: sliding windows, dropout, or rotary frequencies that depend on the call.
+    """
+    text = config.text_config
+    sliding = getattr(text, "use_sliding_window", False)
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
+    if sliding or kinds:
+        raise ModelError(
+            f"model: layers of {', '.join(kinds) or 'sliding windows'} (use_sliding_window={sliding}); allowed: "
+            "full_attention"
+        )
+    if text.attention_dropout:
+        raise ModelError(f"model: attention_dropout is {text.attention_dropout}; allowed: 0")
+    rope_type = text.rope_parameters.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise ModelError(f"model: rope_type is {rope_type!r}; allowed: {', '.join(ROPE_TYPES)}")
+
+
+def language_layers(text: Any, *, biases: bool, head_norms: bool) -> LayerShape:
+    """The layers of a language model. `biases`: q, k and v have some; `head_norms`: q and k are normed head by head. o
+    and the MLP have no biases; a layer has two norms.
+    """
+    width, mlp = text.hidden_size, text.intermediate_size
+    head_width = getattr(text, "head_dim", None) or width // text.num_attention_heads
+    queries, key_values = text.num_attention_heads * head_width, text.num_key_value_heads * head_width
+    num_parameters = (2 * width * (queries + key_values) + biases * (queries + 2 * key_values)
+                      + 2 * head_norms * head_width + 3 * width * mlp + 2 * width)
+    return LayerShape(count=text.num_hidden_layers, width=width, mlp_width=mlp, heads=text.num_attention_heads,
+                      key_value_heads=text.num_key_value_heads, head_width=head_width, head_norms=head_norms,
+                      num_parameters=num_parameters)

@@ -1,0 +1,115 @@
+"""Qwen3-VL (arXiv 2511.21631), dense: features of several levels, a time stamp before each step in time of a video.
+
+A vision feature is a row of 1 + n parts of the language model's width: what the encoder's last block gives, and what
+blocks `deepstack_visual_indexes` give (DeepStack, arXiv 2406.04334). The first part is the token's embedding; part i is
+added to its hidden state behind layer i. All travel as one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
+
+from dhp_ray.model.adapter import EncoderArguments
+from dhp_ray.model.families.base import language_layers
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.fused import Operators
+from dhp_ray.model.kernels import Segments
+from dhp_ray.planner.model_shape import LayerShape, ModelShape
+
+
+class Qwen3VL(Qwen25VL):
+    """`ModelAdapter` of Qwen3-VL."""
+
+    model_class = Qwen3VLForConditionalGeneration
+    config_class = Qwen3VLConfig
+    stored_names = ()
+
+    def replace_modules(self) -> None:
+        super().replace_modules()
+        model: Any = self.module.model
+        # transformers selects the tokens by a mask, whose number of rows the host has to know
+        model.language_model._deepstack_process = _add_rows
+
+    def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
+        time, height, width = grid
+        area = height * width // self.merge_area
+        return (area,) * time if is_video else (time * area,)
+
+    def positions_of_kinds(
+        self, input_ids: Tensor, kinds: Tensor, image_grids: Tensor, video_grids: Tensor, seconds: Tensor
+    ) -> Tensor:
+        model: Any = self.module.model
+        positions, _ = model.get_rope_index(input_ids[None], kinds[None], image_grid_thw=image_grids,
+                                            video_grid_thw=video_grids)
+        return positions[:, 0]  # type: ignore[no-any-return]
+
+    def arguments_of(self, grids: Tensor) -> EncoderArguments:
+        visual: Any = self.module.model.visual  # type: ignore[union-attr]
+        merge = visual.spatial_merge_size
+        rows, weights = get_vision_interpolation_indices_and_weights(
+            grids, num_grid_per_side=visual.num_grid_per_side, mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners, spatial_merge_size=merge)
+        return {"position_ids": get_vision_position_ids(grids, merge), "interp_indices": rows,
+                "interp_weights": weights, "cu_seqlens": Segments.between(get_vision_cu_seqlens(grids).tolist())}
+
+    def features(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
+        visual: Any = self.module.model.visual  # type: ignore[union-attr]
+        output = visual(pixels.to(visual.dtype), grid_thw=None, **arguments)
+        return torch.cat((output.pooler_output, *output.deepstack_features), 1)
+
+    def language_arguments(self, vision_token_index: Tensor, deeper: Sequence[Tensor]) -> Mapping[str, Any]:
+        return {"visual_pos_masks": vision_token_index, "deepstack_visual_embeds": deeper}
+
+    def vision_node_units(self) -> list[Module]:
+        visual: Any = self.module.model.visual  # type: ignore[union-attr]
+        modules: list[Module] = [visual.patch_embed, visual.pos_embed]
+        for index, block in enumerate(visual.blocks):
+            modules.append(block)
+            if index in visual.deepstack_visual_indexes:
+                modules.append(visual.deepstack_merger_list[visual.deepstack_visual_indexes.index(index)])
+        return [*modules, visual.merger]
+
+    def fuse_encoder(self, operators: Operators) -> None:
+        """Its norms are layer norms and its MLPs have no gate: what is fused are rotations."""
+        visual: Any = self.module.model.visual  # type: ignore[union-attr]
+        for block in visual.blocks:
+            block.attn.operators = operators
+
+    @staticmethod
+    def shape_of(config: Any) -> ModelShape:
+        text: Any = config.text_config
+        vision: Any = config.vision_config
+        merge_area = vision.spatial_merge_size ** 2
+        patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
+        width, mlp, merger_width = vision.hidden_size, vision.intermediate_size, merge_area * vision.hidden_size
+        # all products have biases; two norms with bias
+        block = 4 * width * (width + 1) + 2 * width * mlp + mlp + width + 4 * width
+        num_deeper = len(vision.deepstack_visual_indexes)
+        merger = merger_width * (merger_width + 1) + (merger_width + 1) * vision.out_hidden_size
+        return ModelShape(
+            family=config.model_type, language=(language_layers(text, biases=False, head_norms=True),),
+            vision=(LayerShape(count=vision.depth, width=width, mlp_width=mlp, heads=vision.num_heads,
+                               key_value_heads=vision.num_heads, head_width=width // vision.num_heads,
+                               num_parameters=block, gated=False, layer_norms=True),),
+            vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
+            vision_rest=(patch_dim * width + width + vision.num_position_embeddings * width
+                         + merger + 2 * width + num_deeper * (merger + 2 * merger_width)),
+            patch_dim=patch_dim, merge_area=merge_area, merger_width=merger_width,
+            token_pixels=merge_area * vision.patch_size ** 2, feature_levels=1 + num_deeper,
+            position_rows=vision.num_position_embeddings)
+
+
+def _add_rows(hidden: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Hidden states (1, L, D) with `rows` (K, D) added at `index` (K,)."""
+    return hidden.index_add(1, index, rows[None].to(hidden.dtype))
