@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.errors import first_line
 
-PRESET_IMAGE_SETTINGS: dict[str, Any] = {
-    "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3,
-    "rescale_factor": 1 / 255,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 """Files that a fast tokenizer is made from: either of these."""
 
@@ -47,22 +43,25 @@ def chat_template_of(folder: Path) -> str:
     return template
 
 
-def check_processor_files(folder: Path) -> None:
-    """Refuse a folder that lacks a file which the processor is made from. Needs no transformers.
-
-    Raises:
-        DataError: tokenizer, chat template or image settings are missing, or those of another family.
-    """
+def check_tokenizer_files(folder: Path) -> None:
+    """Refuse a folder that lacks a file which the tokenizer is made from, or a chat template. Needs no transformers."""
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         raise DataError(
             f"model.path: {folder} has no tokenizer; allowed: a folder with "
             f"{' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}"
         )
     chat_template_of(folder)
-    folder_image_settings(folder)
 
 
-def folder_image_settings(folder: Path) -> dict[str, Any]:
+def image_settings_of(
+    folder: Path, processors: tuple[str, ...], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings of a folder's image processor, which is one of `processors` (how their names begin): those that
+    `defaults` name, with these where the folder has none.
+
+    Raises:
+        DataError: there are none, or those of another processor.
+    """
     for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
         if (folder / name).is_file():
             tree = read_json(folder / name)
@@ -72,12 +71,16 @@ def folder_image_settings(folder: Path) -> dict[str, Any]:
     else:
         raise DataError(f"model.path: {folder} has no preprocessor_config.json")
     kind = str(settings.get("image_processor_type", ""))
-    if not kind.startswith("Qwen2VLImageProcessor") and not kind.startswith("Qwen2_5_VLImageProcessor"):
-        raise DataError(
-            f"model.path: {folder} has the image processor {kind or '(none)'}; allowed: Qwen2VLImageProcessor"
-        )
-    known = set(PRESET_IMAGE_SETTINGS)
-    return PRESET_IMAGE_SETTINGS | {name: value for name, value in settings.items() if name in known}
+    if not kind.startswith(processors):
+        raise DataError(f"model.path: {folder} has the image processor {kind or '(none)'}; allowed: {processors[0]}")
+    return {name: settings.get(name, default) for name, default in defaults.items()}
+
+
+def video_pixels_of(folder: Path) -> int:
+    """Pixels of all frames of a video at most, as a folder's video processor has them; 0: it does not say."""
+    file = folder / "video_preprocessor_config.json"
+    size = read_json(file).get("size") if file.is_file() else None
+    return int(size.get("longest_edge") or 0) if isinstance(size, dict) else 0
 
 
 def read_json(path: Path) -> dict[str, Any]:

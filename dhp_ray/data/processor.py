@@ -17,19 +17,23 @@ from typing import Any
 import numpy as np
 
 from dhp_ray.data.chat_template import ChatTemplate
-from dhp_ray.data.clip import MIN_FRAMES, Clip
+from dhp_ray.data.clip import Clip
 from dhp_ray.data.conversation import Turn, check_counts, offering, turns_of
 from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.families import family_of, folder_image_settings
+from dhp_ray.data.families.base import Bounds, Family
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.model_folder import PRESET_IMAGE_SETTINGS, chat_template_of, folder_image_settings, write_json
-from dhp_ray.data.tokenizer import CHAT_TEMPLATE, STRUCTURE_TOKENS, byte_tokenizer, special_token_ids
+from dhp_ray.data.model_folder import chat_template_of, video_pixels_of, write_json
+from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.data.tools import holds_any
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import Grid
 from dhp_ray.schema import Data, Model
 
 IGNORE = -100
-MAX_ASPECT_RATIO = 200
+VIDEO_PIXELS = 25_165_824
+"""Of all frames of a video at most, where the family bounds them and the folder does not say: Qwen3-VL's as published.
+"""
 SLICE_TOKENS = 4096
 """A longer video is cut in time into entries of at most so many tokens, for several members to encode: a frame pair's
 patches see no other's.
@@ -82,21 +86,24 @@ class ProcessorSpec:
 class Processor:
     """A tokenizer with its chat template, and the sizes by which the image processor cuts patches."""
 
+    family: Family
     tokenizer: Any
     chat_template: str
     image_settings: dict[str, Any] = field(repr=False)
     min_pixels: int
     max_pixels: int
     limits: MediaLimits = field(default_factory=MediaLimits)
+    video_pixels: int = VIDEO_PIXELS
 
     def __post_init__(self) -> None:
-        self.patch_size = int(self.image_settings.get("patch_size", 14))
-        self.temporal_patch_size = int(self.image_settings.get("temporal_patch_size", 2))
-        self.merge_size = int(self.image_settings.get("merge_size", 2))
-        self.token_ids = special_token_ids(self.tokenizer)
+        self.patch_size = int(self.image_settings["patch_size"])
+        self.temporal_patch_size = int(self.image_settings["temporal_patch_size"])
+        self.merge_size = int(self.image_settings["merge_size"])
+        self.bounds = Bounds(self.patch_size * self.merge_size, self.min_pixels, self.max_pixels, self.video_pixels)
+        self.token_ids = special_token_ids(self.tokenizer, self.family.tokens)
         present = set(self.tokenizer.get_vocab())
         named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token)
-        reserved = dict.fromkeys((*STRUCTURE_TOKENS, *named))
+        reserved = dict.fromkeys((*self.family.structure_tokens, *named))
         self._reserved = tuple(token for token in reserved if token and token in present)
         self._template = ChatTemplate(self.tokenizer, self.chat_template)
 
@@ -107,26 +114,32 @@ class Processor:
 
     @cached_property
     def image_processor(self) -> Any:
-        """The image processor of the Qwen2-VL family, on Pillow (imports torch)."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+        """The family's image processor, on Pillow (imports torch)."""
+        return self.family.image_processor(self.image_settings, self.bounds)
 
-        settings = {name: value for name, value in self.image_settings.items()
-                    if name not in ("size", "min_pixels", "max_pixels")}
-        return Qwen2VLImageProcessorPil(**settings,
-                                        size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels})
+    def num_frames(self, clip: Clip) -> int:
+        """How many frames of a video are taken."""
+        return self.family.num_frames(clip, self.limits, self.temporal_patch_size)
 
-    def resized(self, width: int, height: int) -> tuple[int, int]:
-        """(height, width) in pixels that an image or a frame of this many pixels is scaled to.
+    def frames(self, clip: Clip) -> list[int]:
+        """Numbers of the frames that are taken, ascending (may import torch)."""
+        return self.family.frames(clip, self.limits, self.temporal_patch_size)
+
+    def resized(self, size: Size) -> tuple[int, int]:
+        """(height, width) in pixels that an image, or each frame of a video, is scaled to.
 
         Raises:
             RowError: it is more than 200 times as long as it is wide.
         """
-        return smart_resize(height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels)
+        if isinstance(size, Clip):
+            return self.family.frame_size(size, self.num_frames(size), self.bounds)
+        return self.family.image_size(*size, self.bounds)
 
-    def grid_of(self, width: int, height: int) -> Grid:
-        """Patches (time, height, width) of an image of this many pixels."""
-        rows, columns = self.resized(width, height)
-        return (1, rows // self.patch_size, columns // self.patch_size)
+    def grid_of(self, size: Size) -> Grid:
+        """Patches (time, height, width) of an image or of a whole video."""
+        rows, columns = self.resized(size)
+        steps = -(-self.num_frames(size) // self.temporal_patch_size) if isinstance(size, Clip) else 1
+        return (steps, rows // self.patch_size, columns // self.patch_size)
 
     def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
         """The turns of a conversation, whose texts spell no special token. `tools` are those that the assistant may
@@ -155,11 +168,11 @@ class Processor:
         """As `encode`, of turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens, or
         one step in time.
         """
-        pieces = [piece for number, size in enumerate(sizes) for piece in self._pieces(number, size, slice_tokens)]
-        grids = tuple(grid for grid, _, _ in pieces)
-        counts = np.bincount([number for _, number, _ in pieces],
-                             [math.prod(grid) // self.merge_size**2 for grid in grids], len(sizes)).astype(np.int64)
-        text, spans = self._template.render(turns)
+        whole = [self.grid_of(size) for size in sizes]
+        pieces = [piece for number, (size, grid) in enumerate(zip(sizes, whole))
+                  for piece in self._pieces(number, size, grid, slice_tokens)]
+        runs = [(_kind(size), count) for size, grid in zip(sizes, whole) for count in self._runs(size, grid)]
+        text, spans = self._with_videos(*self._template.render(turns), sizes)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
                                   return_attention_mask=False)
         ids = np.asarray(encoding["input_ids"], np.int32)
@@ -168,26 +181,52 @@ class Processor:
         for start, stop in spans:
             inside = (starts >= start) & (stops <= stop) & (stops > starts)
             labels[inside] = ids[inside]
-        # The template writes one token an image or video; the model wants one for every merged patch.
+        # The text has one token for a run; the model wants one for every merged patch.
         marks = (ids == self.token_ids["image"]) | (ids == self.token_ids["video"])
-        if ids[marks].tolist() != [self.token_ids[_kind(size)] for size in sizes]:
+        if ids[marks].tolist() != [self.token_ids[kind] for kind, _ in runs]:
             raise RowError(
                 f"{int(marks.sum())} image and video tokens after the chat template, for {len(sizes)} images and "
                 "videos, or in another order"
             )
+        counts = np.array([count for _, count in runs], np.int64)
         repeats = np.ones_like(ids)
         repeats[marks] = counts
-        return Encoded(np.repeat(ids, repeats), np.repeat(labels, repeats), grids, int(counts.sum()),
-                       tuple(number for _, number, _ in pieces), tuple(seconds for _, _, seconds in pieces))
+        return Encoded(np.repeat(ids, repeats), np.repeat(labels, repeats), tuple(grid for grid, _, _ in pieces),
+                       int(counts.sum()), tuple(number for _, number, _ in pieces),
+                       tuple(seconds for _, _, seconds in pieces))
 
-    def _pieces(self, number: int, size: Size, slice_tokens: int) -> list[tuple[Grid, int, float]]:
+    def _runs(self, size: Size, grid: Grid) -> Sequence[int]:
+        """Vision tokens of each run that an image or video takes in the text."""
+        if isinstance(size, Clip):
+            return self.family.video_runs(grid, self.merge_size**2)
+        return (math.prod(grid) // self.merge_size**2,)
+
+    def _with_videos(
+        self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text with what the family writes for a video in place of each one's token, and the spans where they then
+        are.
+        """
+        token, clips = self.family.tokens["video"], [size for size in sizes if isinstance(size, Clip)]
+        before, *after = text.split(token)
+        if len(after) != len(clips):
+            return text, list(spans)  # which `encode_turns` refuses
+        written, places, grown = before, list[int](), list[int]()
+        for clip, part in zip(clips, after):
+            video = self.family.video_text(clip, self.limits, self.temporal_patch_size)
+            places.append(len(written) - sum(grown))
+            grown.append(len(video) - len(token))
+            written += video + part
+        shift = [sum(more for place, more in zip(places, grown) if place < start) for start, _ in spans]
+        return written, [(start + more, stop + more) for (start, stop), more in zip(spans, shift)]
+
+    def _pieces(self, number: int, size: Size, grid: Grid, slice_tokens: int) -> list[tuple[Grid, int, float]]:
         """(grid, number, seconds a step) of each entry that an image or video becomes."""
         if not isinstance(size, Clip):
-            return [(self.grid_of(*size), number, 0.0)]
-        _, rows, columns = self.grid_of(size.width, size.height)
-        steps = -(-size.num_sampled(self.limits, self.temporal_patch_size) // self.temporal_patch_size)
+            return [(grid, number, 0.0)]
+        steps, rows, columns = grid
         length = max(1, slice_tokens * self.merge_size**2 // (rows * columns))
-        seconds = size.seconds_per_step(self.limits, self.temporal_patch_size)
+        seconds = self.family.seconds_per_step(size, self.limits, self.temporal_patch_size)
         return [((min(length, steps - first), rows, columns), number, seconds) for first in range(0, steps, length)]
 
     def save(self, folder: str | Path) -> None:
@@ -196,19 +235,8 @@ class Processor:
         target = Path(folder)
         self.tokenizer.chat_template = self.chat_template
         self.tokenizer.save_pretrained(str(target))
-        settings = {name: value for name, value in self.image_settings.items()
-                    if name not in ("min_pixels", "max_pixels")}
-        size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
-        processor = {"processor_class": "Qwen2_5_VLProcessor"}
-        write_json(target / "preprocessor_config.json",
-                   settings | processor | {"image_processor_type": "Qwen2VLImageProcessor", "size": size})
-        sampling = {"do_sample_frames": True, "fps": self.limits.video_fps, "min_frames": MIN_FRAMES,
-                    "max_frames": self.limits.max_frames,
-                    "cap_pixels_per_frame": False}
-        video = settings | processor | sampling | {"video_processor_type": "Qwen2VLVideoProcessor", "size": size}
-        write_json(target / "video_preprocessor_config.json",
-                   {name: value for name, value in video.items() if name != "image_processor_type"})
-        write_json(target / "processor_config.json", processor)
+        for name, tree in self.family.processor_files(self.image_settings, self.bounds, self.limits).items():
+            write_json(target / name, dict(tree))
         # Older readers know the template by this file only.
         write_json(target / "chat_template.json", {"chat_template": self.chat_template})
 
@@ -219,14 +247,15 @@ def load_processor(
     """The processor of a preset (byte-level tokenizer), or of the model in a local folder.
 
     Raises:
-        DataError: the folder lacks a file, or is not of the Qwen2-VL family.
+        DataError: the folder lacks a file, or is of a family that is not known.
     """
-    limits = limits or MediaLimits()
-    if preset:
-        return Processor(byte_tokenizer(), CHAT_TEMPLATE, dict(PRESET_IMAGE_SETTINGS), min_pixels, max_pixels, limits)
-    folder = Path(path)
-    if not folder.is_dir():
+    limits, folder = limits or MediaLimits(), Path(path)
+    if not preset and not folder.is_dir():
         raise DataError(f"model.path: no folder {path}")
+    family = family_of(preset, path)
+    if preset:
+        return Processor(family, byte_tokenizer(), family.chat_template, dict(family.image_settings), min_pixels,
+                         max_pixels, limits)
     from jinja2 import TemplateError
     from transformers import AutoTokenizer
 
@@ -238,32 +267,11 @@ def load_processor(
         raise DataError(f"model.path: {path} has no fast tokenizer; allowed: a folder with tokenizer.json")
     template = chat_template_of(folder)
     try:
-        return Processor(tokenizer, template, folder_image_settings(folder), min_pixels, max_pixels, limits)
+        settings = folder_image_settings(folder, family)
+        return Processor(family, tokenizer, template, settings, min_pixels, max_pixels, limits,
+                         video_pixels_of(folder) or VIDEO_PIXELS)
     except TemplateError as error:
         raise DataError(f"model.path: {path}: its chat template cannot be used: {first_line(error)}") from None
-
-
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in multiples of `factor`, near the picture's shape, with pixels between the bounds (Qwen2-VL,
-    section 2.1).
-
-    Raises:
-        RowError: the aspect ratio is above 200.
-    """
-    ratio = max(height, width) / min(height, width)
-    if ratio > MAX_ASPECT_RATIO:
-        raise RowError(
-            f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most {MAX_ASPECT_RATIO}"
-        )
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > max_pixels:
-        shrink = math.sqrt((height * width) / max_pixels)
-        rows = max(factor, math.floor(height / shrink / factor) * factor)
-        columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif rows * columns < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
-    return rows, columns
 
 
 def _kind(size: Size) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dhp_ray.data.errors import DataError
@@ -11,8 +12,9 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
                   "<|video_pad|>")
-STRUCTURE_TOKENS = (*SPECIAL_TOKENS, "<|vision_pad|>")
-"""Tokens that mark turns and images. Text of a user that spells one would change what a sequence consists of."""
+TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>",
+          "vision_end": "<|vision_end|>", "bos": "<|endoftext|>", "eos": "<|im_end|>", "pad": "<|endoftext|>"}
+"""By purpose, as the families of Qwen name them."""
 
 # Renders exactly what Qwen2.5-VL's own template does. Jinja's whitespace control (-) keeps it readable here.
 CHAT_TEMPLATE = """
@@ -45,6 +47,9 @@ CHAT_TEMPLATE = """
 {{- '<|im_start|>assistant\\n' if add_generation_prompt else '' -}}
 """
 
+DEFAULT_SYSTEM = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if loop.first") : CHAT_TEMPLATE.index("{{- '<|im_start|>' +")]
+"""The part of the template that writes a system turn where a conversation has none."""
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer in which every byte of UTF-8 text is one token, whose id is the byte; special tokens from 256 on."""
@@ -62,21 +67,18 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False, model_max_length=1 << 30)
 
 
-def special_token_ids(tokenizer: Any) -> dict[str, int]:
-    """Ids by purpose: image, video, vision_start, vision_end, bos, eos, pad (those of Qwen2.5-VL's configuration).
+def special_token_ids(tokenizer: Any, names: Mapping[str, str] = TOKENS) -> dict[str, int]:
+    """Ids of the tokens `names`, by purpose.
 
     Raises:
-        DataError: the tokenizer has no token for images or videos.
+        DataError: the tokenizer lacks one.
     """
-    names = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>",
-             "vision_end": "<|vision_end|>",
-             "bos": "<|endoftext|>", "eos": "<|im_end|>", "pad": "<|endoftext|>"}
     vocabulary = tokenizer.get_vocab()
     for token in names.values():
         if token not in vocabulary:
             raise DataError(
-                f"model.path: its tokenizer has no token {token}; allowed: the tokenizer of a Qwen2-VL or Qwen2.5-VL "
-                "model"
+                f"model.path: its tokenizer has no token {token}; allowed: the tokenizer that the model was published "
+                "with"
             )
     return {purpose: int(vocabulary[token]) for purpose, token in names.items()}
 

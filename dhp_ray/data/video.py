@@ -1,7 +1,7 @@
-"""Videos: the frames that a model sees, and their patches as Qwen2-VL's video processor makes them.
+"""Videos: the frames that a model sees, and their patches as the video processors of Qwen make them.
 
-Which frames are taken follows `Qwen2VLVideoProcessor.sample_frames` (transformers), the patches its `patchify`; both
-are written anew here because that class needs torchvision. A video is as the container stores it: not turned by its
+The patches follow `Qwen2VLVideoProcessor.patchify` (transformers), which is written anew here because that class needs
+torchvision; which frames are taken, the family says. A video is as the container stores it: not turned by its
 display matrix.
 """
 
@@ -26,13 +26,13 @@ def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num
     temporal = processor.temporal_patch_size
     with VideoDecoder(data, processor.limits) as decoder:
         clip = decoder.clip
-        sampled = clip.sampled(processor.limits, temporal)
+        sampled = processor.frames(clip)
         if -(-len(sampled) // temporal) != num_steps:
             raise ValueError(f"the video gives {len(sampled)} frames; planned: {num_steps * temporal}")
         # A last step that lacks frames repeats the last one.
         numbers = [[sampled[min(place, len(sampled) - 1)]
                     for place in range(steps.start * temporal, steps.stop * temporal)] for steps in ranges]
-        rows, columns = processor.resized(clip.width, clip.height)
+        rows, columns = processor.resized(clip)
         frames = {number: _normalised(frame, rows, columns, processor)
                   for number, frame in decoder.frames(sorted({number for part in numbers for number in part}))}
     return [patches(np.stack([frames[number] for number in part]), temporal, processor.patch_size, processor.merge_size)

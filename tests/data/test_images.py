@@ -52,7 +52,7 @@ def test_the_size_is_that_of_the_upright_picture(form: str, orientation: int, tm
     (tmp_path / "picture").write_bytes(data)
     upright = load_image(str(tmp_path / "picture"))
     assert image_size(data) == upright.size == ((40, 90) if orientation >= 5 else (90, 40))
-    assert len(decode(data, PROCESSOR)) == np.prod(PROCESSOR.grid_of(*image_size(data)))
+    assert len(decode(data, PROCESSOR)) == np.prod(PROCESSOR.grid_of(image_size(data)))
 
 
 def test_an_orientation_behind_the_pixels_counts(tmp_path: Path) -> None:
@@ -115,6 +115,6 @@ def test_patches_equal_those_of_transformers(mode: str, tmp_path: Path) -> None:
     expected = reference(images=[load_image(str(tmp_path / "picture"))], return_tensors="np")
     patches = decode(stream.getvalue(), PROCESSOR)
     assert patches.dtype == np.float32
-    assert patches.shape == (np.prod(PROCESSOR.grid_of(97, 61)), PROCESSOR.patch_dim)
+    assert patches.shape == (np.prod(PROCESSOR.grid_of((97, 61))), PROCESSOR.patch_dim)
     assert np.array_equal(patches, expected["pixel_values"])
-    assert tuple(expected["image_grid_thw"][0]) == PROCESSOR.grid_of(97, 61)
+    assert tuple(expected["image_grid_thw"][0]) == PROCESSOR.grid_of((97, 61))

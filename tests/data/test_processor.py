@@ -18,8 +18,9 @@ from transformers.processing_utils import ProcessorMixin
 
 from dhp_ray.data.conversation import turns_of
 from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.families.qwen2_5_vl import smart_resize
 from dhp_ray.data.images import decode, image_size
-from dhp_ray.data.processor import Processor, load_processor, smart_resize
+from dhp_ray.data.processor import Processor, load_processor
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, processor, talk
 
@@ -65,6 +66,7 @@ def word_tokenizer(folder: Path) -> Path:
                             chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     settings = PROCESSOR.image_settings | {"image_processor_type": "Qwen2VLImageProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     return folder
 
 
@@ -168,11 +170,12 @@ def test_what_cannot_be_encoded_is_a_bad_row(conversation: list, sizes: list[tup
 
 def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
     PROCESSOR.save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     loaded = load_processor("", str(tmp_path), MIN_PIXELS, 50176)
     conversation = talk("<image>\nWhich?", "the left")
     assert np.array_equal(loaded.encode(conversation, [(56, 56)]).input_ids,
                           PROCESSOR.encode(conversation, [(56, 56)]).input_ids)
-    assert loaded.grid_of(1000, 1000) == (1, 16, 16)  # the configuration's max_pixels, not the folder's
+    assert loaded.grid_of((1000, 1000)) == (1, 16, 16)  # the configuration's max_pixels, not the folder's
     assert {path.name for path in tmp_path.iterdir()} >= {
         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json",
         "video_preprocessor_config.json", "processor_config.json"}

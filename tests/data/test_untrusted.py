@@ -159,7 +159,7 @@ def test_any_bytes_for_a_stored_set_are_rows_or_one_line(form: str, data: st.Dat
 def test_any_image_bytes_are_patches_of_the_planned_grid_or_an_error(data: bytes) -> None:
     try:
         size = image_size(data, 10**5)
-        grid = PROCESSOR.grid_of(*size)
+        grid = PROCESSOR.grid_of(size)
     except RowError as error:
         assert_one_line(error)
         return

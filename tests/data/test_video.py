@@ -19,6 +19,7 @@ from dhp_ray.data.video_decoder import clip_of
 from tests.data.samples import damaged_video, processor, talk, video
 
 PROCESSOR = processor()
+FAMILY = PROCESSOR.family
 LIMITS = MediaLimits()
 
 
@@ -28,7 +29,7 @@ def frames_of(data: bytes) -> list[np.ndarray]:
 
 
 def decoded(data: bytes) -> np.ndarray:
-    steps = math.ceil(clip_of(data, LIMITS).num_sampled(LIMITS, 2) / 2)
+    steps = math.ceil(PROCESSOR.num_frames(clip_of(data, LIMITS)) / 2)
     return decode_video(data, PROCESSOR, [range(steps)], steps)[0]
 
 
@@ -62,9 +63,9 @@ def reference_indices(num_frames: int, rate: float, fps: float, max_frames: int)
 def test_frames_are_taken_as_transformers_does(num_frames: int, rate: float, fps: float, max_frames: int) -> None:
     limits = MediaLimits(video_fps=fps, max_frames=max_frames)
     clip = Clip(28, 28, num_frames, rate)
-    taken = clip.sampled(limits, 2)
+    taken = FAMILY.frames(clip, limits, 2)
     assert taken == reference_indices(num_frames, rate, fps, max_frames)
-    assert len(taken) == clip.num_sampled(limits, 2)
+    assert len(taken) == FAMILY.num_frames(clip, limits, 2)
 
 
 def test_a_video_of_one_frame_repeats_it() -> None:
@@ -96,7 +97,7 @@ def test_patches_equal_the_video_processors() -> None:
 def test_pairs_of_equal_frames_are_the_image_processors_patches() -> None:
     data = video(8, 84, 56, rate=2, pairs=True, codec="mpeg4")
     clip = clip_of(data, LIMITS)
-    assert clip.sampled(LIMITS, 2) == list(range(8))
+    assert FAMILY.frames(clip, LIMITS, 2) == list(range(8))
     frames = frames_of(data)
     patches = decoded(data).reshape(4, 24, 3, 2, 14, 14)
     for step in range(4):

@@ -18,8 +18,8 @@ from dhp_ray.comm.device import ACCELERATORS, CPU, Accelerator
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.constraints import check_device
 from dhp_ray.data.errors import DataError
+from dhp_ray.data.families import check_processor_files
 from dhp_ray.data.index import check_form, held_out, sources_of
-from dhp_ray.data.model_folder import check_processor_files
 from dhp_ray.model.files import ModelError, check_model_folder
 from dhp_ray.runtime.job.head import named_head
 from dhp_ray.runtime.records.run_records import compare_config

@@ -1,0 +1,126 @@
+"""Qwen2.5-VL: images of any shape, videos as one run of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dhp_ray.data.clip import Clip
+from dhp_ray.data.errors import RowError
+from dhp_ray.data.families.base import Bounds, Family
+from dhp_ray.data.media import MediaLimits
+from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENS
+
+if TYPE_CHECKING:
+    from dhp_ray.planner.plan import Grid  # the planner takes numba
+
+
+MAX_ASPECT_RATIO = 200
+MIN_FRAMES = 4
+
+
+class Qwen25VL(Family):
+    """As Qwen2_5_VLProcessor, Qwen2VLImageProcessor and Qwen2VLVideoProcessor of transformers make them."""
+
+    name: ClassVar[str] = "qwen2_5_vl"
+    chat_template: ClassVar[str] = CHAT_TEMPLATE
+    tokens: ClassVar[Mapping[str, str]] = TOKENS
+    structure_tokens: ClassVar[Sequence[str]] = (*SPECIAL_TOKENS, "<|vision_pad|>")
+    image_processors: ClassVar[tuple[str, ...]] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
+    image_settings: ClassVar[Mapping[str, Any]] = {
+        "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3,
+        "rescale_factor": 1 / 255,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+    sizes: ClassVar[Mapping[str, str]] = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size",
+                                          "merge_size": "spatial_merge_size"}
+    processor_class: ClassVar[str] = "Qwen2_5_VLProcessor"
+    video_processor: ClassVar[str] = "Qwen2VLVideoProcessor"
+
+    def image_processor(self, settings: Mapping[str, Any], bounds: Bounds) -> Any:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil(**_without_size(settings), size=_size(bounds.minimum, bounds.maximum))
+
+    def processor_files(
+        self, settings: Mapping[str, Any], bounds: Bounds, limits: MediaLimits
+    ) -> Mapping[str, Mapping[str, Any]]:
+        processor = {"processor_class": self.processor_class}
+        images = _without_size(settings) | processor
+        video = images | {"video_processor_type": self.video_processor, "do_sample_frames": True,
+                          "fps": limits.video_fps, "min_frames": MIN_FRAMES, "max_frames": limits.max_frames}
+        return {"preprocessor_config.json": images | {"image_processor_type": "Qwen2VLImageProcessor",
+                                                      "size": _size(bounds.minimum, bounds.maximum)},
+                "video_preprocessor_config.json": video | self.video_bounds(bounds),
+                "processor_config.json": processor}
+
+    def video_bounds(self, bounds: Bounds) -> dict[str, Any]:
+        """How the video processor is told what frames are scaled to."""
+        return {"cap_pixels_per_frame": False, "size": _size(bounds.minimum, bounds.maximum)}
+
+    def image_size(self, width: int, height: int, bounds: Bounds) -> tuple[int, int]:
+        return smart_resize(height, width, bounds.factor, bounds.minimum, bounds.maximum)
+
+    def frame_size(self, clip: Clip, num_frames: int, bounds: Bounds) -> tuple[int, int]:
+        return self.image_size(clip.width, clip.height, bounds)
+
+    def num_frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> int:
+        return math.ceil(clip.num_frames / _interval(clip, limits, temporal_patch_size))
+
+    def frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
+        """Evenly over the video, as torch rounds, which it imports."""
+        import torch
+
+        numbers = torch.arange(0, clip.num_frames, _interval(clip, limits, temporal_patch_size),
+                               dtype=torch.float32).int()
+        return numbers.clamp_(max=clip.num_frames - 1).tolist()  # rounding can step on one frame too many
+
+    def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
+        return self.tokens["video"]
+
+    def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
+        return (math.prod(grid) // merge_area,)
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """(height, width) in multiples of `factor`, near the picture's shape, with pixels between the bounds (Qwen2-VL,
+    section 2.1).
+
+    Raises:
+        RowError: the aspect ratio is above 200.
+    """
+    check_shape(height, width)
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rows * columns < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def check_shape(height: int, width: int) -> None:
+    """Refuse a picture that is more than 200 times as long as it is wide."""
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_ASPECT_RATIO:
+        raise RowError(
+            f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most {MAX_ASPECT_RATIO}"
+        )
+
+
+def _interval(clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> float:
+    """Frames from one that is taken to the next."""
+    most = min(limits.max_frames, clip.num_frames) // temporal_patch_size * temporal_patch_size
+    wanted = min(max(clip.num_frames / clip.frames_per_second * limits.video_fps, MIN_FRAMES), most, clip.num_frames)
+    return clip.num_frames / max(1, math.floor(wanted / temporal_patch_size) * temporal_patch_size)
+
+
+def _without_size(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in ("size", "min_pixels", "max_pixels")}
+
+
+def _size(minimum: int, maximum: int) -> dict[str, int]:
+    return {"shortest_edge": minimum, "longest_edge": maximum}

@@ -1,0 +1,178 @@
+"""Qwen3-VL's ids, labels, grids and pixels against its own processor of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers.image_utils import load_image
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+from transformers.processing_utils import ProcessorMixin
+from transformers.video_utils import VideoMetadata
+
+from dhp_ray.data.clip import Clip
+from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.families import FAMILIES, PRESETS, check_processor_files
+from dhp_ray.data.families.base import Bounds
+from dhp_ray.data.images import decode, image_size
+from dhp_ray.data.media import MediaLimits
+from dhp_ray.data.processor import Processor, load_processor
+from dhp_ray.data.video import decode_video
+from dhp_ray.data.video_decoder import clip_of
+from dhp_ray.model.presets import PRESETS as MODEL_PRESETS
+from dhp_ray.model.presets import preset_config
+from tests.data.samples import MAX_PIXELS, MIN_PIXELS, talk, video
+from tests.data.test_video import frames_of
+from tests.packs import TOKEN_IDS
+
+LIMITS = MediaLimits()
+PROCESSOR = load_processor("tiny_qwen3_vl", "", MIN_PIXELS, MAX_PIXELS)
+FAMILY = FAMILIES["qwen3_vl"]
+
+
+class VideoProcessor(Qwen3VLVideoProcessor):
+    """The family's own without torchvision: what it has of it, resizing and normalising, in torch."""
+
+    def convert_to_rgb(self, video: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return video
+
+    def resize(self, videos: torch.Tensor, size: Any, resample: Any, factor: int, temporal_factor: int,  # type: ignore
+               cap_pixels_per_frame: bool | None = None, **_: Any) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            sizes: list[Any] = []
+            patch.setattr("transformers.video_processing_utils.BaseVideoProcessor.resize",
+                          lambda self, image, size, resample: sizes.append((size.height, size.width)) or image)
+            super().resize(videos, size, resample, factor, temporal_factor, cap_pixels_per_frame)
+        frames = torch.nn.functional.interpolate(videos.flatten(0, 1), size=sizes[0], mode="bicubic", antialias=True)
+        return frames.unflatten(0, videos.shape[:2])
+
+    def rescale_and_normalize(self, images: torch.Tensor, do_rescale: Any, rescale_factor: float,  # type: ignore
+                              do_normalize: Any, image_mean: Any, image_std: Any) -> torch.Tensor:
+        mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (image_mean, image_std))
+        return (images.float() * rescale_factor - mean) / deviation
+
+
+def own_processor(ours: Processor) -> Qwen3VLProcessor:
+    """Of transformers, with the sizes and the frames a second of ours."""
+    files = ours.family.processor_files(ours.image_settings, ours.bounds, ours.limits)
+    settings = dict(files["video_preprocessor_config.json"])
+    own = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+    own.image_token, own.video_token = "<|image_pad|>", "<|video_pad|>"
+    own.vision_start_token, own.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    own.image_token_id, own.video_token_id = (ours.token_ids[kind] for kind in ("image", "video"))
+    check = ProcessorMixin.check_argument_for_proper_class
+    try:
+        ProcessorMixin.check_argument_for_proper_class = lambda *_: None  # type: ignore[method-assign]
+        ProcessorMixin.__init__(own, ours.image_processor, ours.tokenizer, VideoProcessor(**settings),
+                                chat_template=ours.chat_template)
+    finally:
+        ProcessorMixin.check_argument_for_proper_class = check  # type: ignore[method-assign]
+    return own
+
+
+OWN = own_processor(PROCESSOR)
+
+
+def test_ids_grids_and_pixels_of_real_images(test_data: Path) -> None:
+    folder = test_data / "nlvr"
+    rows = json.loads((folder / "conversations.json").read_text())
+    for row in rows[:8]:
+        names = row["image"] if isinstance(row["image"], list) else [row["image"]]
+        images = [(folder / name).read_bytes() for name in names]
+        encoded = PROCESSOR.encode(row["conversations"], [image_size(image) for image in images])
+        turns = PROCESSOR.turns(row["conversations"])
+        text = OWN.apply_chat_template([turn.message() for turn in turns], tokenize=False)
+        expected = OWN(text=[text], images=[load_image(str(folder / name)) for name in names], return_tensors="np")
+        assert np.array_equal(encoded.input_ids, expected["input_ids"][0])
+        assert np.array_equal(np.array(encoded.grids), expected["image_grid_thw"])
+        assert np.array_equal(np.concatenate([decode(image, PROCESSOR) for image in images]), expected["pixel_values"])
+
+
+@pytest.mark.parametrize("frames", [1, 2, 7, 23, 40])
+@pytest.mark.parametrize("size", [(64, 48), (30, 20), (320, 240)])
+def test_ids_grids_and_pixels_of_videos(frames: int, size: tuple[int, int]) -> None:
+    data = video(frames, *size)
+    clip = clip_of(data, LIMITS)
+    conversation = talk("<video>What moves?", "A square.", "<video> And here?", "The same.")
+    encoded = PROCESSOR.encode(conversation, [clip, clip])
+    shown = torch.from_numpy(np.stack(frames_of(data))).permute(0, 3, 1, 2)
+    if frames == 1:
+        shown = shown.repeat(2, 1, 1, 1)  # which its own processor refuses: a step in time has two frames
+    text = OWN.apply_chat_template([turn.message() for turn in PROCESSOR.turns(conversation)], tokenize=False)
+    expected = OWN(text=[text], videos=[shown, shown], return_tensors="np", do_sample_frames=True,
+                   video_metadata=[VideoMetadata(total_num_frames=len(shown), fps=clip.frames_per_second)] * 2)
+    if frames > 1:
+        assert PROCESSOR.tokenizer.decode(encoded.input_ids) == PROCESSOR.tokenizer.decode(expected["input_ids"][0])
+    assert [list(grid) for grid in encoded.grids] == expected["video_grid_thw"].tolist()
+    patches = decode_video(data, PROCESSOR, [range(encoded.grids[0][0])], encoded.grids[0][0])[0]
+    np.testing.assert_allclose(np.concatenate([patches, patches]), expected["pixel_values_videos"], atol=2e-6)
+    answers = PROCESSOR.tokenizer.decode(encoded.labels[encoded.labels != -100])
+    assert answers == "A square.<|im_end|>The same.<|im_end|>"
+    assert encoded.vision_tokens == int((expected["input_ids"] == OWN.video_token_id).sum())
+
+
+@given(st.integers(2, 5000), st.floats(1, 120), st.sampled_from([0.5, 2.0, 3.7]), st.sampled_from([4, 5, 64, 768]))
+def test_frames_are_taken_as_its_own_does(num_frames: int, rate: float, fps: float, max_frames: int) -> None:
+    own = Qwen3VLVideoProcessor(min_frames=4, max_frames=max_frames)
+    expected = own.sample_frames(VideoMetadata(total_num_frames=num_frames, fps=rate), fps=fps)
+    limits, clip = MediaLimits(video_fps=fps, max_frames=max_frames), Clip(32, 32, num_frames, rate)
+    assert FAMILY.frames(clip, limits, 2) == expected.tolist()
+    assert FAMILY.num_frames(clip, limits, 2) == len(expected)
+
+
+@given(st.integers(2, 300), st.integers(1, 3000), st.integers(1, 3000),
+       st.sampled_from([(4096, 1003520, 25165824), (3136, 50176, 786432), (131072, 786432, 25165824)]))
+def test_frames_are_scaled_as_its_own_does(
+    num_frames: int, height: int, width: int, bounds: tuple[int, int, int]
+) -> None:
+    minimum, maximum, of_video = bounds
+    of_frame = max(min(maximum // 1024 * 1024, of_video // num_frames), int(minimum * 1.05))
+    try:
+        expected = smart_resize(num_frames, height, width, 2, 32, minimum, of_frame * num_frames)
+    except ValueError:
+        with pytest.raises(RowError, match="aspect ratio"):
+            FAMILY.frame_size(Clip(width, height, num_frames, 1.0), num_frames, Bounds(32, *bounds))
+    else:
+        assume(min(expected) > 0)
+        assert FAMILY.frame_size(Clip(width, height, num_frames, 1.0), num_frames, Bounds(32, *bounds)) == expected
+
+
+def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
+    PROCESSOR.save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    check_processor_files(tmp_path)
+    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    clip = Clip(64, 48, 20, 10.0)
+    conversation = talk("<video>\nWhich?<image>", "the left")
+    found, wanted = (processor.encode(conversation, [clip, (70, 90)]) for processor in (loaded, PROCESSOR))
+    assert np.array_equal(found.input_ids, wanted.input_ids)
+    assert (found.grids, found.seconds) == (wanted.grids, wanted.seconds)
+    assert loaded.bounds == PROCESSOR.bounds
+
+
+def test_a_processor_of_other_patches_than_the_models(tmp_path: Path) -> None:
+    PROCESSOR.save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {"patch_size": 14}}')
+    with pytest.raises(DataError, match=r"^model.path: [^\n]*: its image processor has patch_size 16, its model's "
+                                        r"patch_size is 14; allowed: the same$"):
+        check_processor_files(tmp_path)
+
+
+def test_a_model_of_no_known_family(tmp_path: Path) -> None:
+    PROCESSOR.save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(DataError, match=r"^model.path: [^\n]*config.json is of a model of type 'llava'; allowed: "
+                                        r"qwen2_5_vl, qwen3_vl$"):
+        load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+
+
+def test_presets_have_the_families_of_their_models() -> None:
+    assert {name: preset_config(name, TOKEN_IDS).model_type for name in MODEL_PRESETS} == {
+        name: family for name, family in PRESETS.items() if name != "bytes"}
