@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import Qwen2_5_VLConfig
+from transformers import PreTrainedConfig
 
 from dhp_ray.comm.link import Link, Pending
 from dhp_ray.model import attention, segment_attention
@@ -202,7 +202,7 @@ def make_inputs(
 
 
 def traced(
-    config: Qwen2_5_VLConfig, samples: Sequence[tuple[int, Sequence[Grid]]], settings: MemorySettings, degree: int = 1
+    config: PreTrainedConfig, samples: Sequence[tuple[int, Sequence[Grid]]], settings: MemorySettings, degree: int = 1
 ) -> tuple[int, int, PackLoad]:
     """Bytes that an engine holds between packs, the most that a pack adds, and the pack's load.
 

@@ -12,14 +12,16 @@ A pack's pass is a row of moments; the one that needs most decides. Held over al
 backward pass wants, by token or by patch, for layers of width D, H heads and K of keys and values, each d wide, an MLP
 of F (trained: t = 1, else 0; recomputation keeps c D of each layer, and this for one layer at a time):
 
-    norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights
+    norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
+                   layer norms 2 D c (1 + t): input and output; norms of heads (H d + K d) (4 + c t)
     attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
                    an encoder block also 2 c D (q and k before rotation)
-    MLP            c F (3 + t)
+    MLP            c F (3 + t); without a gate c F (1 + t)
 
 Beside them at a time:
 
     loss           (8 + c) V D, gradient of the head summed in fp32, scaled, and cast; logits of a chunk
+    last norm      (2 c + 16) D, gradients in the computing type and in fp32
     layer          gradients in its MLP, c F (3 - t), or in its attention, with the kernel's workspace
     embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D
     gathered       sync=micro_batch: the root's parameters c R throughout; of a layer its own, the next one's, the
@@ -106,7 +108,7 @@ class MemoryModel:
         # of this pack and of the next one, which is copied ahead: as large, at most
         inputs = 2 * (c * shape.patch_dim * load.patches + INPUT_BYTES * load.tokens)
         vision = self._kept("vision", load.patches) if trains_vision else 0.0
-        features = c * shape.width * load.vision_tokens
+        features = c * shape.width * shape.feature_levels * load.vision_tokens
         language = self._kept("language", load.tokens) if keeps else 0.0
         held = {"inputs": inputs, "activations, vision": vision + features, "activations, language": language}
         embedding = c * shape.embedding_parameters if self._trains["language"] else 0
@@ -118,7 +120,7 @@ class MemoryModel:
         logits, both = ((4 + (c if c < 4 else 0)) * min(load.valid_tokens, count * chunk) * shape.vocabulary_size
                         for count in (1, 2))
         rows = held | root | {
-            "last norm": self._norm("language") * shape.width * load.tokens,
+            "last norm": self._norm("language", shape.language[0]) * shape.width * load.tokens,
             "rows of the loss": 2 * c * shape.width * load.valid_tokens,
             "gathered: a layer": self._gathered("language", 1, 0) if self._sharded else 0}
         head = {"gathered: head": float(c * shape.embedding_parameters)} if self._shares else {}
@@ -127,6 +129,9 @@ class MemoryModel:
                  "loss, end of a chunk": loss | {"logits": logits, "gradient of the head": (4 + c) * embedding / c},
                  "loss, backward": rows | {"gradient of the head": (4 if self._shares else 8 + c) * embedding / c}}
         if keeps:
+            found["last norm, backward"] = held | root | {
+                "last norm": rows["last norm"], "gradient of the head": since_loss,
+                "gradients in the norm": (2 * c + 16) * shape.width * load.tokens}
             for name, terms in self._layer("language", shape.language[0], load.tokens, load.sequences, load.degree):
                 found[f"language, {name}"] = held | root | terms | {"gradient of the head": since_loss}
         found["embedding, backward"] = root | {
@@ -168,17 +173,25 @@ class MemoryModel:
                                                     else (4 + 3 * c) / self.settings.world_size)}
         return found
 
-    def _norm(self, part: str) -> int:
-        """Bytes that a norm keeps for each value of its input."""
+    def _norm(self, part: str, layer: LayerShape) -> int:
+        """Bytes that a norm of a layer's kind keeps for each value of its input."""
+        if layer.layer_norms:
+            return self._c * (1 + self._trains[part])
         return 4 + (2 * self._c if self._trains[part] else 0)
+
+    def _mlp(self, part: str, layer: LayerShape) -> int:
+        """Bytes that an MLP keeps for each value of its width."""
+        return self._c * ((3 if layer.gated else 1) + self._trains[part])
 
     def layer_bytes(self, part: str, layer: LayerShape) -> int:
         """Bytes that a layer keeps of a token (or patch) for its backward pass."""
         c = self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         own = 2 * c * layer.width if part == "vision" else 0
-        return (2 * layer.width * self._norm(part) + 2 * c * (queries + key_values) + 4 * layer.heads + own
-                + c * layer.mlp_width * (3 + self._trains[part]))
+        if layer.head_norms:  # beside what the norms keep, a number each head and row
+            own += (queries + key_values) * (4 + c * self._trains[part]) + 4 * (layer.heads + layer.key_value_heads)
+        return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
+                + layer.mlp_width * self._mlp(part, layer))
 
     def _kept(self, part: str, positions: int) -> float:
         """Bytes that the layers of a part and what comes beside them keep until their backward pass."""
@@ -191,9 +204,12 @@ class MemoryModel:
         return positions * (of_layers + 8 * layers[0].head_width + self._merger_bytes())  # fp32 cosines and sines
 
     def _merger_bytes(self) -> float:
-        """Bytes that the merger keeps of a patch: its norm, its first product and its activation."""
+        """Bytes that the mergers keep of a patch: their norms, their first products and their activations."""
         shape = self.shape
-        return self._norm("vision") * shape.vision[0].width + 2 * self._c * shape.merger_width / shape.merge_area
+        width, levels = shape.vision[0].width, shape.feature_levels
+        norm = self._norm("vision", shape.vision[0]) * width
+        shared = self._c * width * (levels - 1)  # a layer norm's input, which the next block has too
+        return levels * (norm + 2 * self._c * shape.merger_width / shape.merge_area) - shared
 
     def _layer(
         self, part: str, layer: LayerShape, positions: int, pieces: int, degree: int
@@ -202,12 +218,12 @@ class MemoryModel:
         c, trained = self._c, self._trains[part]
         again = self.layer_bytes(part, layer) if self.settings.recomputes else 0
         gradient = c * layer.width
-        mlp = c * layer.mlp_width * (3 - trained)
+        mlp = c * layer.mlp_width * ((3 if layer.gated else 2) - trained)
         weights = c * layer.width * layer.mlp_width if (self._sharded or self._shares) and trained else 0
         under_way = {"gathered: a layer": self._gathered(part, 2, 1)}
         yield "MLP backward", under_way | {"layer, recomputed": again * positions, "gradients of weights": weights,
                                            "layer, backward": (gradient + mlp) * positions}
-        gone = c * layer.mlp_width * (3 + trained) + layer.width * self._norm(part)
+        gone = layer.mlp_width * self._mlp(part, layer) + layer.width * self._norm(part, layer)
         yield "attention backward", under_way | {
             "layer, recomputed": again * positions, "gradients of weights": 3 * weights,
             "layer, backward": (gradient - gone) * positions + self._attention(part, layer, positions, degree),

@@ -10,11 +10,10 @@ from itertools import product
 
 import pytest
 
-from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
-from tests.qwen_configs import TEXT, published_config
+from tests.qwen_configs import QWEN3, TEXT, published_config, shape_of
 
 WORLD = {"step": 1, "node": 16, "micro_batch": 8}
 """Ranks of a trace: the flat engine's collectives are none on one rank. `node`: `step` with train.sharding=node."""
@@ -43,7 +42,7 @@ def check(
     config = published_config(name, num_layers)
     images = seed % 3 > 0 or "language" in settings.frozen  # a pack without a trained part has nothing to keep
     resident_bytes, pack_bytes, load = traced(config, random_samples(seed, images, largest), settings, degree)
-    found = MemoryModel(Qwen25VL.shape(config), settings)
+    found = MemoryModel(shape_of(name, num_layers), settings)
     assert sum(found.resident().values()) == pytest.approx(resident_bytes, rel=0.01)
     moments = {name: sum(terms.values()) for name, terms in found.moments(load).items()}
     moments.pop("update", 0.0)  # is not traced
@@ -68,6 +67,15 @@ def test_predicted_peaks_are_the_traced_ones(
         check("3B", settings_of(mode, recomputes, frozen), seed, degree, num_layers=2, largest=8)
 
 
+@pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed"), [
+    ("step", False, ("language",), 2), ("node", True, (), 1), ("micro_batch", True, ("language",), 5)], ids=str)
+def test_predicted_peaks_of_qwen3_vl_are_the_traced_ones(
+    mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int
+) -> None:
+    with world_of(mode):
+        check("Qwen3-VL-2B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=3, largest=20)
+
+
 CASES = list(product((False, True), ((), ("vision",), ("language",))))
 """Recomputation, and what is frozen."""
 
@@ -76,7 +84,7 @@ CASES = list(product((False, True), ((), ("vision",), ("language",))))
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("first", range(0, 25, 5))
 @pytest.mark.parametrize("mode", WORLD)
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", [*TEXT, *QWEN3])
 def test_predicted_peaks_are_the_traced_ones_everywhere(name: str, mode: str, first: int) -> None:
     """75 packs a model, over all modes, degrees 1 to 3, with and without recomputation, each part frozen."""
     with world_of(mode):
@@ -88,7 +96,7 @@ def test_predicted_peaks_are_the_traced_ones_everywhere(name: str, mode: str, fi
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("mode", WORLD)
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", [*TEXT, *QWEN3])
 def test_predicted_peaks_are_the_traced_ones_at_full_depth(name: str, mode: str) -> None:
     with world_of(mode):
         check(name, settings_of(mode, mode != "micro_batch", ()), seed=1, degree=2, num_layers=0, largest=8)
@@ -106,7 +114,7 @@ def test_traced_peaks_grow_evenly_with_depth(recomputes: bool) -> None:
 
 def model(name: str = "7B", **changed: object) -> MemoryModel:
     settings = MemorySettings(sync="step", world_size=64, precision="bf16", recomputes=True)
-    return MemoryModel(Qwen25VL.shape(published_config(name)), replace(settings, **changed))  # type: ignore[arg-type]
+    return MemoryModel(shape_of(name), replace(settings, **changed))  # type: ignore[arg-type]
 
 
 def test_resident_bytes_by_hand() -> None:

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from transformers import Qwen2_5_VLConfig
+from transformers import PreTrainedConfig
 
-from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.families import FAMILIES
+from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.model.presets import preset_config
 from tests.packs import TOKEN_IDS
-from tests.qwen_configs import NUM_PARAMETERS, model_without_memory, published_config
+from tests.qwen_configs import NUM_PARAMETERS, model_without_memory, published_config, shape_of
 
 
-def config_of(name: str) -> Qwen2_5_VLConfig:
-    if name in NUM_PARAMETERS:
-        return published_config(name)
-    config = preset_config(name, TOKEN_IDS)
-    assert isinstance(config, Qwen2_5_VLConfig)
-    return config
+def config_of(name: str) -> PreTrainedConfig:
+    return published_config(name) if name in NUM_PARAMETERS else preset_config(name, TOKEN_IDS)
 
 
-def counted(adapter: Qwen25VL) -> Counter[tuple[str, str, int]]:
+def counted(adapter: VisionLanguageModel) -> Counter[tuple[str, str, int]]:
     """How many units of each (part, name, parameters) the module has: a parameter belongs to its innermost unit."""
     taken, found = set(), Counter()
     names = {parameter: name for name, parameter in adapter.module.named_parameters()}
@@ -34,10 +31,10 @@ def counted(adapter: Qwen25VL) -> Counter[tuple[str, str, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["tiny", "small", *NUM_PARAMETERS])
+@pytest.mark.parametrize("name", ["tiny", "small", "tiny_qwen3_vl", *NUM_PARAMETERS])
 def test_parameters_of_every_part_and_unit_are_the_modules(name: str) -> None:
     config = config_of(name)
-    shape, adapter = Qwen25VL.shape(config), model_without_memory(config)
+    shape, adapter = FAMILIES[config.model_type].shape(config), model_without_memory(config)
     units: Counter[tuple[str, str, int]] = Counter()
     for unit in shape.units():
         units[unit.part, unit.name, unit.num_parameters] += unit.count
@@ -47,17 +44,18 @@ def test_parameters_of_every_part_and_unit_are_the_modules(name: str) -> None:
     assert shape.parameters_by_part() == sizes
     assert shape.num_parameters() == sum(sizes.values())
     assert shape.num_parameters(without=["vision"]) == sizes["language"]
-    assert (shape.vocabulary_size, shape.merge_area, shape.patch_dim, shape.width) == (
+    assert (shape.vocabulary_size, shape.merge_area, shape.patch_dim,
+            shape.width * shape.feature_levels) == (
         adapter.vocabulary_size, adapter.merge_area, adapter.patch_dim, adapter.feature_width)
 
 
 @pytest.mark.parametrize("name", NUM_PARAMETERS)
 def test_published_models_have_as_many_parameters_as_their_files(name: str) -> None:
-    assert Qwen25VL.shape(published_config(name)).num_parameters() == NUM_PARAMETERS[name]
+    assert shape_of(name).num_parameters() == NUM_PARAMETERS[name]
 
 
 def test_layers_by_kind() -> None:
-    shape = Qwen25VL.shape(published_config("7B"))
+    shape = shape_of("7B")
     assert [(layer.count, layer.heads, layer.key_value_heads, layer.head_width, layer.window)
             for layer in shape.language] == [(28, 28, 4, 128, 0)]
     assert shape.token_pixels == 28 * 28
