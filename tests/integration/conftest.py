@@ -21,6 +21,15 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def nlvr(test_data: Path) -> list[str]:
+    """Settings of a run on real images."""
+    folder = test_data / "nlvr"
+    return ["data=llava", f"data.path={folder / 'conversations.json'}", f"data.image_root={folder}",
+            "batch.global_samples=6",
+            "train.adam_eps=1e-6", "train.learning_rate=1e-3", "seed=3"]
+
+
+@pytest.fixture(scope="session")
 def reference(ray_cluster: None, common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("reference") / "run"

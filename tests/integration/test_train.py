@@ -14,19 +14,11 @@ import pytest
 
 from tests.integration.jobs import ledger, lines, losses, start, train
 
-STEPS, BATCH = 20, 6
+STEPS = 20
 METRICS = {"step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s",
            "planning_time_s",
            "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees",
            "planner", "late"}
-
-
-@pytest.fixture(scope="session")
-def nlvr(test_data: Path) -> list[str]:
-    folder = test_data / "nlvr"
-    return ["data=llava", f"data.path={folder / 'conversations.json'}", f"data.image_root={folder}",
-            f"batch.global_samples={BATCH}",
-            "train.adam_eps=1e-6", "train.learning_rate=1e-3", "seed=3"]
 
 
 @pytest.fixture(scope="session")
