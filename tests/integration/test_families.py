@@ -44,8 +44,8 @@ def test_a_strangers_model_trains_alike_on_any_ranks_and_goes_back(
     preset: str, nlvr: list[str], test_data: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "given", preset)
-    common = [*nlvr, "model.preset=", f"model.path={tmp_path / 'given'}", f"run.steps={STEPS}",
-              "planner.tokens_per_rank=4096", "planner.max_sequence_tokens=768", "data.max_pixels=20000", "checkpoint.every_steps=0"]
+    common = [*nlvr, "model.preset=", f"model.path={tmp_path / 'given'}", f"run.steps={STEPS}", "data.max_pixels=20000",
+              "planner.tokens_per_rank=4096", "planner.max_sequence_tokens=768", "checkpoint.every_steps=0"]
     train(tmp_path / "alone", *common, "cluster.num_workers=1", "planner.name=static")
     for way in WAYS:
         folder = tmp_path / way.rpartition("=")[2]
