@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration
+from transformers import InternVLForConditionalGeneration, PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
@@ -20,8 +21,10 @@ from dhp_ray.model.weights import Interval
 from dhp_ray.planner.plan import Grid, RankPack, Sample
 from dhp_ray.train.collate import Payload
 
-PATCHES = {"tiny": 14, "tiny_qwen3_vl": 16}
-"""Presets, and how high and wide their patches are."""
+PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}
+"""A preset of each family, and the values of its patches."""
+KEY_BIAS = "attention.k_proj.bias"
+"""Of InternVL's encoder."""
 TOKEN_IDS = {"bos": 256, "pad": 256, "eos": 258, "vision_start": 259, "vision_end": 260, "image": 261, "video": 262}
 
 
@@ -39,7 +42,6 @@ def make_sample(
     """A sample of text runs (their length), images (their grid) and videos, as the model of `preset` takes them; labels
     count from `first_label`, by default every third token is masked.
     """
-    side = PATCHES[preset]
     random = np.random.default_rng(sum(map(ord, name)))
     ids: list[int] = []
     grids: list[Grid] = []
@@ -53,11 +55,13 @@ def make_sample(
         pieces, lasts, token = (part.pieces, part.seconds,
                                 "video") if isinstance(part, Film) else ((part,), 0.0, "image")
         runs: list[list[int]] = []
+        if preset == "tiny_internvl":  # whose tiles are of one size, and whose videos have the token of images
+            pieces, token = tuple((time, 4, 4) for time, _, _ in pieces), "image"
         for time, height, width in pieces:
-            pixels.append(random.standard_normal((time * height * width, 3 * 2 * side * side), dtype=np.float32))
+            pixels.append(random.standard_normal((time * height * width, PATCH_DIMS[preset]), dtype=np.float32))
             runs += [[TOKEN_IDS[token]] * (height * width // 4)] * time
-        if preset == "tiny_qwen3_vl" and lasts:
-            for run in runs:  # each step in time behind its time stamp
+        if preset != "tiny" and lasts:
+            for run in runs:  # each step in time behind its time stamp, or its number
                 ids += [*random.integers(0, 256, 5).tolist(), TOKEN_IDS["vision_start"], *run, TOKEN_IDS["vision_end"]]
         else:
             ids += [TOKEN_IDS["vision_start"], *chain(*runs), TOKEN_IDS["vision_end"]]
@@ -127,7 +131,9 @@ def plain_loss(module: PreTrainedModel, payload: Payload) -> tuple[Tensor, int]:
     ids = torch.from_numpy(payload.input_ids.astype(np.int64))[None]
     labels = torch.from_numpy(payload.labels.astype(np.int64))[None]
     inputs: dict[str, Tensor] = {}
-    if len(payload.grids):
+    if len(payload.grids) and isinstance(module, InternVLForConditionalGeneration):
+        inputs["pixel_values"] = tiles_of(torch.from_numpy(np.concatenate(payload.pixels)), module)  # type: ignore
+    elif len(payload.grids):
         grids, seconds = (torch.from_numpy(values) for values in payload.whole())
         inputs["mm_token_type_ids"] = (ids == TOKEN_IDS["image"]).int() + 2 * (ids == TOKEN_IDS["video"]).int()
         of_video = np.zeros(len(payload.grids), bool) if payload.seconds is None else payload.seconds > 0
@@ -144,6 +150,15 @@ def plain_loss(module: PreTrainedModel, payload: Payload) -> tuple[Tensor, int]:
             if isinstance(module, Qwen2_5_VLForConditionalGeneration):
                 inputs["second_per_grid_ts"] = seconds[seconds > 0].float()
     return module(input_ids=ids, labels=labels, **inputs).loss, int((labels[:, 1:] != -100).sum())
+
+
+def tiles_of(patches: Tensor, module: PreTrainedModel) -> Tensor:
+    """The tiles (T, 3, height, width) that patches (P, patch_dim) were cut of, row by row."""
+    vision: Any = module.config.vision_config
+    (rows, columns), (high, wide) = ((size // side for size, side in zip(vision.image_size, vision.patch_size)),
+                                     vision.patch_size)
+    cut = patches.view(-1, rows, columns, vision.num_channels, high, wide).permute(0, 3, 1, 4, 2, 5)
+    return cut.reshape(-1, vision.num_channels, rows * high, columns * wide)
 
 
 def plain_gradients(
@@ -163,10 +178,11 @@ def plain_gradients(
 
 def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
     """Largest difference over the largest element, of each tensor of `wanted`; the difference itself where that is
-    zero.
+    zero. What is rounding alone, the gradient of a key's bias where nothing is rotated (softmax cancels it), is held
+    against that of the query's.
     """
-    return {name: ((found[name] - tensor).abs().max() / (tensor.abs().max() or 1.0)).item()
-            for name, tensor in wanted.items()}
+    scales = {name: wanted[name.replace(KEY_BIAS, "attention.q_proj.bias")].abs().max().item() for name in wanted}
+    return {name: (found[name] - tensor).abs().max().item() / (scales[name] or 1.0) for name, tensor in wanted.items()}
 
 
 def own_payloads(pack: RankPack, payloads: Mapping[str, Payload], rank: int) -> dict[str, Payload]:

@@ -22,6 +22,7 @@ COVERED_BY = {
     "data/conversation.py": "data/test_processor.py",
     "data/errors.py": "data/test_untrusted.py",
     "data/families/base.py": "data/families/test_qwen3_vl_processor.py",
+    "data/families/internvl.py": "data/families/test_internvl_processor.py",
     "data/families/qwen2_5_vl.py": "data/test_processor.py",
     "data/families/qwen3_vl.py": "data/families/test_qwen3_vl_processor.py",
     "data/formats/json_text.py": "data/test_index.py",

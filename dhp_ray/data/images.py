@@ -68,7 +68,7 @@ def decode(data: bytes, processor: Processor) -> np.ndarray:
             )
         upright = ImageOps.exif_transpose(image).convert("RGB")
     values = processor.image_processor(images=[upright], return_tensors="np")["pixel_values"]
-    return np.asarray(values, dtype=np.float32)
+    return processor.family.image_patches(values, processor.bounds)
 
 
 def _foreign(data: bytes) -> str:

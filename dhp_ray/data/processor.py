@@ -7,6 +7,7 @@ until `Processor.image_processor` is asked for.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from dhp_ray.data.chat_template import ChatTemplate
 from dhp_ray.data.clip import Clip
 from dhp_ray.data.conversation import Turn, check_counts, offering, turns_of
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.families import family_of, folder_image_settings
+from dhp_ray.data.families import family_of, folder_image_settings, preset_image_settings
 from dhp_ray.data.families.base import Bounds, Family
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import chat_template_of, video_pixels_of, write_json
@@ -99,7 +100,7 @@ class Processor:
         self.patch_size = int(self.image_settings["patch_size"])
         self.temporal_patch_size = int(self.image_settings["temporal_patch_size"])
         self.merge_size = int(self.image_settings["merge_size"])
-        self.bounds = Bounds(self.patch_size * self.merge_size, self.min_pixels, self.max_pixels, self.video_pixels)
+        self.bounds = Bounds(self.patch_size, self.merge_size, self.min_pixels, self.max_pixels, self.video_pixels)
         self.token_ids = special_token_ids(self.tokenizer, self.family.tokens)
         present = set(self.tokenizer.get_vocab())
         named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token)
@@ -125,20 +126,24 @@ class Processor:
         """Numbers of the frames that are taken, ascending (may import torch)."""
         return self.family.frames(clip, self.limits, self.temporal_patch_size)
 
-    def resized(self, size: Size) -> tuple[int, int]:
-        """(height, width) in pixels that an image, or each frame of a video, is scaled to.
+    def frame_size(self, clip: Clip) -> tuple[int, int]:
+        """(height, width) in pixels that each frame of a video is scaled to.
 
         Raises:
-            RowError: it is more than 200 times as long as it is wide.
+            RowError: a video that the family refuses.
         """
-        if isinstance(size, Clip):
-            return self.family.frame_size(size, self.num_frames(size), self.bounds)
-        return self.family.image_size(*size, self.bounds)
+        return self.family.frame_size(clip, self.num_frames(clip), self.image_settings, self.bounds)
 
     def grid_of(self, size: Size) -> Grid:
-        """Patches (time, height, width) of an image or of a whole video."""
-        rows, columns = self.resized(size)
-        steps = -(-self.num_frames(size) // self.temporal_patch_size) if isinstance(size, Clip) else 1
+        """Patches (time, height, width) of an image or of a whole video.
+
+        Raises:
+            RowError: an image or video that the family refuses.
+        """
+        if not isinstance(size, Clip):
+            return self.family.image_grid(*size, self.image_settings, self.bounds)
+        rows, columns = self.frame_size(size)
+        steps = -(-self.num_frames(size) // self.temporal_patch_size)
         return (steps, rows // self.patch_size, columns // self.patch_size)
 
     def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
@@ -172,7 +177,7 @@ class Processor:
         pieces = [piece for number, (size, grid) in enumerate(zip(sizes, whole))
                   for piece in self._pieces(number, size, grid, slice_tokens)]
         runs = [(_kind(size), count) for size, grid in zip(sizes, whole) for count in self._runs(size, grid)]
-        text, spans = self._with_videos(*self._template.render(turns), sizes)
+        text, spans = self._with_media(*self._template.render(turns), sizes)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
                                   return_attention_mask=False)
         ids = np.asarray(encoding["input_ids"], np.int32)
@@ -184,10 +189,7 @@ class Processor:
         # The text has one token for a run; the model wants one for every merged patch.
         marks = (ids == self.token_ids["image"]) | (ids == self.token_ids["video"])
         if ids[marks].tolist() != [self.token_ids[kind] for kind, _ in runs]:
-            raise RowError(
-                f"{int(marks.sum())} image and video tokens after the chat template, for {len(sizes)} images and "
-                "videos, or in another order"
-            )
+            raise RowError(f"{int(marks.sum())} runs of image and video tokens; allowed: {len(runs)}")
         counts = np.array([count for _, count in runs], np.int64)
         repeats = np.ones_like(ids)
         repeats[marks] = counts
@@ -201,24 +203,32 @@ class Processor:
             return self.family.video_runs(grid, self.merge_size**2)
         return (math.prod(grid) // self.merge_size**2,)
 
-    def _with_videos(
+    def _with_media(
         self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text with what the family writes for a video in place of each one's token, and the spans where they then
-        are.
+        """The text with what the family writes for each image and video in place of the template's marks, and the spans
+        where they then are.
+
+        Raises:
+            RowError: the marks are not those of these images and videos.
         """
-        token, clips = self.family.tokens["video"], [size for size in sizes if isinstance(size, Clip)]
-        before, *after = text.split(token)
-        if len(after) != len(clips):
-            return text, list(spans)  # which `encode_turns` refuses
-        written, places, grown = before, list[int](), list[int]()
-        for clip, part in zip(clips, after):
-            video = self.family.video_text(clip, self.limits, self.temporal_patch_size)
-            places.append(len(written) - sum(grown))
-            grown.append(len(video) - len(token))
-            written += video + part
-        shift = [sum(more for place, more in zip(places, grown) if place < start) for start, _ in spans]
-        return written, [(start + more, stop + more) for (start, stop), more in zip(spans, shift)]
+        marks = self.family.marks
+        found = list(re.finditer("|".join(map(re.escape, marks.values())), text))
+        if [mark[0] for mark in found] != [marks[_kind(size)] for size in sizes]:
+            raise RowError(
+                f"{len(found)} image and video tokens after the chat template, for {len(sizes)} images and videos, or "
+                "in another order"
+            )
+        written = [self.family.video_text(size, self.limits, self.temporal_patch_size) if isinstance(size, Clip)
+                   else self.family.image_text() for size in sizes]
+        pieces, stop = [], 0
+        for mark, new in zip(found, written):
+            pieces += [text[stop : mark.start()], new]
+            stop = mark.end()
+        shifts = [sum(len(new) - len(mark[0]) for mark, new in zip(found, written) if mark.start() < start)
+                  for start, _ in spans]
+        return ("".join([*pieces, text[stop:]]),
+                [(start + shift, stop + shift) for (start, stop), shift in zip(spans, shifts)])
 
     def _pieces(self, number: int, size: Size, grid: Grid, slice_tokens: int) -> list[tuple[Grid, int, float]]:
         """(grid, number, seconds a step) of each entry that an image or video becomes."""
@@ -254,7 +264,8 @@ def load_processor(
         raise DataError(f"model.path: no folder {path}")
     family = family_of(preset, path)
     if preset:
-        return Processor(family, byte_tokenizer(), family.chat_template, dict(family.image_settings), min_pixels,
+        of_bytes = byte_tokenizer(family.special_tokens, family.chat_template, family.named_tokens)
+        return Processor(family, of_bytes, family.chat_template, preset_image_settings(preset), min_pixels,
                          max_pixels, limits)
     from jinja2 import TemplateError
     from transformers import AutoTokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dhp_ray.data.errors import DataError
@@ -51,8 +51,13 @@ DEFAULT_SYSTEM = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if loop.first") : CHAT_T
 """The part of the template that writes a system turn where a conversation has none."""
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer in which every byte of UTF-8 text is one token, whose id is the byte; special tokens from 256 on."""
+def byte_tokenizer(
+    special_tokens: Sequence[str] = SPECIAL_TOKENS, chat_template: str = CHAT_TEMPLATE,
+    named_tokens: Mapping[str, str] | None = None,
+) -> PreTrainedTokenizerFast:
+    """A tokenizer in which every byte of UTF-8 text is one token, whose id is the byte; special tokens from 256 on,
+    some of which it also has by name.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -60,11 +65,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
                                      merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        extra_special_tokens=list(SPECIAL_TOKENS[1:]),
-        chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False, model_max_length=1 << 30)
+        extra_special_tokens=list(special_tokens[1:]), model_specific_special_tokens=dict(named_tokens or {}),
+        chat_template=chat_template, clean_up_tokenization_spaces=False, model_max_length=1 << 30)
 
 
 def special_token_ids(tokenizer: Any, names: Mapping[str, str] = TOKENS) -> dict[str, int]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dhp_ray.data.families.base import patches
 from dhp_ray.data.processor import Processor
 from dhp_ray.data.video_decoder import VideoDecoder
 
@@ -32,23 +33,12 @@ def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num
         # A last step that lacks frames repeats the last one.
         numbers = [[sampled[min(place, len(sampled) - 1)]
                     for place in range(steps.start * temporal, steps.stop * temporal)] for steps in ranges]
-        rows, columns = processor.resized(clip)
+        rows, columns = processor.frame_size(clip)
         frames = {number: _normalised(frame, rows, columns, processor)
                   for number, frame in decoder.frames(sorted({number for part in numbers for number in part}))}
-    return [patches(np.stack([frames[number] for number in part]), temporal, processor.patch_size, processor.merge_size)
+    together = processor.merge_size if processor.family.merged_order else 1
+    return [patches(np.stack([frames[number] for number in part]), temporal, processor.patch_size, together)
             for part in numbers]
-
-
-def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge_size: int) -> np.ndarray:
-    """Frames (T, 3, H, W), T a multiple of `temporal_patch_size`, to patches (P, 3 x temporal_patch_size x patch_size x
-    patch_size).
-    """
-    time, channels, height, width = frames.shape
-    cut = frames.reshape(time // temporal_patch_size, temporal_patch_size, channels, height // patch_size // merge_size,
-                         merge_size, patch_size,
-                         width // patch_size // merge_size, merge_size, patch_size)
-    ordered = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    return ordered.reshape(-1, channels * temporal_patch_size * patch_size**2)
 
 
 def _normalised(frame: np.ndarray, rows: int, columns: int, processor: Processor) -> np.ndarray:

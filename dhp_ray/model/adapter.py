@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dhp_ray.model.loss import LossHead
     from dhp_ray.model.weights import StoredWeights
     from dhp_ray.planner.model_shape import ModelShape
+    from dhp_ray.planner.plan import Grid
 
 PARTS = ("vision", "language")
 EncoderArguments = Mapping[str, "Tensor | Segments"]
@@ -68,6 +69,11 @@ class ModelAdapter(Protocol):
     """Values of one patch: channels x frames x height x width."""
 
     vocabulary_size: int
+
+    @property
+    def smallest_grid(self) -> Grid:
+        """Of the smallest image that the encoder takes."""
+        ...
 
     @staticmethod
     def shape(config: Any) -> ModelShape:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from dhp_ray.errors import first_line
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+MODEL_TYPES = ("internvl", "qwen2_5_vl", "qwen3_vl")
 """The families of families/, as config.json names them."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 
 from dhp_ray.model.files import ModelError
 
@@ -72,8 +72,27 @@ def tiny_qwen3_vl(token_ids: Mapping[str, int]) -> Qwen3VLConfig:
         tie_word_embeddings=True)
 
 
+def tiny_internvl(token_ids: Mapping[str, int]) -> InternVLConfig:
+    """InternVL over Qwen2 with 0.75 million parameters: 3 layers of width 128, 2 vision layers of width 64, tiles of
+    56 x 56 pixels.
+    """
+    return InternVLConfig(
+        text_config={
+            "model_type": "qwen2", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": vocabulary_size(token_ids),
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "bos_token_id": token_ids["bos"], "eos_token_id": token_ids["eos"],
+        },
+        vision_config={
+            "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+            "attention_bias": True, "image_size": [56, 56], "patch_size": [14, 14], "initializer_range": 0.02,
+        },
+        image_token_id=token_ids["image"], image_seq_length=4, tie_word_embeddings=True)
+
+
 PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {
-    "tiny": tiny, "small": small, "tiny_qwen3_vl": tiny_qwen3_vl}
+    "tiny": tiny, "small": small, "tiny_internvl": tiny_internvl, "tiny_qwen3_vl": tiny_qwen3_vl}
 
 
 def preset_config(name: str, token_ids: Mapping[str, int] | None) -> PreTrainedConfig:

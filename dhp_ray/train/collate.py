@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import isqrt
+from math import prod
 
 import numpy as np
 import torch
@@ -200,12 +200,11 @@ def collate(
 
 
 def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
-    """The inputs of a rank that encodes nothing, with an image of one token that nobody needs: its gradient is zero. On
-    the CPU.
+    """The inputs of a rank that encodes nothing, with a smallest image that nobody needs: its gradient is zero. On the
+    CPU.
     """
-    side = isqrt(adapter.merge_area)
-    grids = ((1, side, side),)
-    return replace(inputs, grids=grids, pixels=inputs.pixels.new_zeros(adapter.merge_area, adapter.patch_dim),
+    grids = (adapter.smallest_grid,)
+    return replace(inputs, grids=grids, pixels=inputs.pixels.new_zeros(prod(grids[0]), adapter.patch_dim),
                    encoder=adapter.encoder_arguments(grids))
 
 

@@ -16,12 +16,11 @@ from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.processor import load_processor
 from dhp_ray.train.collate import Payload
 from tests.integration.jobs import losses, train
-from tests.packs import PATCHES, plain_copy, plain_loss, rough_model
+from tests.packs import PATCH_DIMS, plain_copy, plain_loss, rough_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 STEPS = 10
 WAYS = ["train.sharding=whole", "train.sharding=node", "planner.sync=micro_batch"]
-FAMILIES = [preset for preset in PATCHES if preset != "small"]
 
 
 def write(folder: Path, preset: str) -> PreTrainedModel:
@@ -39,7 +38,7 @@ def keys(folder: Path) -> set[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("preset", FAMILIES)
+@pytest.mark.parametrize("preset", PATCH_DIMS)
 def test_a_strangers_model_trains_alike_on_any_ranks_and_goes_back(
     preset: str, nlvr: list[str], test_data: Path, tmp_path: Path
 ) -> None:

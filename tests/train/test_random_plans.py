@@ -25,7 +25,7 @@ from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.step_inputs import collated
 from tests.packs import (
-    PATCHES,
+    PATCH_DIMS,
     Film,
     make_sample,
     own_payloads,
@@ -48,7 +48,7 @@ PARTS: dict[str, list[int | Grid | Film]] = {
 }
 FIRST_LABEL = {"masked": 50, "unseen": 26}
 SAMPLES = {preset: [make_sample(name, parts, FIRST_LABEL.get(name), preset) for name, parts in PARTS.items()]
-           for preset in PATCHES}
+           for preset in PATCH_DIMS}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ FEW = [World(num_ranks, sync, transport, recomputes, freeze) for sync in SYNCS
        for num_ranks, transport, recomputes, freeze in (
     (3, "pool", True, ""), (5, "parent", False, "vision"), (3, "parent", True, "language"), (5, "pool", False, ""))]
 FEW += [World(5, "step", "pool", True, "", "node"), World(3, "step", "parent", False, "vision", "node")]
-FAMILIES = [World(5, sync, "pool", recomputes, freeze, sharding, preset) for preset in PATCHES if preset != "tiny"
+FAMILIES = [World(5, sync, "pool", recomputes, freeze, sharding, preset) for preset in PATCH_DIMS if preset != "tiny"
             for sync, recomputes, freeze, sharding in (("step", False, "", "whole"), ("step", True, "language", "node"),
                                                        ("micro_batch", True, "", "whole"))]
 

@@ -7,13 +7,18 @@ from typing import Any
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.families.base import Family
+from dhp_ray.data.families.internvl import InternVL
 from dhp_ray.data.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.data.families.qwen3_vl import Qwen3VL
 from dhp_ray.data.model_folder import check_tokenizer_files, image_settings_of, read_json
+from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Qwen25VL(), Qwen3VL())}
-PRESETS = {"bytes": "qwen2_5_vl", "tiny": "qwen2_5_vl", "small": "qwen2_5_vl", "tiny_qwen3_vl": "qwen3_vl"}
+FAMILIES: dict[str, Family] = {family.name: family for family in (InternVL(), Qwen25VL(), Qwen3VL())}
+PRESETS = {"bytes": "qwen2_5_vl", "tiny": "qwen2_5_vl", "small": "qwen2_5_vl", "tiny_qwen3_vl": "qwen3_vl",
+           "tiny_internvl": "internvl"}
 """The families of model/presets.py, and of the byte-level tokenizer alone."""
+PRESET_SETTINGS: dict[str, dict[str, Any]] = {"tiny_internvl": {"size": {"height": 56, "width": 56}}}
+"""What a preset's image processor has otherwise than its family's."""
 
 
 def family_of(preset: str, path: str) -> Family:
@@ -42,15 +47,26 @@ def check_processor_files(folder: Path) -> None:
 
 
 def folder_image_settings(folder: Path, family: Family) -> dict[str, Any]:
-    """The settings of a folder's image processor.
+    """The settings of a folder's image processor, and of its model what decides on patches.
 
     Raises:
         DataError: there are none, or they cut other patches than the model takes.
     """
-    settings = image_settings_of(folder, family.image_processors, family.image_settings)
-    vision = read_json(folder / "config.json").get("vision_config") or {}
-    for name, of_model in family.sizes.items():
-        if vision.get(of_model, settings[name]) != settings[name]:
-            raise DataError(f"model.path: {folder}: its image processor has {name} {settings[name]}, its model's "
-                            f"{of_model} is {vision[of_model]}; allowed: the same")
+    of_model = family.of_model(read_json(folder / "config.json"))
+    settings = image_settings_of(folder, family.image_processors, {**family.image_settings, **of_model})
+    for name, value in of_model.items():
+        if settings[name] != value:
+            raise DataError(f"model.path: {folder}: its image processor has {name} {settings[name]}, its model "
+                            f"{value}; allowed: the same")
     return settings
+
+
+def preset_token_ids(preset: str) -> dict[str, int]:
+    """Ids of a preset's special tokens, by purpose."""
+    family = family_of(preset, "")
+    return special_token_ids(byte_tokenizer(family.special_tokens), family.tokens)
+
+
+def preset_image_settings(preset: str) -> dict[str, Any]:
+    """The settings of a preset's image processor."""
+    return {**family_of(preset, "").image_settings, **PRESET_SETTINGS.get(preset, {})}

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from dhp_ray.data.clip import Clip
 from dhp_ray.data.media import MediaLimits
 
@@ -15,14 +17,21 @@ if TYPE_CHECKING:
 
 
 class Bounds(NamedTuple):
-    """What an image or a frame is scaled to: sides in multiples of `factor` pixels, and pixels from `minimum` to
-    `maximum`. `of_video`: pixels of all frames of a video, at most, where the family bounds them.
+    """What an image or a frame is cut into: patches of `patch_size` x `patch_size` pixels, `merge_size` x `merge_size`
+    of which make a token; and pixels from `minimum` to `maximum`. `of_video`: pixels of all frames of a video, at most,
+    where the family bounds them.
     """
 
-    factor: int
+    patch_size: int
+    merge_size: int
     minimum: int
     maximum: int
     of_video: int
+
+    @property
+    def factor(self) -> int:
+        """Height and width of a token in pixels."""
+        return self.patch_size * self.merge_size
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,15 @@ class Family(ABC):
     tokens: ClassVar[Mapping[str, str]]
     """By purpose: image, video, vision_start, vision_end, bos, eos, pad."""
 
+    marks: ClassVar[Mapping[str, str]]
+    """What the chat template writes for an image and for a video."""
+
+    special_tokens: ClassVar[Sequence[str]]
+    """Of the byte-level tokenizer of its presets, in the order of their ids."""
+
+    named_tokens: ClassVar[Mapping[str, str]] = {}
+    """Tokens that its processor knows by attributes of the tokenizer."""
+
     structure_tokens: ClassVar[Sequence[str]]
     """Tokens that mark turns and images. Text of a user that spells one would change what a sequence consists of."""
 
@@ -47,12 +65,20 @@ class Family(ABC):
     image_settings: ClassVar[Mapping[str, Any]]
     """Of the image processor, where a folder does not say."""
 
-    sizes: ClassVar[Mapping[str, str]]
-    """Which of these settings a model has to agree with, and what its configuration calls them."""
+    merged_order: ClassVar[bool] = True
+    """Whether the patches of one token stand together; else they come row by row."""
+
+    @abstractmethod
+    def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Which settings a model's configuration (config.json) says too, or alone."""
 
     @abstractmethod
     def image_processor(self, settings: Mapping[str, Any], bounds: Bounds) -> Any:
         """The image processor of transformers, on Pillow (imports torch)."""
+
+    @abstractmethod
+    def image_patches(self, values: Any, bounds: Bounds) -> np.ndarray:
+        """The patches (P, patch_dim) of what it makes of one image, its `pixel_values`."""
 
     @abstractmethod
     def processor_files(
@@ -61,16 +87,18 @@ class Family(ABC):
         """The files, by name, that transformers makes the family's processor of."""
 
     @abstractmethod
-    def image_size(self, width: int, height: int, bounds: Bounds) -> tuple[int, int]:
-        """(height, width) in pixels that an image of this many pixels is scaled to.
+    def image_grid(self, width: int, height: int, settings: Mapping[str, Any], bounds: Bounds) -> Grid:
+        """The grid of an image of this many pixels: patches in time (or tiles), height and width.
 
         Raises:
             RowError: an image that the family refuses.
         """
 
     @abstractmethod
-    def frame_size(self, clip: Clip, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """The same of the frames of a video, of which so many are taken."""
+    def frame_size(
+        self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
+    ) -> tuple[int, int]:
+        """(height, width) in pixels that the frames of a video are scaled to, of which so many are taken."""
 
     @abstractmethod
     def num_frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> int:
@@ -82,7 +110,11 @@ class Family(ABC):
 
     @abstractmethod
     def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
-        """What takes the place of a video's token in the text: that token once for each run of vision tokens."""
+        """What takes the place of a video's mark in the text: its token once for each run of vision tokens."""
+
+    def image_text(self) -> str:
+        """The same of an image."""
+        return self.tokens["image"]
 
     @abstractmethod
     def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
@@ -92,3 +124,15 @@ class Family(ABC):
         """Seconds between two steps in time of a video's grid."""
         num_frames = self.num_frames(clip, limits, temporal_patch_size)
         return temporal_patch_size * clip.num_frames / (num_frames * clip.frames_per_second)
+
+
+def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge_size: int) -> np.ndarray:
+    """Frames (T, 3, H, W), T a multiple of `temporal_patch_size`, to patches (P, 3 x temporal_patch_size x patch_size x
+    patch_size).
+    """
+    time, channels, height, width = frames.shape
+    cut = frames.reshape(time // temporal_patch_size, temporal_patch_size, channels, height // patch_size // merge_size,
+                         merge_size, patch_size,
+                         width // patch_size // merge_size, merge_size, patch_size)
+    ordered = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return ordered.reshape(-1, channels * temporal_patch_size * patch_size**2)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from dhp_ray.data.clip import Clip
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.families.base import Bounds, Family
@@ -26,6 +28,8 @@ class Qwen25VL(Family):
     name: ClassVar[str] = "qwen2_5_vl"
     chat_template: ClassVar[str] = CHAT_TEMPLATE
     tokens: ClassVar[Mapping[str, str]] = TOKENS
+    marks: ClassVar[Mapping[str, str]] = {kind: TOKENS[kind] for kind in ("image", "video")}
+    special_tokens: ClassVar[Sequence[str]] = SPECIAL_TOKENS
     structure_tokens: ClassVar[Sequence[str]] = (*SPECIAL_TOKENS, "<|vision_pad|>")
     image_processors: ClassVar[tuple[str, ...]] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
     image_settings: ClassVar[Mapping[str, Any]] = {
@@ -33,10 +37,14 @@ class Qwen25VL(Family):
         "rescale_factor": 1 / 255,
         "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
         "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
-    sizes: ClassVar[Mapping[str, str]] = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size",
-                                          "merge_size": "spatial_merge_size"}
     processor_class: ClassVar[str] = "Qwen2_5_VLProcessor"
     video_processor: ClassVar[str] = "Qwen2VLVideoProcessor"
+
+    def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        vision = config.get("vision_config") or {}
+        names = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size",
+                 "merge_size": "spatial_merge_size"}
+        return {name: vision[of_model] for name, of_model in names.items() if of_model in vision}
 
     def image_processor(self, settings: Mapping[str, Any], bounds: Bounds) -> Any:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -59,11 +67,17 @@ class Qwen25VL(Family):
         """How the video processor is told what frames are scaled to."""
         return {"cap_pixels_per_frame": False, "size": _size(bounds.minimum, bounds.maximum)}
 
-    def image_size(self, width: int, height: int, bounds: Bounds) -> tuple[int, int]:
-        return smart_resize(height, width, bounds.factor, bounds.minimum, bounds.maximum)
+    def image_patches(self, values: Any, bounds: Bounds) -> np.ndarray:
+        return np.asarray(values, np.float32)
 
-    def frame_size(self, clip: Clip, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        return self.image_size(clip.width, clip.height, bounds)
+    def image_grid(self, width: int, height: int, settings: Mapping[str, Any], bounds: Bounds) -> Grid:
+        rows, columns = smart_resize(height, width, bounds.factor, bounds.minimum, bounds.maximum)
+        return (1, rows // bounds.patch_size, columns // bounds.patch_size)
+
+    def frame_size(
+        self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
+    ) -> tuple[int, int]:
+        return smart_resize(clip.height, clip.width, bounds.factor, bounds.minimum, bounds.maximum)
 
     def num_frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> int:
         return math.ceil(clip.num_frames / _interval(clip, limits, temporal_patch_size))

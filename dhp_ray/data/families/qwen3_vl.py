@@ -36,7 +36,9 @@ class Qwen3VL(Qwen25VL):
         return {"cap_pixels_per_frame": True, "max_video_tokens": bounds.maximum // bounds.factor**2,
                 "size": {"shortest_edge": bounds.minimum, "longest_edge": bounds.of_video}}
 
-    def frame_size(self, clip: Clip, num_frames: int, bounds: Bounds) -> tuple[int, int]:
+    def frame_size(
+        self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
+    ) -> tuple[int, int]:
         factor, height, width = bounds.factor, clip.height, clip.width
         num_frames = max(2, num_frames)  # a single one is shown twice
         of_frame = min(bounds.maximum // factor**2 * factor**2, bounds.of_video // num_frames)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from math import isqrt
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.loss import LossHead
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.plan import Grid
 
 # "dynamic" and "longrope" choose frequencies by the longest position that a call sees, so shards of one sequence would
 # differ.
@@ -40,9 +42,12 @@ class VisionLanguageModel(ABC):
     stored_names: ClassVar[Sequence[tuple[str, str]]] = ()
     """Patterns of names in published files that are older than the module's, and what takes their place, in order."""
 
+    vision_prefixes: ClassVar[tuple[str, ...]] = ("model.visual.",)
+    """How the names of the encoder's parameters begin, its projector's included."""
+
     def __init__(self, module: PreTrainedModel) -> None:
         config: Any = module.config
-        check(config)
+        self.check(config)
         attention.register()
         module.set_attn_implementation({"text_config": attention.NAME})  # type: ignore[arg-type]
         self.module = module.train()
@@ -52,7 +57,7 @@ class VisionLanguageModel(ABC):
         self.weights: StoredWeights | None = None
         shape = self.shape(config)
         self.image_token_id: int = config.image_token_id
-        self.video_token_id: int = config.video_token_id
+        self.video_token_id: int = getattr(config, "video_token_id", config.image_token_id)
         self.merge_area, self.patch_dim = shape.merge_area, shape.patch_dim
         self.vocabulary_size = shape.vocabulary_size
         self.feature_width = shape.width * shape.feature_levels
@@ -66,8 +71,29 @@ class VisionLanguageModel(ABC):
         Raises:
             ModelError: it cannot be trained.
         """
-        check(config)
+        cls.check(config)
         return cls.shape_of(config)
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Refuse what context parallelism here does not compute.
+
+        Raises:
+            ModelError: sliding windows, dropout, or rotary frequencies that depend on the call.
+        """
+        text = config.text_config
+        sliding = getattr(text, "use_sliding_window", False)
+        kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
+        if sliding or kinds:
+            raise ModelError(
+                f"model: layers of {', '.join(kinds) or 'sliding windows'} (use_sliding_window={sliding}); allowed: "
+                "full_attention"
+            )
+        if text.attention_dropout:
+            raise ModelError(f"model: attention_dropout is {text.attention_dropout}; allowed: 0")
+        rope_type = text.rope_parameters.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise ModelError(f"model: rope_type is {rope_type!r}; allowed: {', '.join(ROPE_TYPES)}")
 
     @staticmethod
     @abstractmethod
@@ -77,6 +103,11 @@ class VisionLanguageModel(ABC):
     @abstractmethod
     def replace_modules(self) -> None:
         """Put our own modules in the places of those of `self.module` whose way of computing no registry reaches."""
+
+    @property
+    def smallest_grid(self) -> Grid:
+        side = isqrt(self.merge_area)
+        return (1, side, side)
 
     @abstractmethod
     def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
@@ -115,24 +146,25 @@ class VisionLanguageModel(ABC):
         first, *deeper = features.to(embeddings.dtype).chunk(self._feature_levels, 1)
         # Also without a row to write: it ties this rank's backward pass to the exchange that `features` came from.
         embeddings = embeddings.index_copy(0, vision_token_index, first)
-        output = model.language_model(
-            inputs_embeds=embeddings[None], position_ids=positions[:, None], use_cache=False, context=context,
-            **self.language_arguments(vision_token_index, deeper))
+        output = model.language_model(inputs_embeds=embeddings[None], use_cache=False, context=context,
+                                      **self.language_arguments(positions, vision_token_index, deeper))
         hidden: Tensor = output.last_hidden_state[0][:num_tokens]
         return hidden
 
-    def language_arguments(self, vision_token_index: Tensor, deeper: Sequence[Tensor]) -> Mapping[str, Any]:
-        """What a family's language model takes besides: `deeper` (K, D) are the further levels of the features, row i
-        of token `vision_token_index[i]`.
+    @abstractmethod
+    def language_arguments(
+        self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
+    ) -> Mapping[str, Any]:
+        """What a family's language model takes besides embeddings: its positions, of `positions` (3, L); `deeper`
+        (K, D) are the further levels of the features, row i of token `vision_token_index[i]`.
         """
-        return {}
 
     def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
         loss: Tensor = self._head(hidden, labels, valid_index)
         return loss
 
     def is_vision(self, parameter_name: str) -> bool:
-        return parameter_name.startswith("model.visual.")
+        return parameter_name.startswith(self.vision_prefixes)
 
     def decays(self, parameter_name: str) -> bool:
         return self._num_dimensions[parameter_name] > 1
@@ -197,27 +229,6 @@ class VisionLanguageModel(ABC):
             form = self.model_class(self.module.config.__class__.from_dict(self.module.config.to_dict()))
         form.generation_config = self.module.generation_config
         form.save_pretrained(folder, state_dict={name: parameters[name].float().contiguous() for name in expected})
-
-
-def check(config: Any) -> None:
-    """Refuse what context parallelism here does not compute.
-
-    Raises:
-        ModelError: sliding windows, dropout, or rotary frequencies that depend on the call.
-    """
-    text = config.text_config
-    sliding = getattr(text, "use_sliding_window", False)
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
-    if sliding or kinds:
-        raise ModelError(
-            f"model: layers of {', '.join(kinds) or 'sliding windows'} (use_sliding_window={sliding}); allowed: "
-            "full_attention"
-        )
-    if text.attention_dropout:
-        raise ModelError(f"model: attention_dropout is {text.attention_dropout}; allowed: 0")
-    rope_type = text.rope_parameters.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise ModelError(f"model: rope_type is {rope_type!r}; allowed: {', '.join(ROPE_TYPES)}")
 
 
 def language_layers(text: Any, *, biases: bool, head_norms: bool) -> LayerShape:

@@ -79,8 +79,10 @@ class Qwen25VL(VisionLanguageModel):
         features: Tensor = visual(pixels.to(visual.dtype), grid_thw=None, **arguments).pooler_output
         return features
 
-    def language_arguments(self, vision_token_index: Tensor, deeper: Sequence[Tensor]) -> Mapping[str, Any]:
-        return {"attention_mask": {"full_attention": None}}
+    def language_arguments(
+        self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
+    ) -> Mapping[str, Any]:
+        return {"position_ids": positions[:, None], "attention_mask": {"full_attention": None}}
 
     def vision_units(self) -> list[Module]:
         visual: Any = self.module.model.visual  # type: ignore[union-attr]

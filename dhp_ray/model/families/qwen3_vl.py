@@ -68,8 +68,11 @@ class Qwen3VL(Qwen25VL):
         output = visual(pixels.to(visual.dtype), grid_thw=None, **arguments)
         return torch.cat((output.pooler_output, *output.deepstack_features), 1)
 
-    def language_arguments(self, vision_token_index: Tensor, deeper: Sequence[Tensor]) -> Mapping[str, Any]:
-        return {"visual_pos_masks": vision_token_index, "deepstack_visual_embeds": deeper}
+    def language_arguments(
+        self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
+    ) -> Mapping[str, Any]:
+        return {"position_ids": positions[:, None], "visual_pos_masks": vision_token_index,
+                "deepstack_visual_embeds": deeper}
 
     def vision_node_units(self) -> list[Module]:
         visual: Any = self.module.model.visual  # type: ignore[union-attr]

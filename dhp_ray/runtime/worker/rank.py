@@ -22,7 +22,7 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import Transport, open_transport
 from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
 from dhp_ray.config import Config
-from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
+from dhp_ray.data.families import preset_token_ids
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model, model_shape
 from dhp_ray.model.fused import operators_of
@@ -49,7 +49,7 @@ from dhp_ray.train.step_inputs import StepInputs
 
 def token_ids(config: Config) -> dict[str, int] | None:
     """The special token ids that a preset is built over; a model folder has its own."""
-    return special_token_ids(byte_tokenizer()) if config.model.preset else None
+    return preset_token_ids(config.model.preset) if config.model.preset else None
 
 
 def build_adapter(config: Config) -> ModelAdapter:

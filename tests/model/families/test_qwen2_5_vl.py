@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.build import build_model
-from dhp_ray.model.families.base import check
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.files import ModelError
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
@@ -157,4 +157,4 @@ def test_what_is_not_computed_exactly_is_refused(change: dict[str, object], mess
     del text["layer_types"]
     config = Qwen2_5_VLConfig(text_config=text | change, vision_config={"depth": 1, "hidden_size": 64})
     with pytest.raises(ModelError, match=f"^model: [^\n]*{message}"):
-        check(config)
+        Qwen25VL.check(config)

@@ -160,7 +160,7 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize(("damage", "line"), [
     (lambda folder: (folder / "config.json").unlink(), " has no config.json; allowed: a local Hugging Face folder"),
     (lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
-     " holds a model of type 'llama'; allowed: qwen2_5_vl, qwen3_vl"),
+     " holds a model of type 'llama'; allowed: internvl, qwen2_5_vl, qwen3_vl"),
     (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
      " has no model.safetensors (it has model.bin, which can run code when read); allowed: weights as safetensors"),
     (lambda folder: cut(folder / "model.safetensors"), r": model.safetensors cannot be read: .+"),

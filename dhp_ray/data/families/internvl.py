@@ -1,0 +1,168 @@
+"""InternVL: an image is cut into tiles of one size, with the whole of it as the last one; videos frame by frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from dhp_ray.data.clip import Clip
+from dhp_ray.data.families.base import Bounds, Family, patches
+from dhp_ray.data.families.qwen2_5_vl import check_shape
+from dhp_ray.data.media import MediaLimits
+
+if TYPE_CHECKING:
+    from dhp_ray.planner.plan import Grid  # the planner takes numba
+
+OF_THE_MODEL = ("patch_size", "merge_size", "temporal_patch_size")
+"""Settings that its image processor has not."""
+
+START, TOKEN, END = "<img>", "<IMG_CONTEXT>", "</img>"
+
+# Renders what InternVL3's own template does.
+CHAT_TEMPLATE = """
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}
+{{- '<IMG_CONTEXT>\\n' -}}
+{%- elif part['type'] == 'video' -%}
+{{- '<video>\\n' -}}
+{%- elif part['type'] == 'text' -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt else '' -}}
+"""
+
+
+class InternVL(Family):
+    """As InternVLProcessor, GotOcr2ImageProcessor and InternVLVideoProcessor of transformers make them.
+
+        <img>[256 tokens a tile]</img>      an image
+        Frame1: <img>[256 tokens]</img>     a video, a line a frame
+    """
+
+    name: ClassVar[str] = "internvl"
+    chat_template: ClassVar[str] = CHAT_TEMPLATE
+    tokens: ClassVar[Mapping[str, str]] = {
+        "image": TOKEN, "video": TOKEN, "vision_start": START, "vision_end": END, "bos": "<|endoftext|>",
+        "eos": "<|im_end|>", "pad": "<|endoftext|>"}
+    marks: ClassVar[Mapping[str, str]] = {"image": TOKEN, "video": "<video>"}
+    special_tokens: ClassVar[Sequence[str]] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", START, END, TOKEN,
+                                               "<video>")
+    named_tokens: ClassVar[Mapping[str, str]] = {
+        "start_image_token": START, "end_image_token": END, "context_image_token": TOKEN, "video_token": "<video>"}
+    structure_tokens: ClassVar[Sequence[str]] = special_tokens
+    image_processors: ClassVar[tuple[str, ...]] = ("GotOcr2ImageProcessor",)
+    image_settings: ClassVar[Mapping[str, Any]] = {
+        "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3,
+        "rescale_factor": 1 / 255, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+        "size": {"height": 448, "width": 448}, "min_patches": 1, "max_patches": 12,
+        "patch_size": 14, "merge_size": 2, "temporal_patch_size": 1}
+    merged_order: ClassVar[bool] = False
+
+    def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        vision = config.get("vision_config") or {}
+        (height, width), (patch, _) = (_pair(vision.get(name, default))
+                                       for name, default in (("image_size", 448), ("patch_size", 14)))
+        return {"size": {"height": height, "width": width}, "patch_size": patch,
+                "merge_size": round(1 / config.get("downsample_ratio", 0.5))}
+
+    def image_processor(self, settings: Mapping[str, Any], bounds: Bounds) -> Any:
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+        return GotOcr2ImageProcessorPil(**self.image_files(settings, bounds))
+
+    def image_files(self, settings: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
+        """What the image processor is made of."""
+        known = {name: value for name, value in settings.items() if name not in OF_THE_MODEL}
+        return known | {"crop_to_patches": True, "max_patches": self.most_tiles(settings, bounds)}
+
+    def processor_files(
+        self, settings: Mapping[str, Any], bounds: Bounds, limits: MediaLimits
+    ) -> Mapping[str, Mapping[str, Any]]:
+        height, width = _tile(settings)
+        processor = {"processor_class": "InternVLProcessor"}
+        images = self.image_files(settings, bounds) | processor
+        video = {name: value for name, value in images.items() if not name.endswith("_patches")}
+        return {"preprocessor_config.json": images | {"image_processor_type": "GotOcr2ImageProcessor"},
+                "video_preprocessor_config.json": video | {
+                    "video_processor_type": "InternVLVideoProcessor", "do_sample_frames": True,
+                    "fps": limits.video_fps, "initial_shift": True},
+                "processor_config.json": processor | {
+                    "image_seq_length": height * width // bounds.factor**2}}
+
+    def most_tiles(self, settings: Mapping[str, Any], bounds: Bounds) -> int:
+        """Tiles that an image is cut into at most: as its processor has it, and of no more pixels than allowed."""
+        height, width = _tile(settings)
+        return max(1, min(int(settings["max_patches"]), bounds.maximum // (height * width)))
+
+    def image_patches(self, values: Any, bounds: Bounds) -> np.ndarray:
+        return patches(np.asarray(values, np.float32), 1, bounds.patch_size, 1)
+
+    def image_grid(self, width: int, height: int, settings: Mapping[str, Any], bounds: Bounds) -> Grid:
+        check_shape(height, width)
+        tile = _tile(settings)
+        columns, rows = tiling(width, height, tile, int(settings["min_patches"]), self.most_tiles(settings, bounds))
+        count = rows * columns
+        return (count + (count > 1), tile[0] // bounds.patch_size, tile[1] // bounds.patch_size)
+
+    def frame_size(
+        self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
+    ) -> tuple[int, int]:
+        return _tile(settings)
+
+    def num_frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> int:
+        wanted = int(clip.num_frames / clip.frames_per_second * limits.video_fps)
+        return min(max(1, wanted), limits.max_frames, clip.num_frames)
+
+    def frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
+        """Evenly over the video, each from the middle of its part, as torch rounds, which it imports."""
+        import torch
+
+        interval = clip.num_frames / self.num_frames(clip, limits, temporal_patch_size)
+        return torch.arange(interval / 2, clip.num_frames, interval).int().tolist()  # type: ignore[no-any-return]
+
+    def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
+        count = self.num_frames(clip, limits, temporal_patch_size)
+        return "\n".join(f"Frame{number}: {START}{TOKEN}{END}" for number in range(1, count + 1))
+
+    def image_text(self) -> str:
+        return f"{START}{TOKEN}{END}"
+
+    def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
+        time, height, width = grid
+        return (height * width // merge_area,) * time
+
+
+def tiling(width: int, height: int, tile: tuple[int, int], least: int, most: int) -> tuple[int, int]:
+    """(columns, rows) of the tiles, from `least` to `most` of them: the shape that is nearest to the picture's. Of
+    several the one with most tiles that cover less than twice the picture.
+    """
+    shapes = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)
+              if least <= columns * rows <= most]
+    best, nearest = (1, 1), np.inf
+    for columns, rows in sorted(shapes, key=lambda shape: shape[0] * shape[1]):
+        apart = abs(width / height - columns / rows)
+        if apart < nearest or (apart == nearest and width * height > 0.5 * tile[0] * tile[1] * columns * rows):
+            best, nearest = (columns, rows), apart
+    return best
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    """Height and width, which a configuration may have as one number."""
+    height, width = value if isinstance(value, (list, tuple)) else (value, value)
+    return int(height), int(width)
+
+
+def _tile(settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Height and width of a tile in pixels."""
+    return int(settings["size"]["height"]), int(settings["size"]["width"])

@@ -1,0 +1,152 @@
+"""InternVL3 and 3.5 in the Hugging Face format (arXiv 2504.10479): an image is a row of tiles of one size, each encoded
+for itself.
+
+A grid is (tiles, height, width) in patches, so that tiles are what steps in time are elsewhere. In each tile the
+encoder has one token more (`cls`), which is dropped behind it; pixel shuffle then makes one vision token of four
+patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Identity, Module
+from torch.nn import functional as F
+from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTrainedConfig, PreTrainedModel
+
+from dhp_ray.model.adapter import EncoderArguments
+from dhp_ray.model.families.base import VisionLanguageModel, language_layers
+from dhp_ray.model.files import ModelError
+from dhp_ray.model.fused import Operators
+from dhp_ray.planner.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.plan import Grid
+
+TEXT_MODELS = ("qwen2", "qwen3")
+
+
+class InternVL(VisionLanguageModel):
+    """`ModelAdapter` of InternVL."""
+
+    model_class: ClassVar[type[PreTrainedModel]] = InternVLForConditionalGeneration
+    config_class: ClassVar[type[PreTrainedConfig]] = InternVLConfig
+    stored_names: ClassVar[Sequence[tuple[str, str]]] = (
+        (r"^language_model\.lm_head", "lm_head"), (r"^language_model\.(model\.)?", "model.language_model."),
+        (r"^vision_tower", "model.vision_tower"), (r"^multi_modal_projector", "model.multi_modal_projector"))
+    vision_prefixes: ClassVar[tuple[str, ...]] = ("model.vision_tower.", "model.multi_modal_projector.")
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        super().check(config)
+        vision, text = config.vision_config, config.text_config
+        if text.model_type not in TEXT_MODELS:
+            raise ModelError(f"model: an InternVL over {text.model_type!r}; allowed: {', '.join(TEXT_MODELS)}")
+        if (config.vision_feature_layer, config.vision_feature_select_strategy) != (-1, "default"):
+            raise ModelError(f"model: vision_feature_layer={config.vision_feature_layer} with "
+                             f"vision_feature_select_strategy={config.vision_feature_select_strategy!r}; allowed: -1 "
+                             "with 'default'")
+        for name in ("hidden_dropout_prob", "attention_dropout", "projection_dropout"):
+            if getattr(vision, name):
+                raise ModelError(f"model: {name} is {getattr(vision, name)}; allowed: 0")
+
+    def replace_modules(self) -> None:
+        model: Any = self.module.model
+        model.vision_tower.embeddings = TileEmbedding(model.vision_tower.embeddings)
+
+    @property
+    def smallest_grid(self) -> Grid:
+        return (1, *_tile(self.module.config.vision_config))
+
+    def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
+        """An image is one run, of a video each frame."""
+        time, height, width = grid
+        area = height * width // self.merge_area
+        return (area,) * time if is_video else (time * area,)
+
+    def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
+        """Of the text alone: tokens are counted, whatever they are."""
+        return torch.arange(len(input_ids)).expand(3, -1)
+
+    def arguments_of(self, grids: Tensor) -> EncoderArguments:
+        tile = self.smallest_grid[1:]
+        if [tuple(size) for size in grids[:, 1:].tolist()] != [tile] * len(grids):
+            raise ValueError(f"grids of {grids.tolist()}; allowed: tiles of {tile[0]} x {tile[1]} patches")
+        return {"num_tiles": grids[:, 0]}
+
+    def features(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
+        model: Any = self.module.model
+        _, height, width = self.smallest_grid
+        hidden = model.vision_tower(pixel_values=pixels.view(-1, height * width, self.patch_dim)).last_hidden_state
+        tiles = hidden[:, 1:].reshape(-1, height, width, hidden.shape[-1])
+        shuffled = model.pixel_shuffle(tiles, scale_factor=model.config.downsample_ratio)
+        features: Tensor = model.multi_modal_projector(shuffled.flatten(0, 2))
+        return features
+
+    def language_arguments(
+        self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
+    ) -> Mapping[str, Any]:
+        return {"position_ids": positions[:1], "attention_mask": {"full_attention": None}}
+
+    def vision_units(self) -> list[Module]:
+        model: Any = self.module.model
+        return [*model.vision_tower.encoder.layer, model.vision_tower, model.multi_modal_projector]
+
+    def vision_node_units(self) -> list[Module]:
+        model: Any = self.module.model
+        tower = model.vision_tower
+        last = [] if isinstance(tower.layernorm, Identity) else [tower.layernorm]
+        return [tower.embeddings, *tower.encoder.layer, *last, model.multi_modal_projector]
+
+    def fuse_encoder(self, operators: Operators) -> None:
+        """Its norms are layer norms, nothing is rotated and its MLPs have no gate."""
+
+    @staticmethod
+    def shape_of(config: Any) -> ModelShape:
+        text, vision = config.text_config, config.vision_config
+        merge_area = int(1 / config.downsample_ratio) ** 2
+        width, mlp, heads = vision.hidden_size, vision.intermediate_size, vision.num_attention_heads
+        patch_dim = vision.num_channels * vision.patch_size[0] * vision.patch_size[1]
+        height, columns = _tile(vision)
+        has_means = vision.norm_type == "layer_norm"
+        # q, k, v, the projection behind them, the MLP; two norms and two scales
+        block = (4 * width * width + (1 + 3 * vision.attention_bias) * width + 2 * width * mlp + mlp + width
+                 + 2 * (1 + has_means) * width + 2 * width + 2 * vision.use_qk_norm * width)
+        embeddings = (patch_dim + 2) * width + (height * columns + 1) * width * vision.use_absolute_position_embeddings
+        merged, out = merge_area * width, text.hidden_size
+        projector = 2 * merged + (merged + 1) * out + (out + 1) * out
+        is_qwen3 = text.model_type == "qwen3"
+        return ModelShape(
+            family=config.model_type, language=(language_layers(text, biases=not is_qwen3, head_norms=is_qwen3),),
+            vision=(LayerShape(count=vision.num_hidden_layers, width=width, mlp_width=mlp, heads=heads,
+                               key_value_heads=heads, head_width=width // heads, num_parameters=block, gated=False,
+                               layer_norms=has_means, head_norms=vision.use_qk_norm),),
+            vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
+            vision_rest=embeddings + 2 * width * (not vision.use_mean_pooling) + projector,
+            patch_dim=patch_dim, merge_area=merge_area, merger_width=out,
+            token_pixels=merge_area * vision.patch_size[0] * vision.patch_size[1])
+
+
+class TileEmbedding(Module):
+    """The embedding of tiles, with the parameters of `plain`: its convolution's stride is its kernel, so each patch is
+    multiplied with one matrix.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.cls_token, self.position_embeddings = plain.cls_token, plain.position_embeddings
+        self.mask_token, self.patch_embeddings = plain.mask_token, plain.patch_embeddings
+        self.train(plain.training)
+
+    def forward(self, pixel_values: Tensor, bool_masked_pos: None = None) -> Tensor:
+        """(T, N + 1, width) of T tiles of N patches, `pixel_values` (T, N, channels x height x width)."""
+        projection = self.patch_embeddings.projection
+        patches = F.linear(pixel_values.to(projection.weight.dtype), projection.weight.flatten(1), projection.bias)
+        embeddings = torch.cat((self.cls_token.expand(len(patches), -1, -1), patches), 1)
+        return embeddings if self.position_embeddings is None else embeddings + self.position_embeddings
+
+
+def _tile(vision: Any) -> tuple[int, int]:
+    """Height and width of a tile in patches."""
+    return vision.image_size[0] // vision.patch_size[0], vision.image_size[1] // vision.patch_size[1]
