@@ -22,7 +22,7 @@ from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.runtime.driver.modes import MEMORY_SHARE
-from tests.qwen_configs import TEXT, published_config
+from tests.published_configs import TEXT, published_config
 
 MODELS = tuple(TEXT)
 DEVICES = {64: "npu", 80: "cuda"}

@@ -34,7 +34,7 @@ from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.mode import Candidate, Mode, choose, reference_step_s
 from dhp_ray.planner.timeline import starts_of
 from dhp_ray.runtime.driver.modes import MEMORY_SHARE
-from tests.qwen_configs import published_config
+from tests.published_configs import published_config
 
 NUM_RANKS, NODE_RANKS, BATCHES = 64, 8, 3
 CASES = (("7B", "ascend_910b", "npu", 64), ("7B", "a800", "cuda", 80), ("32B", "a800", "cuda", 80),

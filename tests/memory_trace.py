@@ -40,7 +40,7 @@ from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.optimizer import OptimizerSettings
-from tests.qwen_configs import model_without_memory
+from tests.published_configs import model_without_memory
 
 aten = torch.ops.aten
 

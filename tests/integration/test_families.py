@@ -80,8 +80,9 @@ def check_evaluated(
     picture = processor.image_processor(images=[Image.new("RGB", (56, 56), "red")], return_tensors="pt")
     turns = processor.turns([{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "x"}])
     ids = torch.from_numpy(processor.encode_turns(turns, [(56, 56)]).input_ids.astype(np.int64))[None]
-    kinds = (ids == processor.token_ids["image"]).int()
-    answer = module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds,  # type: ignore
-                             pixel_values=picture["pixel_values"], image_grid_thw=picture["image_grid_thw"],
+    if "image_grid_thw" in picture:
+        picture["mm_token_type_ids"] = (ids == processor.token_ids["image"]).int()
+    picture.pop("num_patches", None)
+    answer = module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **picture,  # type: ignore[operator]
                              max_new_tokens=5, do_sample=False)
     assert ids.shape[1] < answer.shape[1] <= ids.shape[1] + 5

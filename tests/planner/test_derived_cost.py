@@ -13,7 +13,7 @@ from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.plan import PlanError
-from tests.qwen_configs import TEXT, published_config
+from tests.published_configs import TEXT, published_config
 
 DEVICES = Path(__file__).parents[2] / "conf" / "device"
 H100 = Device.load(DEVICES / "h100.yaml")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms
 from dhp_ray.planner.memory_terms import MemorySettings, Terms
-from tests.qwen_configs import published_config
+from tests.published_configs import published_config
 
 SHAPE = Qwen25VL.shape(published_config("3B"))
 VERSION = 12 * 3_754_622_976 / 2

@@ -13,8 +13,10 @@ import pytest
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
-from tests.qwen_configs import QWEN3, TEXT, published_config, shape_of
+from tests.published_configs import QWEN3, TEXT, published_config, shape_of
 
+TILES = 0
+"""In place of the largest image's side, of a model whose images are tiles."""
 WORLD = {"step": 1, "node": 16, "micro_batch": 8}
 """Ranks of a trace: the flat engine's collectives are none on one rank. `node`: `step` with train.sharding=node."""
 
@@ -27,10 +29,15 @@ def settings_of(mode: str, recomputes: bool, frozen: tuple[str, ...]) -> MemoryS
 
 
 def random_samples(seed: int, images: bool, largest: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
-    """Text of 10 to 20,000 tokens, evenly by size, and images of up to `largest` x `largest` vision tokens."""
+    """Text of 10 to 20,000 tokens, evenly by size, and images of up to `largest` x `largest` vision tokens, or of
+    tiles.
+    """
     random_ = random.Random(seed)
-    grids = [(1, 2 * random_.randint(2, largest), 2 * random_.randint(2, largest))
-             for _ in range(random_.randint(1, 3))]
+    if largest == TILES:
+        grids = [(random_.randint(1, 5), 32, 32) for _ in range(random_.randint(1, 3))]
+    else:
+        grids = [(1, 2 * random_.randint(2, largest), 2 * random_.randint(2, largest))
+                 for _ in range(random_.randint(1, 3))]
     texts = [int(10 ** random_.uniform(1, 4.3)) for _ in range(random_.randint(1, 4))]
     return [(text, grids if images and not place else []) for place, text in enumerate(texts)]
 
@@ -74,6 +81,15 @@ def test_predicted_peaks_of_qwen3_vl_are_the_traced_ones(
 ) -> None:
     with world_of(mode):
         check("Qwen3-VL-2B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=3, largest=20)
+
+
+@pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed"), [
+    ("step", True, ("language",), 5), ("node", False, (), 1), ("micro_batch", True, ("vision",), 4)], ids=str)
+def test_predicted_peaks_of_internvl_are_the_traced_ones(
+    mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int
+) -> None:
+    with world_of(mode):
+        check("InternVL3-1B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=2, largest=TILES)
 
 
 CASES = list(product((False, True), ((), ("vision",), ("language",))))

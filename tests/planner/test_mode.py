@@ -14,7 +14,7 @@ from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.mode import LOCKSTEP, Candidate, Mode, choose, reason, reference_step_s
-from tests.qwen_configs import published_config
+from tests.published_configs import published_config
 
 DEVICES = Path(__file__).parents[2] / "conf" / "device"
 MODES = [Mode(sync, recomputes) for sync in ("step", "micro_batch") for recomputes in (False, True)]

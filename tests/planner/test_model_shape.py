@@ -11,7 +11,7 @@ from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.model.presets import preset_config
 from tests.packs import TOKEN_IDS
-from tests.qwen_configs import NUM_PARAMETERS, model_without_memory, published_config, shape_of
+from tests.published_configs import NUM_PARAMETERS, model_without_memory, published_config, shape_of
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -20,18 +20,21 @@ def config_of(name: str) -> PreTrainedConfig:
 
 def counted(adapter: VisionLanguageModel) -> Counter[tuple[str, str, int]]:
     """How many units of each (part, name, parameters) the module has: a parameter belongs to its innermost unit."""
-    taken, found = set(), Counter()
+    taken, found, rest = set(), Counter[tuple[str, str, int]](), Counter[str]()
     names = {parameter: name for name, parameter in adapter.module.named_parameters()}
     for unit in [*adapter.units(), adapter.module]:
         own = [parameter for parameter in unit.parameters() if parameter not in taken]
         taken.update(own)
         part = "vision" if adapter.is_vision(names[own[0]]) else "language"
-        kind = "rest" if unit in (adapter.module, adapter.module.model.visual) else "layer"
-        found[part, kind, sum(parameter.numel() for parameter in own)] += 1
-    return found
+        kind = "layer" if "Layer" in type(unit).__name__ or "Block" in type(unit).__name__ else "rest"
+        if kind == "layer":
+            found[part, kind, sum(parameter.numel() for parameter in own)] += 1
+        else:
+            rest[part] += sum(parameter.numel() for parameter in own)
+    return found + Counter({(part, "rest", count): 1 for part, count in rest.items()})
 
 
-@pytest.mark.parametrize("name", ["tiny", "small", "tiny_qwen3_vl", *NUM_PARAMETERS])
+@pytest.mark.parametrize("name", ["tiny", "small", "tiny_qwen3_vl", "tiny_internvl", *NUM_PARAMETERS])
 def test_parameters_of_every_part_and_unit_are_the_modules(name: str) -> None:
     config = config_of(name)
     shape, adapter = FAMILIES[config.model_type].shape(config), model_without_memory(config)

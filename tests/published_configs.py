@@ -1,5 +1,5 @@
-"""The published configurations of Qwen2.5-VL (config.json of Qwen/Qwen2.5-VL-3B-Instruct and its larger siblings) and
-of Qwen3-VL (Qwen/Qwen3-VL-2B-Instruct and its siblings), and models of them without memory.
+"""The published configurations of Qwen2.5-VL (config.json of Qwen/Qwen2.5-VL-3B-Instruct and its larger siblings), of
+Qwen3-VL (Qwen/Qwen3-VL-2B-Instruct) and of InternVL3 (OpenGVLab/InternVL3-1B-hf), and models of them without memory.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.base import VisionLanguageModel
@@ -27,9 +27,13 @@ VISION_MLP = {"3B": 3420, "7B": 3420, "32B": 3456, "72B": 3456}
 QWEN3 = {"Qwen3-VL-2B": (2048, 6144, 28, 16), "Qwen3-VL-4B": (2560, 9728, 36, 32), "Qwen3-VL-8B": (4096, 12288, 36, 32),
          "Qwen3-VL-32B": (5120, 25600, 64, 64)}
 """Width, MLP, layers and heads of the language model; the encoders of the smaller two are smaller."""
+INTERNVL = {"InternVL3-1B": (896, 4864, 24, 14, 2), "InternVL3-8B": (3584, 18944, 28, 28, 4),
+            "InternVL3-38B": (5120, 27648, 64, 40, 8)}
+"""Width, MLP, layers, heads of the language model, and of keys and values. The largest has an encoder of 6 billion."""
 NUM_PARAMETERS = {"3B": 3_754_622_976, "7B": 8_292_166_656, "32B": 33_452_718_336, "72B": 73_410_777_344,
                   "Qwen3-VL-2B": 2_127_532_032, "Qwen3-VL-4B": 4_437_815_808, "Qwen3-VL-8B": 8_767_123_696,
-                  "Qwen3-VL-32B": 33_357_390_064}
+                  "Qwen3-VL-32B": 33_357_390_064, "InternVL3-1B": 938_193_024, "InternVL3-8B": 7_944_373_760,
+                  "InternVL3-38B": 38_388_164_992}
 """As the model cards' safetensors have them."""
 
 
@@ -38,6 +42,8 @@ def published_config(name: str, num_layers: int = 0) -> PreTrainedConfig:
     Qwen2.5-VL's encoder the last one with full attention, of Qwen3-VL's the first ones giving features."""
     if name in QWEN3:
         return _qwen3_vl(name, num_layers)
+    if name in INTERNVL:
+        return _internvl(name, num_layers)
     text = dict(TEXT[name])
     vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": VISION_MLP[name], "num_heads": 16,
               "patch_size": 14, "out_hidden_size": text["hidden_size"], "spatial_merge_size": 2,
@@ -70,6 +76,22 @@ def _qwen3_vl(name: str, num_layers: int) -> Qwen3VLConfig:
             "deepstack_visual_indexes": list(range(min(3, num_layers))) if num_layers else levels},
         tie_word_embeddings=is_small, image_token_id=151655, video_token_id=151656, vision_start_token_id=151652,
         vision_end_token_id=151653)
+
+
+def _internvl(name: str, num_layers: int) -> InternVLConfig:
+    width, mlp, layers, heads, key_values = INTERNVL[name]
+    vision = ({"hidden_size": 3200, "num_hidden_layers": 45, "num_attention_heads": 25, "intermediate_size": 12800,
+               "use_qk_norm": True, "norm_type": "rms_norm"} if name == "InternVL3-38B" else
+              {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+               "attention_bias": True})
+    if num_layers:
+        vision["num_hidden_layers"] = num_layers
+    return InternVLConfig(
+        text_config={"model_type": "qwen2", "hidden_size": width, "intermediate_size": mlp,
+                     "num_hidden_layers": num_layers or layers, "num_attention_heads": heads,
+                     "num_key_value_heads": key_values, "vocab_size": 151674, "max_position_embeddings": 32768,
+                     "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+        vision_config=vision, tie_word_embeddings=False)
 
 
 def shape_of(name: str, num_layers: int = 0) -> ModelShape:
