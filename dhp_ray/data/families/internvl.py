@@ -101,9 +101,11 @@ class InternVL(Family):
                     "image_seq_length": height * width // bounds.factor**2}}
 
     def most_tiles(self, settings: Mapping[str, Any], bounds: Bounds) -> int:
-        """Tiles that an image is cut into at most: as its processor has it, and of no more pixels than allowed."""
+        """Tiles that an image is cut into at most: as its processor has it, and with that of the whole image of no more
+        pixels than allowed.
+        """
         height, width = _tile(settings)
-        return max(1, min(int(settings["max_patches"]), bounds.maximum // (height * width)))
+        return max(1, min(int(settings["max_patches"]), bounds.maximum // (height * width) - 1))
 
     def image_patches(self, values: Any, bounds: Bounds) -> np.ndarray:
         return patches(np.asarray(values, np.float32), 1, bounds.patch_size, 1)

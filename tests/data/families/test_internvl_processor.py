@@ -123,7 +123,8 @@ def test_frames_are_taken_as_its_own_does(num_frames: int, rate: float, fps: flo
 
 
 def test_max_pixels_bound_the_tiles() -> None:
-    assert PROCESSOR.grid_of((560, 56)) == (8, 4, 4)  # seven, and the whole
+    assert PROCESSOR.grid_of((560, 56)) == (7, 4, 4)  # six, and the whole
+    assert load_processor("tiny_internvl", "", MIN_PIXELS, 2 * 56 * 56).grid_of((560, 56)) == (1, 4, 4)
     assert load_processor("tiny_internvl", "", MIN_PIXELS, 3000).grid_of((560, 56)) == (1, 4, 4)
     with pytest.raises(RowError, match="aspect ratio"):
         PROCESSOR.grid_of((56 * 201, 56))
