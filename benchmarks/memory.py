@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py
 
-Qwen2.5-VL in bf16, with recomputation, nothing frozen, images of up to 4,096 tokens, packs of vision tokens throughout
+In bf16, with recomputation, nothing frozen, images of up to 4,096 tokens, packs of vision tokens throughout
 (which need most), 90 % of the device's memory, process groups as `comm.pool_groups=auto` keeps them. A device of 64 GiB
 is reckoned as an NPU, one of 80 GiB as a GPU: their attention kernels differ in what they take. `node`: where the 8
 ranks of a node share its memory (train.sharding=node), which no GPU or NPU runs yet. Modelled: none of these devices
@@ -18,13 +18,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.comm.device import ACCELERATORS
-from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.runtime.driver.modes import MEMORY_SHARE
-from tests.published_configs import TEXT, published_config
+from tests.published_configs import TEXT, shape_of
 
-MODELS = tuple(TEXT)
+MODELS = {f"Qwen2.5-VL-{name}": name for name in TEXT} | {
+    name: name for name in ("Qwen3-VL-4B", "Qwen3-VL-8B", "Qwen3-VL-32B", "InternVL3-8B", "InternVL3-38B")}
 DEVICES = {64: "npu", 80: "cuda"}
 NUM_DEVICES = (4, 8, 16, 32, 64, 128)
 NODE_RANKS = 8
@@ -38,13 +38,13 @@ def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str, shar
     settings = MemorySettings(sync=sync, world_size=num_devices, precision="bf16", recomputes=True, device=device.name,
                               communicators_bytes=groups * device.group_bytes, sharding=sharding,
                               node_ranks=min(NODE_RANKS, num_devices))
-    memory = MemoryModel(Qwen25VL.shape(published_config(name)), settings)
+    memory = MemoryModel(shape_of(name), settings)
     return memory.tokens_that_fit(MEMORY_SHARE * memory_bytes)
 
 
 def cell(name: str, gibibytes: int, num_devices: int) -> str:
     """Tokens a rank in each mode, to two digits."""
-    found = [tokens_per_rank(name, gibibytes, num_devices, *mode) for mode in MODES]
+    found = [tokens_per_rank(MODELS[name], gibibytes, num_devices, *mode) for mode in MODES]
     return " / ".join(f"{float(f'{tokens:.2g}'):,.0f}" if tokens else "no" for tokens in found)
 
 

@@ -17,7 +17,7 @@ def test_readme_has_the_table_that_the_script_prints() -> None:
 
 
 def test_more_devices_never_hold_less_and_a_node_or_all_ranks_together_never_less_than_one() -> None:
-    for name in MODELS:
+    for name in MODELS.values():
         for gibibytes in DEVICES:
             whole, shared, sharded = ([tokens_per_rank(name, gibibytes, count, *mode) for count in NUM_DEVICES]
                                       for mode in MODES)
