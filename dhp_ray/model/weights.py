@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dhp_ray.errors import first_line
@@ -65,10 +66,12 @@ class StoredWeights:
         first_names = {name: names[0] for names in names_of.values() for name in names}
         shapes = {names[0]: tuple(parameter.shape) for parameter, names in names_of.items()}
         places: list[_Place] = []
+        self._others: list[tuple[str, str]] = []
         for file in files:
             for key, (kind, shape, offset) in stored_tensors(path, file).items():
                 if (called := _renamed(key, renamed)) not in first_names:
-                    continue  # of a part that the module has not
+                    self._others.append((file, key))  # of a part that the module has not
+                    continue
                 name = first_names[called]
                 if kind not in STORED_TYPES:
                     raise ModelError(
@@ -109,6 +112,21 @@ class StoredWeights:
                             "its config.json says that they are one (tie_word_embeddings)"
                         )
             read_as.setdefault(place.name, place.key)
+
+    def others(self) -> dict[str, Tensor]:
+        """What the files hold beside the module's parameters, such as further heads, by the names that it has there.
+
+        Raises:
+            ModelError: a file is gone or damaged.
+        """
+        found = {}
+        for file, key in self._others:
+            try:
+                with safe_open(Path(self.path) / file, framework="pt") as stored:
+                    found[key] = stored.get_tensor(key)
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"model.path: {self.path}: {file} cannot be read: {first_line(error)}") from None
+        return found
 
     def type_of(self, name: str) -> torch.dtype:
         """The type that a parameter is stored in."""

@@ -192,3 +192,23 @@ def test_an_unknown_preset_and_token_ids_that_lack_a_name() -> None:
         build_model("huge", "", TOKEN_IDS, 0)
     with pytest.raises(ModelError, match=r"^model.preset: tiny needs the tokenizer's ids of video, eos$"):
         build_model("tiny", "", {name: token for name, token in TOKEN_IDS.items() if name not in ("video", "eos")}, 0)
+
+
+def test_what_is_not_trained_is_saved_as_it_was(tmp_path: Path) -> None:
+    """A frozen encoder in its own type, and a head that the module has not, byte for byte."""
+    folder = saved(tmp_path / "given")
+    weights = {name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()}
+    given = weights | {"mtp.layers.0.weight": torch.randn(3, 5).bfloat16()}
+    save_file(given, folder / "model.safetensors", {"format": "pt"})
+    adapter = build_model("", str(folder), None, 0)
+    adapter.freeze(["vision"])
+    adapter.save(tmp_path / "saved", stored_values(adapter))
+    found = load_file(tmp_path / "saved" / "model.safetensors")
+    assert found.keys() == given.keys()
+    same = {name for name, value in given.items()
+            if found[name].dtype == value.dtype and torch.equal(found[name], value)}
+    assert same == {name for name in given if name.startswith("visual.")} | {"mtp.layers.0.weight"}
+    assert {found[name].dtype for name in given.keys() - same} == {torch.float32}
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]*model.safetensors cannot be read: [^\n]*$"):
+        adapter.save(tmp_path / "again", dict(adapter.module.named_parameters()))

@@ -219,7 +219,10 @@ class VisionLanguageModel(ABC):
         self.module.disable_input_require_grads()
 
     def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
-        """Write config.json, generation_config.json and safetensors in the Hugging Face form, in fp32."""
+        """Write config.json, generation_config.json and safetensors in the Hugging Face form. What is trained is in
+        fp32; what is frozen, and what the files of a model folder hold beside the module's parameters, as it was there.
+        """
+        kept = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
         expected = [name for name, _ in self.module.named_parameters()]
         missing = sorted(set(expected) - set(parameters))
         if missing:
@@ -228,7 +231,10 @@ class VisionLanguageModel(ABC):
         with torch.device("meta"):
             form = self.model_class(self.module.config.__class__.from_dict(self.module.config.to_dict()))
         form.generation_config = self.module.generation_config
-        form.save_pretrained(folder, state_dict={name: parameters[name].float().contiguous() for name in expected})
+        types = {name: self.weights.type_of(name) for name in kept} if self.weights is not None else {}
+        state = {name: parameters[name].to(types.get(name, torch.float32)).contiguous() for name in expected}
+        others = self.weights.others() if self.weights is not None else {}
+        form.save_pretrained(folder, state_dict=others | state)
 
 
 def language_layers(text: Any, *, biases: bool, head_norms: bool) -> LayerShape:
