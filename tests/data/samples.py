@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,24 @@ def damaged_video(form: str = "mp4") -> bytes:
     start = first + (stop - first) * 6 // 10
     data[start:stop] = bytes(stop - start)
     return bytes(data)
+
+
+VIDEOS = [2, 9, 24]
+"""Frames of the videos of random conversations."""
+
+
+def random_conversation(random: np.random.Generator) -> tuple[list[dict[str, str]], list[Image.Image | bytes]]:
+    """Several turns with images and videos between the words, and the images and encoded videos in their order."""
+    words = ["What", "is", "that?", "<", "2.0 seconds>", "größer", "\n", " ", "and", "then", "1", "."]
+    conversation: list[dict[str, str]] = []
+    for number in range(2 * int(random.integers(1, 4))):
+        parts = [str(random.choice(words)) for _ in range(random.integers(1, 6))]
+        for _ in range(0 if number % 2 else int(random.integers(0, 3))):
+            parts.insert(int(random.integers(0, len(parts) + 1)), ("<image>", "<video>")[random.integers(2)])
+        conversation.append({"from": ("human", "gpt")[number % 2], "value": "".join(parts)})
+    media: list[Image.Image | bytes] = []
+    for mark in re.findall("<image>|<video>", "".join(turn["value"] for turn in conversation)):
+        width, height = (int(side) for side in random.integers(20, 200, 2))
+        media.append(video(int(random.choice(VIDEOS)), 64, 48) if mark == "<video>" else
+                     Image.new("RGB", (width, height), "red"))
+    return conversation, media

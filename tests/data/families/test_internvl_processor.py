@@ -27,7 +27,7 @@ from dhp_ray.data.processor import load_processor
 from dhp_ray.data.video import decode_video
 from dhp_ray.data.video_decoder import clip_of
 from dhp_ray.model.build import build_model
-from tests.data.samples import MIN_PIXELS, talk, video
+from tests.data.samples import MIN_PIXELS, random_conversation, talk, video
 from tests.data.test_video import frames_of
 from tests.packs import TOKEN_IDS
 
@@ -103,6 +103,23 @@ def test_ids_grids_and_pixels_of_videos(frames: int, own: InternVLProcessor) -> 
     np.testing.assert_allclose(patches, patches_of((resized / 255 - mean) / deviation), atol=1e-6)
     answers = PROCESSOR.tokenizer.decode(encoded.labels[encoded.labels != -100])
     assert answers == "A square.<|im_end|>The same.<|im_end|>"
+
+
+def test_ids_and_labels_of_random_conversations_with_tiles(own: InternVLProcessor) -> None:
+    random = np.random.default_rng(4)
+    for _ in range(100):
+        conversation, media = random_conversation(random)
+        sizes = [clip_of(shown, LIMITS) if isinstance(shown, bytes) else shown.size for shown in media]
+        encoded = PROCESSOR.encode(conversation, sizes)
+        images = [own.replace_image_token(own.image_processor(images=[shown]), 0) for shown in media
+                  if not isinstance(shown, bytes)]
+        videos = [own.replace_video_token({"pixel_values_videos": np.zeros((1, FAMILY.num_frames(size, LIMITS, 1)))}, 0)
+                  for size in sizes if isinstance(size, Clip)]
+        text = own.apply_chat_template([turn.message() for turn in PROCESSOR.turns(conversation)], tokenize=False)
+        text, _ = own.get_text_with_replacements([text], images, videos)
+        assert encoded.input_ids.tolist() == own.tokenizer(text[0])["input_ids"]
+        answers = [turn["value"] + "<|im_end|>" for turn in conversation[1::2]]
+        assert PROCESSOR.tokenizer.decode(encoded.labels[encoded.labels != -100]) == "".join(answers)
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 3), st.integers(3, 12))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from PIL import Image
 from transformers.image_utils import load_image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
@@ -28,7 +29,7 @@ from dhp_ray.data.video import decode_video
 from dhp_ray.data.video_decoder import clip_of
 from dhp_ray.model.presets import PRESETS as MODEL_PRESETS
 from dhp_ray.model.presets import preset_config
-from tests.data.samples import MAX_PIXELS, MIN_PIXELS, talk, video
+from tests.data.samples import MAX_PIXELS, MIN_PIXELS, random_conversation, talk, video
 from tests.data.test_video import frames_of
 from tests.packs import TOKEN_IDS
 
@@ -116,6 +117,24 @@ def test_ids_grids_and_pixels_of_videos(frames: int, size: tuple[int, int]) -> N
     answers = PROCESSOR.tokenizer.decode(encoded.labels[encoded.labels != -100])
     assert answers == "A square.<|im_end|>The same.<|im_end|>"
     assert encoded.vision_tokens == int((expected["input_ids"] == OWN.video_token_id).sum())
+
+
+def test_ids_and_labels_of_random_conversations() -> None:
+    random = np.random.default_rng(4)
+    for _ in range(100):
+        conversation, media = random_conversation(random)
+        images = [shown for shown in media if isinstance(shown, Image.Image)]
+        videos = [shown for shown in media if isinstance(shown, bytes)]
+        encoded = PROCESSOR.encode(conversation, [clip_of(shown, LIMITS) if isinstance(shown, bytes) else shown.size
+                                                  for shown in media])
+        text = OWN.apply_chat_template([turn.message() for turn in PROCESSOR.turns(conversation)], tokenize=False)
+        frames = [torch.from_numpy(np.stack(frames_of(data))).permute(0, 3, 1, 2) for data in videos]
+        metadata = [VideoMetadata(total_num_frames=len(shown), fps=10.0) for shown in frames]
+        expected = OWN(text=[text], images=images or None, videos=frames or None, return_tensors="np",
+                       do_sample_frames=True, **({"video_metadata": metadata} if videos else {}))
+        assert np.array_equal(encoded.input_ids, expected["input_ids"][0]), text
+        answers = [turn["value"] + "<|im_end|>" for turn in conversation[1::2]]
+        assert PROCESSOR.tokenizer.decode(encoded.labels[encoded.labels != -100]) == "".join(answers)
 
 
 @given(st.integers(2, 5000), st.floats(1, 120), st.sampled_from([0.5, 2.0, 3.7]), st.sampled_from([4, 5, 64, 768]))
