@@ -1,4 +1,6 @@
-"""A byte-level tokenizer for the presets: 256 bytes and the special tokens of Qwen2.5-VL, with its chat template."""
+"""A byte-level tokenizer for the presets: 256 bytes and special tokens, by default those of Qwen2.5-VL with its chat
+template.
+"""
 
 from __future__ import annotations
 

@@ -70,6 +70,9 @@ class ModelAdapter(Protocol):
 
     vocabulary_size: int
 
+    longest_sequence: int | None
+    """Tokens of a sequence at most; None: the model sets no limit."""
+
     @property
     def smallest_grid(self) -> Grid:
         """Of the smallest image that the encoder takes."""

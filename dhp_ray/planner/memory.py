@@ -13,7 +13,8 @@ backward pass wants, by token or by patch, for layers of width D, H heads and K 
 of F (trained: t = 1, else 0; recomputation keeps c D of each layer, and this for one layer at a time):
 
     norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
-                   layer norms 2 D c (1 + t): input and output; norms of heads (H d + K d) (4 + c t)
+                   layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
+                   (4 + c t)
     attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
                    an encoder block also 2 c D (q and k before rotation)
     MLP            c F (3 + t); without a gate c F (1 + t)
@@ -188,7 +189,7 @@ class MemoryModel:
         c = self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         own = 2 * c * layer.width if part == "vision" else 0
-        if layer.head_norms:  # beside what the norms keep, a number each head and row
+        if layer.query_key_norms:  # and a number each head, where it is normed by itself
             own += (queries + key_values) * (4 + c * self._trains[part]) + 4 * (layer.heads + layer.key_value_heads)
         return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
                 + layer.mlp_width * self._mlp(part, layer))

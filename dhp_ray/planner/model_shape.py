@@ -13,8 +13,8 @@ class LayerShape:
 
     Attention sees `window` positions (patches) around it, or with 0 the whole of a sequence or of an image's frame.
     `num_parameters` are those of one layer. `gated`: the MLP multiplies two products (SwiGLU), else it has one and
-    GELU. `layer_norms`: norms with mean and bias, else RMS norms; `head_norms`: queries and keys are normed head by
-    head.
+    GELU. `layer_norms`: norms with mean and bias, else RMS norms; `query_key_norms`: queries and keys are
+    normed.
     """
 
     count: int
@@ -27,7 +27,7 @@ class LayerShape:
     window: int = 0
     gated: bool = True
     layer_norms: bool = False
-    head_norms: bool = False
+    query_key_norms: bool = False
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,11 @@ def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encod
         raise ValueError(
             f"{where}: token ids from {ids.min()} to {ids.max()}; the model has 0 to {adapter.vocabulary_size - 1}"
         )
+    if adapter.longest_sequence is not None and len(ids) > adapter.longest_sequence:
+        raise ValueError(
+            f"{where}: {len(ids)} tokens; with rope_type dynamic the model has positions for "
+            f"{adapter.longest_sequence} (max_position_embeddings)"
+        )
     grids = tuple((int(time), int(height), int(width)) for time, height, width in payload.grids)
     if grids != tuple(sample.vision_grids) or len(payload.pixels) != len(grids):
         raise ValueError(

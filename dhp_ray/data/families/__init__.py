@@ -12,6 +12,7 @@ from dhp_ray.data.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.data.families.qwen3_vl import Qwen3VL
 from dhp_ray.data.model_folder import check_tokenizer_files, image_settings_of, read_json
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
+from dhp_ray.errors import first_line
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (InternVL(), Qwen25VL(), Qwen3VL())}
 PRESETS = {"bytes": "qwen2_5_vl", "tiny": "qwen2_5_vl", "small": "qwen2_5_vl", "tiny_qwen3_vl": "qwen3_vl",
@@ -30,6 +31,8 @@ def family_of(preset: str, path: str) -> Family:
     if preset:
         return FAMILIES[PRESETS[preset]]
     file = Path(path) / "config.json"
+    if not file.is_file():
+        raise DataError(f"model.path: {path} has no config.json; allowed: a local Hugging Face folder")
     name = read_json(file).get("model_type")
     if name not in FAMILIES:
         raise DataError(f"model.path: {file} is of a model of type {name!r}; allowed: {', '.join(FAMILIES)}")
@@ -52,12 +55,20 @@ def folder_image_settings(folder: Path, family: Family) -> dict[str, Any]:
     Raises:
         DataError: there are none, or they cut other patches than the model takes.
     """
-    of_model = family.of_model(read_json(folder / "config.json"))
-    settings = image_settings_of(folder, family.image_processors, {**family.image_settings, **of_model})
+    try:
+        of_model = {name: family.plain(name, value)
+                    for name, value in family.of_model(read_json(folder / "config.json")).items()}
+        found = image_settings_of(folder, family.image_processors, {**family.image_settings, **of_model})
+        settings = {name: family.plain(name, value) for name, value in found.items()}
+    except DataError:
+        raise
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise DataError(f"model.path: {folder}: sizes of images and patches in config.json or preprocessor_config.json "
+                        f"cannot be used: {first_line(error)}") from None
     for name, value in of_model.items():
         if settings[name] != value:
-            raise DataError(f"model.path: {folder}: its image processor has {name} {settings[name]}, its model "
-                            f"{value}; allowed: the same")
+            raise DataError(f"model.path: {folder}: {name} is {settings[name]} in preprocessor_config.json, {value} in "
+                            "config.json; allowed: the same")
     return settings
 
 

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from dhp_ray.data.clip import Clip
+from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import MediaLimits
 
 if TYPE_CHECKING:
     from dhp_ray.planner.plan import Grid  # the planner takes numba
+
+
+MAX_ASPECT_RATIO = 200
 
 
 class Bounds(NamedTuple):
@@ -72,6 +76,12 @@ class Family(ABC):
     def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Which settings a model's configuration (config.json) says too, or alone."""
 
+    def plain(self, name: str, value: Any) -> Any:
+        """The value of a setting in the form that it has here: some files have a pair of equal numbers for one."""
+        if not name.endswith("_size"):
+            return value
+        return int(value[0] if isinstance(value, (list, tuple)) and len(set(value)) == 1 else value)
+
     @abstractmethod
     def image_processor(self, settings: Mapping[str, Any], bounds: Bounds) -> Any:
         """The image processor of transformers, on Pillow (imports torch)."""
@@ -124,6 +134,15 @@ class Family(ABC):
         """Seconds between two steps in time of a video's grid."""
         num_frames = self.num_frames(clip, limits, temporal_patch_size)
         return temporal_patch_size * clip.num_frames / (num_frames * clip.frames_per_second)
+
+
+def check_shape(height: int, width: int) -> None:
+    """Refuse a picture that is more than 200 times as long as it is wide."""
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_ASPECT_RATIO:
+        raise RowError(
+            f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most {MAX_ASPECT_RATIO}"
+        )
 
 
 def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge_size: int) -> np.ndarray:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dhp_ray.data.clip import Clip
-from dhp_ray.data.families.base import Bounds, Family, patches
-from dhp_ray.data.families.qwen2_5_vl import check_shape
+from dhp_ray.data.families.base import Bounds, Family, check_shape, patches
 from dhp_ray.data.media import MediaLimits
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class InternVL(Family):
                                                "<video>")
     named_tokens: ClassVar[Mapping[str, str]] = {
         "start_image_token": START, "end_image_token": END, "context_image_token": TOKEN, "video_token": "<video>"}
-    structure_tokens: ClassVar[Sequence[str]] = special_tokens
+    structure_tokens: ClassVar[Sequence[str]] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", TOKEN, "<video>")
     image_processors: ClassVar[tuple[str, ...]] = ("GotOcr2ImageProcessor",)
     image_settings: ClassVar[Mapping[str, Any]] = {
         "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3,
@@ -71,10 +70,15 @@ class InternVL(Family):
 
     def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         vision = config.get("vision_config") or {}
-        (height, width), (patch, _) = (_pair(vision.get(name, default))
-                                       for name, default in (("image_size", 448), ("patch_size", 14)))
-        return {"size": {"height": height, "width": width}, "patch_size": patch,
-                "merge_size": round(1 / config.get("downsample_ratio", 0.5))}
+        return {"size": vision.get("image_size") or 448, "patch_size": vision.get("patch_size") or 14,
+                "merge_size": round(1 / (config.get("downsample_ratio") or 0.5))}
+
+    def plain(self, name: str, value: Any) -> Any:
+        if name != "size":
+            return super().plain(name, value)
+        height, width = (value["height"], value["width"]) if isinstance(value, Mapping) else (
+            value if isinstance(value, (list, tuple)) else (value, value))
+        return {"height": int(height), "width": int(width)}
 
     def image_processor(self, settings: Mapping[str, Any], bounds: Bounds) -> Any:
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -84,7 +88,9 @@ class InternVL(Family):
     def image_files(self, settings: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
         """What the image processor is made of."""
         known = {name: value for name, value in settings.items() if name not in OF_THE_MODEL}
-        return known | {"crop_to_patches": True, "max_patches": self.most_tiles(settings, bounds)}
+        most = self.most_tiles(settings, bounds)
+        return known | {"crop_to_patches": True, "min_patches": min(int(settings["min_patches"]), most),
+                        "max_patches": most}
 
     def processor_files(
         self, settings: Mapping[str, Any], bounds: Bounds, limits: MediaLimits
@@ -113,7 +119,8 @@ class InternVL(Family):
     def image_grid(self, width: int, height: int, settings: Mapping[str, Any], bounds: Bounds) -> Grid:
         check_shape(height, width)
         tile = _tile(settings)
-        columns, rows = tiling(width, height, tile, int(settings["min_patches"]), self.most_tiles(settings, bounds))
+        most = self.most_tiles(settings, bounds)
+        columns, rows = tiling(width, height, tile, min(int(settings["min_patches"]), most), most)
         count = rows * columns
         return (count + (count > 1), tile[0] // bounds.patch_size, tile[1] // bounds.patch_size)
 
@@ -157,12 +164,6 @@ def tiling(width: int, height: int, tile: tuple[int, int], least: int, most: int
         if apart < nearest or (apart == nearest and width * height > 0.5 * tile[0] * tile[1] * columns * rows):
             best, nearest = (columns, rows), apart
     return best
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    """Height and width, which a configuration may have as one number."""
-    height, width = value if isinstance(value, (list, tuple)) else (value, value)
-    return int(height), int(width)
 
 
 def _tile(settings: Mapping[str, Any]) -> tuple[int, int]:

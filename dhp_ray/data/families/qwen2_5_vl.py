@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dhp_ray.data.clip import Clip
-from dhp_ray.data.errors import RowError
-from dhp_ray.data.families.base import Bounds, Family
+from dhp_ray.data.families.base import Bounds, Family, check_shape
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENS
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from dhp_ray.planner.plan import Grid  # the planner takes numba
 
 
-MAX_ASPECT_RATIO = 200
 MIN_FRAMES = 4
 
 
@@ -44,7 +42,7 @@ class Qwen25VL(Family):
         vision = config.get("vision_config") or {}
         names = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size",
                  "merge_size": "spatial_merge_size"}
-        return {name: vision[of_model] for name, of_model in names.items() if of_model in vision}
+        return {name: vision[of_model] for name, of_model in names.items() if vision.get(of_model) is not None}
 
     def image_processor(self, settings: Mapping[str, Any], bounds: Bounds) -> Any:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -114,15 +112,6 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
         grow = math.sqrt(min_pixels / (height * width))
         rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     return rows, columns
-
-
-def check_shape(height: int, width: int) -> None:
-    """Refuse a picture that is more than 200 times as long as it is wide."""
-    ratio = max(height, width) / min(height, width)
-    if ratio > MAX_ASPECT_RATIO:
-        raise RowError(
-            f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most {MAX_ASPECT_RATIO}"
-        )
 
 
 def _interval(clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> float:

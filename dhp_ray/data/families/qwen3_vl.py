@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dhp_ray.data.clip import Clip
-from dhp_ray.data.families.base import Bounds
-from dhp_ray.data.families.qwen2_5_vl import MIN_FRAMES, Qwen25VL, check_shape
+from dhp_ray.data.families.base import Bounds, check_shape
+from dhp_ray.data.families.qwen2_5_vl import MIN_FRAMES, Qwen25VL
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, DEFAULT_SYSTEM
 
@@ -40,7 +40,8 @@ class Qwen3VL(Qwen25VL):
         self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
     ) -> tuple[int, int]:
         factor, height, width = bounds.factor, clip.height, clip.width
-        num_frames = max(2, num_frames)  # a single one is shown twice
+        together = int(settings["temporal_patch_size"])
+        num_frames = max(together, num_frames)  # a single one is shown as often as a step in time wants it
         of_frame = min(bounds.maximum // factor**2 * factor**2, bounds.of_video // num_frames)
         maximum = max(of_frame, int(bounds.minimum * 1.05)) * num_frames
         if height < factor or width < factor:
@@ -48,7 +49,7 @@ class Qwen3VL(Qwen25VL):
             height, width = int(height * scale), int(width * scale)
         check_shape(height, width)
         rows, columns = round(height / factor) * factor, round(width / factor) * factor
-        pixels = round(num_frames / 2) * 2 * rows * columns
+        pixels = round(num_frames / together) * together * rows * columns
         if pixels > maximum:
             shrink = math.sqrt(num_frames * height * width / maximum)
             rows = max(factor, math.floor(height / shrink / factor) * factor)

@@ -29,9 +29,9 @@ from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 from dhp_ray.planner.plan import Grid
 
-# "dynamic" and "longrope" choose frequencies by the longest position that a call sees, so shards of one sequence would
-# differ.
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+# "longrope" chooses frequencies by the longest position that a call sees, so shards of one sequence would differ. So
+# does "dynamic" beyond the positions that a model is made for; up to there its frequencies are the plain ones.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3", "dynamic")
 
 
 class VisionLanguageModel(ABC):
@@ -54,6 +54,11 @@ class VisionLanguageModel(ABC):
         self.replace_modules()
         model: Any = module
         self._head = LossHead(model.lm_head)
+        text = config.text_config
+        self.longest_sequence: int | None = None
+        if text.rope_parameters.get("rope_type") == "dynamic":
+            self.longest_sequence = text.max_position_embeddings
+            model.model.language_model.rotary_emb.rope_type = "default"  # else it looks at the positions of each call
         self.weights: StoredWeights | None = None
         shape = self.shape(config)
         self.image_token_id: int = config.image_token_id
@@ -237,15 +242,15 @@ class VisionLanguageModel(ABC):
         form.save_pretrained(folder, state_dict=others | state)
 
 
-def language_layers(text: Any, *, biases: bool, head_norms: bool) -> LayerShape:
-    """The layers of a language model. `biases`: q, k and v have some; `head_norms`: q and k are normed head by head. o
-    and the MLP have no biases; a layer has two norms.
+def language_layers(text: Any, *, biases: bool, query_key_norms: bool) -> LayerShape:
+    """The layers of a language model. `biases`: q, k and v have some; `query_key_norms`: q and k are normed, head by
+    head. o and the MLP have no biases; a layer has two norms.
     """
     width, mlp = text.hidden_size, text.intermediate_size
     head_width = getattr(text, "head_dim", None) or width // text.num_attention_heads
     queries, key_values = text.num_attention_heads * head_width, text.num_key_value_heads * head_width
     num_parameters = (2 * width * (queries + key_values) + biases * (queries + 2 * key_values)
-                      + 2 * head_norms * head_width + 3 * width * mlp + 2 * width)
+                      + 2 * query_key_norms * head_width + 3 * width * mlp + 2 * width)
     return LayerShape(count=text.num_hidden_layers, width=width, mlp_width=mlp, heads=text.num_attention_heads,
-                      key_value_heads=text.num_key_value_heads, head_width=head_width, head_norms=head_norms,
+                      key_value_heads=text.num_key_value_heads, head_width=head_width, query_key_norms=query_key_norms,
                       num_parameters=num_parameters)

@@ -20,7 +20,7 @@ from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTr
 from dhp_ray.model.adapter import EncoderArguments
 from dhp_ray.model.families.base import VisionLanguageModel, language_layers
 from dhp_ray.model.files import ModelError
-from dhp_ray.model.fused import Operators
+from dhp_ray.model.fused import Operators, fuse
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 from dhp_ray.planner.plan import Grid
 
@@ -100,12 +100,18 @@ class InternVL(VisionLanguageModel):
         return [tower.embeddings, *tower.encoder.layer, *last, model.multi_modal_projector]
 
     def fuse_encoder(self, operators: Operators) -> None:
-        """Its norms are layer norms, nothing is rotated and its MLPs have no gate."""
+        """Nothing is rotated, and the MLPs have no gate. Of its norms the larger encoder's are RMS norms."""
+        config: Any = self.module.config.vision_config
+        for layer in self.module.model.vision_tower.encoder.layer:  # type: ignore[union-attr]
+            if config.norm_type == "rms_norm":
+                fuse(layer, operators, ("layernorm_before", "layernorm_after"))
+            if config.use_qk_norm:
+                fuse(layer.attention, operators, ("q_norm", "k_norm"))
 
     @staticmethod
     def shape_of(config: Any) -> ModelShape:
         text, vision = config.text_config, config.vision_config
-        merge_area = int(1 / config.downsample_ratio) ** 2
+        merge_area = round(1 / config.downsample_ratio) ** 2
         width, mlp, heads = vision.hidden_size, vision.intermediate_size, vision.num_attention_heads
         patch_dim = vision.num_channels * vision.patch_size[0] * vision.patch_size[1]
         height, columns = _tile(vision)
@@ -118,10 +124,10 @@ class InternVL(VisionLanguageModel):
         projector = 2 * merged + (merged + 1) * out + (out + 1) * out
         is_qwen3 = text.model_type == "qwen3"
         return ModelShape(
-            family=config.model_type, language=(language_layers(text, biases=not is_qwen3, head_norms=is_qwen3),),
+            family=config.model_type, language=(language_layers(text, biases=not is_qwen3, query_key_norms=is_qwen3),),
             vision=(LayerShape(count=vision.num_hidden_layers, width=width, mlp_width=mlp, heads=heads,
                                key_value_heads=heads, head_width=width // heads, num_parameters=block, gated=False,
-                               layer_norms=has_means, head_norms=vision.use_qk_norm),),
+                               layer_norms=has_means, query_key_norms=vision.use_qk_norm),),
             vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
             vision_rest=embeddings + 2 * width * (not vision.use_mean_pooling) + projector,
             patch_dim=patch_dim, merge_area=merge_area, merger_width=out,

@@ -117,7 +117,7 @@ class Qwen25VL(VisionLanguageModel):
                        window=seen)
             for count, seen in ((vision.depth - num_full, window), (num_full, 0)) if count]
         return ModelShape(
-            family=config.model_type, language=(language_layers(text, biases=True, head_norms=False),),
+            family=config.model_type, language=(language_layers(text, biases=True, query_key_norms=False),),
             vision=tuple(blocks), vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings),
             language_rest=text.hidden_size,
             vision_rest=(patch_dim * width + width + merger_width * (merger_width + 1)

@@ -23,6 +23,7 @@ from transformers.vision_utils import (
 from dhp_ray.model.adapter import EncoderArguments
 from dhp_ray.model.families.base import language_layers
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.kernels import Segments
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
@@ -34,6 +35,15 @@ class Qwen3VL(Qwen25VL):
     model_class = Qwen3VLForConditionalGeneration
     config_class = Qwen3VLConfig
     stored_names = ()
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        super().check(config)
+        levels, depth = list(config.vision_config.deepstack_visual_indexes), config.vision_config.depth
+        if len(set(levels) & set(range(depth))) != len(levels) or len(levels) > config.text_config.num_hidden_layers:
+            raise ModelError(f"model: deepstack_visual_indexes are {levels}; allowed: different ones of {depth} "
+                             f"blocks, as many as the language model's {config.text_config.num_hidden_layers} layers "
+                             "at most")
 
     def replace_modules(self) -> None:
         super().replace_modules()
@@ -101,7 +111,7 @@ class Qwen3VL(Qwen25VL):
         num_deeper = len(vision.deepstack_visual_indexes)
         merger = merger_width * (merger_width + 1) + (merger_width + 1) * vision.out_hidden_size
         return ModelShape(
-            family=config.model_type, language=(language_layers(text, biases=False, head_norms=True),),
+            family=config.model_type, language=(language_layers(text, biases=False, query_key_norms=True),),
             vision=(LayerShape(count=vision.depth, width=width, mlp_width=mlp, heads=vision.num_heads,
                                key_value_heads=vision.num_heads, head_width=width // vision.num_heads,
                                num_parameters=block, gated=False, layer_norms=True),),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.image_utils import load_image
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
@@ -158,11 +159,45 @@ def test_a_saved_processor_loads_as_the_same(folder: Path) -> None:
     assert loaded.token_ids == PROCESSOR.token_ids == TOKEN_IDS | {"video": TOKEN_IDS["image"]}
 
 
+@pytest.mark.parametrize(("of_model", "of_images"), [
+    ({"image_size": 56}, {"size": {"height": 56, "width": 56}}), ({"image_size": [56, 56]}, {"size": 56}),
+    ({"patch_size": 14}, {}), ({}, {"min_patches": 30})])
+def test_sizes_are_written_in_several_ways(
+    folder: Path, tmp_path: Path, of_model: dict[str, Any], of_images: dict[str, Any]
+) -> None:
+    PROCESSOR.save(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] |= of_model
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    images = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(images | of_images))
+    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    assert loaded.grid_of((112, 56))[1:] == (4, 4)
+    assert loaded.image_processor(images=[Image.new("RGB", (112, 56))])["num_patches"] == [loaded.grid_of((112, 56))[0]]
+
+
+@pytest.mark.parametrize("values", [{"image_size": "large"}, {"patch_size": [14, 7]}])
+def test_sizes_that_are_none_are_refused_in_one_line(folder: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    PROCESSOR.save(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] |= values
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"^model.path: [^\n]*config.json[^\n]*$"):
+        check_processor_files(tmp_path)
+
+
+def test_text_may_hold_tags() -> None:
+    encoded = PROCESSOR.encode(talk("Write the page. <image>", "<p><img></p>"), [(56, 56)])
+    assert "<p><img></p><|im_end|>" in PROCESSOR.tokenizer.decode(encoded.input_ids)
+    with pytest.raises(RowError, match="turn 2 spells the special token"):
+        PROCESSOR.encode(talk("Write.", "<IMG_CONTEXT>"), [])
+
+
 def test_tiles_of_another_size_than_the_models(folder: Path, tmp_path: Path) -> None:
     PROCESSOR.save(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"]["image_size"] = [112, 112]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match=r"^model.path: [^\n]*: its image processor has size [^\n]*56[^\n]*, its model "
-                                        r"[^\n]*112[^\n]*; allowed: the same$"):
+    with pytest.raises(DataError, match=r"^model.path: [^\n]*: size is [^\n]*56[^\n]* in preprocessor_config.json, "
+                                        r"[^\n]*112[^\n]* in config.json; allowed: the same$"):
         check_processor_files(tmp_path)

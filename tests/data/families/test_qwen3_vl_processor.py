@@ -35,7 +35,7 @@ from tests.packs import TOKEN_IDS
 
 LIMITS = MediaLimits()
 PROCESSOR = load_processor("tiny_qwen3_vl", "", MIN_PIXELS, MAX_PIXELS)
-FAMILY = FAMILIES["qwen3_vl"]
+FAMILY, SETTINGS = FAMILIES["qwen3_vl"], PROCESSOR.image_settings
 
 
 class VideoProcessor(Qwen3VLVideoProcessor):
@@ -157,10 +157,10 @@ def test_frames_are_scaled_as_its_own_does(
         expected = smart_resize(num_frames, height, width, 2, 32, minimum, of_frame * num_frames)
     except ValueError:
         with pytest.raises(RowError, match="aspect ratio"):
-            FAMILY.frame_size(Clip(width, height, num_frames, 1.0), num_frames, {}, Bounds(16, 2, *bounds))
+            FAMILY.frame_size(Clip(width, height, num_frames, 1.0), num_frames, SETTINGS, Bounds(16, 2, *bounds))
     else:
         assume(min(expected) > 0)
-        found = FAMILY.frame_size(Clip(width, height, num_frames, 1.0), num_frames, {}, Bounds(16, 2, *bounds))
+        found = FAMILY.frame_size(Clip(width, height, num_frames, 1.0), num_frames, SETTINGS, Bounds(16, 2, *bounds))
         assert found == expected
 
 
@@ -180,8 +180,8 @@ def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
 def test_a_processor_of_other_patches_than_the_models(tmp_path: Path) -> None:
     PROCESSOR.save(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {"patch_size": 14}}')
-    with pytest.raises(DataError, match=r"^model.path: [^\n]*: its image processor has patch_size 16, its model 14; "
-                                        r"allowed: the same$"):
+    with pytest.raises(DataError, match=r"^model.path: [^\n]*: patch_size is 16 in preprocessor_config.json, 14 in "
+                                        r"config.json; allowed: the same$"):
         check_processor_files(tmp_path)
 
 

@@ -16,7 +16,7 @@ from dhp_ray.model.build import build_model
 from dhp_ray.model.families.internvl import InternVL
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.kernels import npu
-from dhp_ray.train.collate import collate
+from dhp_ray.train.collate import check_payload, collate
 from dhp_ray.train.pack import pack_loss
 from tests.model.test_fused import stand_in
 from tests.packs import (
@@ -47,8 +47,11 @@ def changed(**values: Any) -> InternVLConfig:
 
 
 def over_qwen3() -> ModelAdapter:
-    """As InternVL3.5 is: norms of heads in the language model; here also in the encoder, whose norms are RMS norms."""
-    text = {"model_type": "qwen3", "head_dim": 32, "attention_bias": False}
+    """As InternVL3.5 is: norms of heads in the language model; here also in the encoder, whose norms are RMS norms. And
+    with frequencies that transformers changes for long sequences, as InternVL3's.
+    """
+    text = {"model_type": "qwen3", "head_dim": 32, "attention_bias": False, "max_position_embeddings": 90,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
     module = InternVLForConditionalGeneration(changed(text=text, vision={"use_qk_norm": True, "norm_type": "rms_norm"}))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -103,6 +106,16 @@ def test_features_are_those_of_transformers() -> None:
     assert adapter.smallest_grid == (1, 4, 4)
     with pytest.raises(ValueError, match="allowed: tiles of 4 x 4 patches"):
         adapter.encoder_arguments([(1, 4, 6)])
+
+
+def test_a_sequence_for_which_frequencies_would_change_is_refused() -> None:
+    adapter = over_qwen3()
+    assert rough_model(preset=PRESET).longest_sequence is None
+    assert adapter.longest_sequence == 90
+    sample, payload = make_sample("long", [91], preset=PRESET)
+    check_payload(*make_sample("fits", [90], preset=PRESET), adapter)
+    with pytest.raises(ValueError, match=r"^sample long: 91 tokens; [^\n]* the model has positions for 90 \(max_pos"):
+        check_payload(sample, payload, adapter)
 
 
 def test_each_frame_of_a_video_is_a_run_of_tokens() -> None:

@@ -149,8 +149,8 @@ def test_parts_and_decay() -> None:
 @pytest.mark.parametrize(("change", "message"), [
     ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
     ({"attention_dropout": 0.1}, "attention_dropout is 0.1; allowed: 0"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
-     "rope_type is 'dynamic'"),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [4, 6, 6],
+                          "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}}, "rope_type is 'longrope'"),
 ])
 def test_what_is_not_computed_exactly_is_refused(change: dict[str, object], message: str) -> None:
     text = rough_model().module.config.text_config.to_dict()

@@ -10,6 +10,8 @@ from transformers import Qwen3VLForConditionalGeneration
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.build import build_model
+from dhp_ray.model.families.qwen3_vl import Qwen3VL
+from dhp_ray.model.files import ModelError
 from dhp_ray.model.kernels import npu
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
@@ -105,6 +107,14 @@ def test_the_units_of_a_node_are_all_of_the_model_once() -> None:
     visual = adapter.module.model.visual  # type: ignore[union-attr]
     first = [visual.patch_embed, visual.pos_embed, visual.blocks[0], visual.deepstack_merger_list[0]]  # type: ignore
     assert all(unit is module for unit, module in zip(units.modules, first))
+
+
+@pytest.mark.parametrize("levels", [[0, 0], [0, 3], [0, 1, 2, 2]])
+def test_levels_that_the_encoder_does_not_give_are_refused(levels: list[int]) -> None:
+    config = rough_model(preset=PRESET).module.config
+    config.vision_config.deepstack_visual_indexes = levels
+    with pytest.raises(ModelError, match=r"^model: deepstack_visual_indexes are [^\n]*; allowed: different ones of 3"):
+        Qwen3VL.shape(config)
 
 
 def test_a_saved_folder_gives_transformers_the_same_loss(tmp_path: Path) -> None:
