@@ -90,7 +90,8 @@ def _internvl(name: str, num_layers: int) -> InternVLConfig:
         text_config={"model_type": "qwen2", "hidden_size": width, "intermediate_size": mlp,
                      "num_hidden_layers": num_layers or layers, "num_attention_heads": heads,
                      "num_key_value_heads": key_values, "vocab_size": 151674, "max_position_embeddings": 32768,
-                     "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000000.0}},
+                     "rms_norm_eps": 1e-6,
+                     "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000000.0}},
         vision_config=vision, tie_word_embeddings=False)
 
 
