@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
-from dhp_ray.comm.device import CPU
-from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.families.internvl import InternVL
 from dhp_ray.model.files import ModelError
-from dhp_ray.model.kernels import npu
-from dhp_ray.train.collate import check_payload, collate
-from dhp_ray.train.pack import pack_loss
-from tests.model.test_fused import stand_in
+from dhp_ray.train.collate import check_payload
+from tests.one_rank import VIDEO, errors_on_one_rank
 from tests.packs import (
     TOKEN_IDS,
-    Film,
-    make_pack,
     make_sample,
     plain_copy,
-    plain_gradients,
     plain_loss,
     relative_errors,
     rough_model,
@@ -35,7 +27,6 @@ from tests.packs import (
 from tests.ranks import run_ranks
 
 PRESET = "tiny_internvl"
-VIDEO = Film(1.5, ((2, 4, 4), (1, 4, 4)))
 
 
 def changed(**values: Any) -> InternVLConfig:
@@ -61,29 +52,9 @@ def over_qwen3() -> ModelAdapter:
 
 
 def one_rank(rank: int, qwen3: bool, fused: bool) -> dict[str, float]:
-    """Errors of the one-rank path against plain transformers: text, images, a video in two pieces beside an image."""
-    adapter = over_qwen3() if qwen3 else rough_model(preset=PRESET)
-    plain = plain_copy(adapter)
-    if fused:
-        stand_in("npu")
-        adapter.fuse(npu)
-    transport = open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30))
-    errors = {}
-    for name, parts in {"text": [40], "images": [3, (1, 4, 4), 8, (5, 4, 4), 20],
-                        "video": [9, VIDEO, 31, (1, 4, 4), 7]}.items():
-        sample, payload = make_sample(name, parts, preset=PRESET)  # type: ignore[arg-type]
-        adapter.module.zero_grad()
-        loss = pack_loss(adapter, collate(make_pack(0, [0], [sample]), {name: payload}, 0, adapter),
-                         transport.link((0,), 0))
-        loss.backward()
-        mean, count = plain_loss(plain, payload)
-        errors[name] = abs(loss.item() / count - mean.item()) / mean.item()
-        _, wanted = plain_gradients(plain, [payload])
-        found = {key: torch.zeros_like(value) if value.grad is None else value.grad
-                 for key, value in adapter.module.named_parameters()}
-        worst = relative_errors(found, wanted)
-        errors[f"{name} {max(worst, key=worst.__getitem__)}"] = max(worst.values())
-    return errors
+    """Text, images, a video in two pieces beside an image."""
+    samples = {"text": [40], "images": [3, (1, 4, 4), 8, (5, 4, 4), 20], "video": [9, VIDEO, 31, (1, 4, 4), 7]}
+    return errors_on_one_rank(over_qwen3() if qwen3 else rough_model(preset=PRESET), samples, PRESET, fused)
 
 
 @pytest.mark.parametrize(("qwen3", "fused"), [(False, False), (True, False), (True, True)])

@@ -1,25 +1,19 @@
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from dhp_ray.comm.device import CPU
-from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.build import build_model
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.files import ModelError
-from dhp_ray.train.collate import collate
-from dhp_ray.train.pack import pack_loss
+from tests.one_rank import errors_on_one_rank
 from tests.packs import (
     TOKEN_IDS,
-    make_pack,
     make_sample,
     plain_copy,
-    plain_gradients,
     plain_loss,
     relative_errors,
     rough_model,
@@ -31,26 +25,9 @@ GRIDS = [(1, 4, 8), (1, 12, 10), (2, 6, 4), (1, 2, 2)]
 
 
 def one_rank(rank: int, tie: bool) -> dict[str, float]:
-    """Errors of the one-rank path against plain transformers, over samples with no, one and three images."""
-    adapter = rough_model(tie_word_embeddings=tie)
-    plain = plain_copy(adapter)
-    transport = open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30))
-    errors = {}
-    for name, parts in {"text": [40], "image": [9, (1, 8, 12), 31],
-                        "images": [3, (1, 4, 4), 8, (1, 12, 6), (2, 4, 4), 20]}.items():
-        sample, payload = make_sample(name, parts)
-        pack = make_pack(0, [0], [sample])
-        adapter.module.zero_grad()
-        loss = pack_loss(adapter, collate(pack, {name: payload}, 0, adapter), transport.link((0,), 0))
-        loss.backward()
-        mean, count = plain_loss(plain, payload)
-        errors[name] = abs(loss.item() / count - mean.item()) / mean.item()
-        _, wanted = plain_gradients(plain, [payload])
-        found = {key: torch.zeros_like(value) if value.grad is None else value.grad
-                 for key, value in adapter.module.named_parameters()}
-        worst = relative_errors(found, wanted)
-        errors[f"{name} {max(worst, key=worst.__getitem__)}"] = max(worst.values())
-    return errors
+    """Samples with no, one and three images."""
+    return errors_on_one_rank(rough_model(tie_word_embeddings=tie), {
+        "text": [40], "image": [9, (1, 8, 12), 31], "images": [3, (1, 4, 4), 8, (1, 12, 6), (2, 4, 4), 20]})
 
 
 @pytest.mark.parametrize("tie", [True, False])

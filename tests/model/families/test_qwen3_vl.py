@@ -1,28 +1,19 @@
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from dhp_ray.comm.device import CPU
-from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.build import build_model
 from dhp_ray.model.families.qwen3_vl import Qwen3VL
 from dhp_ray.model.files import ModelError
-from dhp_ray.model.kernels import npu
-from dhp_ray.train.collate import collate
-from dhp_ray.train.pack import pack_loss
-from tests.model.test_fused import stand_in
+from tests.one_rank import VIDEO, errors_on_one_rank
 from tests.packs import (
     TOKEN_IDS,
-    Film,
-    make_pack,
     make_sample,
     plain_copy,
-    plain_gradients,
     plain_loss,
     relative_errors,
     rough_model,
@@ -32,33 +23,13 @@ from tests.ranks import run_ranks
 
 PRESET = "tiny_qwen3_vl"
 GRIDS = [(1, 4, 8), (1, 12, 10), (2, 6, 4), (1, 2, 2)]
-VIDEO = Film(1.5, ((2, 4, 4), (1, 4, 4)))
 
 
 def one_rank(rank: int, tie: bool, fused: bool) -> dict[str, float]:
-    """Errors of the one-rank path against plain transformers: text, images, a video in two pieces beside an image."""
-    adapter = rough_model(tie_word_embeddings=tie, preset=PRESET)
-    plain = plain_copy(adapter)
-    if fused:
-        stand_in("npu")
-        adapter.fuse(npu)
-    transport = open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30))
-    errors = {}
-    for name, parts in {"text": [40], "images": [3, (1, 4, 4), 8, (1, 12, 6), (2, 4, 4), 20],
-                        "video": [9, VIDEO, 31, (1, 4, 8), 7]}.items():
-        sample, payload = make_sample(name, parts, preset=PRESET)  # type: ignore[arg-type]
-        adapter.module.zero_grad()
-        loss = pack_loss(adapter, collate(make_pack(0, [0], [sample]), {name: payload}, 0, adapter),
-                         transport.link((0,), 0))
-        loss.backward()
-        mean, count = plain_loss(plain, payload)
-        errors[name] = abs(loss.item() / count - mean.item()) / mean.item()
-        _, wanted = plain_gradients(plain, [payload])
-        found = {key: torch.zeros_like(value) if value.grad is None else value.grad
-                 for key, value in adapter.module.named_parameters()}
-        worst = relative_errors(found, wanted)
-        errors[f"{name} {max(worst, key=worst.__getitem__)}"] = max(worst.values())
-    return errors
+    """Text, images, a video in two pieces beside an image."""
+    samples = {"text": [40], "images": [3, (1, 4, 4), 8, (1, 12, 6), (2, 4, 4), 20],
+               "video": [9, VIDEO, 31, (1, 4, 8), 7]}
+    return errors_on_one_rank(rough_model(tie_word_embeddings=tie, preset=PRESET), samples, PRESET, fused)
 
 
 @pytest.mark.parametrize(("tie", "fused"), [(True, False), (False, False), (True, True)])
