@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp_ray.credentials import MASK, Uri
-from dhp_ray.schema import MAX_MIRROR_STEPS, Config, ConfigError
+from dhp_ray.schema import MAX_MIRROR_STEPS, Config, ConfigError, Lora
 
 UPLOADS = "working_dir_files"
 """Ray's name for the folder of a node where it unpacks the working directories of submitted jobs."""
@@ -59,6 +59,7 @@ def check(config: Config) -> None:
         raise ConfigError(
             "train.freeze: got vision and language; allowed: at most one of the two, or nothing is left to train"
         )
+    _check_lora(config)
     if config.cluster.max_workers and config.cluster.max_workers < config.cluster.num_workers:
         raise ConfigError(
             f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least cluster.num_workers "
@@ -82,6 +83,19 @@ def check(config: Config) -> None:
         )
     if not config.run.dir:
         raise ConfigError("run.dir: got nothing; allowed: a folder or URI that every node reaches")
+
+
+def _check_lora(config: Config) -> None:
+    lora = config.train.lora
+    if not lora.rank:
+        for name, value in (("alpha", lora.alpha), ("targets", lora.targets)):
+            if value != getattr(Lora(), name):
+                raise ConfigError(f"train.lora.rank: got 0 with train.lora.{name}={value}; allowed: at least 1")
+    elif config.model.preset:
+        raise ConfigError(f"train.lora.rank: got {lora.rank} with model.preset={config.model.preset}; allowed: 0, or a "
+                          "model.path that the adapter is of")
+    if not lora.targets:
+        raise ConfigError("train.lora.targets: got []; allowed: all-linear, or ends of layers' names such as q_proj")
 
 
 def check_device(config: Config) -> None:

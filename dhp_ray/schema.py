@@ -210,6 +210,15 @@ class Watch:
 
 
 @dataclass(kw_only=True)
+class Lora:
+    rank: int = key(0, "train low-rank adapters of this rank (LoRA) in place of the weights; 0: the weights themselves",
+                    minimum=0, maximum=100_000)
+    alpha: float = key(16.0, "what an adapter adds is scaled by alpha / rank", above=0, maximum=LARGEST)
+    targets: list[str] = key(["all-linear"], "linear layers that get an adapter, by the ends of their names (q_proj); "
+                             "all-linear: all but the head, in the parts that train.freeze leaves")
+
+
+@dataclass(kw_only=True)
 class Train:
     learning_rate: float = key(1e-3, "peak learning rate", above=0, maximum=LARGEST)
     vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate",
@@ -224,6 +233,7 @@ class Train:
     clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0, maximum=LARGEST)
     precision: str = key("fp32", "computing type; master weights and moments are fp32", choices=("fp32", "bf16"))
     freeze: list[str] = key([], "parts left as they are: vision, language")
+    lora: Lora = field(default_factory=Lora)
     activation_checkpointing: str = key(
         "false", "recompute activations in the backward pass; auto: what fits and is fastest, for each generation",
         choices=("true", "false", "auto"))

@@ -7,17 +7,26 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import npu
-from dhp_ray.train.collate import collate
+from dhp_ray.planner.plan import Sample
+from dhp_ray.train.collate import Payload, collate
 from dhp_ray.train.pack import pack_loss
 from tests.model.test_fused import stand_in
 from tests.packs import Film, make_pack, make_sample, plain_copy, plain_gradients, plain_loss, relative_errors
 
 VIDEO = Film(1.5, ((2, 4, 4), (1, 4, 4)))
+
+
+def loss_of(adapter: ModelAdapter, sample: Sample, payload: Payload) -> Tensor:
+    """The loss sum of one sample on one rank."""
+    transport = open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30))
+    return pack_loss(adapter, collate(make_pack(0, [0], [sample]), {sample.id: payload}, 0, adapter),
+                     transport.link((0,), 0))
 
 
 def errors_on_one_rank(
@@ -30,13 +39,11 @@ def errors_on_one_rank(
     if fused:
         stand_in("npu")
         adapter.fuse(npu)
-    transport = open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30))
     errors = {}
     for name, parts in samples.items():
         sample, payload = make_sample(name, parts, preset=preset)
         adapter.module.zero_grad()
-        loss = pack_loss(adapter, collate(make_pack(0, [0], [sample]), {name: payload}, 0, adapter),
-                         transport.link((0,), 0))
+        loss = loss_of(adapter, sample, payload)
         loss.backward()
         mean, count = plain_loss(plain, payload)
         errors[name] = abs(loss.item() / count - mean.item()) / mean.item()

@@ -170,7 +170,8 @@ def plain_gradients(
     for payload in payloads:
         mean, count = plain_loss(module, payload)
         if count:
-            (mean * count).backward()
+            if mean.requires_grad:
+                (mean * count).backward()
             total += mean.item() * count
     return total, {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
                    for name, parameter in module.named_parameters()}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dhp_ray.model.attention import PackContext
     from dhp_ray.model.fused import Operators
     from dhp_ray.model.kernels import Segments
+    from dhp_ray.model.lora import LoraSettings
     from dhp_ray.model.loss import LossHead
     from dhp_ray.model.weights import StoredWeights
     from dhp_ray.planner.model_shape import ModelShape
@@ -51,6 +52,9 @@ class ModelAdapter(Protocol):
 
     weights: StoredWeights | None
     """Where to read the parameters' values, of a module built on the meta device; None: it has them."""
+
+    lora: LoraSettings | None
+    """Of the adapters that are trained in place of the weights; None: there are none."""
 
     feature_width: int
     """F: width of a vision feature as it leaves the encoder: D, or several times as much where it has several levels.
@@ -139,6 +143,12 @@ class ModelAdapter(Protocol):
         """Leave "vision" or "language" as they are."""
         ...
 
+    def add_lora(self, settings: LoraSettings) -> None:
+        """Train adapters on linear layers, in place of the weights; parts that are frozen by then get none. Call it
+        once, before `fuse`.
+        """
+        ...
+
     def units(self) -> Sequence[Module]:
         """The submodules whose parameters are gathered on their own where they are sharded, inner ones first; each is
         only used by calling it.
@@ -158,7 +168,9 @@ class ModelAdapter(Protocol):
         ...
 
     def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
-        """Write config and safetensors that `from_pretrained` loads; `parameters` are full fp32 CPU tensors by name."""
+        """Write config and safetensors that `from_pretrained` loads, with LoRA an adapter that PEFT loads. `parameters`
+        are full fp32 CPU tensors by name.
+        """
         ...
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.model.files import ModelError, config_tree, weight_files
+from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.presets import preset_config
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.model_shape import ModelShape
@@ -53,6 +55,25 @@ def model_shape(preset: str, path: str, token_ids: Mapping[str, int] | None) -> 
     """The shape of the model that `build_model` would build, from its configuration alone."""
     config = preset_config(preset, token_ids) if preset else read_config(path)
     return _family(config).shape(config)
+
+
+def adapter_sizes(path: str, frozen: Sequence[str], settings: LoraSettings) -> dict[str, int]:
+    """Parameters of the adapters that a folder's model has, by the part of the model ("vision", "language") that has
+    some; no weight is read.
+
+    Raises:
+        ModelError: one line on what is missing or not supported.
+    """
+    config = read_config(path)
+    with torch.device("meta"):
+        adapter = _family(config)(_family(config).model_class(config))
+    adapter.freeze(frozen)
+    adapter.add_lora(settings)
+    sizes = Counter[str]()
+    for name, parameter in adapter.module.named_parameters():
+        if parameter.requires_grad:
+            sizes["vision" if adapter.is_vision(name) else "language"] += parameter.numel()
+    return dict(sizes)
 
 
 def read_config(path: str) -> PreTrainedConfig:

@@ -17,6 +17,10 @@ from dhp_ray.errors import first_line
 MODEL_TYPES = ("internvl", "qwen2_5_vl", "qwen3_vl")
 """The families of families/, as config.json names them."""
 
+ADAPTER_SETTINGS, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_PREFIX = "base_model.model."
+"""PEFT's names of an adapter's files, and what it puts before a model's names in them."""
+
 
 class ModelError(ValueError):
     """A model that cannot be built or trained; the message is one line."""

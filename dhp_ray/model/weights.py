@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +60,8 @@ class StoredWeights:
         self.path = path
         self.bytes_read = 0
         """Bytes of values read so far."""
+        self.drawn: dict[str, Callable[[], Tensor]] = {}
+        """By name, what gives the first values of parameters that no file holds, whole and fp32."""
         names_of: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names_of.setdefault(parameter, []).append(name)
@@ -98,6 +100,10 @@ class StoredWeights:
         for interval in wanted:
             if interval.into.numel():
                 intervals.setdefault(interval.name, []).append(interval)
+        for name in intervals.keys() & self.drawn.keys():
+            values = self.drawn[name]().view(-1)
+            for interval in intervals.pop(name):
+                interval.into.copy_(values[interval.start : interval.start + interval.into.numel()])
         read_as: dict[str, str] = {}
         longest = max((interval.into.numel() for found in intervals.values() for interval in found), default=0)
         raw = torch.empty(min(READ_BYTES, longest * torch.float64.itemsize), dtype=torch.uint8)

@@ -2,7 +2,8 @@
 
 Per token of a layer with P parameters, H heads (K of keys and values) of width d, c bytes of the computing type:
 
-    products       2 P f operations: forward f = 1, recomputation 1 more, gradients of inputs and of weights 1 each
+    products       2 P f operations: forward f = 1, recomputation 1 more, gradients of inputs and of weights 1 each;
+                   weights that are not trained have none, their adapters (LoRA) have
     attention      2 H d f per pair of tokens (causal; 4 H d in an encoder), f = 1, again 1, backward 2.5 (five products
                    for two, FlashAttention-2, arXiv 2307.08691, section 3.1)
     other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient
@@ -84,13 +85,17 @@ def described(folder: Path, device_name: str) -> Device | None:
 def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostModel:
     """Seconds and bytes of the model and run that `memory` is of, on ranks of this device in so many nodes."""
     shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
-    trains = {part: part not in settings.frozen for part in ("vision", "language")}
+    trains = {part: settings.trains(part) for part in ("vision", "language")}
     again, shared = int(settings.recomputes), settings.sync == "step" and settings.sharding == "node"
 
     def products(part: str, num_parameters: float) -> float:
         """Seconds of a token's products, forward and backward."""
-        backward = 1 + trains[part] if trains["vision"] or part == "language" else 0
+        backward = 1 + settings.trains_weights(part) if trains["vision"] or part == "language" else 0
         return 2 * num_parameters * (1 + again * (backward > 0) + backward) / device.matrix_flops
+
+    def adapters(part: str) -> float:
+        """Seconds of a token in the products of a part's adapters, which are trained."""
+        return 2 * settings.adapters.get(part, 0) * (3 + again) / device.matrix_flops
 
     def attention(part: str, layer: LayerShape, operations: int) -> float:
         """Seconds of a pair of positions that see each other."""
@@ -102,7 +107,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
         passes = PASSES_THROUGH_MEMORY if trains["vision"] or part == "language" else PASSES_THROUGH_MEMORY / 2
         return memory.layer_bytes(part, layer) * (passes + 2 * again) / device.memory_bytes_per_s
 
-    head = 6 if trains["language"] else 4
+    head = 6 if settings.trains_weights("language") else 4
     vision_rest = products("vision", shape.vision_rest / shape.merge_area)  # nearly all of it is the merger's
     windows = sum(layer.count * layer.window * attention("vision", layer, 4) for layer in shape.vision)
     language_layers = sum(layer.count for layer in shape.language)
@@ -114,10 +119,11 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
         source=f"derived from the model's shape and the published figures of {device.name}; not measured",
         quadratic_s=sum(layer.count * attention("language", layer, 2) for layer in shape.language),
         linear_s=(sum(layer.count * (products("language", layer.num_parameters) + other("language", layer))
-                      for layer in shape.language) + head * shape.embedding_parameters / device.matrix_flops),
+                      for layer in shape.language) + head * shape.embedding_parameters / device.matrix_flops
+                  + adapters("language")),
         vision_quadratic_s=sum(layer.count * attention("vision", layer, 4) for layer in shape.vision
                                if not layer.window),
-        vision_linear_s=vision_rest + windows + sum(
+        vision_linear_s=vision_rest + windows + adapters("vision") + sum(
             layer.count * (products("vision", layer.num_parameters) + other("vision", layer))
             for layer in shape.vision),
         comm_bytes_per_token=key_values * (c * (2 + again) + 4),
@@ -140,7 +146,7 @@ def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
     else:
         return 0.0
     layers = shape.units()[:-1]
-    moved = sum(unit.num_parameters * unit.count * (2 * c + 4 * (unit.part not in settings.frozen)) for unit in layers)
+    moved = sum(unit.num_parameters * unit.count * (2 * c + 4 * settings.trains_weights(unit.part)) for unit in layers)
     return (ranks - 1) / ranks * moved / (device.intra_bytes_per_s if one_node else device.inter_bytes_per_s)
 
 
@@ -148,7 +154,7 @@ def _reads_s(memory: MemoryModel, device: Device) -> float:
     """`train.sharding=node`: what a pack's reads and adds take of its time."""
     shape, settings, among = memory.shape, memory.settings, memory.settings.node_ranks
     c = COMPUTE_BYTES[settings.precision]
-    head_bytes = (c + 4 * ("language" not in settings.frozen)) * shape.embedding_parameters
+    head_bytes = (c + 4 * settings.trains_weights("language")) * shape.embedding_parameters
     copies = 3 * among * sum(unit.count for unit in shape.units())
     return (among - 1) / among * head_bytes / device.intra_bytes_per_s + copies * device.launch_s
 
@@ -156,11 +162,11 @@ def _reads_s(memory: MemoryModel, device: Device) -> float:
 def _fixed_s(memory: MemoryModel, device: Device, link: float, sync: str) -> float:
     """Seconds once a step, or once a micro-batch."""
     shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
-    trained, ranks = shape.num_parameters(without=settings.frozen), settings.world_size
+    trained, ranks = settings.num_trained(shape), settings.world_size
     moved = (ranks - 1) / ranks
     if sync == "micro_batch":
         root = shape.units()[-1].num_parameters
-        return moved * root * (c + 4 * ("language" not in settings.frozen)) / link
+        return moved * root * (c + 4 * settings.trains_weights("language")) / link
     # AdamW reads two versions' worth and writes one, and reads the gradient
     update = trained / ranks * (4 * 3 * 2 + 4) / device.memory_bytes_per_s
     exchanged = moved * trained / (settings.node_ranks if settings.sharding == "node" else 1)

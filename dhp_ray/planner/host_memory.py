@@ -29,7 +29,7 @@ CHANGE = "change of members"
 def host_terms(shape: ModelShape, settings: MemorySettings, tokens_per_rank: int) -> Terms:
     """Bytes of each term, for packs of so many tokens a rank."""
     every = settings.mirror_every_steps if settings.world_size > 1 else "0"
-    version = 12 * math.ceil(shape.num_parameters(without=settings.frozen) / settings.world_size)
+    version = 12 * math.ceil(settings.num_trained(shape) / settings.world_size)
     on_device = settings.device != "cpu"
     own = {"0": 0, "1": int(on_device)}.get(every, 2)
     change = 0 if settings.world_size == 1 else 2 + 2 * (every != "0") + 2 * (own == 2)

@@ -10,7 +10,8 @@ type:
 
 A pack's pass is a row of moments; the one that needs most decides. Held over all of them are the activations that the
 backward pass wants, by token or by patch, for layers of width D, H heads and K of keys and values, each d wide, an MLP
-of F (trained: t = 1, else 0; recomputation keeps c D of each layer, and this for one layer at a time):
+of F (trained: t = 1, else 0; recomputation keeps c D of each layer, and this for one layer at a time; adapters, LoRA,
+keep the inputs of their layers as trained weights do, and nothing of norms):
 
     norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
                    layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
@@ -54,13 +55,14 @@ class MemoryModel:
         self._c = COMPUTE_BYTES[settings.precision]
         self._sharded = settings.sync == "micro_batch"
         self._shares = not self._sharded and settings.sharding == "node"
-        self._trains = {part: part not in settings.frozen for part in ("vision", "language")}
+        self._trains = {part: settings.trains(part) for part in ("vision", "language")}
+        self._trains_weights = {part: settings.trains_weights(part) for part in ("vision", "language")}
         self._root = shape.units()[-1].num_parameters
 
     def resident(self) -> Terms:
         """Device memory that a rank holds between steps."""
-        size, ranks = self.shape.num_parameters(), self.settings.world_size
-        trained = self.shape.num_parameters(without=self.settings.frozen)
+        size, ranks = self.settings.num_parameters(self.shape), self.settings.world_size
+        trained = self.settings.num_trained(self.shape)
         share = math.ceil(trained / ranks)
         if self._sharded:
             parameters, gradients = 4 * math.ceil(size / ranks), 4 * share
@@ -112,7 +114,7 @@ class MemoryModel:
         features = c * shape.width * shape.feature_levels * load.vision_tokens
         language = self._kept("language", load.tokens) if keeps else 0.0
         held = {"inputs": inputs, "activations, vision": vision + features, "activations, language": language}
-        embedding = c * shape.embedding_parameters if self._trains["language"] else 0
+        embedding = c * shape.embedding_parameters if self._trains_weights["language"] else 0
         root = {"gathered: embedding, head": float(c * self._root)} if self._sharded else {}
         # a head's gradient that autograd or FSDP keeps until the embedding's has come
         since_loss = embedding if (shape.tied or self._sharded) and not self._shares else 0
@@ -138,7 +140,7 @@ class MemoryModel:
         found["embedding, backward"] = root | {
             "inputs": inputs, "activations, vision": vision + features,
             "gradient of the embedding": embedding * (3 if shape.tied else 2 if self._sharded else 1)
-            if not self._shares else (2 * c + 4) * shape.width * load.tokens * self._trains["language"],
+            if not self._shares else (2 * c + 4) * shape.width * load.tokens * self._trains_weights["language"],
             "gradients reduced": self._gathered("language", 0, 1)}
         for block in shape.vision if trains_vision else ():
             pieces = load.patches // block.window if block.window else load.sequences
@@ -168,7 +170,7 @@ class MemoryModel:
             if embedding:
                 found["reduction of the embedding"] = {"gradients reduced": (4 + c) * self._root}
         if not self._sharded:
-            bucket = min(self.settings.bucket_bytes / 4, self.shape.num_parameters(without=self.settings.frozen))
+            bucket = min(self.settings.bucket_bytes / 4, self.settings.num_trained(self.shape))
             # of a node's sums what is sent and what comes, of three buckets; else my slice, and three copies of it
             found["update"] = {"buckets": bucket * (3 * 8 / self.settings.node_ranks if self._shares
                                                     else (4 + 3 * c) / self.settings.world_size)}
@@ -178,7 +180,7 @@ class MemoryModel:
         """Bytes that a norm of a layer's kind keeps for each value of its input."""
         if layer.layer_norms:
             return self._c * (1 + self._trains[part])
-        return 4 + (2 * self._c if self._trains[part] else 0)
+        return 4 + self._c * (self._trains[part] + self._trains_weights[part])
 
     def _mlp(self, part: str, layer: LayerShape) -> int:
         """Bytes that an MLP keeps for each value of its width."""
@@ -190,7 +192,8 @@ class MemoryModel:
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         own = 2 * c * layer.width if part == "vision" else 0
         if layer.query_key_norms:  # and a number each head, where it is normed by itself
-            own += (queries + key_values) * (4 + c * self._trains[part]) + 4 * (layer.heads + layer.key_value_heads)
+            own += ((queries + key_values) * (4 + c * self._trains_weights[part])
+                    + 4 * (layer.heads + layer.key_value_heads))
         return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
                 + layer.mlp_width * self._mlp(part, layer))
 
@@ -220,7 +223,8 @@ class MemoryModel:
         again = self.layer_bytes(part, layer) if self.settings.recomputes else 0
         gradient = c * layer.width
         mlp = c * layer.mlp_width * ((3 if layer.gated else 2) - trained)
-        weights = c * layer.width * layer.mlp_width if (self._sharded or self._shares) and trained else 0
+        has_none = self._sharded or self._shares  # of parameters and gradients of its own
+        weights = c * layer.width * layer.mlp_width if has_none and self._trains_weights[part] else 0
         under_way = {"gathered: a layer": self._gathered(part, 2, 1)}
         yield "MLP backward", under_way | {"layer, recomputed": again * positions, "gradients of weights": weights,
                                            "layer, backward": (gradient + mlp) * positions}
@@ -268,6 +272,6 @@ class MemoryModel:
         layers = self.shape.vision if part == "vision" else self.shape.language
         if not (self._sharded or self._shares) or not layers:
             return 0
-        if not self._trains[part]:
+        if not self._trains_weights[part]:
             copies, reduced = min(copies, 2), 0
         return layers[0].num_parameters * (copies * self._c + reduced * 4 * self._sharded)

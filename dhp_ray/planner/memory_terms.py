@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from dhp_ray.planner.model_shape import ModelShape
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -16,7 +19,8 @@ class MemorySettings:
 
     `device`: whose attention kernel runs (cpu, cuda, npu). `largest_image`: vision tokens of the largest image or piece
     of a video, which one rank encodes; `image_limit`: what the run allows one (default: the pack's tokens). `sharding`:
-    of `sync=step`, whole or node, and `node_ranks` the ranks of the node that has fewest.
+    of `sync=step`, whole or node, and `node_ranks` the ranks of the node that has fewest. `adapters`: parameters of the
+    adapters of each part that has some (LoRA), which are then trained in place of the weights.
     """
 
     sync: str
@@ -32,6 +36,21 @@ class MemorySettings:
     communicators_bytes: int = 0  # of all process groups
     sharding: str = "whole"
     node_ranks: int = 1
+    adapters: Mapping[str, int] = field(default_factory=dict)
+
+    def trains(self, part: str) -> bool:
+        """Whether anything in a part is trained, its weights or adapters."""
+        return part in self.adapters if self.adapters else part not in self.frozen
+
+    def trains_weights(self, part: str) -> bool:
+        return not self.adapters and part not in self.frozen
+
+    def num_parameters(self, shape: ModelShape) -> int:
+        """Those of the model and of its adapters."""
+        return shape.num_parameters() + sum(self.adapters.values())
+
+    def num_trained(self, shape: ModelShape) -> int:
+        return sum(self.adapters.values()) if self.adapters else shape.num_parameters(without=self.frozen)
 
 
 class PackLoad(NamedTuple):

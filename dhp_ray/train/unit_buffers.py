@@ -197,9 +197,11 @@ class UnitBuffers:
 
     def _accumulated(self, number: int, parameter: Parameter) -> None:
         self._arrived[number] += 1
-        if self._arrived[number] == sum(own.requires_grad for own in self.units[number].own()):
+        trained = [own.requires_grad for own in self.units[number].own()]
+        if self._arrived[number] == sum(trained):
             self._add_grads(number)
-            self._empty(number)
+            if all(trained):  # else those that are not may be needed still, for the gradient of the unit's input
+                self._empty(number)
 
     def _add_grads(self, number: int) -> None:
         """Add what autograd has left in a unit's parameters, and clear it."""

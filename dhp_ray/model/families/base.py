@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from dhp_ray.model.adapter import PARTS, EncoderArguments, NodeUnits, empty_feat
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
+from dhp_ray.model.lora import LoraSettings, add_adapters, first_values, save_adapter, target_layers
 from dhp_ray.model.loss import LossHead
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
@@ -60,6 +62,7 @@ class VisionLanguageModel(ABC):
             self.longest_sequence = text.max_position_embeddings
             model.model.language_model.rotary_emb.rope_type = "default"  # else it looks at the positions of each call
         self.weights: StoredWeights | None = None
+        self.lora: LoraSettings | None = None
         shape = self.shape(config)
         self.image_token_id: int = config.image_token_id
         self.video_token_id: int = getattr(config, "video_token_id", config.image_token_id)
@@ -186,6 +189,19 @@ class VisionLanguageModel(ABC):
                 if self.is_vision(name) == (part == "vision"):
                     parameter.requires_grad_(False)
 
+    def add_lora(self, settings: LoraSettings) -> None:
+        trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        layers = target_layers(self.module, settings.targets,
+                               without=lambda name: name == "lm_head" or f"{name}.weight" not in trained)
+        self.module.requires_grad_(False)
+        add_adapters(self.module, layers, settings)
+        self.lora = settings
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                self._num_dimensions[name] = parameter.ndim
+                if self.weights is not None:
+                    self.weights.drawn[name] = partial(first_values, name, parameter.shape, settings.seed)
+
     @abstractmethod
     def vision_units(self) -> Sequence[Module]:
         """The encoder's part of `units`."""
@@ -226,7 +242,14 @@ class VisionLanguageModel(ABC):
     def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
         """Write config.json, generation_config.json and safetensors in the Hugging Face form. What is trained is in
         fp32; what is frozen, and what the files of a model folder hold beside the module's parameters, as it was there.
+        With LoRA, the adapter alone, in PEFT's form.
         """
+        if self.lora is not None:
+            trained = {name: parameters[name] for name, parameter in self.module.named_parameters()
+                       if parameter.requires_grad}
+            base = self.weights.path if self.weights is not None else ""
+            save_adapter(Path(folder), self.module, self.lora, base, trained)
+            return
         kept = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
         expected = [name for name, _ in self.module.named_parameters()]
         missing = sorted(set(expected) - set(parameters))

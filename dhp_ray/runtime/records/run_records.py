@@ -41,7 +41,7 @@ METRICS = ("step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_
            "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees",
            "planner", "late")
 OPTIONAL_METRICS = ("eval_loss",)
-FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze")
+FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze", "train.lora.")
 """Keys (or beginnings of keys) that a run keeps for life: they decide what its steps compute."""
 FREE = ("data.decoders",)
 """Keys among them that do not."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,14 +22,11 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import Transport, open_transport
 from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
 from dhp_ray.config import Config
-from dhp_ray.data.families import preset_token_ids
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import build_model, model_shape
-from dhp_ray.model.fused import operators_of
-from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.folders import save_folder
 from dhp_ray.runtime.worker.heap import map_large_blocks
+from dhp_ray.runtime.worker.run_model import build_adapter
 from dhp_ray.storage import Folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine
@@ -45,44 +42,6 @@ from dhp_ray.train.state.mirror import Mirror
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from dhp_ray.train.state.reshard import LocalShard, reshard
 from dhp_ray.train.step_inputs import StepInputs
-
-
-def token_ids(config: Config) -> dict[str, int] | None:
-    """The special token ids that a preset is built over; a model folder has its own."""
-    return preset_token_ids(config.model.preset) if config.model.preset else None
-
-
-def build_adapter(config: Config) -> ModelAdapter:
-    """The model of a run: of a preset with its first weights, of a folder without: the engine reads them.
-
-    Raises:
-        ValueError: one line, when the model cannot be had.
-    """
-    adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
-    adapter.freeze(config.train.freeze)
-    operators = operators_of(config.cluster.device) if config.train.fused_operators == "auto" else None
-    if operators:
-        adapter.fuse(operators)
-    return adapter
-
-
-class StateSize(NamedTuple):
-    """Layers of the model, bytes of a whole checkpoint, and the model's shape."""
-
-    num_layers: int
-    checkpoint_bytes: int
-    shape: ModelShape
-
-
-def state_size(config: Config) -> StateSize:
-    """The size of the state of a run, without building its model.
-
-    Raises:
-        ValueError: one line, when the model cannot be had.
-    """
-    shape = model_shape(config.model.preset, config.model.path, token_ids(config))
-    # value and both moments, fp32
-    return StateSize(shape.num_layers, shape.num_parameters(without=config.train.freeze) * 3 * 4, shape)
 
 
 class Rank:

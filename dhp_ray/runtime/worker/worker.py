@@ -34,7 +34,8 @@ from dhp_ray.runtime.worker.folders import export_folder, save_folder
 from dhp_ray.runtime.worker.heap import give_back_memory
 from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT, held_shards
 from dhp_ray.runtime.worker.prefetch import encoded_grids, load_inputs, num_decoders, processor_spec
-from dhp_ray.runtime.worker.rank import Rank, build_adapter, state_size
+from dhp_ray.runtime.worker.rank import Rank
+from dhp_ray.runtime.worker.run_model import build_adapter, state_size
 from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.flat_shards import FlatShards
 from dhp_ray.train.results import StepResult

@@ -6,7 +6,7 @@ from typing import Any
 
 from dhp_ray.config import Config, load
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.worker.rank import state_size
+from dhp_ray.runtime.worker.run_model import state_size
 
 GIB = 2**30
 

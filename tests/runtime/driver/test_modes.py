@@ -18,7 +18,7 @@ from dhp_ray.runtime.driver.room import ranks_that_hold, tokens_of_generation
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.start import resolve_limits
 from dhp_ray.runtime.messages import Membership, RunError
-from dhp_ray.runtime.worker.rank import state_size
+from dhp_ray.runtime.worker.run_model import state_size
 from tests.runtime.driver.groups import GIB, config_of, group_of, members
 
 CUDA = ACCELERATORS["cuda"]

@@ -27,7 +27,8 @@ from dhp_ray.runtime.driver.room import (
 )
 from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.worker.folders import export_folder
-from dhp_ray.runtime.worker.rank import Rank, state_size
+from dhp_ray.runtime.worker.rank import Rank
+from dhp_ray.runtime.worker.run_model import state_size
 from dhp_ray.storage import Folder
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.sharded_engine import ShardedEngine

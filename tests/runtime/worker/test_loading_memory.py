@@ -24,7 +24,8 @@ from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.plan import RankPack, RankPlan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.heap import give_back_memory
-from dhp_ray.runtime.worker.rank import Rank, build_adapter
+from dhp_ray.runtime.worker.rank import Rank
+from dhp_ray.runtime.worker.run_model import build_adapter
 from dhp_ray.train.flat_engine import resident_bytes
 from dhp_ray.train.sharded_engine import sharded_bytes
 from dhp_ray.train.step_inputs import collated

@@ -1,0 +1,125 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers: y = W x + scale B A x, of which A and B are trained.
+
+    model.language_model.layers.0.self_attn.q_proj.weight         (out, in)   as it came, not trained
+    model.language_model.layers.0.self_attn.q_proj.lora_A.weight  (rank, in)  random at first
+    model.language_model.layers.0.self_attn.q_proj.lora_B.weight  (out, rank) zeros at first, so nothing changes
+
+Names are those of PEFT behind its prefix, and so is the file that is written (`save_adapter`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import skip_init
+
+from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, ModelError
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer but the head, as PEFT calls it."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """`targets`: names of layers, or ends of names (`q_proj`), or ALL_LINEAR. First values are drawn from `seed`."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter. It has the parameters of `plain`, under their names, and two more."""
+
+    def __init__(self, plain: nn.Linear, rank: int, scale: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.scale = plain.in_features, plain.out_features, scale
+        self.weight, self.bias = plain.weight, plain.bias
+        place: dict[str, Any] = {"bias": False, "device": plain.weight.device}
+        self.lora_A = skip_init(nn.Linear, self.in_features, rank, **place)
+        self.lora_B = skip_init(nn.Linear, rank, self.out_features, **place)
+        self.train(plain.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        added: Tensor = self.lora_B(self.lora_A(input) * self.scale)
+        return F.linear(input, self.weight, self.bias) + added
+
+
+def target_layers(module: nn.Module, targets: Sequence[str], without: Callable[[str], bool]) -> dict[str, nn.Linear]:
+    """The linear layers that `targets` name, by name; `without` tells by name which layers have no adapter whatever
+    the targets.
+
+    Raises:
+        ModelError: a target names none.
+    """
+    layers = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear and not without(name)}
+    found: dict[str, nn.Linear] = {}
+    for target in targets:
+        named = {name: layer for name, layer in layers.items()
+                 if target == ALL_LINEAR or name == target or name.endswith(f".{target}")}
+        if not named:
+            ends = sorted({name.rsplit(".", 1)[-1] for name in layers})
+            raise ModelError(
+                f"train.lora.targets: {target!r} names no linear layer that may be trained; allowed: {ALL_LINEAR}, "
+                f"or the end of a name: {', '.join(ends)}"
+            )
+        found |= named
+    return {name: layer for name, layer in layers.items() if name in found}
+
+
+def add_adapters(module: nn.Module, layers: Mapping[str, nn.Linear], settings: LoraSettings) -> None:
+    """Give these layers of `module` adapters, with their first values where the layers are not on the meta device."""
+    for name, layer in layers.items():
+        adapted = LoraLinear(layer, settings.rank, settings.scale)
+        for part, linear in (("lora_A", adapted.lora_A), ("lora_B", adapted.lora_B)):
+            if not linear.weight.is_meta:
+                with torch.no_grad():
+                    linear.weight.copy_(first_values(f"{name}.{part}.weight", linear.weight.shape, settings.seed))
+        module.set_submodule(name, adapted)
+
+
+def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """The values (fp32) with which the adapter's parameter `name` begins, alike on every rank: of B zeros, of A
+    uniformly random in +-1 / sqrt(in), as PEFT's.
+    """
+    if name.endswith("lora_B.weight"):
+        return torch.zeros(*shape)
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(*shape).uniform_(-bound, bound, generator=generator)
+
+
+def save_adapter(
+    folder: Path, module: nn.Module, settings: LoraSettings, base: str, parameters: Mapping[str, Tensor]
+) -> None:
+    """Write the adapter of `module` as PEFT does: adapter_config.json and adapter_model.safetensors, fp32.
+
+    `base`: the folder that the model came from; `parameters`: those of the adapter, by name.
+    """
+    layers = [name for name, layer in module.named_modules() if isinstance(layer, LoraLinear)]
+    ends = {name.rsplit(".", 1)[-1] for name in layers}
+    by_end = {name for name, _ in module.named_modules() if name.rsplit(".", 1)[-1] in ends}
+    tree = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": base, "r": settings.rank,
+            "lora_alpha": settings.alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+            "inference_mode": True, "init_lora_weights": True, "modules_to_save": None,
+            # the ends of names where these mean the same layers, else every name
+            "target_modules": sorted(ends) if by_end == set(layers) else layers}
+    (folder / ADAPTER_SETTINGS).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    save_file({ADAPTER_PREFIX + name: value.to(torch.float32).contiguous() for name, value in parameters.items()},
+              folder / ADAPTER_FILE, metadata={"format": "pt"})

@@ -1,0 +1,65 @@
+"""The model of a run, built for a rank to train, and what is known of it without building it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dhp_ray.config import Config
+from dhp_ray.data.families import preset_token_ids
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.build import adapter_sizes, build_model, model_shape
+from dhp_ray.model.fused import operators_of
+from dhp_ray.model.lora import LoraSettings
+from dhp_ray.planner.model_shape import ModelShape
+
+
+def token_ids(config: Config) -> dict[str, int] | None:
+    """The special token ids that a preset is built over; a model folder has its own."""
+    return preset_token_ids(config.model.preset) if config.model.preset else None
+
+
+def build_adapter(config: Config) -> ModelAdapter:
+    """The model of a run: of a preset with its first weights, of a folder without: the engine reads them.
+
+    Raises:
+        ValueError: one line, when the model cannot be had.
+    """
+    adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
+    adapter.freeze(config.train.freeze)
+    if config.train.lora.rank:
+        adapter.add_lora(lora_settings(config))
+    operators = operators_of(config.cluster.device) if config.train.fused_operators == "auto" else None
+    if operators:
+        adapter.fuse(operators)
+    return adapter
+
+
+def lora_settings(config: Config) -> LoraSettings:
+    """What adapters a run trains, where it trains some."""
+    lora = config.train.lora
+    return LoraSettings(lora.rank, lora.alpha, tuple(lora.targets), config.seed)
+
+
+class StateSize(NamedTuple):
+    """Layers of the model, bytes of a whole checkpoint, the model's shape, and the parameters of its adapters by part.
+    """
+
+    num_layers: int
+    checkpoint_bytes: int
+    shape: ModelShape
+    adapters: Mapping[str, int]
+
+
+def state_size(config: Config) -> StateSize:
+    """The size of the state of a run, without building its model.
+
+    Raises:
+        ValueError: one line, when the model cannot be had.
+    """
+    shape = model_shape(config.model.preset, config.model.path, token_ids(config))
+    adapters = {}
+    if config.train.lora.rank:
+        adapters = adapter_sizes(config.model.path, config.train.freeze, lora_settings(config))
+    trained = sum(adapters.values()) or shape.num_parameters(without=config.train.freeze)
+    return StateSize(shape.num_layers, trained * 3 * 4, shape, adapters)  # value and both moments, fp32

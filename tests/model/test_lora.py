@@ -1,0 +1,106 @@
+"""Adapters: beside PEFT on plain transformers, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.build import adapter_sizes
+from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ModelError
+from dhp_ray.model.lora import LoraLinear, LoraSettings, first_values
+from tests.one_rank import VIDEO, loss_of
+from tests.packs import PATCH_DIMS, make_sample, plain_copy, plain_loss, rough_model
+
+ALL = LoraSettings(4, 8.0, ("all-linear",))
+
+
+def with_adapters(preset: str = "tiny", settings: LoraSettings = ALL, frozen: tuple[str, ...] = ()) -> ModelAdapter:
+    """A model with rough weights, and adapters that add something."""
+    adapter = rough_model(preset=preset)
+    adapter.freeze(frozen)
+    adapter.add_lora(settings)
+    with torch.no_grad():
+        for name, parameter in adapter.module.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(first_values(name.replace("lora_B", "lora_A"), parameter.shape, 7))
+    return adapter
+
+
+def save(adapter: ModelAdapter, folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir(exist_ok=True)
+    adapter.save(folder, {name: value.detach() for name, value in adapter.module.named_parameters()})
+    return load_file(folder / ADAPTER_FILE)
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision",), ("language",)], ids=str)
+@pytest.mark.parametrize("preset", PATCH_DIMS)
+def test_peft_loads_what_is_saved(tmp_path: Path, preset: str, frozen: tuple[str, ...]) -> None:
+    adapter = with_adapters(preset, frozen=frozen)
+    base = rough_model(preset=preset)
+    saved = save(adapter, tmp_path)
+    loaded = PeftModel.from_pretrained(plain_copy(base), tmp_path)
+    settings = loaded.peft_config["default"]
+    assert (settings.r, settings.lora_alpha) == (4, 8.0)
+    own = get_peft_model_state_dict(get_peft_model(plain_copy(base), LoraConfig(
+        r=4, lora_alpha=8, target_modules=settings.target_modules)))
+    assert {name: value.shape for name, value in saved.items()} == {name: value.shape for name, value in own.items()}
+    for parts in ([20, (1, 4, 8), 30], [5, VIDEO, 30], [40]):
+        _, payload = sample = make_sample("any", parts, preset=preset)
+        mean, count = plain_loss(loaded.base_model.model, payload)
+        assert loss_of(adapter, *sample).item() / count == pytest.approx(mean.item(), rel=1e-5)
+
+
+def test_all_linear_is_what_peft_calls_so() -> None:
+    for preset in PATCH_DIMS:
+        own = get_peft_model_state_dict(get_peft_model(plain_copy(rough_model(preset=preset)), LoraConfig(
+            r=4, target_modules="all-linear")))
+        module = with_adapters(preset).module
+        found = {ADAPTER_PREFIX + name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        assert found == own.keys()
+
+
+def test_targets_are_ends_of_names() -> None:
+    names = [name for name, layer in with_adapters(settings=LoraSettings(2, 4.0, ("q_proj", "0.mlp.up_proj")),
+                                                   frozen=("vision",)).module.named_modules()
+             if isinstance(layer, LoraLinear)]
+    queries = [f"{layer}.self_attn.q_proj" for layer in range(3)]
+    assert sorted(names) == [f"model.language_model.layers.{end}" for end in ("0.mlp.up_proj", *queries)]
+
+
+@pytest.mark.parametrize(("targets", "frozen", "error"), [
+    (("q_proj", "c_attn"), (), "'c_attn' names no linear layer that may be trained; allowed: all-linear, or the end of "
+     "a name: 0, 2, down_proj, gate_proj, k_proj, o_proj, proj, q_proj, qkv, up_proj, v_proj"),
+    (("qkv",), ("vision",), "'qkv' names no linear layer that may be trained; allowed: all-linear, or the end of a "
+     "name: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+    (("lm_head",), (), "'lm_head' names no linear layer"),
+])
+def test_targets_that_match_nothing(targets: tuple[str, ...], frozen: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        with_adapters(settings=LoraSettings(2, 4.0, targets), frozen=frozen)
+    assert error in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_first_values_are_the_same_everywhere_and_add_nothing() -> None:
+    first = first_values("a.lora_A.weight", (4, 100), 3)
+    assert torch.equal(first, first_values("a.lora_A.weight", (4, 100), 3))
+    assert not torch.equal(first, first_values("b.lora_A.weight", (4, 100), 3))
+    assert not torch.equal(first, first_values("a.lora_A.weight", (4, 100), 4))
+    assert 0.09 < first.abs().max() <= 0.1
+    assert not first_values("a.lora_B.weight", (100, 4), 3).any()
+
+
+def test_sizes_without_weights(tmp_path: Path) -> None:
+    base = rough_model()
+    base.save(tmp_path, {name: value.detach() for name, value in base.module.named_parameters()})
+    for frozen in ((), ("vision",), ("language",)):
+        adapter = with_adapters(frozen=frozen)
+        sizes = {part: sum(value.numel() for name, value in adapter.module.named_parameters()
+                           if value.requires_grad and adapter.is_vision(name) == (part == "vision"))
+                 for part in ("vision", "language") if part not in frozen}
+        assert adapter_sizes(str(tmp_path), frozen, ALL) == sizes

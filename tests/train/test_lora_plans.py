@@ -1,0 +1,78 @@
+"""Adapters under any plan in every mode: losses and gradients are those of PEFT on plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from dhp_ray.config import Config, load
+from dhp_ray.model.lora import first_values
+from dhp_ray.planner.plan import Plan
+from tests.model.test_lora import save, with_adapters
+from tests.packs import PATCH_DIMS, plain_copy, plain_gradients, rough_model
+from tests.ranks import run_processes
+from tests.train.test_random_plans import SAMPLES, TOLERANCE, WATCHDOG_S, World, random_plan, run_plans
+
+WORLDS = [World(3, "step", "pool"), World(5, "micro_batch", "pool", True), World(5, "step", "parent", True, "vision"),
+          World(3, "micro_batch", "parent", False, "vision"), World(5, "step", "pool", True, "", "node"),
+          World(3, "step", "pool", False, "language", "node"), World(3, "step", "pool", False, "language"),
+          World(3, "micro_batch", "pool", False, "language")]
+WORLDS += [World(3, sync, "pool", True, "", sharding, preset) for preset in PATCH_DIMS if preset != "tiny"
+           for sync, sharding in (("step", "whole"), ("step", "node"), ("micro_batch", "whole"))]
+
+
+def rough_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """First values with which both matrices of an adapter have gradients."""
+    return first_values(name.replace("lora_B", "lora_A"), shape, 7 if "lora_B" in name else seed)
+
+
+def run_adapted(*arguments: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    with patch("dhp_ray.model.families.base.first_values", rough_values):
+        return run_plans(*arguments)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for preset in PATCH_DIMS:
+        base = rough_model(preset=preset)
+        base.save(folder / preset / "model", {name: value.detach() for name, value in base.module.named_parameters()})
+    return folder
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_random_plans_of_adapters(models: Path, tmp_path: Path, world: World) -> None:
+    frozen = (world.freeze,) if world.freeze else ()
+    save(with_adapters(world.preset, frozen=frozen), tmp_path)
+    plain = PeftModel.from_pretrained(plain_copy(rough_model(preset=world.preset)), tmp_path, is_trainable=True)
+    wanted = {}
+    for sample, payload in SAMPLES[world.preset]:
+        loss, gradients = plain_gradients(plain.base_model.model, [payload])
+        wanted[sample.id] = loss, {name.replace(".default.", "."): value for name, value in gradients.items()
+                                   if "lora_" in name}
+    torch.save(wanted, tmp_path / "gradients")
+    config = load([f"model.path={models / world.preset / 'model'}", "model.preset=", f"planner.sync={world.sync}",
+                   f"comm.transport={world.transport}", f"train.freeze=[{world.freeze}]",
+                   f"train.activation_checkpointing={str(world.recomputes).lower()}",
+                   f"train.sharding={world.sharding}", "train.lora.rank=4", "train.lora.alpha=8",
+                   "comm.timeout_s=60", "run.dir=unused",
+                   "train.adam_beta1=0", "train.clip_norm=0"])
+    results = run_on(world, config, [random_plan(seed, world) for seed in range(3)], tmp_path)
+    assert len(results) == 3
+    for errors in results:
+        assert errors["loss"] < TOLERANCE, errors
+        assert errors["gradient"] < TOLERANCE, errors
+
+
+def run_on(world: World, config: Config, plans: list[Plan], reference: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run_processes(run_adapted, world.num_ranks, world, config, plans, reference,
+                                                timeout_s=WATCHDOG_S * (len(plans) + 1))[0][0]
+    return found
+
+
