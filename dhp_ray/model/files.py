@@ -4,7 +4,9 @@ wrong folder is told at once.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -20,6 +22,14 @@ MODEL_TYPES = ("internvl", "qwen2_5_vl", "qwen3_vl")
 ADAPTER_SETTINGS, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
 """PEFT's names of an adapter's files, and what it puts before a model's names in them."""
+
+BASE_KEY = "base_fingerprint"
+"""Of an adapter's metadata: the fingerprint of the weights that it was trained on."""
+
+INDEX_FILE = "model.safetensors.index.json"
+
+FIRST_BYTES = 64
+"""Read of each weight for a fingerprint, at most."""
 
 
 class ModelError(ValueError):
@@ -58,7 +68,7 @@ def config_tree(path: str) -> dict[str, Any]:
 def weight_files(path: str) -> list[str]:
     """The safetensors of a folder; refuses one whose are missing, in whole or in part."""
     folder = Path(path)
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX_FILE
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -101,6 +111,26 @@ def stored_tensors(path: str, file: str) -> dict[str, StoredTensor]:
         raise ModelError(f"model.path: {path}: {file} cannot be read: {first_line(error)}") from None
     return {name: StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
             for name, entry in header.items() if name != "__metadata__"}
+
+
+def fingerprint(path: str) -> str:
+    """What tells the weights of a folder from others of their shapes: a digest of names, shapes, types, and of the
+    first values of each.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    found = {(key, tensor): file for file in weight_files(path) for key, tensor in stored_tensors(path, file).items()}
+    for (key, tensor), file in sorted(found.items()):
+        try:
+            with open(Path(path) / file, "rb") as stored:
+                stored.seek(tensor.offset)
+                values = stored.read(min(FIRST_BYTES, math.prod(tensor.shape)))
+        except OSError as error:
+            raise ModelError(f"model.path: {path}: {file} cannot be read: {first_line(error)}") from None
+        digest.update(f"{key} {tensor.kind} {tensor.shape} ".encode() + values)
+    return digest.hexdigest()
 
 
 def _download_hint(path: str) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
-from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, ModelError
+from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, BASE_KEY, ModelError, fingerprint
 
 ALL_LINEAR = "all-linear"
 """Every linear layer but the head, as PEFT calls it."""
@@ -122,4 +122,4 @@ def save_adapter(
             "target_modules": sorted(ends) if by_end == set(layers) else layers}
     (folder / ADAPTER_SETTINGS).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
     save_file({ADAPTER_PREFIX + name: value.to(torch.float32).contiguous() for name, value in parameters.items()},
-              folder / ADAPTER_FILE, metadata={"format": "pt"})
+              folder / ADAPTER_FILE, metadata={"format": "pt"} | ({BASE_KEY: fingerprint(base)} if base else {}))

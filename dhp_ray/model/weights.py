@@ -71,7 +71,7 @@ class StoredWeights:
         self._others: list[tuple[str, str]] = []
         for file in files:
             for key, (kind, shape, offset) in stored_tensors(path, file).items():
-                if (called := _renamed(key, renamed)) not in first_names:
+                if (called := module_name(key, renamed)) not in first_names:
                     self._others.append((file, key))  # of a part that the module has not
                     continue
                 name = first_names[called]
@@ -165,7 +165,8 @@ def _fill(part: Tensor, stored: FileIO) -> None:
         room = room[count:]
 
 
-def _renamed(key: str, renamed: Sequence[tuple[str, str]]) -> str:
+def module_name(key: str, renamed: Sequence[tuple[str, str]]) -> str:
+    """The module's name of what files call `key`; `renamed` as for `StoredWeights`."""
     for pattern, replacement in renamed:
         key = re.sub(pattern, replacement, key)
     return key

@@ -1,0 +1,178 @@
+"""Merges an adapter (LoRA, in PEFT's form) into the weights that it belongs to: W + scale B A, file by file.
+
+    adapter_model.safetensors   base_model.model.X.lora_A.weight, base_model.model.X.lora_B.weight
+    model-0000n.safetensors     X.weight, under the name that the family's files give it
+    merged                      the base's files, with X.weight changed, in its type; all else byte for byte
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dhp_ray.errors import first_line
+from dhp_ray.model.families import FAMILIES
+from dhp_ray.model.files import (
+    ADAPTER_FILE,
+    ADAPTER_PREFIX,
+    ADAPTER_SETTINGS,
+    BASE_KEY,
+    ModelError,
+    check_model_folder,
+    config_tree,
+    fingerprint,
+    stored_tensors,
+    weight_files,
+)
+from dhp_ray.model.weights import module_name
+
+LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.safetensors")
+"""Files of the base that the merged folder does not get as they are."""
+
+
+class Adapter(NamedTuple):
+    """Pairs (A (rank, in), B (out, rank)) by the name of their layer, fp32, and what their product is scaled by.
+    `base`: the fingerprint of the weights that it was trained on; empty: it is not told.
+    """
+
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    scale: float
+    base: str
+
+    def added_to(self, layer: str) -> Tensor:
+        """What the adapter adds to the weight of a layer: (out, in), fp32."""
+        a, b = self.pairs[layer]
+        return (b @ a) * self.scale
+
+
+def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
+    """Write the folder `out`, the base with the adapter in its weights, file by file: yields for each of the base's how
+    many weights have changed in it. One file is in memory at a time; `out` is there once all are written.
+
+    Raises:
+        ModelError: a folder holds no adapter, or no model of a known family; the adapter has parts that find no place;
+        it is of another base; `out` holds files.
+        OSError: `out` cannot be written.
+    """
+    try:
+        check_model_folder(base_path)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path:", "base:", 1)) from None
+    adapter = read_adapter(adapter_path)
+    files = weight_files(base_path)
+    places = _places(adapter, adapter_path, base_path, files)
+    if adapter.base and adapter.base != fingerprint(base_path):
+        raise ModelError(f"base: the adapter in {adapter_path} was trained on other weights than those in {base_path}; "
+                         "allowed: the folder that it was trained on")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ModelError(f"out: {out} is there already; allowed: a folder that is empty, or not there")
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        shutil.copytree(base_path, unfinished, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        for file in files:
+            with safe_open(Path(base_path) / file, framework="pt") as stored:
+                described = stored.metadata()
+            tensors = load_file(Path(base_path) / file)
+            changed = tensors.keys() & places.keys()
+            for key in changed:
+                weight = tensors[key]
+                tensors[key] = (weight.float() + adapter.added_to(places[key])).to(weight.dtype)
+            save_file(tensors, unfinished / file, metadata=described)
+            yield len(changed)
+        if out.is_dir():
+            out.rmdir()
+        unfinished.rename(out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def base_of(adapter_path: str) -> str:
+    """The folder that an adapter says it was trained on.
+
+    Raises:
+        ModelError: it names none that is here.
+    """
+    base = _settings(Path(adapter_path)).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base or not Path(base).is_dir():
+        raise ModelError(f"base: the adapter in {adapter_path} names {base!r}, no folder here; allowed: base=FOLDER")
+    return base
+
+
+def read_adapter(path: str) -> Adapter:
+    """The adapter in a folder that PEFT or a run of ours has written.
+
+    Raises:
+        ModelError: there is none, or one of a kind that is not merged so.
+    """
+    folder = Path(path)
+    settings = _settings(folder)
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ModelError(f"adapter: {folder / ADAPTER_SETTINGS} has r={rank!r} and lora_alpha={alpha!r}; allowed: "
+                         "numbers, r at least 1")
+    try:
+        tensors = load_file(folder / ADAPTER_FILE)
+        with safe_open(folder / ADAPTER_FILE, framework="pt") as stored:
+            base = (stored.metadata() or {}).get(BASE_KEY, "")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"adapter: {path}: {ADAPTER_FILE} cannot be read: {first_line(error)}") from None
+    pairs = {}
+    for name in list(tensors):
+        if name.startswith(ADAPTER_PREFIX) and name.endswith(".lora_A.weight"):
+            layer = name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight")
+            a, b = tensors.pop(name), tensors.pop(f"{ADAPTER_PREFIX}{layer}.lora_B.weight", None)
+            if b is None or a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
+                raise ModelError(f"adapter: {path}: {layer} has no lora_A and lora_B of one rank")
+            pairs[layer] = a.float(), b.float()
+    if tensors or not pairs:
+        what = f"{next(iter(tensors))}, which is not merged" if tensors else "no lora_A"
+        raise ModelError(f"adapter: {path} holds {what}; allowed: {ADAPTER_PREFIX}(layer).lora_A.weight and "
+                         ".lora_B.weight")
+    return Adapter(pairs, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank), base)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """adapter_config.json of a folder, which is of plain LoRA."""
+    file = folder / ADAPTER_SETTINGS
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"adapter: {file} cannot be read: {first_line(error)}; allowed: a folder that PEFT or a run "
+                         "with train.lora.rank has written") from None
+    if not isinstance(tree, dict) or tree.get("peft_type") != "LORA":
+        raise ModelError(f"adapter: {file} is not of LoRA; allowed: peft_type LORA")
+    others = [name for name in ("use_dora", "fan_in_fan_out", "alpha_pattern", "rank_pattern", "modules_to_save")
+              if tree.get(name)]
+    if others or tree.get("bias", "none") != "none":
+        raise ModelError(f"adapter: {file} sets {', '.join(others or ['bias'])}; allowed: plain LoRA")
+    return tree
+
+
+def _places(adapter: Adapter, adapter_path: str, base_path: str, files: list[str]) -> dict[str, str]:
+    """The layer of each stored weight that the adapter changes, by the weight's key; refuses an adapter of which a part
+    finds no place.
+    """
+    renamed = FAMILIES[config_tree(base_path)["model_type"]].stored_names
+    places = {}
+    for file in files:
+        for key, stored in stored_tensors(base_path, file).items():
+            layer = module_name(key, renamed).removesuffix(".weight")
+            if layer in adapter.pairs and key.endswith(".weight"):
+                a, b = adapter.pairs[layer]
+                if stored.shape != (len(b), a.shape[1]):
+                    raise ModelError(f"adapter: {adapter_path}: {layer} is of a weight of shape "
+                                     f"{(len(b), a.shape[1])}; that of {base_path} has {stored.shape}: another base")
+                places[key] = layer
+    if missing := sorted(adapter.pairs.keys() - set(places.values())):
+        raise ModelError(f"adapter: {adapter_path}: {len(missing)} of {len(adapter.pairs)} layers find no weight in "
+                         f"{base_path}, the first is {missing[0]}: another base")
+    return places

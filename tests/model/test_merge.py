@@ -1,0 +1,140 @@
+"""Merged weights are base + scale B A where the adapter is, and the base's bytes elsewhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, ModelError
+from dhp_ray.model.lora import save_adapter
+from dhp_ray.model.merge import base_of, merged_files, read_adapter
+from tests.model.test_lora import ALL, save, with_adapters
+from tests.packs import PATCH_DIMS, plain_copy, rough_model
+from tests.test_jobs import ended, entry
+
+OTHER = "model.language_model.layers.0.self_attn.q_proj"
+
+
+def write_base(folder: Path, preset: str = "tiny", seed: int = 0) -> ModelAdapter:
+    base = rough_model(seed, preset=preset)
+    base.module.bfloat16().save_pretrained(folder, max_shard_size="1MB")
+    (folder / "tokenizer.json").write_text("{}")
+    return base
+
+
+@pytest.mark.parametrize("preset", PATCH_DIMS)
+def test_merged_weights(tmp_path: Path, preset: str) -> None:
+    base = write_base(tmp_path / "base", preset)
+    adapter = with_adapters(preset, replace(ALL, targets=("q_proj", "down_proj")))
+    save(adapter, tmp_path / "adapter")
+    num_files = len(list((tmp_path / "base").glob("*.safetensors")))
+    changed = list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out"))
+    parts = read_adapter(str(tmp_path / "adapter"))
+    assert len(changed) == num_files > 1
+    assert sum(changed) == len(parts.pairs) > 0
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == sorted(
+        file.name for file in (tmp_path / "base").iterdir())
+
+    merged = type(base.module).from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    for name, before in base.module.state_dict().items():
+        layer = name.removesuffix(".weight")
+        if layer in parts.pairs:
+            a, b = parts.pairs[layer]
+            assert torch.equal(merged[name], (before.float() + 2.0 * (b @ a)).bfloat16())
+            assert not torch.equal(merged[name], before)
+        else:
+            assert torch.equal(merged[name], before)
+    wanted = PeftModel.from_pretrained(plain_copy(rough_model(preset=preset)), tmp_path / "adapter").merge_and_unload()
+    for name, value in wanted.state_dict().items():
+        torch.testing.assert_close(merged[name].float(), value, rtol=0.01, atol=0.005)
+
+
+def test_the_job(tmp_path: Path) -> None:
+    write_base(tmp_path / "base")
+    save(with_adapters(), tmp_path / "adapter")
+    main = entry("merge").main
+    words = [f"adapter={tmp_path / 'adapter'}", f"out={tmp_path / 'out'}"]
+    error = f"error: base: the adapter in {tmp_path / 'adapter'} names '', no folder here; allowed: base=FOLDER"
+    assert ended(main, words)[::2] == (1, [error])
+    error = f"error: base: no folder {tmp_path / 'none'}; allowed: a local Hugging Face folder"
+    assert ended(main, [*words, f"base={tmp_path / 'none'}"])[::2] == (1, [error])
+    status, output, errors = ended(main, [*words, f"base={tmp_path / 'base'}"])
+    assert (status, errors) == (0, [])
+    assert "weights changed by the adapter" in output
+    status, _, errors = ended(main, [*words, f"base={tmp_path / 'base'}"])
+    assert status == 1
+    assert "is there already; allowed: a folder that is empty, or not there" in errors[0]
+    for words, error in ((["adapter"], "'adapter': allowed: adapter=, base=, out="),
+                         (["out=x"], "adapter: got nothing"), (["adapter=x"], "out: got nothing")):
+        status, _, errors = ended(main, words)
+        assert status == 2
+        assert error in errors[0]
+    status, output, _ = ended(main, ["--help"])
+    assert status == 0
+    assert "usage" in output
+
+
+def broken(folder: Path, what: str) -> str:
+    """Change an adapter; the error that follows."""
+    settings = json.loads((folder / ADAPTER_SETTINGS).read_text())
+    tensors = load_file(folder / ADAPTER_FILE)
+    a, b = (f"{ADAPTER_PREFIX}{OTHER}.lora_{part}.weight" for part in "AB")
+    if what == "rank":
+        settings["r"], error = 0, "has r=0 and lora_alpha=8.0; allowed: numbers, r at least 1"
+    elif what == "kind":
+        settings["use_dora"], error = True, "sets use_dora; allowed: plain LoRA"
+    elif what == "half":
+        del tensors[b]
+        error = f"{OTHER} has no lora_A and lora_B of one rank"
+    elif what == "extra":
+        tensors["base_model.model.lm_head.weight"] = torch.zeros(2)
+        error = "holds base_model.model.lm_head.weight, which is not merged"
+    elif what == "place":
+        for name in (a, b):
+            tensors[name.replace("layers.0", "layers.9")] = tensors.pop(name)
+        error = (f"layers find no weight in {folder.parent / 'base'}, the first is {OTHER.replace('0', '9')}: another "
+                 "base")
+    elif what == "shape":
+        tensors[a] = tensors[a][:, :-1].contiguous()
+        error = (f"{OTHER} is of a weight of shape (128, 127); that of {folder.parent / 'base'} has (128, 128): "
+                 "another base")
+    else:
+        (folder / ADAPTER_FILE).write_bytes(b"short")
+        return f"{ADAPTER_FILE} cannot be read"
+    (folder / ADAPTER_SETTINGS).write_text(json.dumps(settings))
+    save_file(tensors, folder / ADAPTER_FILE)
+    return error
+
+
+@pytest.mark.parametrize("what", ["rank", "kind", "half", "extra", "place", "shape", "short"])
+def test_what_is_refused(tmp_path: Path, what: str) -> None:
+    write_base(tmp_path / "base")
+    save(with_adapters(), tmp_path / "adapter")
+    error = broken(tmp_path / "adapter", what)
+    with pytest.raises(ModelError) as raised:
+        list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out"))
+    assert error in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_other_weights(tmp_path: Path) -> None:
+    """Of the same names and shapes: only its fingerprint tells."""
+    for name, seed in (("base", 0), ("other", 1)):
+        write_base(tmp_path / name, seed=seed)
+    adapter = with_adapters()
+    tensors = save(adapter, tmp_path / "adapter")
+    assert adapter.lora is not None
+    save_adapter(tmp_path / "adapter", adapter.module, adapter.lora, str(tmp_path / "base"),
+                 {name.removeprefix(ADAPTER_PREFIX): value for name, value in tensors.items()})
+    assert base_of(str(tmp_path / "adapter")) == str(tmp_path / "base")
+    with pytest.raises(ModelError, match="was trained on other weights than those in"):
+        list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "other"), tmp_path / "out"))
+    assert sum(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out")) > 0
