@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.credentials import masked
-from dhp_ray.data.conversation import MEDIA
+from dhp_ray.data.conversation import MEDIA, Turn
 from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
@@ -87,30 +87,12 @@ class ReadFragments:
     def _record(self, row: Row, processor: Processor) -> dict[str, Any]:
         try:
             return {"id": row.id, "error": ""} | self._payload(row, processor)
-        except RowError as error:
-            reason = str(error)
         # foreign rows fail in ways that no list names; a bad row must not take its block with it
         except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-        # On one line, and as text that a log can hold: names of files and roles are quoted as they came.
-        return _unusable(row.id, " ".join(masked(reason).encode("utf-8", "backslashreplace").decode().split()))
+            return _unusable(row.id, reason_of(error))
 
     def _payload(self, row: Row, processor: Processor) -> dict[str, Any]:
-        if row.error:
-            raise RowError(row.error)
-        turns = processor.turns(conversation_of(row.fields), row.fields.get("tools"))
-        images = media_of(row.fields, turns, self.image_root, processor.limits.max_file_bytes, row.members)
-        sizes: list[Size] = []
-        numbers = dict.fromkeys(MEDIA, 0)
-        for part, data in zip((part for turn in turns for part in turn.media), images):
-            numbers[part.kind] += 1
-            try:
-                if part.kind == "video":
-                    sizes.append(clip_of(data, processor.limits))
-                else:
-                    sizes.append(image_size(data, processor.limits.max_decoded_pixels))
-            except RowError as error:
-                raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
+        turns, images, sizes = contents_of(row, processor, self.image_root)
         encoded = processor.encode_turns(turns, sizes, min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS))
         num_tokens = len(encoded.input_ids)
         if self.max_tokens and num_tokens > self.max_tokens:
@@ -126,6 +108,38 @@ class ReadFragments:
                 "grids": [list(grid) for grid in encoded.grids],
                 "input_ids": encoded.input_ids, "labels": encoded.labels, "images": images, "media": encoded.media,
                 "seconds": encoded.seconds}
+
+
+def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[Turn], list[bytes], list[Size]]:
+    """The turns of a row; its encoded images and videos in the order of the text, and the size of each.
+
+    Raises:
+        RowError: a row that cannot be used.
+    """
+    if row.error:
+        raise RowError(row.error)
+    turns = processor.turns(conversation_of(row.fields), row.fields.get("tools"))
+    images = media_of(row.fields, turns, image_root, processor.limits.max_file_bytes, row.members)
+    sizes: list[Size] = []
+    numbers = dict.fromkeys(MEDIA, 0)
+    for part, data in zip((part for turn in turns for part in turn.media), images):
+        numbers[part.kind] += 1
+        try:
+            if part.kind == "video":
+                sizes.append(clip_of(data, processor.limits))
+            else:
+                sizes.append(image_size(data, processor.limits.max_decoded_pixels))
+        except RowError as error:
+            raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
+    return turns, images, sizes
+
+
+def reason_of(error: Exception) -> str:
+    """Why a row cannot be used, on one line and as text that a log can hold: names of files and roles are quoted as
+    they came.
+    """
+    reason = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {first_line(error)}"
+    return " ".join(masked(reason).encode("utf-8", "backslashreplace").decode().split())
 
 
 EncodedGrids = Mapping[str, Sequence[bool]]
