@@ -21,7 +21,8 @@ from dhp_ray.credentials import concealed
 from dhp_ray.errors import first_line
 from dhp_ray.schema import Config, ConfigError
 
-__all__ = ["CHOICES", "CONF", "Config", "ConfigError", "check", "check_device", "check_evaluation", "dump", "help_text", "load"]
+__all__ = ["CHOICES", "CONF", "Config", "ConfigError", "check", "check_device", "check_evaluation", "dump",
+           "help_text", "load"]
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("model", "data", "cluster")

@@ -40,6 +40,8 @@ COVERED_BY = {
     "report/figures.py": "report/test_page.py",
     "report/plan_picture.py": "report/test_step_picture.py",
     "runtime/messages.py": "runtime/job/test_console.py",
+    "runtime/evaluate/answer.py": "runtime/evaluate/test_predictions.py",
+    "runtime/evaluate/evaluation.py": "integration/test_evaluate_job.py",
     "runtime/driver/batch_reader.py": "runtime/driver/test_dispatch.py",
     "runtime/driver/commit.py": "integration/test_train.py",
     "runtime/driver/evaluation.py": "integration/test_evaluation.py",

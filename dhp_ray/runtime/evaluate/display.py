@@ -51,7 +51,6 @@ def means_line(summary: Mapping[str, Any]) -> str:
 
 
 def summary_line(summary: Mapping[str, Any], output: str) -> str:
-    """`12 samples, 1 left out: loss 0.693, exact match 0.512, ANLS 0.530, F1 0.524; one line each in predictions.jsonl`.
-    """
+    """`12 samples, 1 left out: loss 0.693, exact match 0.512, ANLS 0.530, F1 0.524; one line each in out.jsonl`."""
     left_out = f", {summary['num_left_out']} left out" if summary["num_left_out"] else ""
     return f"{summary['num_samples']} samples{left_out}: {means_line(summary)}; one line each in {output}"

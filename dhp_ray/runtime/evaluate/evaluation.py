@@ -81,7 +81,7 @@ def _run(config: Config, waits: Waits) -> None:
         workers = [actor.options(**actor_options(config, accelerator, room, place)).remote(config, root)
                    for place in range(config.cluster.num_workers)]
         with waits.on("the workers to load the model"):
-            _collect([worker.__ray_ready__.remote() for worker in workers])
+            _collect([worker.load.remote() for worker in workers])
         predictions = Predictions(config.eval.output, fragments.num_rows)
         display = Display(sys.stdout, fragments.num_rows)
         for answer in _answers(workers, fragments):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
-from transformers.utils import logging
 
 from dhp_ray.comm.device import choose
 from dhp_ray.config import Config
@@ -20,10 +19,11 @@ from dhp_ray.data.families.base import Medium
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.stored_rows import Row
 from dhp_ray.data.fragments import Fragment
-from dhp_ray.data.processor import IGNORE, Encoded, ProcessorSpec
+from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
 from dhp_ray.data.questions import Question, question_of
 from dhp_ray.data.reader import reason_of
 from dhp_ray.errors import first_line
+from dhp_ray.model.build import quieten
 from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker.prefetch import decodings
@@ -32,27 +32,44 @@ KEPT_FRAGMENTS = 2
 
 
 class Evaluator:
-    """An actor of Ray: loads the model of `model.path` on its device, in fp32 on the CPU and in bf16 elsewhere.
-
-    Raises:
-        RunError: the folder's weights are not those of its configuration.
-        ValueError: the node lacks the device, or something of the model's folder.
+    """An actor of Ray that holds the model of `model.path`, in fp32 on the CPU and in bf16 elsewhere. One that Ray has
+    started anew loads it with its first sample.
     """
 
     def __init__(self, config: Config, image_root: str) -> None:
         self.config, self.image_root = config, image_root
-        torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))
-        accelerator = choose(config.cluster.device)
+
+    @cached_property
+    def device(self) -> torch.device:
+        accelerator = choose(self.config.cluster.device)
         accelerator.activate()
-        self.device = accelerator.torch_device()
-        self.processor = ProcessorSpec.of(config.model, config.data).load()
-        self.module = load_model(config.model.path, torch.float32 if accelerator.name == "cpu" else torch.bfloat16,
-                                 self.device)
+        return accelerator.torch_device()
+
+    @cached_property
+    def processor(self) -> Processor:
+        return ProcessorSpec.of(self.config.model, self.config.data).load()
+
+    @cached_property
+    def module(self) -> Any:
+        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        return load_model(self.config.model.path, dtype, self.device)
+
+    def load(self) -> None:
+        """Load everything.
+
+        Raises:
+            RunError: the folder's weights are not those of its configuration.
+            ValueError: the node lacks the device, or something of the model's folder.
+        """
+        torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))
+        assert self.processor
+        assert self.module
 
     def answer(self, number: int, fragment: Fragment, offset: int) -> Answer:
         """Evaluate row `offset` of a fragment, which is sample `number` of the file. A sample that cannot be used gives
         an answer with the reason.
         """
+        self.load()
         try:
             row = rows_of(fragment)[offset]
         except Exception as error:  # the file is gone or damaged, and readers raise errors of many kinds
@@ -124,20 +141,20 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     Raises:
         RunError: its weights are not those of its configuration.
     """
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    quieten()
     try:
-        module, report = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True,
             output_loading_info=True)
     except Exception as error:  # transformers' checks of files and values raise errors of many kinds
         raise RunError(f"model.path: {path} does not load: {first_line(error)}") from None
+    module, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise RunError(f"model.path: {path} lacks {len(missing)} weights of its model, such as {missing[0]}")
     return module.eval().to(device)
 
 
-def media_in(question: Question, processor: Any) -> list[Medium]:
+def media_in(question: Question, processor: Processor) -> list[Medium]:
     """The images and videos of a question, decoded, each whole. Raises whatever decoders raise on foreign bytes."""
     whole = question.whole
     row = {"media": whole.media, "seconds": whole.seconds, "grids": whole.grids, "images": question.images}

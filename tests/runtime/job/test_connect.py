@@ -19,7 +19,6 @@ from ray._private.runtime_env.working_dir import WorkingDirPlugin
 from ray._private.services import get_ray_address_from_environment
 from torch.distributed import TCPStore
 
-from dhp_ray.config import Config
 from dhp_ray.constraints import upload_warning
 from dhp_ray.runtime.job.head import HEAD_PATIENCE_S, LOCAL_SETTINGS, connect, named_head
 from dhp_ray.runtime.job.job import rendezvous_store
