@@ -69,8 +69,8 @@ def check(config: Config) -> None:
             f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or "
             "neither"
         )
-    if config.eval.generate:
-        raise ConfigError("eval.generate: got true; allowed: false (jobs/evaluate.py generates answers)")
+    if config.eval.generate and not config.eval.path:
+        raise ConfigError("eval.generate: got true without eval.path; allowed: false, or held-out samples to answer")
     if not config.run.dir:
         raise ConfigError("run.dir: got nothing; allowed: a folder or URI that every node reaches")
 

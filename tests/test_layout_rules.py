@@ -54,6 +54,7 @@ COVERED_BY = {
     "runtime/job/head.py": "runtime/job/test_connect.py",
     "runtime/job/job.py": "runtime/job/test_connect.py",
     "runtime/job/roster.py": "integration/test_capacity.py",
+    "runtime/worker/answering.py": "integration/test_generation.py",
     "runtime/worker/failures.py": "integration/test_error_lines.py",
     "runtime/worker/folders.py": "runtime/driver/test_room.py",
     "runtime/worker/heap.py": "runtime/worker/test_loading_memory.py",

@@ -175,10 +175,12 @@ class Processor:
         """
         return self._encode(*self._template.render(turns), sizes, slice_tokens)
 
-    def encode_prompt(self, turns: Sequence[Turn], sizes: Sequence[Size]) -> tuple[str, Encoded]:
+    def encode_prompt(
+        self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS
+    ) -> tuple[str, Encoded]:
         """What the assistant is asked for its next turn with: the template's text, and as `encode_turns`; no label."""
         text = self._template.prompt(turns)
-        return text, self._encode(text, [], sizes, SLICE_TOKENS)
+        return text, self._encode(text, [], sizes, slice_tokens)
 
     def _encode(self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size], slice_tokens: int) -> Encoded:
         whole = [self.grid_of(size) for size in sizes]

@@ -4,12 +4,17 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from dhp_ray.data.conversation import Turn
+import pyarrow as pa
+
+from dhp_ray.data.conversation import last_answer, references_of, turns_of
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.formats.stored_rows import Row
+from dhp_ray.data.formats import read_rows
+from dhp_ray.data.formats.stored_rows import Row, conversation_of
+from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.processor import Encoded, Processor
 from dhp_ray.data.reader import contents_of
 
@@ -37,20 +42,19 @@ def question_of(row: Row, processor: Processor, image_root: str) -> Question:
         RowError: a row that cannot be used, also because the assistant says nothing in it.
     """
     turns, images, sizes = contents_of(row, processor, image_root)
-    last = max(number for number, turn in enumerate(turns) if turn.role == "assistant")
+    last = last_answer(turns)
     shown = sum(len(turn.media) for turn in turns[:last])
     text, prompt = processor.encode_prompt(turns[:last], sizes[:shown])
-    return Question(text, prompt, references_of(row, turns[last]), processor.encode_turns(turns, sizes), images)
+    return Question(text, prompt, references_of(row.fields, turns[last]), processor.encode_turns(turns, sizes), images)
 
 
-def references_of(row: Row, answer: Turn) -> tuple[str, ...]:
-    """The assistant's own answer, and what the row's `answers` has beside it.
-
-    Raises:
-        RowError: `answers` holds something else than texts.
-    """
-    others: Any = row.fields.get("answers")
-    others = [] if others is None else [others] if isinstance(others, str) else others
-    if not isinstance(others, list) or not all(isinstance(text, str) for text in others):
-        raise RowError(f"answers holds {str(others)[:80]!r}; allowed: a text, or a list of texts")
-    return tuple(dict.fromkeys((answer.text.strip(), *others)))
+def references_in(fragments: Iterable[Fragment]) -> dict[str, tuple[str, ...]]:
+    """The answers that count as right, by the ids of rows; of those rows that have some and can be read."""
+    found = {}
+    for fragment in fragments:
+        with suppress(OSError, pa.ArrowException):  # who reads the rows to ask them says so
+            for row in read_rows(fragment):
+                with suppress(RowError):
+                    turns = turns_of(conversation_of(row.fields))
+                    found[row.id] = references_of(row.fields, turns[last_answer(turns)])
+    return found

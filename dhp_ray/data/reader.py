@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.credentials import masked
-from dhp_ray.data.conversation import MEDIA, Turn
+from dhp_ray.data.conversation import MEDIA, Turn, last_answer, references_of
 from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
@@ -24,7 +24,7 @@ from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
 from dhp_ray.data.order import row_order
-from dhp_ray.data.processor import SLICE_TOKENS, Processor, ProcessorSpec, Size
+from dhp_ray.data.processor import IGNORE, SLICE_TOKENS, Encoded, Processor, ProcessorSpec, Size
 from dhp_ray.data.video_decoder import clip_of
 from dhp_ray.errors import first_line
 
@@ -58,6 +58,9 @@ class ReadFragments:
     max_tokens: int = 0
     max_image_tokens: int = 0
     prefix: str = ""
+    answer_tokens: int = 0
+    """Above 0 rows are prompts for the last turn of the assistant, each with room for an answer of so many tokens,
+    whose labels alone count: see train/greedy.py."""
 
     def __call__(self, items: pa.Table) -> pa.Table:
         processor = _loaded(self.processor)
@@ -93,7 +96,15 @@ class ReadFragments:
 
     def _payload(self, row: Row, processor: Processor) -> dict[str, Any]:
         turns, images, sizes = contents_of(row, processor, self.image_root)
-        encoded = processor.encode_turns(turns, sizes, min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS))
+        slice_tokens = min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS)
+        if self.answer_tokens:
+            asked = turns[:last_answer(turns)]
+            references_of(row.fields, turns[len(asked)])  # refuses what nobody could compare an answer with
+            images = images[:sum(len(turn.media) for turn in asked)]
+            _, prompt = processor.encode_prompt(asked, sizes[:len(images)], slice_tokens)
+            encoded = with_room(prompt, self.answer_tokens, processor.token_ids["pad"])
+        else:
+            encoded = processor.encode_turns(turns, sizes, slice_tokens)
         num_tokens = len(encoded.input_ids)
         if self.max_tokens and num_tokens > self.max_tokens:
             raise RowError(f"{num_tokens} tokens; the cluster holds at most {self.max_tokens} in one sequence")
@@ -132,6 +143,13 @@ def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[T
         except RowError as error:
             raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
     return turns, images, sizes
+
+
+def with_room(prompt: Encoded, num_tokens: int, filler: int) -> Encoded:
+    """A prompt with so many fillers behind it, which alone have labels."""
+    room = np.full(num_tokens, filler, np.int32)
+    return replace(prompt, input_ids=np.concatenate([prompt.input_ids, room]),
+                   labels=np.concatenate([np.full_like(prompt.labels, IGNORE), room]))
 
 
 def reason_of(error: Exception) -> str:
