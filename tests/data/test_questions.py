@@ -16,7 +16,7 @@ from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.stored_rows import Row
 from dhp_ray.data.index import held_out, index_fragments
 from dhp_ray.data.processor import IGNORE, load_processor
-from dhp_ray.data.questions import question_of
+from dhp_ray.data.questions import question_of, references_in
 from dhp_ray.schema import Data
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, talk, video, write_rows
 from tests.packs import PATCH_DIMS
@@ -76,6 +76,14 @@ def test_answers_of_another_form(answers: Any) -> None:
 def test_a_row_without_an_answer(conversation: Any) -> None:
     with pytest.raises(RowError):
         question_of(row(conversation), PROCESSOR, "")
+
+
+def test_the_references_of_a_whole_file(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.json", [
+        {"id": "a", "conversations": talk("Is it?", "Yes.", "Sure?", "Yes, sure.")}, {"id": "b", "conversations": []},
+        {"id": "c", "conversations": talk("Is it?", "No."), "answers": "nope"}])
+    data = held_out(Data(format="llava"), str(path))
+    assert references_in(index_fragments(data)) == {"a": ("Yes, sure.",), "c": ("No.", "nope")}
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.parquet"])

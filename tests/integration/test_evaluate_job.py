@@ -5,6 +5,7 @@ is wrong is one line.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,24 @@ def test_ctrl_c_ends_it_in_one_line(ray_cluster: None, tiny: Path, tmp_path: Pat
     assert (process.returncode, errors) == (
         1, "error: stopped before the end: Ctrl-C; start the same command again\n")
     assert len(predictions(tmp_path / "out.jsonl")) >= 100
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_replaced(ray_cluster: None, tiny: Path, tmp_path: Path) -> None:
+    """And the sample that it was at is answered."""
+    rows = [{"id": str(number), "conversations": talk(f"Name colour {number}.", "Blue.")} for number in range(300)]
+    path = write_rows(tmp_path / "rows.json", rows)
+    process = start("evaluate.py", f"model.path={tiny}", f"eval.path={path}", "cluster.cpus_per_worker=0.2",
+                    "cluster.num_workers=2", f"eval.output={tmp_path / 'out.jsonl'}")
+    assert process.stdout
+    process.stdout.readline()  # a twentieth is done
+    victim = next(file.parent for file in Path("/proc").glob("[0-9]*/cmdline")
+                  if file.read_bytes().startswith(b"ray::Evaluator"))
+    os.kill(int(victim.name), signal.SIGKILL)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert json.loads(output.splitlines()[-1])["num_samples"] == 300
+    assert [line["id"] for line in predictions(tmp_path / "out.jsonl")] == [row["id"] for row in rows]
 
 
 @pytest.mark.parametrize(("words", "line"), [
