@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.faults import Start, kill
 from tests.integration.jobs import Ended, lines, refused, run, train
 from tests.plain_answers import model_folder
 
@@ -81,6 +82,23 @@ def test_scores_in_other_modes_and_families(
     ended = train(tmp_path / "run", *conversations, *settings, "model.preset=", f"model.path={folder}",
                   "cluster.num_workers=3", "planner.tokens_per_rank=342")
     check(tmp_path / "run", ended, conversations)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_a_worker_may_die_while_answers_are_generated(
+    sync: str, ray_cluster: None, conversations: list[str], start: Start
+) -> None:
+    """Most of the time of such a run goes to its answers."""
+    begun = start(*conversations, "eval.every_steps=1", "run.steps=6", f"planner.sync={sync}",
+                  "planner.tokens_per_rank=512", "cluster.cpus_per_worker=0.2")
+    begun.wait_for_step(2)
+    moment = kill(begun.pids[1])
+    begun.wait_for_event(moment, "generation")
+    assert begun.wait() == 0, begun.said()
+    assert len(begun.ledger) == 6
+    scored = [line["step"] for line in lines(begun.folder, "metrics.jsonl") if "eval_f1" in line]
+    assert set(scored) >= {1, 2, 5, 6}
 
 
 @pytest.mark.parametrize(("words", "line"), [
