@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,12 +16,13 @@ from typing import Any, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dhp_ray.constraints import brief, check, check_device, texts, walk
+from dhp_ray.constraints import brief, check, check_device, check_evaluation, texts, walk
 from dhp_ray.credentials import concealed
 from dhp_ray.errors import first_line
 from dhp_ray.schema import Config, ConfigError
 
-__all__ = ["CHOICES", "CONF", "Config", "ConfigError", "check", "check_device", "dump", "help_text", "load"]
+__all__ = ["CHOICES", "CONF", "Config", "ConfigError", "check", "check_device", "check_evaluation", "dump",
+           "help_text", "load"]
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("model", "data", "cluster")
@@ -28,9 +30,10 @@ EITHER = (("model.preset", "model.path"), ("data.path", "data.sources"))
 """Pairs of keys that exclude each other: one given on the command line takes the place of the other in a file."""
 
 
-def load(argv: list[str], default_file: Path = CONF / "train.yaml") -> Config:
-    """The configuration that `argv` (`--config FILE` and `key=value`) asks for. URIs in it show no credentials
-    (dhp_ray/credentials.py).
+def load(argv: list[str], default_file: Path = CONF / "train.yaml", checked: Callable[[Config], None] = check
+         ) -> Config:
+    """The configuration that `argv` (`--config FILE` and `key=value`) asks for, with values that `checked` lets pass.
+    URIs in it show no credentials (dhp_ray/credentials.py).
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
@@ -57,7 +60,7 @@ def load(argv: list[str], default_file: Path = CONF / "train.yaml") -> Config:
     result = OmegaConf.to_object(config)
     assert isinstance(result, Config)
     _conceal(result)
-    check(result)
+    checked(result)
     return result
 
 
@@ -84,13 +87,15 @@ def dump(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def help_text(command: str, purpose: str) -> str:
-    """The page that `--help` prints."""
+def help_text(command: str, purpose: str, keys: str = "") -> str:
+    """The page that `--help` prints, with the keys that the pattern `keys` finds."""
     lines = [f"usage: {command} [--config FILE] [model=NAME] [data=NAME] [cluster=NAME] [key=value ...]", "", purpose,
              ""]
     for group in CHOICES:
         lines.append(f"  {group}=NAME  one of: {', '.join(_choice_names(group)) or '(none)'}")
     for dotted, value, spec in walk(Config()):
+        if not re.match(keys, dotted):
+            continue
         allowed = f" ({'|'.join(spec['choices'])})" if spec["choices"] else ""
         head = f"  {dotted}={'' if value in ('', []) else value}{allowed}"
         lines.append(f"{head:<58} {spec['text']}" if len(head) < 58 else f"{head}\n{'':<59}{spec['text']}")

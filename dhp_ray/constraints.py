@@ -18,13 +18,7 @@ UPLOADS = "working_dir_files"
 
 def check(config: Config) -> None:
     """Refuse values that the schema's types admit and a run cannot use."""
-    for dotted, value, spec in walk(config):
-        _check_value(dotted, value, spec)
-    for index, source in enumerate(config.data.sources):
-        for dotted, value, spec in walk(source, f"data.sources[{index}]."):
-            _check_value(dotted, value, spec)
-        if not source.path:
-            raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
+    _check_values(config)
     check_device(config)
     if config.data.path and config.data.sources:
         raise ConfigError(
@@ -46,11 +40,6 @@ def check(config: Config) -> None:
     if every != "auto" and not (re.fullmatch(r"0|[1-9][0-9]{0,3}", every) and int(every) <= MAX_MIRROR_STEPS):
         raise ConfigError(
             f"elastic.mirror_every_steps: got {every!r}; allowed: auto, or a whole number from 0 to {MAX_MIRROR_STEPS}"
-        )
-    if config.data.min_pixels > config.data.max_pixels:
-        raise ConfigError(
-            f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "
-            f"({config.data.max_pixels})"
         )
     for part in config.train.freeze:
         if part not in ("vision", "language"):
@@ -81,6 +70,8 @@ def check(config: Config) -> None:
             f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or "
             "neither"
         )
+    if config.eval.generate and not config.eval.path:
+        raise ConfigError("eval.generate: got true without eval.path; allowed: false, or held-out samples to answer")
     if not config.run.dir:
         raise ConfigError("run.dir: got nothing; allowed: a folder or URI that every node reaches")
 
@@ -96,6 +87,32 @@ def _check_lora(config: Config) -> None:
                           "model.path that the adapter is of")
     if not lora.targets:
         raise ConfigError("train.lora.targets: got []; allowed: all-linear, or ends of layers' names such as q_proj")
+
+
+def check_evaluation(config: Config) -> None:
+    """Refuse values that `jobs/evaluate.py` cannot use."""
+    _check_values(config)
+    for name, value, allowed in (("model.path", config.model.path, "a local Hugging Face folder"),
+                                 ("eval.path", config.eval.path, "a file or folder of held-out samples"),
+                                 ("eval.output", config.eval.output, "a file name")):
+        if not value:
+            raise ConfigError(f"{name}: got nothing; allowed: {allowed}")
+
+
+def _check_values(config: Config) -> None:
+    """Refuse values beyond their limits, and pixels whose least are more than their most."""
+    for dotted, value, spec in walk(config):
+        _check_value(dotted, value, spec)
+    for index, source in enumerate(config.data.sources):
+        for dotted, value, spec in walk(source, f"data.sources[{index}]."):
+            _check_value(dotted, value, spec)
+        if not source.path:
+            raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
+    if config.data.min_pixels > config.data.max_pixels:
+        raise ConfigError(
+            f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "
+            f"({config.data.max_pixels})"
+        )
 
 
 def check_device(config: Config) -> None:
@@ -116,15 +133,14 @@ def check_device(config: Config) -> None:
         )
 
 
-def run_folder_warning(config: Config, working_folder: Path) -> str:
-    """What to tell of a run folder inside the upload of a submitted job: each node has a copy of its own, and Ray
-    deletes them. Empty: it is not there.
+def upload_warning(key: str, folder: str, working_folder: Path) -> str:
+    """What to tell of a key's folder or file inside the upload of a submitted job: each node has a copy of its own, and
+    Ray deletes them. Empty: it is not there.
 
     The job's working folder tells, and not that it was submitted: a job may have changed to a folder that stays.
     """
-    folder = config.run.dir
     if UPLOADS in working_folder.parts and "://" not in folder and not os.path.isabs(os.path.expanduser(folder)):
-        return (f"warning: run.dir={folder} is relative: it lies in {working_folder}, which Ray deletes with the job; "
+        return (f"warning: {key}={folder} is relative: it lies in {working_folder}, which Ray deletes with the job; "
                 "give an absolute path or a URI that every node reaches")
     return ""
 

@@ -177,6 +177,10 @@ class Checkpoint:
 class Eval:
     path: str = key("", "held-out samples, in the form of data.format")
     every_steps: int = key(0, "evaluate after this many steps; 0: never", minimum=0)
+    generate: bool = key(False, "generate answers to the held-out samples and score them, beside the loss")
+    max_new_tokens: int = key(128, "tokens of an answer at most", minimum=1, maximum=1_000_000)
+    output: str = key("predictions.jsonl", "jobs/evaluate.py: file for a line a sample: prompt, references, "
+                      "prediction, scores, loss")
 
 
 @dataclass(kw_only=True)

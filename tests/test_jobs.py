@@ -42,7 +42,7 @@ def ended(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, 
     return status, output.getvalue(), errors.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("name", ["train", "prepare_data"])
+@pytest.mark.parametrize("name", ["train", "prepare_data", "evaluate"])
 @fuzz
 @given(argv=st.lists(words.filter(lambda word: word not in ("-h", "--help")), max_size=4),
        last=st.sampled_from(["run.steps=-1", "seed=x", "run.resume=maybe"]))

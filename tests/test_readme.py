@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from dhp_ray.config import CONF, load
+from dhp_ray.config import CONF, check_evaluation, load
 from dhp_ray.constraints import walk
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
@@ -102,8 +102,9 @@ def test_the_other_commands_are_ones() -> None:
     plan_job = entry("plan")
     for arguments in jobs("plan.py"):
         plan_job.read_arguments(arguments)
-    for arguments in jobs("report.py"):
-        load(arguments)
+    for name, *others in (("report.py",), ("evaluate.py", CONF / "evaluate.yaml", check_evaluation)):
+        for arguments in jobs(name):
+            load(arguments, *others)
 
 
 def test_targets_files_and_links_are_there() -> None:

@@ -58,6 +58,10 @@ class ChatTemplate:
             spans.append((start, position))
         return text, spans
 
+    def prompt(self, turns: Sequence[Turn]) -> str:
+        """The text of the turns, and what the template writes before the assistant's next answer."""
+        return self._apply([turn.message() for turn in turns], prompt=True)
+
     def _answer_frame(self) -> tuple[str, str]:
         """What the template writes before an answer (its prompt for one) and after it: what the text gains, beyond the
         prompt, once the answer is known.

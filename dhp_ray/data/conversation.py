@@ -81,6 +81,24 @@ def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] 
     return turns
 
 
+def last_answer(turns: Sequence[Turn]) -> int:
+    """The number of the assistant's last turn, from 0."""
+    return max(number for number, turn in enumerate(turns) if turn.role == "assistant")
+
+
+def references_of(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
+    """The assistant's own answer, and what the row's `answers` has beside it.
+
+    Raises:
+        RowError: `answers` holds something else than texts.
+    """
+    others: Any = fields.get("answers")
+    others = [] if others is None else [others] if isinstance(others, str) else others
+    if not isinstance(others, list) or not all(isinstance(text, str) for text in others):
+        raise RowError(f"answers holds {str(others)[:80]!r}; allowed: a text, or a list of texts")
+    return tuple(dict.fromkeys((answer.text.strip(), *others)))
+
+
 def offering(turns: Sequence[Turn], tools: Any, default_system: str, reserved: Sequence[str] = ()) -> list[Turn]:
     """The turns of a conversation in which the assistant may call `tools`: the system turn says so; without one, after
     what the template says by default.

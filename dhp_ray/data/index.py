@@ -14,9 +14,11 @@ from dataclasses import replace
 from itertools import islice
 
 from dhp_ray.data import fragments as kept
-from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats import kind_of_file, scan_file, suffixes_of
+from dhp_ray.data.conversation import ROLES
+from dhp_ray.data.errors import DataError, RowError, description
+from dhp_ray.data.formats import kind_of_file, read_rows, scan_file, suffixes_of
 from dhp_ray.data.formats.arrow import saved_files
+from dhp_ray.data.formats.stored_rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragments, FragmentWriter
 from dhp_ray.data.names import Names
 from dhp_ray.schema import Data
@@ -66,6 +68,32 @@ def check_form(data: Data) -> None:
         if list(islice(scan_file(path, kind, Names(), lambda position: None), 2)):
             return
     raise _no_rows(data)
+
+
+def check_answers(fragments: Fragments) -> None:
+    """Refuse held-out samples of which none has an answer. Reads rows up to the first that has one.
+
+    Raises:
+        DataError: the assistant says nothing in any of them; a file that cannot be read.
+    """
+    for fragment in fragments:
+        try:
+            rows = read_rows(fragment)
+        except Exception as error:  # the file is gone or damaged, and readers raise errors of many kinds
+            raise DataError(f"data.path: {fragment.path} cannot be read: {description(error)}") from None
+        if any(map(_is_answered, rows)):
+            return
+    raise DataError(f"data.path: none of the {fragments.num_rows} samples has an answer; allowed: at least one "
+                    "conversation in which the assistant speaks")
+
+
+def _is_answered(row: Row) -> bool:
+    try:
+        turns = conversation_of(row.fields)
+    except RowError:
+        return False
+    return any(ROLES.get(str(turn.get("role") if turn.get("from") is None else turn.get("from"))) == "assistant"
+               for turn in turns if isinstance(turn, dict))
 
 
 def _files(data: Data) -> list[tuple[str, str]]:

@@ -173,11 +173,21 @@ class Processor:
         """As `encode`, of turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens, or
         one step in time.
         """
+        return self._encode(*self._template.render(turns), sizes, slice_tokens)
+
+    def encode_prompt(
+        self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS
+    ) -> tuple[str, Encoded]:
+        """What the assistant is asked for its next turn with: the template's text, and as `encode_turns`; no label."""
+        text = self._template.prompt(turns)
+        return text, self._encode(text, [], sizes, slice_tokens)
+
+    def _encode(self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size], slice_tokens: int) -> Encoded:
         whole = [self.grid_of(size) for size in sizes]
         pieces = [piece for number, (size, grid) in enumerate(zip(sizes, whole))
                   for piece in self._pieces(number, size, grid, slice_tokens)]
         runs = [(_kind(size), count) for size, grid in zip(sizes, whole) for count in self._runs(size, grid)]
-        text, spans = self._with_media(*self._template.render(turns), sizes)
+        text, spans = self._with_media(text, spans, sizes)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
                                   return_attention_mask=False)
         ids = np.asarray(encoding["input_ids"], np.int32)

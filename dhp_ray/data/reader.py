@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.credentials import masked
-from dhp_ray.data.conversation import MEDIA
+from dhp_ray.data.conversation import MEDIA, Turn, last_answer, references_of
 from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
@@ -24,7 +24,7 @@ from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
 from dhp_ray.data.order import row_order
-from dhp_ray.data.processor import SLICE_TOKENS, Processor, ProcessorSpec, Size
+from dhp_ray.data.processor import IGNORE, SLICE_TOKENS, Encoded, Processor, ProcessorSpec, Size
 from dhp_ray.data.video_decoder import clip_of
 from dhp_ray.errors import first_line
 
@@ -58,6 +58,9 @@ class ReadFragments:
     max_tokens: int = 0
     max_image_tokens: int = 0
     prefix: str = ""
+    answer_tokens: int = 0
+    """Above 0 rows are prompts for the last turn of the assistant, each with room for an answer of so many tokens,
+    whose labels alone count: see train/greedy.py."""
 
     def __call__(self, items: pa.Table) -> pa.Table:
         processor = _loaded(self.processor)
@@ -87,31 +90,21 @@ class ReadFragments:
     def _record(self, row: Row, processor: Processor) -> dict[str, Any]:
         try:
             return {"id": row.id, "error": ""} | self._payload(row, processor)
-        except RowError as error:
-            reason = str(error)
         # foreign rows fail in ways that no list names; a bad row must not take its block with it
         except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-        # On one line, and as text that a log can hold: names of files and roles are quoted as they came.
-        return _unusable(row.id, " ".join(masked(reason).encode("utf-8", "backslashreplace").decode().split()))
+            return _unusable(row.id, reason_of(error))
 
     def _payload(self, row: Row, processor: Processor) -> dict[str, Any]:
-        if row.error:
-            raise RowError(row.error)
-        turns = processor.turns(conversation_of(row.fields), row.fields.get("tools"))
-        images = media_of(row.fields, turns, self.image_root, processor.limits.max_file_bytes, row.members)
-        sizes: list[Size] = []
-        numbers = dict.fromkeys(MEDIA, 0)
-        for part, data in zip((part for turn in turns for part in turn.media), images):
-            numbers[part.kind] += 1
-            try:
-                if part.kind == "video":
-                    sizes.append(clip_of(data, processor.limits))
-                else:
-                    sizes.append(image_size(data, processor.limits.max_decoded_pixels))
-            except RowError as error:
-                raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
-        encoded = processor.encode_turns(turns, sizes, min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS))
+        turns, images, sizes = contents_of(row, processor, self.image_root)
+        slice_tokens = min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS)
+        if self.answer_tokens:
+            asked = turns[:last_answer(turns)]
+            references_of(row.fields, turns[len(asked)])  # refuses what nobody could compare an answer with
+            images = images[:sum(len(turn.media) for turn in asked)]
+            _, prompt = processor.encode_prompt(asked, sizes[:len(images)], slice_tokens)
+            encoded = with_room(prompt, self.answer_tokens, processor.token_ids["pad"])
+        else:
+            encoded = processor.encode_turns(turns, sizes, slice_tokens)
         num_tokens = len(encoded.input_ids)
         if self.max_tokens and num_tokens > self.max_tokens:
             raise RowError(f"{num_tokens} tokens; the cluster holds at most {self.max_tokens} in one sequence")
@@ -126,6 +119,45 @@ class ReadFragments:
                 "grids": [list(grid) for grid in encoded.grids],
                 "input_ids": encoded.input_ids, "labels": encoded.labels, "images": images, "media": encoded.media,
                 "seconds": encoded.seconds}
+
+
+def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[Turn], list[bytes], list[Size]]:
+    """The turns of a row; its encoded images and videos in the order of the text, and the size of each.
+
+    Raises:
+        RowError: a row that cannot be used.
+    """
+    if row.error:
+        raise RowError(row.error)
+    turns = processor.turns(conversation_of(row.fields), row.fields.get("tools"))
+    images = media_of(row.fields, turns, image_root, processor.limits.max_file_bytes, row.members)
+    sizes: list[Size] = []
+    numbers = dict.fromkeys(MEDIA, 0)
+    for part, data in zip((part for turn in turns for part in turn.media), images):
+        numbers[part.kind] += 1
+        try:
+            if part.kind == "video":
+                sizes.append(clip_of(data, processor.limits))
+            else:
+                sizes.append(image_size(data, processor.limits.max_decoded_pixels))
+        except RowError as error:
+            raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
+    return turns, images, sizes
+
+
+def with_room(prompt: Encoded, num_tokens: int, filler: int) -> Encoded:
+    """A prompt with so many fillers behind it, which alone have labels."""
+    room = np.full(num_tokens, filler, np.int32)
+    return replace(prompt, input_ids=np.concatenate([prompt.input_ids, room]),
+                   labels=np.concatenate([np.full_like(prompt.labels, IGNORE), room]))
+
+
+def reason_of(error: Exception) -> str:
+    """Why a row cannot be used, on one line and as text that a log can hold: names of files and roles are quoted as
+    they came.
+    """
+    reason = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {first_line(error)}"
+    return " ".join(masked(reason).encode("utf-8", "backslashreplace").decode().split())
 
 
 EncodedGrids = Mapping[str, Sequence[bool]]

@@ -60,13 +60,14 @@ class SourceStream:
     Responsibilities: the reading stage and its limits, rows in the order of an epoch. A sample of more than
     `max_tokens` tokens, or with an image of more than `max_image_tokens`, is a bad row (0: no limit); both may be set
     until the first row is asked for. Ids begin with `prefix`; with one, they also end with the number of the epoch from
-    the second on. `share`: the part of the window that this source has.
+    the second on. `share`: the part of the window that this source has. `answer_tokens`: see ReadFragments.
 
     Raises:
         DataError: the data cannot be used at all (found before anything is read).
     """
 
-    def __init__(self, data: Data, model: Model, seed: int, prefix: str = "", share: float = 1.0) -> None:
+    def __init__(self, data: Data, model: Model, seed: int, prefix: str = "", share: float = 1.0,
+                 answer_tokens: int = 0) -> None:
         self.fragments = index_fragments(data)
         processor = ProcessorSpec.of(model, data)
         processor.load()  # a model folder without a tokenizer is the user's error, and shows here
@@ -75,7 +76,7 @@ class SourceStream:
         self.file_bytes = mean_file_bytes(self.fragments, image_root(data))
         """About what the images and videos take that a row names. The order depends on it, so cursors hold it."""
         self._window = ShuffleWindow(math.ceil(data.shuffle_window * share), data.shuffle_window_mb * 2**20 * share)
-        self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix)
+        self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
         self._seed = seed
         self._parts: deque[Iterator[tuple[ray.ObjectRef, str]]] = deque()
         # Reading that still goes on when the interpreter ends would keep it from ending.

@@ -78,14 +78,15 @@ class Stream:
     """Batches of `data.path`, in an order set by seed and epoch alone. Ray must be initialised.
 
     Responsibilities: batches and the cursor. Not its concern: what a skipped row means for the run (`data.on_error`).
-    MediaLimits as in `SourceStream`.
+    Limits and `answer_tokens` as in `SourceStream`.
 
     Raises:
         DataError: the data cannot be used at all (found before anything is read).
     """
 
-    def __init__(self, data: Data, model: Model, seed: int, max_tokens: int = 0, drop_last: bool = False) -> None:
-        self._rows = SourceStream(data, model, seed)
+    def __init__(self, data: Data, model: Model, seed: int, max_tokens: int = 0, drop_last: bool = False,
+                 answer_tokens: int = 0) -> None:
+        self._rows = SourceStream(data, model, seed, answer_tokens=answer_tokens)
         self.fragments, self.num_rows = self._rows.fragments, self._rows.num_rows
         self.max_tokens = max_tokens
         self._path = data.path

@@ -127,6 +127,10 @@ class ModelAdapter(Protocol):
         """
         ...
 
+    def predictions(self, hidden: Tensor, valid_index: Tensor) -> Tensor:
+        """The tokens (K,) int64 that most likely follow those at `valid_index` (K,), of `hidden` (L, D)."""
+        ...
+
     def is_vision(self, parameter_name: str) -> bool:
         """Whether a parameter belongs to the vision encoder (its projector included)."""
         ...

@@ -30,7 +30,7 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
     Raises:
         ModelError: one line on what is missing or not supported.
     """
-    _quieten()
+    quieten()
     if preset:
         config = preset_config(preset, token_ids)
         with torch.random.fork_rng(devices=[]):
@@ -90,8 +90,9 @@ def read_config(path: str) -> PreTrainedConfig:
     return config
 
 
-def _quieten() -> None:
-    """Every rank would show its own bars and reports of what it reads and writes; what is wrong is raised as one line.
+def quieten() -> None:
+    """Have transformers say nothing: every rank would show its own bars and reports of what it reads and writes; what
+    is wrong is raised as one line.
     """
     logging.disable_progress_bar()
     logging.set_verbosity_error()

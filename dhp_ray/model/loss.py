@@ -39,6 +39,14 @@ def cross_entropy_sum(
     return result
 
 
+def most_likely(
+    hidden: Tensor, weight: Tensor, valid_index: Tensor, chunk_elements: int = CHUNK_ELEMENTS
+) -> Tensor:
+    """The index of the largest logit of `hidden` (L, D) with `weight` (V, D) at `valid_index` (K,): (K,) int64."""
+    parts = hidden.index_select(0, valid_index).split(max(1, chunk_elements // weight.shape[0]))
+    return torch.cat([(part @ weight.T).float().argmax(1) for part in parts])
+
+
 class LossHead(Module):
     """A language model's head with its loss, as a module, so that forward hooks on it fire."""
 
@@ -49,8 +57,10 @@ class LossHead(Module):
         super().__init__()
         self.linear = linear
 
-    def forward(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
-        """See `cross_entropy_sum`."""
+    def forward(self, hidden: Tensor, labels: Tensor | None, valid_index: Tensor) -> Tensor:
+        """See `cross_entropy_sum`; without labels see `most_likely`."""
+        if labels is None:
+            return most_likely(hidden, self.linear.weight, valid_index)
         return cross_entropy_sum(hidden, self.linear.weight, labels, valid_index, take_gradient=self.take_gradient)
 
 

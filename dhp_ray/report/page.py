@@ -73,6 +73,10 @@ def summary(run: RunFiles, gains: Gains) -> str:
     evaluated = [line["eval_loss"] for line in run.metrics if line.get("eval_loss") is not None]
     if evaluated:
         cells.append(("last held-out loss", _number(evaluated[-1])))
+    scored = [line for line in run.metrics if "eval_exact_match" in line]
+    if scored:
+        names = {"exact match": "eval_exact_match", "ANLS": "eval_anls", "F1": "eval_f1"}
+        cells.append(("last answers", ", ".join(f"{words} {scored[-1][name]:.3f}" for words, name in names.items())))
     best = gains.best_baseline()
     if best:
         ratio = gains.total_s(best) / gains.total_s(RUN)

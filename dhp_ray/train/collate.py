@@ -91,6 +91,8 @@ class PackInputs:
     """For every member, how many feature rows come from it."""
     num_images: int
     """Images that the whole pack encodes."""
+    predicts: bool = False
+    """What is wanted of the valid tokens is the one that most likely follows each, and not their loss."""
 
     @property
     def num_valid_tokens(self) -> int:

@@ -13,7 +13,8 @@ from dhp_ray.train.collate import PackInputs
 
 
 def pack_loss(adapter: ModelAdapter, inputs: PackInputs, link: Link, encodes: bool | None = None) -> Tensor:
-    """Token-sum loss, an fp32 scalar, of this rank's shard of a pack. `inputs` are on the model's device.
+    """Token-sum loss, an fp32 scalar, of this rank's shard of a pack; or, where `inputs` say so and without gradients,
+    the tokens (K,) that most likely follow its valid ones. `inputs` are on the model's device.
 
     Every member of the pack must call it and then `backward()` on the result: with gradients enabled that may always
     be called, also where nothing of the pack is trained. Only the pack's own members exchange anything. `encodes` tells
@@ -31,6 +32,8 @@ def pack_loss(adapter: ModelAdapter, inputs: PackInputs, link: Link, encodes: bo
                                  differentiable=trains_features)
     context = PackContext(inputs.layout, link, trains_hidden, inputs.segments)
     hidden = adapter.decode(inputs.token_ids, inputs.positions, inputs.vision_token_index, features, context)
+    if inputs.predicts:
+        return adapter.predictions(hidden, inputs.valid_index)
     loss = adapter.loss_sum(hidden, inputs.labels, inputs.valid_index)
     if torch.is_grad_enabled() and not loss.requires_grad:
         loss.requires_grad_()

@@ -87,6 +87,15 @@ class RankStep:
         self.transport.prepare(inputs.plan.process_groups)
         return self._totals(self._run_packs(inputs))
 
+    @torch.no_grad()
+    def predictions(self, inputs: StepInputs) -> list[Tensor]:
+        """For each pack of this rank the tokens (K,) that most likely follow its valid ones, of inputs that ask for
+        these. Every rank calls it.
+        """
+        self.engine.progress.stage = f"answers {inputs.plan.step}"
+        self.transport.prepare(inputs.plan.process_groups)
+        return [run.loss for run in self._run_packs(inputs)]
+
     def _run_packs(self, inputs: StepInputs) -> list[PackRun]:
         """In their order; a pack that is not of the plan has index -1."""
         with closing(on_device(inputs.inputs, self.device)) as feed:

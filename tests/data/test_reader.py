@@ -20,16 +20,38 @@ from tests.data.samples import picture, processor, talk, write_rows
 PROCESSOR = processor()
 
 
-def block_of(path: Path, root: Path, *, max_tokens: int = 0, seed: int = 0, epoch: int = 0) -> pa.Table:
+def block_of(
+    path: Path, root: Path, *, max_tokens: int = 0, seed: int = 0, epoch: int = 0, answer_tokens: int = 0
+) -> pa.Table:
     """All fragments of the file, as the reading stage makes them."""
     fragments = index_fragments(Data(format="llava", path=str(path)))
     items = [{"position": number, "number": number, "epoch": epoch, "fragment": pickle.dumps(fragment)}
              for number, fragment in enumerate(fragments)]
-    return ReadFragments(ProcessorSpec("tiny"), str(root), seed, max_tokens)(pa.Table.from_pylist(items))
+    read = ReadFragments(ProcessorSpec("tiny"), str(root), seed, max_tokens, answer_tokens=answer_tokens)
+    return read(pa.Table.from_pylist(items))
 
 
 def records(block: pa.Table) -> dict[str, dict[str, Any]]:
     return {record["id"]: record for record in read_payloads(block, list(range(block.num_rows)))}
+
+
+def test_prompts_have_room_for_answers(tmp_path: Path) -> None:
+    """What stands behind the last question is left out, with its images."""
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(picture(100, 60))
+    talked = talk("<image>What?", "One.", "And?", "Two.", "<image>Thanks.")
+    path = write_rows(tmp_path / "rows.json", [
+        {"id": "good", "image": ["a.png", "b.png"], "conversations": talked, "answers": ["2"]},
+        {"id": "bad", "conversations": talk("What?", "x"), "answers": 3}])
+    found = records(block_of(path, tmp_path, answer_tokens=4))
+    good, pad = found["good"], PROCESSOR.token_ids["pad"]
+    text, prompt = PROCESSOR.encode_prompt(PROCESSOR.turns(talked)[:3], [(100, 60)])
+    assert text.endswith("And?<|im_end|>\n<|im_start|>assistant\n")
+    assert good["input_ids"].tolist() == [*prompt.input_ids.tolist(), *[pad] * 4]
+    assert good["labels"].tolist() == [*[-100] * len(prompt.input_ids), *[pad] * 4]
+    assert (len(good["grids"]), good["images"]) == (1, [picture(100, 60)])
+    assert good["text_tokens"] + good["vision_tokens"] == len(good["input_ids"])
+    assert found["bad"]["error"] == "answers holds '3'; allowed: a text, or a list of texts"
 
 
 def test_bad_rows_keep_their_place_and_break_nothing(tmp_path: Path) -> None:

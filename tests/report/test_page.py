@@ -58,6 +58,15 @@ def test_every_section_and_figure_is_there(content: str) -> None:
     assert re.search(r"<dt>samples left out</dt><dd>2</dd>", content)
 
 
+def test_scores_of_answers_are_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines[0] |= {"eval_loss": 1.5, "eval_exact_match": 0.5, "eval_anls": 0.625, "eval_f1": 0.75}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = page(read_run(Folder(str(tmp_path))))
+    assert "<dt>last answers</dt><dd>exact match 0.500, ANLS 0.625, F1 0.750</dd>" in shown
+
+
 def test_modelled_and_measured_are_told_apart(tmp_path: Path) -> None:
     """Late steps stand in both: in the run's own row of what is modelled, and in a row of their own of what is
     measured.

@@ -38,6 +38,16 @@ class Bounds(NamedTuple):
         return self.patch_size * self.merge_size
 
 
+class Medium(NamedTuple):
+    """A whole image or video: its patches (P, patch_dim), the grid that they fill, and seconds of a step in time (0: an
+    image).
+    """
+
+    patches: np.ndarray
+    grid: Grid
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Family(ABC):
     """A family's tokens, files, and the way from images and videos to text and grids."""
@@ -129,6 +139,14 @@ class Family(ABC):
     @abstractmethod
     def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
         """Vision tokens of each of these runs, for a whole video of this grid."""
+
+    @abstractmethod
+    def model_inputs(
+        self, ids: np.ndarray, media: Sequence[Medium], token_ids: Mapping[str, int], bounds: Bounds
+    ) -> dict[str, np.ndarray]:
+        """What the model of transformers takes beside the ids (L,) of one sequence: its images and videos, in the order
+        of the text.
+        """
 
     def seconds_per_step(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> float:
         """Seconds between two steps in time of a video's grid."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dhp_ray.data.clip import Clip
-from dhp_ray.data.families.base import Bounds, Family, check_shape, patches
+from dhp_ray.data.families.base import Bounds, Family, Medium, check_shape, patches
 from dhp_ray.data.media import MediaLimits
 
 if TYPE_CHECKING:
@@ -150,6 +150,16 @@ class InternVL(Family):
     def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
         time, height, width = grid
         return (height * width // merge_area,) * time
+
+    def model_inputs(
+        self, ids: np.ndarray, media: Sequence[Medium], token_ids: Mapping[str, int], bounds: Bounds
+    ) -> dict[str, np.ndarray]:
+        """Tiles (T, 3, height, width), put together again of their patches, row by row."""
+        if not media:
+            return {}
+        (_, rows, columns), size = media[0].grid, bounds.patch_size
+        cut = np.concatenate([medium.patches for medium in media]).reshape(-1, rows, columns, 3, size, size)
+        return {"pixel_values": cut.transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, rows * size, columns * size)}
 
 
 def tiling(width: int, height: int, tile: tuple[int, int], least: int, most: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dhp_ray.data.clip import Clip
-from dhp_ray.data.families.base import Bounds, Family, check_shape
+from dhp_ray.data.families.base import Bounds, Family, Medium, check_shape
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENS
 
@@ -37,6 +37,8 @@ class Qwen25VL(Family):
         "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
     processor_class: ClassVar[str] = "Qwen2_5_VLProcessor"
     video_processor: ClassVar[str] = "Qwen2VLVideoProcessor"
+    takes_seconds: ClassVar[bool] = True
+    """Whether its model counts a video's positions in time in seconds."""
 
     def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         vision = config.get("vision_config") or {}
@@ -93,6 +95,22 @@ class Qwen25VL(Family):
 
     def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
         return (math.prod(grid) // merge_area,)
+
+    def model_inputs(
+        self, ids: np.ndarray, media: Sequence[Medium], token_ids: Mapping[str, int], bounds: Bounds
+    ) -> dict[str, np.ndarray]:
+        if not media:
+            return {}
+        kinds = (ids == token_ids["image"]) + 2 * (ids == token_ids["video"])
+        inputs = {"mm_token_type_ids": kinds.astype(np.int32)[None]}
+        for values, grids, of_video in (("pixel_values", "image_grid_thw", False),
+                                        ("pixel_values_videos", "video_grid_thw", True)):
+            if chosen := [medium for medium in media if bool(medium.seconds) == of_video]:
+                inputs |= {values: np.concatenate([medium.patches for medium in chosen]),
+                           grids: np.array([medium.grid for medium in chosen], np.int64)}
+        if self.takes_seconds and "video_grid_thw" in inputs:
+            inputs["second_per_grid_ts"] = np.array([medium.seconds for medium in media if medium.seconds], np.float32)
+        return inputs
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ class Qwen3VL(Qwen25VL):
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
     processor_class: ClassVar[str] = "Qwen3VLProcessor"
     video_processor: ClassVar[str] = "Qwen3VLVideoProcessor"
+    takes_seconds: ClassVar[bool] = False
 
     def video_bounds(self, bounds: Bounds) -> dict[str, Any]:
         return {"cap_pixels_per_frame": True, "max_video_tokens": bounds.maximum // bounds.factor**2,

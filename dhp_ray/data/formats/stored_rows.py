@@ -3,6 +3,7 @@
     id             name of the sample (optional; see data/names.py)
     conversations  LLaVA's turns (data/conversation.py); in parquet also as a JSON string
     messages       OpenAI's messages, likewise; used where there are no conversations
+    answers        texts that are right beside the last turn of the assistant (jobs/evaluate.py), a list or one
     tools          what the assistant may call (data/tools.py), a list or JSON text
     image, images  a file name below the image root, encoded bytes, {"bytes": ..., "path": ...}, or a list of these
     video, videos  likewise
@@ -26,7 +27,7 @@ from dhp_ray.errors import first_line
 ROWS_PER_FRAGMENT = 32
 CONVERSATION_COLUMNS = ("conversations", "messages")
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
-ROW_COLUMNS = ("id", *CONVERSATION_COLUMNS, "tools", *MEDIA_COLUMNS)
+ROW_COLUMNS = ("id", *CONVERSATION_COLUMNS, "tools", "answers", *MEDIA_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,10 @@ class VisionLanguageModel(ABC):
         loss: Tensor = self._head(hidden, labels, valid_index)
         return loss
 
+    def predictions(self, hidden: Tensor, valid_index: Tensor) -> Tensor:
+        tokens: Tensor = self._head(hidden, None, valid_index)
+        return tokens
+
     def is_vision(self, parameter_name: str) -> bool:
         return parameter_name.startswith(self.vision_prefixes)
 

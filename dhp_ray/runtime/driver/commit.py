@@ -35,8 +35,8 @@ class Commits:
                 self.session.group.call("mirrored")
         for step in finished:
             last = step is finished[-1]
-            eval_loss = (yield from self.session.current.evaluation.loss_when_due(step.step)) if last else None
-            yield from self.commit(replace(step, eval_loss=eval_loss))
+            evaluated = (yield from self.session.current.evaluation.when_due(step.step)) if last else {}
+            yield from self.commit(replace(step, evaluated=evaluated))
 
     def commit(self, finished: FinishedStep) -> Iterator[Message]:
         """Record a finished step: skipped samples, metrics, ledger, and then the curves.
@@ -53,7 +53,7 @@ class Commits:
                 )
         metrics = step_metrics(plan, finished.results, finished.step_time_s, session.history.scale.value,
                                session.current.number, finished.late)
-        metrics |= {} if finished.eval_loss is None else {"eval_loss": finished.eval_loss}
+        metrics |= finished.evaluated
         extra = step_extra(plan, finished.results, finished.data_wait_s, finished.epoch)
         session.history.scale.observe(metrics["measured_makespan_s"], plan.predicted_time_s)
         session.history.step_times_s.append(finished.step_time_s)

@@ -160,7 +160,7 @@ class Driver:
             drained = Condition.DRAINED in self.leaving.values()
             endangered = drained or (bool(self.leaving) and not mirrored)
             self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
-            eval_loss = yield from session.current.evaluation.loss_when_due(step)
+            evaluated = yield from session.current.evaluation.when_due(step)
             change = yield from self._change(session)
             launched = self._launch(session, None if change or session.stopping else following, waited_s)
             if mirrored:
@@ -168,7 +168,7 @@ class Driver:
                 self.copies = step, session.group.start("mirrored")
                 if session.mirroring.every == 1:  # else they travel up to the next ones
                     yield from self._copies_arrived(session)
-            yield from self.commits.commit(running.finished(results, step_time_s, eval_loss))
+            yield from self.commits.commit(running.finished(results, step_time_s, evaluated))
             running = launched
         yield from self._copies_arrived(session)
         if self.refused:  # also where it is the first step

@@ -1,14 +1,19 @@
-"""The loss on held-out samples: passes over `eval.path`, planned and run as training batches are, without gradients."""
+"""Evaluation on held-out samples: passes over `eval.path`, planned and run as training batches are, without gradients.
+One pass takes the loss; another, where asked for, answers the prompts and scores the answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
+from dhp_ray.data.answers import mean_scores, scores_of
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.index import held_out
+from dhp_ray.data.index import check_answers, held_out
+from dhp_ray.data.questions import references_in
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import ClusterSpec
@@ -18,8 +23,18 @@ from dhp_ray.runtime.driver.stages import DispatchedStep
 from dhp_ray.runtime.messages import Message, Notice, RunError, StoppingError
 
 
-def held_out_stream(config: Config) -> Stream | None:
-    """The stream of `eval.path`, in the form of the training data; None where a run does not evaluate.
+class HeldOut(NamedTuple):
+    """The streams of `eval.path`: of conversations, and, where answers are generated, of prompts, with the answers that
+    count as right, by sample.
+    """
+
+    conversations: Stream
+    prompts: Stream | None
+    references: Mapping[str, tuple[str, ...]]
+
+
+def open_held_out(config: Config) -> HeldOut | None:
+    """What is evaluated, in the form of the training data; None where a run does not evaluate.
 
     Raises:
         DataError: the file cannot be used.
@@ -27,20 +42,26 @@ def held_out_stream(config: Config) -> Stream | None:
     if not config.eval.every_steps:
         return None
     try:
-        return Stream(_one_pass(config).data, config.model, config.seed)
+        data = _one_pass(config).data
+        conversations = Stream(data, config.model, config.seed)
+        if not config.eval.generate:
+            return HeldOut(conversations, None, {})
+        check_answers(conversations.fragments)
+        prompts = Stream(data, config.model, config.seed, answer_tokens=config.eval.max_new_tokens)
+        return HeldOut(conversations, prompts, references_in(prompts.fragments))
     except DataError as error:
         raise DataError(str(error).replace("data.path", "eval.path")) from None
 
 
 class Evaluation:
-    """Evaluates for one membership of the group (without a stream: never).
+    """Evaluates for one membership of the group (without anything held out: never).
 
     Its batches have `batch.global_samples` samples whatever the number of ranks, and their sums are added up in order.
     """
 
     def __init__(
         self,
-        stream: Stream | None,
+        held_out: HeldOut | None,
         group: WorkerGroup,
         cluster: ClusterSpec,
         cost: CostModel,
@@ -50,56 +71,85 @@ class Evaluation:
         stopping: Callable[[], str] = lambda: "",
     ) -> None:
         self.group, self.config, self.stopping = group, config, stopping
-        self.dispatcher = None
-        if stream:
+        self.references = held_out.references if held_out else {}
+
+        def dispatcher_of(stream: Stream) -> Dispatcher:
             stream.max_tokens = config.planner.max_sequence_tokens
             stream.max_image_tokens = int(config.planner.tokens_per_rank)
-            self.dispatcher = Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation,
-                                         stopping=stopping)
+            return Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation, stopping=stopping)
+
+        self.losses = dispatcher_of(held_out.conversations) if held_out else None
+        self.answers = dispatcher_of(held_out.prompts) if held_out and held_out.prompts else None
+        self._number = 0
         self._told: set[str] = set()
 
     def stop(self) -> None:
         """Stop planning; waits for a batch that is being read, unless the run is to end."""
-        if self.dispatcher:
-            self.dispatcher.stop()
+        for dispatcher in (self.losses, self.answers):
+            if dispatcher:
+                dispatcher.stop()
 
-    def loss_when_due(self, step: int) -> Generator[Message, None, float | None]:
-        """Mean loss over the valid tokens of all held-out samples, after the steps that `eval.every_steps` names;
-        yields what the user should see. None where it is not due, cannot be had, or the run is to end before it is
-        complete.
+    def when_due(self, step: int) -> Generator[Message, None, dict[str, float]]:
+        """After the steps that `eval.every_steps` names `eval_loss`, the mean loss over the valid tokens of all
+        held-out samples, and, where answers are generated, their mean scores; yields what the user should see. Nothing
+        of what is not due, cannot be had, or is not complete when the run is to end.
 
         Call it between two steps: the ranks run it in the order of calls.
         """
-        if self.dispatcher is None or step % self.config.eval.every_steps:
-            return None
-        self.dispatcher.reader.stream.start_epoch(0)
-        self.dispatcher.batches.clear()
-        self.dispatcher.reader.at_end = False
-        loss_sum, num_valid_tokens = 0.0, 0
-        number = -1  # below 0: the next training step lies prefetched under its own number
-        dispatched = self.dispatcher.dispatch(number)
+        self._number = 0
+        if self.losses is None or step % self.config.eval.every_steps:
+            return {}
+        sums = yield from self._passed(self.losses, step, "evaluate", "the loss on held-out samples")
+        if sums is None:
+            return {}
+        num_valid_tokens = sum(count for _, (_, count) in sums)
+        found = {"eval_loss": sum(loss for _, (loss, _) in sums) / max(1, num_valid_tokens)}
+        if self.answers is None:
+            return found
+        said = yield from self._passed(self.answers, step, "answer", "answers to held-out samples")
+        if said is None:
+            return found
+        scores = mean_scores([scores_of(text, self.references[name])
+                              for names, texts in said for name, text in zip(names, texts, strict=True) if name])
+        return found | {"eval_exact_match": scores.exact_match, "eval_anls": scores.anls, "eval_f1": scores.f1}
+
+    def _passed(
+        self, dispatcher: Dispatcher, step: int, method: str, what: str
+    ) -> Generator[Message, None, list[tuple[list[str], Any]] | None]:
+        """Of each batch the ids of its samples ("": it could not be used), and what rank 0's `method` returns of it;
+        None where the pass is not complete.
+        """
+        dispatcher.reader.stream.start_epoch(0)
+        dispatcher.batches.clear()
+        dispatcher.reader.at_end = False
+        found: list[tuple[list[str], Any]] = []
+        dispatched = dispatcher.dispatch(self._next_number())
         while dispatched:
             try:
-                failures = self.dispatcher.failures(dispatched)
+                failures = dispatcher.failures(dispatched)
             except StoppingError:
                 return None
             yield from self._tell(dispatched, failures)
-            running = self.group.start("evaluate", number, dispatched.plan_id, failures)
-            self.dispatcher.started(dispatched)
-            del self.dispatcher.batches[number]  # its payload goes once the ranks have it
-            number -= 1
-            dispatched = self.dispatcher.dispatch(number)  # planned and sent while the workers run
-            with self.group.waits.on("the loss on held-out samples"):
-                sums: list[tuple[float, int]] = self.group.collect(running)
-            loss_sum, num_valid_tokens = loss_sum + sums[0][0], num_valid_tokens + sums[0][1]
+            names = [sample.id for sample in dispatched.batch.samples]
+            running = self.group.start(method, dispatched.step, dispatched.plan_id, failures,
+                                       *([names] if method == "answer" else []))
+            dispatcher.started(dispatched)
+            del dispatcher.batches[dispatched.step]  # its payload goes once the ranks have it
+            dispatched = dispatcher.dispatch(self._next_number())  # planned and sent while the workers run
+            with self.group.waits.on(what):
+                results = self.group.collect(running)
+            found.append((["" if name in failures else name for name in names], results[0]))
         if self.stopping():
             return None
-        if not self.dispatcher.reader.at_end:
-            yield Notice(
-                f"no evaluation after step {step}: a held-out sample needs {self.dispatcher.needed_ranks} ranks"
-            )
+        if not dispatcher.reader.at_end:
+            yield Notice(f"no evaluation after step {step}: a held-out sample needs {dispatcher.needed_ranks} ranks")
             return None
-        return loss_sum / max(1, num_valid_tokens)
+        return found
+
+    def _next_number(self) -> int:
+        """Of a batch; below 0: the next training step lies prefetched under its own number."""
+        self._number -= 1
+        return self._number
 
     def _tell(self, dispatched: DispatchedStep, failures: dict[str, str]) -> Generator[Message, None, None]:
         """Held-out samples that are left out, each once a run."""

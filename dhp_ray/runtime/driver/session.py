@@ -18,7 +18,7 @@ from dhp_ray.planner.plan import ClusterSpec, Plan
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.elastic import Condition, Failures, replica_ranks_of
-from dhp_ray.runtime.driver.evaluation import Evaluation
+from dhp_ray.runtime.driver.evaluation import Evaluation, HeldOut
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.measures import TimeScale
 from dhp_ray.runtime.driver.mirroring import Mirroring
@@ -77,7 +77,7 @@ class Session:
     scalars: ScalarLog
     watch: Watch
     stream: Stream | Mixture
-    held_out: Stream | None
+    held_out: HeldOut | None
     arrivals: Arrivals
     total_steps: int
     compiled: Future[float]  # the planner's loops are, and how many seconds that took

@@ -4,8 +4,9 @@ committed it is a StepCommitted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -46,12 +47,13 @@ class RunningStep:
     data_wait_s: float
     mirrors: bool
 
-    def finished(self, results: list[StepResult], step_time_s: float, eval_loss: float | None) -> FinishedStep:
+    def finished(self, results: list[StepResult], step_time_s: float,
+                 evaluated: Mapping[str, float]) -> FinishedStep:
         dispatched, batch = self.dispatched, self.dispatched.batch
         return FinishedStep(dispatched.step, dispatched.plan, dispatched.plan_id, dispatched.late, batch.epoch,
                             [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders, results,
                             step_time_s, self.data_wait_s,
-                            eval_loss)
+                            evaluated)
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class FinishedStep:
     results: list[StepResult]
     step_time_s: float
     data_wait_s: float = 0.0
-    eval_loss: float | None = None
+    evaluated: Mapping[str, float] = field(default_factory=dict)
+    """By their names in metrics.jsonl, what the evaluation after the step came to; empty: there was none."""
 
     @classmethod
     def reported(cls, step: int, plan_file: dict[str, Any], ran: list[Ran]) -> FinishedStep:

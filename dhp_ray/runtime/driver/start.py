@@ -18,7 +18,7 @@ from dhp_ray.planner.cost import SYNCS
 from dhp_ray.run_folder import TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
-from dhp_ray.runtime.driver.evaluation import held_out_stream
+from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.modes import Choice, mode_of
 from dhp_ray.runtime.driver.room import check_host_memory, check_memory, check_room, saves_ahead, tokens_that_fit
@@ -56,7 +56,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     first_step = 1 + (records.last_step if going_on else newest.step if newest else 0)
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
-        held_out = held_out_stream(config)
+        held_out = open_held_out(config)
     # before the workers tell how much room there is
     not_deleted = [] if going_on else checkpoints.discard_after(first_step - 1)
     if not going_on:

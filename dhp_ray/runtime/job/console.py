@@ -84,6 +84,9 @@ def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
              f"(lr {_short_exponent(metrics['learning_rate'])}, norm {metrics['gradient_norm']:.3g})"]
     if "eval_loss" in metrics:
         words.append(f"eval loss {metrics['eval_loss']:.3f}")
+    if "eval_exact_match" in metrics:
+        words.append(f"(exact match {metrics['eval_exact_match']:.3f}, ANLS {metrics['eval_anls']:.3f}, "
+                     f"F1 {metrics['eval_f1']:.3f})")
     late = f" (late: {metrics['planner']})" if metrics["late"] else ""
     words += [f"{_rate(metrics)} tokens/s", f"step {metrics['step_time_s']:.2f} s",
               f"plan {1e3 * metrics['planning_time_s']:.0f} ms{late}",

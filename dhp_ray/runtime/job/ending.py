@@ -32,7 +32,8 @@ class Ending:
     them from a pipe, since foreign code may keep the main thread for minutes (Ray that waits for the answer of a head).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: str = "before the first step") -> None:
+        self.before = before  # what is then lost with the process
         self.reason = ""
         self.say: Callable[[str], None] = partial(print, flush=True)
         self._stop: Callable[[str], object] | None = None
@@ -70,7 +71,7 @@ class Ending:
             # Within ray.init the handler is Ray's, and raises SystemExit before the thread may have read which signal
             # it was.
             what = (
-                f"stopped before the first step: {self.reason or 'SIGTERM'}"
+                f"stopped {self.before}: {self.reason or 'SIGTERM'}"
                 if self._stop is None
                 else "ended at once: Ctrl-C"
             )

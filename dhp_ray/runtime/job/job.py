@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.config import Config, ConfigError
-from dhp_ray.constraints import check_device, run_folder_warning
+from dhp_ray.constraints import check_device, upload_warning
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.job.console import Console
 from dhp_ray.runtime.job.ending import Ending
@@ -43,7 +43,7 @@ def train(config: Config, ending: Ending) -> int:
     waits = Waits(console.show)
     ending.say = lambda text: console.show(Notice(text))
     try:
-        if warning := run_folder_warning(config, Path.cwd()):
+        if warning := upload_warning("run.dir", config.run.dir, Path.cwd()):
             console.show(Notice(warning))
         with waits.on("the Ray cluster"):
             connect()

@@ -19,9 +19,10 @@ from dhp_ray.config import Config, ConfigError
 from dhp_ray.constraints import check_device
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.families import check_processor_files
-from dhp_ray.data.index import check_form, held_out, sources_of
+from dhp_ray.data.index import check_answers, check_form, held_out, index_fragments, sources_of
 from dhp_ray.model.files import ModelError, check_model_folder
 from dhp_ray.runtime.job.head import named_head
+from dhp_ray.runtime.job.indexing import progress_bar
 from dhp_ray.runtime.records.run_records import compare_config
 from dhp_ray.storage import Folder, StorageError
 
@@ -41,9 +42,7 @@ def check_here(config: Config) -> None:
     if address in ("", "local"):
         check_workers(config, resources_here())
     if config.model.path:
-        with _refusing("model.path"):
-            check_model_folder(config.model.path)
-            check_processor_files(Path(config.model.path))
+        _check_model(config.model.path)
     for source in sources_of(config.data):
         with _refusing("data.path"):
             check_form(source)
@@ -54,6 +53,25 @@ def check_here(config: Config) -> None:
         _check_cost(config.planner.cost)
     if "://" not in config.run.dir:
         _check_run_folder(config)
+
+
+def check_evaluation_here(config: Config) -> None:
+    """Refuse an evaluation that cannot start, as `check_here`; also for samples of which none has an answer.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is allowed.
+    """
+    address, _ = named_head()
+    if "://" in address:
+        return
+    if address in ("", "local"):
+        check_room(config, resources_here())
+    _check_model(config.model.path)
+    with _refusing("eval.path"):
+        samples = held_out(config.data, config.eval.path)
+        check_form(samples)
+        with progress_bar(samples) as progress:
+            check_answers(index_fragments(samples, progress))
 
 
 @contextmanager
@@ -84,6 +102,18 @@ def check_workers(config: Config, here: dict[str, float]) -> None:
     Raises:
         ConfigError: a device of another kind, or too few.
     """
+    check_room(config, here)
+    resolved = deepcopy(config)
+    resolved.cluster.device = device_of(config.cluster.device, here).name
+    check_device(resolved)
+
+
+def check_room(config: Config, here: dict[str, float]) -> None:
+    """Refuse workers that a cluster with these resources has no room for.
+
+    Raises:
+        ConfigError: a device of another kind, or too few.
+    """
     cluster = config.cluster
     kind = device_of(cluster.device, here)
     resource = kind.resource
@@ -107,9 +137,6 @@ def check_workers(config: Config, here: dict[str, float]) -> None:
                 f"cluster.num_workers: got {cluster.num_workers}; they need {amount:g} {name}, this machine has "
                 f"{here[name]:g}; allowed: {fewer}a Ray cluster with more nodes (its head in RAY_ADDRESS)"
             )
-    resolved = deepcopy(config)
-    resolved.cluster.device = kind.name
-    check_device(resolved)
 
 
 def device_of(name: str, resources: dict[str, float]) -> Accelerator:
@@ -118,6 +145,12 @@ def device_of(name: str, resources: dict[str, float]) -> Accelerator:
         return ACCELERATORS[name]
     return next((kind for kind in (ACCELERATORS["npu"], ACCELERATORS["cuda"]) if resources.get(str(kind.resource))),
                 CPU)
+
+
+def _check_model(path: str) -> None:
+    with _refusing("model.path"):
+        check_model_folder(path)
+        check_processor_files(Path(path))
 
 
 def _check_cost(path: str) -> None:

@@ -30,10 +30,8 @@ class Roster:
         self.config, self.accelerator, self.waits = config, accelerator, waits
         self.workers: dict[int, ActorHandle] = {}
         self._starts: dict[int, ray.ObjectRef] = {}
-        self._bundle = {"CPU": config.cluster.cpus_per_worker}
-        if accelerator.resource:
-            self._bundle[accelerator.resource] = 1.0
-        self._room = self._reserve(config.cluster.num_workers)
+        self._bundle = bundle_of(config, accelerator)
+        self._room = reserve(config, self._bundle, waits)
         self._more_room: dict[int, PlacementGroup] = {}
 
     def start(self) -> dict[int, ActorHandle]:
@@ -57,14 +55,9 @@ class Roster:
         if slot in self.workers:
             ray.kill(self.workers[slot])
         actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)  # type: ignore[call-overload]
-        resource = self.accelerator.resource
-        devices: dict[str, Any] = (
-            {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}} if resource else {}
-        )
         own = self._more_room.get(slot)
-        place = PlacementGroupSchedulingStrategy(own or self._room, placement_group_bundle_index=0 if own else slot)
-        self.workers[slot] = actor.options(scheduling_strategy=place, num_cpus=self.config.cluster.cpus_per_worker,
-                                           **devices).remote(self.config)
+        options = actor_options(self.config, self.accelerator, own or self._room, 0 if own else slot)
+        self.workers[slot] = actor.options(**options).remote(self.config)
         self._starts[slot] = self.workers[slot].__ray_ready__.remote()
         return self.workers[slot]
 
@@ -80,19 +73,39 @@ class Roster:
         for room in [self._room, *self._more_room.values()]:
             remove_placement_group(room)
 
-    def _reserve(self, num_workers: int) -> PlacementGroup:
-        cluster = self.config.cluster
-        room = placement_group([self._bundle] * num_workers, strategy="PACK")
-        with self.waits.on(f"room for {num_workers} workers"):
-            there = room.wait(cluster.start_timeout_s)
-        if not there:
-            remove_placement_group(room)
-            have = ray.cluster_resources()
-            wanted = ", ".join(f"{amount * num_workers:g} {name}" for name, amount in self._bundle.items())
-            found = ", ".join(f"{have.get(name, 0.0):g} {name}" for name in self._bundle)
-            raise RunError(
-                f"cluster.num_workers={num_workers}: needs {wanted}; "
-                f"the cluster has {found} in all (some may be in use), "
-                f"and no more came within {cluster.start_timeout_s:g} s; lower cluster.num_workers or add nodes"
-            )
-        return room
+
+def bundle_of(config: Config, accelerator: Accelerator) -> dict[str, float]:
+    """What a worker reserves, by Ray's names."""
+    bundle = {"CPU": config.cluster.cpus_per_worker}
+    return bundle | {accelerator.resource: 1.0} if accelerator.resource else bundle
+
+
+def actor_options(config: Config, accelerator: Accelerator, room: PlacementGroup, place: int) -> dict[str, Any]:
+    """The options of an actor that takes a bundle of `room`."""
+    resource = accelerator.resource
+    devices: dict[str, Any] = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}} if resource else {}
+    strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=place)
+    return {"scheduling_strategy": strategy, "num_cpus": config.cluster.cpus_per_worker, **devices}
+
+
+def reserve(config: Config, bundle: dict[str, float], waits: Waits) -> PlacementGroup:
+    """Room for `cluster.num_workers` workers, had whole or not at all.
+
+    Raises:
+        RunError: there is none within `cluster.start_timeout_s`.
+    """
+    cluster = config.cluster
+    room = placement_group([bundle] * cluster.num_workers, strategy="PACK")
+    with waits.on(f"room for {cluster.num_workers} workers"):
+        there = room.wait(cluster.start_timeout_s)
+    if not there:
+        remove_placement_group(room)
+        have = ray.cluster_resources()
+        wanted = ", ".join(f"{amount * cluster.num_workers:g} {name}" for name, amount in bundle.items())
+        found = ", ".join(f"{have.get(name, 0.0):g} {name}" for name in bundle)
+        raise RunError(
+            f"cluster.num_workers={cluster.num_workers}: needs {wanted}; "
+            f"the cluster has {found} in all (some may be in use), "
+            f"and no more came within {cluster.start_timeout_s:g} s; lower cluster.num_workers or add nodes"
+        )
+    return room

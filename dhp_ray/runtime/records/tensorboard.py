@@ -33,6 +33,9 @@ HYPERPARAMETERS = ("seed", "batch", "model", "cluster", "planner", "comm", "trai
 METRIC_TAGS = {
     "loss": "loss/train",
     "eval_loss": "loss/eval",
+    "eval_exact_match": "eval/exact_match",
+    "eval_anls": "eval/anls",
+    "eval_f1": "eval/f1",
     "step_time_s": "throughput/step_time_s",
     "num_tokens": "throughput/num_tokens",
     "num_samples": "throughput/num_samples",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dhp_ray.config import Config
-from dhp_ray.storage import Folder, storage_errors
+from dhp_ray.storage import Folder, StorageError, storage_errors
 
 
 def save_folder(config: Config) -> Path:
@@ -40,3 +41,18 @@ def export_folder(config: Config) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_reached(folder: Folder, probe: str) -> None:
+    """Refuse a run folder that is not the driver's, which has left the file `probe` there.
+
+    Raises:
+        StorageError: it is another one, or cannot be read.
+    """
+    try:
+        folder.read(probe)
+    except StorageError as error:
+        raise StorageError(
+            f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; "
+            "allowed: a folder or URI that every node reaches"
+        ) from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import socket
 import traceback
 from collections.abc import Callable
 from functools import wraps
@@ -29,14 +28,15 @@ from dhp_ray.data.blocks import BlockRows, fetch_rows
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
+from dhp_ray.runtime.worker.answering import answers
 from dhp_ray.runtime.worker.failures import words_of
-from dhp_ray.runtime.worker.folders import export_folder, save_folder
+from dhp_ray.runtime.worker.folders import check_reached, export_folder, save_folder
 from dhp_ray.runtime.worker.heap import give_back_memory
 from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT, held_shards
 from dhp_ray.runtime.worker.prefetch import encoded_grids, load_inputs, num_decoders, processor_spec
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import build_adapter, state_size
-from dhp_ray.storage import Folder, StorageError
+from dhp_ray.storage import Folder
 from dhp_ray.train.flat_shards import FlatShards
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.state.reshard import LocalShard
@@ -94,14 +94,7 @@ class Worker:
         """Say where this worker is and how much memory its device has; also shows that it reaches the run folder."""
         self.accelerator = choose(device)
         self.accelerator.activate()
-        folder = Folder(self.config.run.dir)
-        try:
-            folder.read(probe)
-        except StorageError as error:
-            raise StorageError(
-                f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; "
-                "allowed: a folder or URI that every node reaches"
-            ) from None
+        check_reached(Folder(self.config.run.dir), probe)
         context = ray.get_runtime_context()
         return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name,
                 "device_name": self.accelerator.model_name(), "memory_bytes": self.accelerator.memory_bytes(),
@@ -196,6 +189,12 @@ class Worker:
         """Loss sum and valid tokens, over all ranks, of a prefetched batch of held-out samples."""
         assert self.rank is not None
         return self.rank.stepper.evaluate(self._take(number, plan_id, placeholders))
+
+    @training
+    def answer(self, number: int, plan_id: str, placeholders: dict[str, str], sample_ids: list[str]) -> list[str]:
+        """Greedy answers to a prefetched batch of held-out prompts, `sample_ids`; every rank has all of them."""
+        assert self.rank is not None
+        return answers(self.rank, self._take(number, plan_id, placeholders), sample_ids, self.processor)
 
     def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> StepInputs:
         """The plan that all ranks are told to run, whatever other one of this step was sent as well."""

@@ -19,8 +19,7 @@ from ray._private.runtime_env.working_dir import WorkingDirPlugin
 from ray._private.services import get_ray_address_from_environment
 from torch.distributed import TCPStore
 
-from dhp_ray.config import Config
-from dhp_ray.constraints import run_folder_warning
+from dhp_ray.constraints import upload_warning
 from dhp_ray.runtime.job.head import HEAD_PATIENCE_S, LOCAL_SETTINGS, connect, named_head
 from dhp_ray.runtime.job.job import rendezvous_store
 from dhp_ray.runtime.messages import RunError
@@ -178,21 +177,17 @@ def test_an_address_of_elsewhere_is_no_place_for_the_store() -> None:
 
 @pytest.mark.parametrize("folder", ["runs/mine", "mine", "./runs", "../runs"])
 def test_a_relative_run_folder_in_an_upload_is_warned_of(folder: str) -> None:
-    config = Config()
-    config.run.dir = folder
     assert re.fullmatch(
         rf"warning: run.dir={folder} is relative: it lies in {IN_UPLOAD}/jobs, .*; give an absolute path or a URI that "
         "every node reaches",
-        run_folder_warning(config, IN_UPLOAD / "jobs"),
+        upload_warning("run.dir", folder, IN_UPLOAD / "jobs"),
     )
-    assert not run_folder_warning(config, Path("/home/me/dhp_ray"))
+    assert not upload_warning("run.dir", folder, Path("/home/me/dhp_ray"))
 
 
 @pytest.mark.parametrize("folder", ["/shared/runs/mine", "~/runs", "s3://bucket/runs", "file:///shared/runs"])
 def test_other_run_folders_are_fine_in_an_upload(folder: str) -> None:
-    config = Config()
-    config.run.dir = folder
-    assert not run_folder_warning(config, IN_UPLOAD)
+    assert not upload_warning("run.dir", folder, IN_UPLOAD)
 
 
 def test_a_job_in_an_upload_says_so_first(tmp_path: Path, dead_port: int) -> None:

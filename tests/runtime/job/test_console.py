@@ -35,6 +35,11 @@ def test_the_line_of_a_step() -> None:
     )
 
 
+def test_the_line_of_a_step_after_which_answers_were_generated() -> None:
+    scores = {"eval_loss": 2.5, "eval_exact_match": 0.5, "eval_anls": 0.625, "eval_f1": 0.75}
+    assert " eval loss 2.500 (exact match 0.500, ANLS 0.625, F1 0.750) 3.1k tokens/s " in step_line(METRICS | scores, 0)
+
+
 def test_the_line_of_a_late_plan_says_which_planner_s_ran() -> None:
     line = step_line(METRICS | {"planner": "dhp_quick", "late": True}, 60)
     assert " plan 3 ms (late: dhp_quick) idle 18 % " in line

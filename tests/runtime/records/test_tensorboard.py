@@ -57,7 +57,8 @@ def test_a_step_makes_a_point_on_every_curve(tmp_path: Path) -> None:
 
 
 def test_every_metric_has_a_curve() -> None:
-    whole = metrics(3, eval_loss=2.0, step_time_s=0.25, num_tokens=123, planning_time_s=0.017)
+    whole = metrics(3, eval_loss=2.0, eval_exact_match=0.125, eval_anls=0.375, eval_f1=0.625,
+                    step_time_s=0.25, num_tokens=123, planning_time_s=0.017)
     drawn = set(scalars_of(whole, EXTRA).values())
     for name, value in (whole | EXTRA).items():
         if name not in ("step", "degrees", "planner"):

@@ -1,0 +1,85 @@
+"""How near an answer comes to its references: exact match and token F1 as SQuAD defines them, and ANLS.
+
+With several references the best one counts. All scores lie between 0 and 1.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ANLS_THRESHOLD = 0.5
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of one answer, or means over several."""
+
+    exact_match: float
+    anls: float
+    f1: float
+
+
+def scores_of(prediction: str, references: Sequence[str]) -> Scores:
+    """All scores of an answer, each beside the reference that is best for it.
+
+    Raises:
+        ValueError: there is no reference.
+    """
+
+    def best(score: Callable[[str, str], float]) -> float:
+        return max(score(prediction, reference) for reference in references)
+
+    return Scores(best(exact_match), best(anls), best(token_f1))
+
+
+def mean_scores(scores: Sequence[Scores]) -> Scores:
+    """The mean of each score; zeros where there is none."""
+    count = max(1, len(scores))
+    return Scores(*(sum(getattr(score, name) for score in scores) / count for name in ("exact_match", "anls", "f1")))
+
+
+def exact_match(prediction: str, reference: str) -> float:
+    """1 where both are alike once normalised (SQuAD, arXiv 1606.05250, section 6.1), else 0."""
+    return float(normalised(prediction) == normalised(reference))
+
+
+def token_f1(prediction: str, reference: str) -> float:
+    """Harmonic mean of precision and recall over words, each counted as often as it stands (SQuAD, section 6.1). Where
+    one of the two has no word: 1 if neither has, as in SQuAD 2.0.
+    """
+    found, wanted = normalised(prediction).split(), normalised(reference).split()
+    if not found or not wanted:
+        return float(found == wanted)
+    return 2 * sum((Counter(found) & Counter(wanted)).values()) / (len(found) + len(wanted))
+
+
+def anls(prediction: str, reference: str) -> float:
+    """Normalised Levenshtein similarity, 0 where it is no more than ANLS_THRESHOLD (arXiv 1907.00490, section 4.2).
+    Case and the amount of white space do not count.
+    """
+    found, wanted = (" ".join(text.lower().split()) for text in (prediction, reference))
+    distance = edit_distance(found, wanted) / max(1, len(found), len(wanted))
+    return 1.0 - distance if distance < ANLS_THRESHOLD else 0.0
+
+
+def normalised(text: str) -> str:
+    """Lower case, without punctuation and articles, words one space apart."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def edit_distance(first: str, second: str) -> int:
+    """The fewest insertions, deletions and replacements of a character that make one text the other (Levenshtein)."""
+    letters, places = np.frombuffer(second.encode("utf-32-le"), np.uint32), np.arange(len(second) + 1)
+    row = places.copy()
+    for letter in np.frombuffer(first.encode("utf-32-le"), np.uint32):
+        replaced = np.minimum(row[1:] + 1, row[:-1] + (letters != letter))
+        row = np.minimum.accumulate(np.concatenate([row[:1] + 1, replaced]) - places) + places
+    return int(row[-1])

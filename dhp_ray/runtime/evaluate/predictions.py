@@ -1,0 +1,75 @@
+"""What an evaluation writes down: a line a sample, in the order of the file, and what all of them come to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dhp_ray.data.answers import Scores, mean_scores, scores_of
+from dhp_ray.runtime.evaluate.answer import Answer
+from dhp_ray.runtime.messages import RunError
+
+
+class Predictions:
+    """Lines of `eval.output`, each written once all samples before it have been. Close it at the end.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, num_samples: int) -> None:
+        self.path, self.num_samples = path, num_samples
+        self.done = self.num_failed = self.num_valid_tokens = 0
+        self.loss_sum = 0.0
+        self._scores: list[Scores] = []
+        self._waiting: dict[int, Answer] = {}
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def add(self, answer: Answer) -> None:
+        """Take the answer of a sample; they may come in any order. Sums are taken in the order of the file."""
+        self._waiting[answer.number] = answer
+        while self.done in self._waiting:
+            line = json.dumps(self._line(self._waiting.pop(self.done)), ensure_ascii=False)
+            self.done += 1
+            try:
+                self._file.write(line.encode("utf-8", "backslashreplace").decode() + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise self._unwritable(error) from None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def summary(self) -> dict[str, Any]:
+        """Of the samples so far: how many, those left out, means over the others; the loss over their valid tokens."""
+        num_answered = self.done - self.num_failed
+        found: dict[str, Any] = {"num_samples": num_answered, "num_left_out": self.num_failed,
+                                 "loss": self.loss_sum / max(1, self.num_valid_tokens),
+                                 "num_valid_tokens": self.num_valid_tokens}
+        if self._scores:
+            scores = mean_scores(self._scores)
+            found |= {"exact_match": scores.exact_match, "anls": scores.anls, "f1": scores.f1}
+        return found
+
+    def _line(self, answer: Answer) -> dict[str, Any]:
+        if answer.error:
+            self.num_failed += 1
+            return {"id": answer.id, "error": answer.error}
+        self.loss_sum += answer.loss_sum
+        self.num_valid_tokens += answer.num_valid_tokens
+        line: dict[str, Any] = {"id": answer.id, "prompt": answer.prompt, "references": list(answer.references)}
+        if answer.prediction is not None:
+            scores = scores_of(answer.prediction, answer.references)
+            self._scores.append(scores)
+            line |= {"prediction": answer.prediction, "exact_match": scores.exact_match, "anls": scores.anls,
+                     "f1": scores.f1}
+        return line | {"loss": answer.loss_sum / max(1, answer.num_valid_tokens),
+                       "num_valid_tokens": answer.num_valid_tokens}
+
+    def _unwritable(self, error: OSError) -> RunError:
+        return RunError(f"eval.output: {self.path} cannot be written: {error.strerror}")

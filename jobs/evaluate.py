@@ -1,0 +1,47 @@
+"""Evaluate a model on held-out samples: `python jobs/evaluate.py model.path=FOLDER eval.path=FILE key=value ...`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dhp_ray.runtime.job.ending import Ending
+
+PURPOSE = """Loss and generated answers of a model on held-out conversations: exact match, ANLS and token F1 of the
+assistant's last turn, on any number of workers with a whole model each. Without --config: conf/evaluate.yaml, which
+generates."""
+KEYS = r"data\.(?!path|sources|shuffle|decoders|synthetic)|model\.path|eval\.(?!every)" \
+       r"|cluster\.(?!min_|max_)|planner\.max_sequence_tokens"
+
+
+def main(argv: list[str]) -> int:
+    ending = Ending("before the end")
+    ending.listen()
+    try:
+        return _main(argv, ending)
+    except KeyboardInterrupt:
+        ending.tell()
+        return 1
+
+
+def _main(argv: list[str], ending: Ending) -> int:
+    from dhp_ray.config import CONF, ConfigError, check_evaluation, help_text, load  # once signals are heeded
+
+    if "--help" in argv or "-h" in argv:
+        print(help_text("python jobs/evaluate.py", PURPOSE, KEYS))
+        return 0
+    try:
+        config = load(argv, CONF / "evaluate.yaml", check_evaluation)
+        from dhp_ray.runtime.job.preflight import check_evaluation_here  # after --help, which needs nothing of it
+
+        check_evaluation_here(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from dhp_ray.runtime.evaluate.evaluation import evaluate  # Ray takes seconds to import
+
+    return evaluate(config, ending)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

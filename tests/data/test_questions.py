@@ -1,0 +1,100 @@
+"""Questions: their prompts are those that the model's own template asks with, and end where the answer's labels begin.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dhp_ray.data.errors import RowError
+from dhp_ray.data.formats import read_rows
+from dhp_ray.data.formats.stored_rows import Row
+from dhp_ray.data.index import held_out, index_fragments
+from dhp_ray.data.processor import IGNORE, load_processor
+from dhp_ray.data.questions import question_of, references_in
+from dhp_ray.schema import Data
+from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, talk, video, write_rows
+from tests.packs import PATCH_DIMS
+
+PROCESSORS = {preset: load_processor(preset, "", MIN_PIXELS, MAX_PIXELS) for preset in PATCH_DIMS}
+PROCESSOR = PROCESSORS["tiny"]
+
+
+def row(conversation: Any, **fields: Any) -> Row:
+    return Row("a", {"conversations": conversation} | fields)
+
+
+@pytest.mark.parametrize("preset", PROCESSORS)
+def test_the_prompt_is_what_is_trained_before_the_last_answer(preset: str) -> None:
+    """Ids, grids and labels of a conversation with images, a video, earlier answers, and a question behind the last
+    one.
+    """
+    processor = PROCESSORS[preset]
+    talked = talk("<image>What?", "One.", "<video>And\n<image>here?", "The last\nanswer.", "Thanks <image>")
+    images = [picture(60, 90), picture(120, 70), picture(56, 56)]
+    question = question_of(row(talked, images=images, video=video(9)), processor, "")
+    length = len(question.prompt.input_ids)
+    assert np.array_equal(question.whole.input_ids[:length], question.prompt.input_ids)
+    assert set(question.prompt.labels) == {IGNORE}
+    behind = question.whole.labels[length:]
+    assert processor.tokenizer.decode(behind[behind != IGNORE]) == "The last\nanswer.<|im_end|>"
+    assert behind[0] != IGNORE
+    count = len(question.prompt.grids)
+    assert question.whole.grids[:count] == question.prompt.grids
+    assert len(set(question.whole.media)) == 4
+    assert len(set(question.prompt.media)) == 3
+    assert question.references == ("The last\nanswer.",)
+    turns = [turn.message() for turn in processor.turns(talked)][:3]
+    assert question.prompt_text == processor.tokenizer.apply_chat_template(
+        turns, chat_template=processor.chat_template, tokenize=False, add_generation_prompt=True)
+
+
+def test_an_answer_that_begins_with_a_line_break_leaves_the_prompt_alone() -> None:
+    question = question_of(row(talk("What?", "\n\nYes.")), PROCESSOR, "")
+    assert PROCESSOR.tokenizer.decode(question.prompt.input_ids).endswith("<|im_start|>assistant\n")
+    assert question.references == ("Yes.",)
+
+
+@pytest.mark.parametrize(("answers", "references"), [
+    (None, ("Yes.",)), ("yes", ("Yes.", "yes")), (["Yes.", "Yes", "yep"], ("Yes.", "Yes", "yep")), ([], ("Yes.",))])
+def test_a_row_may_have_several_answers(answers: Any, references: tuple[str, ...]) -> None:
+    assert question_of(row(talk("Is it?", "Yes."), answers=answers), PROCESSOR, "").references == references
+
+
+@pytest.mark.parametrize("answers", [3, {"text": "yes"}, ["yes", None]])
+def test_answers_of_another_form(answers: Any) -> None:
+    with pytest.raises(RowError, match=r"answers holds .*; allowed: a text, or a list of texts"):
+        question_of(row(talk("Is it?", "Yes."), answers=answers), PROCESSOR, "")
+
+
+@pytest.mark.parametrize("conversation", [talk("Hello?"), [], [{"from": "human", "value": "<image>"}]])
+def test_a_row_without_an_answer(conversation: Any) -> None:
+    with pytest.raises(RowError):
+        question_of(row(conversation), PROCESSOR, "")
+
+
+def test_the_references_of_a_whole_file(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.json", [
+        {"id": "a", "conversations": talk("Is it?", "Yes.", "Sure?", "Yes, sure.")}, {"id": "b", "conversations": []},
+        {"id": "c", "conversations": talk("Is it?", "No."), "answers": "nope"}])
+    data = held_out(Data(format="llava"), str(path))
+    assert references_in(index_fragments(data)) == {"a": ("Yes, sure.",), "c": ("No.", "nope")}
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.parquet"])
+def test_answers_come_with_the_rows_of_files(name: str, tmp_path: Path) -> None:
+    rows = [{"id": "a", "conversations": talk("Is it?", "Yes."), "answers": ["yep"]}]
+    path = tmp_path / name
+    if path.suffix == ".json":
+        write_rows(path, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    data = held_out(Data(format={"json": "llava", "parquet": "parquet"}[path.suffix[1:]]), str(path))
+    [fragment] = index_fragments(data)
+    [stored] = read_rows(fragment)
+    assert question_of(stored, PROCESSOR, "").references == ("Yes.", "yep")

@@ -1,0 +1,68 @@
+"""What transformers alone answers: a folder's model and its family's own processor, called as their pages show it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers.image_utils import load_image
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.processing_utils import ProcessorMixin
+
+from dhp_ray.data.processor import load_processor
+from tests.packs import plain_copy, rough_model
+
+PROCESSORS: dict[str, Any] = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
+                              "internvl": InternVLProcessor}
+MAX_PIXELS = 20000
+
+
+def model_folder(folder: Path, preset: str) -> Path:
+    """A tiny model by transformers' own `save_pretrained`, with the files of its processor. Images keep to MAX_PIXELS.
+    """
+    plain_copy(rough_model(tie_word_embeddings=False, preset=preset)).save_pretrained(folder)
+    load_processor(preset, "", 3136, MAX_PIXELS).save(folder)
+    return folder
+
+
+def plain_answers(
+    folder: Path, conversations: Sequence[Sequence[dict[str, str]]], images: Sequence[Sequence[Path]],
+    max_new_tokens: int
+) -> list[str]:
+    """The greedy answers in place of the last turn of each conversation, in LLaVA's form, about its images."""
+    module = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    own = own_processor(folder)
+    found = []
+    for turns, files in zip(conversations, images, strict=True):
+        text = own.apply_chat_template([_message(turn) for turn in turns[:-1]], add_generation_prompt=True)
+        inputs = own(text=[text], images=[load_image(str(file)) for file in files] or None, return_tensors="pt")
+        tokens = module.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        found.append(own.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+    return found
+
+
+def own_processor(folder: Path) -> Any:
+    """Made of the folder by transformers alone; without its video part, which needs torchvision."""
+    images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    template = json.loads((folder / "chat_template.json").read_text())["chat_template"]
+    more = {"image_seq_length": 4} if kind == "internvl" else {}
+    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", return_value=None):
+        return PROCESSORS[kind](images, tokenizer, None, chat_template=template, **more)
+
+
+def _message(turn: dict[str, str]) -> dict[str, Any]:
+    role = {"human": "user", "gpt": "assistant"}[turn["from"]]
+    first, *others = turn["value"].split("<image>")
+    parts: list[dict[str, str]] = [{"type": "text", "text": first}] if first else []
+    for text in others:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return {"role": role, "content": parts}

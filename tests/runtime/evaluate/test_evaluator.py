@@ -1,0 +1,103 @@
+"""A worker of an evaluation by itself: its answers and losses are those of plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dhp_ray.config import CONF, check_evaluation, load
+from dhp_ray.data.index import held_out, index_fragments
+from dhp_ray.data.processor import load_processor
+from dhp_ray.data.questions import question_of
+from dhp_ray.runtime.evaluate.answer import Answer
+from dhp_ray.runtime.evaluate.evaluator import Evaluator, media_in, rows_of
+from dhp_ray.train.collate import Payload
+from tests.data.samples import picture, talk, video, write_rows
+from tests.packs import PATCH_DIMS, plain_loss
+from tests.plain_answers import MAX_PIXELS, model_folder, plain_answers
+
+NUM_TOKENS = 5
+
+
+@pytest.fixture(scope="module", params=PATCH_DIMS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"), request.param)
+
+
+def answers_of(folder: Path, place: Path, rows: list[dict[str, Any]], *settings: str) -> list[Answer]:
+    path = write_rows(place / "rows.json", rows)
+    config = load([f"model.path={folder}", f"eval.path={path}", f"data.max_pixels={MAX_PIXELS}", "cluster.device=cpu",
+                   f"eval.max_new_tokens={NUM_TOKENS}", *settings], CONF / "evaluate.yaml", check_evaluation)
+    [fragment] = index_fragments(held_out(config.data, str(path)))
+    evaluator = Evaluator(config, str(place))
+    return [evaluator.answer(7 + offset, fragment, offset) for offset in range(fragment.num_rows)]
+
+
+def test_answers_are_those_of_transformers_generate(folder: Path, tmp_path: Path) -> None:
+    for name, size in (("wide.png", (210, 60)), ("high.png", (70, 140)), ("small.png", (30, 30))):
+        (tmp_path / name).write_bytes(picture(*size))
+    rows = [{"id": "0", "image": ["wide.png", "high.png"],
+             "conversations": talk("<image>What?", "One.", "<image>\nAnd here?", "Two.")},
+            {"id": "1", "conversations": talk("Name a colour.", "Blue.")},
+            {"id": "2", "image": ["small.png"], "conversations": talk("<image>?", "x")}]
+    found = answers_of(folder, tmp_path, rows)
+    assert [(answer.number, answer.id, answer.error) for answer in found] == [(7, "0", ""), (8, "1", ""), (9, "2", "")]
+    images = [[tmp_path / name for name in row.get("image", [])] for row in rows]
+    assert [answer.prediction for answer in found] == plain_answers(
+        folder, [row["conversations"] for row in rows], images, NUM_TOKENS)  # type: ignore[misc]
+
+
+def test_losses_are_those_of_training(folder: Path, tmp_path: Path) -> None:
+    """With images and videos, of which one is cut in time into pieces for training."""
+    from transformers import AutoModelForImageTextToText
+
+    (tmp_path / "cat.png").write_bytes(picture(120, 90))
+    (tmp_path / "long.mp4").write_bytes(video(24))
+    rows = [{"id": "0", "image": "cat.png", "video": ["long.mp4"],
+             "conversations": talk("<video>What moves?", "A square.", "<image> And here?", "Nothing.")},
+            {"id": "1", "conversations": talk("Name a colour.", "Blue.")}]
+    found = answers_of(folder, tmp_path, rows)
+    module = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    processor = load_processor("", str(folder), 3136, MAX_PIXELS)
+    [fragment] = index_fragments(held_out(load(["data=llava", "data.path=x"]).data, str(tmp_path / "rows.json")))
+    for answer, row in zip(found, rows_of(fragment), strict=True):
+        assert not answer.error
+        assert answer.prediction is not None
+        question = question_of(row, processor, str(tmp_path))
+        whole, media = question.whole, media_in(question, processor)
+        mean, count = plain_loss(module, Payload(
+            input_ids=whole.input_ids, labels=whole.labels,
+            grids=np.array([medium.grid for medium in media], np.int64).reshape(-1, 3),
+            pixels=[medium.patches for medium in media], media=np.arange(len(media)),
+            seconds=np.array([medium.seconds for medium in media])))
+        assert answer.num_valid_tokens == count
+        assert answer.loss_sum == pytest.approx(mean.item() * count, rel=1e-5)
+
+
+def test_a_long_video_is_put_together_again(tmp_path: Path) -> None:
+    """Which is cut into pieces of 4096 tokens."""
+    processor = load_processor("tiny", "", 3136, 1003520)
+    (tmp_path / "long.mp4").write_bytes(video(60, 560, 560, rate=2))
+    path = write_rows(tmp_path / "rows.json", [{"id": "a", "video": "long.mp4",
+                                                "conversations": talk("<video>What moves?", "A square.")}])
+    [fragment] = index_fragments(held_out(load(["data=llava", "data.path=x"]).data, str(path)))
+    question = question_of(rows_of(fragment)[0], processor, str(tmp_path))
+    assert len(question.whole.grids) > 1
+    [medium] = media_in(question, processor)
+    assert medium.grid == (30, 40, 40)
+    assert medium.patches.shape == (30 * 40 * 40, processor.patch_dim)
+    assert medium.seconds == 1.0
+
+
+def test_bad_samples_say_why(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(picture(120, 90)[:150])
+    rows = [{"id": "cut", "image": "cut.png", "conversations": talk("<image>What?", "x")},
+            {"id": "long", "conversations": talk("x" * 300, "y")}]
+    cut, long = answers_of(folder, tmp_path, rows, "planner.max_sequence_tokens=200")
+    assert cut.error.startswith("OSError: ")
+    assert long.error.endswith(" tokens with the answer; allowed: at most 200")
+    assert (cut.prediction, long.prediction) == (None, None)
