@@ -30,6 +30,7 @@ from dhp_ray.comm.link import Link, Pending
 from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import cuda
+from dhp_ray.model.lora import LoraSettings
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from dhp_ray.planner.plan import Grid, RankPack, Sample
 from dhp_ray.train import node_engine
@@ -202,7 +203,8 @@ def make_inputs(
 
 
 def traced(
-    config: PreTrainedConfig, samples: Sequence[tuple[int, Sequence[Grid]]], settings: MemorySettings, degree: int = 1
+    config: PreTrainedConfig, samples: Sequence[tuple[int, Sequence[Grid]]], settings: MemorySettings, degree: int = 1,
+    lora: LoraSettings | None = None,
 ) -> tuple[int, int, PackLoad]:
     """Bytes that an engine holds between packs, the most that a pack adds, and the pack's load.
 
@@ -212,6 +214,8 @@ def traced(
     adapter = model_without_memory(config)
     inputs, load = make_inputs(samples, adapter, degree)
     adapter.freeze(settings.frozen)
+    if lora is not None:
+        adapter.add_lora(lora)
     if settings.recomputes:
         adapter.set_activation_checkpointing()
     optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)

@@ -60,6 +60,7 @@ COVERED_BY = {
     "runtime/worker/heap.py": "runtime/worker/test_loading_memory.py",
     "runtime/worker/held_shards.py": "integration/test_faults.py",
     "runtime/worker/rank.py": "train/test_random_plans.py",
+    "runtime/worker/run_model.py": "train/test_lora_plans.py",
     "runtime/worker/worker.py": "integration/test_faults.py",
     "train/flat_shards.py": "train/test_flat_engine.py",
     "train/unit_buffers.py": "train/test_node_engine.py",

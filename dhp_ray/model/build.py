@@ -64,7 +64,11 @@ def adapter_sizes(path: str, frozen: Sequence[str], settings: LoraSettings) -> d
     Raises:
         ModelError: one line on what is missing or not supported.
     """
-    config = read_config(path)
+    return adapter_sizes_of(read_config(path), frozen, settings)
+
+
+def adapter_sizes_of(config: PreTrainedConfig, frozen: Sequence[str], settings: LoraSettings) -> dict[str, int]:
+    """`adapter_sizes` of a model with this configuration."""
     with torch.device("meta"):
         adapter = _family(config)(_family(config).model_class(config))
     adapter.freeze(frozen)

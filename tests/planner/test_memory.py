@@ -10,6 +10,8 @@ from itertools import product
 
 import pytest
 
+from dhp_ray.model.build import adapter_sizes_of
+from dhp_ray.model.lora import LoraSettings
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
@@ -43,12 +45,16 @@ def random_samples(seed: int, images: bool, largest: int) -> list[tuple[int, lis
 
 
 def check(
-    name: str, settings: MemorySettings, seed: int, degree: int, num_layers: int = 4, largest: int = 22
+    name: str, settings: MemorySettings, seed: int, degree: int, num_layers: int = 4, largest: int = 22,
+    lora: LoraSettings | None = None,
 ) -> None:
     """Resident bytes within 1 %, and what a pack on `degree` ranks adds to them within 5 %. 0 layers: all."""
     config = published_config(name, num_layers)
     images = seed % 3 > 0 or "language" in settings.frozen  # a pack without a trained part has nothing to keep
-    resident_bytes, pack_bytes, load = traced(config, random_samples(seed, images, largest), settings, degree)
+    resident_bytes, pack_bytes, load = traced(config, random_samples(seed, images, largest), settings, degree,
+                                                 lora)
+    if lora is not None:
+        settings = replace(settings, adapters=adapter_sizes_of(config, settings.frozen, lora))
     found = MemoryModel(shape_of(name, num_layers), settings)
     assert sum(found.resident().values()) == pytest.approx(resident_bytes, rel=0.01)
     moments = {name: sum(terms.values()) for name, terms in found.moments(load).items()}
@@ -90,6 +96,20 @@ def test_predicted_peaks_of_internvl_are_the_traced_ones(
 ) -> None:
     with world_of(mode):
         check("InternVL3-1B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=2, largest=TILES)
+
+
+LORA = LoraSettings(32, 64.0, ("all-linear",))
+
+
+@pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed", "degree"), [
+    ("step", False, (), 1, 1), ("step", True, ("vision",), 2, 2), ("node", False, ("vision",), 1, 1),
+    ("node", True, (), 1, 2), ("micro_batch", True, ("vision",), 1, 2), ("micro_batch", False, (), 1, 1),
+    ("micro_batch", True, ("language",), 1, 1)], ids=str)
+def test_predicted_peaks_with_adapters_are_the_traced_ones(
+    mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int
+) -> None:
+    with world_of(mode):
+        check("3B", settings_of(mode, recomputes, frozen), seed, degree, num_layers=2, largest=8, lora=LORA)
 
 
 CASES = list(product((False, True), ((), ("vision",), ("language",))))

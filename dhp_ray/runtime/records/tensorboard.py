@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +21,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dhp_ray.config import Config
+from dhp_ray.constraints import walk
 from dhp_ray.storage import Folder, append_whole, retry_when_full, storage_errors
 
 UPLOAD_INTERVAL_S = 30.0
@@ -174,13 +174,8 @@ def image_of(tag: str, png: bytes) -> summary_pb2.Summary:
 
 def hyperparameters_of(config: Config) -> dict[str, float | bool | str]:
     """{dotted key: value} of the keys of HYPERPARAMETERS; a list is one word."""
-    tree = asdict(config)
-    found = {}
-    for name in HYPERPARAMETERS:
-        section = tree[name] if isinstance(tree[name], dict) else {"": tree[name]}
-        for key, value in section.items():
-            found[f"{name}.{key}".rstrip(".")] = ", ".join(map(str, value)) if isinstance(value, list) else value
-    return found
+    return {dotted: ", ".join(map(str, value)) if isinstance(value, list) else value
+            for dotted, value, _ in walk(config) if dotted.partition(".")[0] in HYPERPARAMETERS}
 
 
 def cluster_text(ranks: Sequence[Mapping[str, Any]]) -> str:
