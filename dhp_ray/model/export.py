@@ -86,11 +86,11 @@ def entries(adapter: ModelAdapter) -> list[Entry]:
 def files(
     entries: Sequence[Entry], num_ranks: int, smallest_bytes: int = SMALLEST_BYTES, largest_bytes: int = LARGEST_BYTES
 ) -> list[ModelFile]:
-    """The files of an export by so many ranks: none is larger than a rank's share, but for `smallest_bytes`, or a
-    tensor that is. File k is written by rank k % num_ranks.
+    """The files of an export by so many ranks: none is larger than half of a rank's share, so that what gathers it has
+    room beside it, but for `smallest_bytes`, or a tensor that is. File k is written by rank k % num_ranks.
     """
     total = sum(entry.num_bytes for entry in entries)
-    most = min(max(-(-total // num_ranks), smallest_bytes), largest_bytes)
+    most = min(max(-(-total // (2 * num_ranks)), smallest_bytes), largest_bytes)
     parts: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:

@@ -64,7 +64,8 @@ class FlatShards(Engine):
         self.originals, self._weights = dict(originals or {}), weights
 
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
-        held, whole = -1, torch.empty(0)
+        held, size = -1, max(bucket.stop - bucket.start for bucket in self.layout.buckets)
+        buffer = torch.empty(size, dtype=torch.float32, device=self.device)
         for name, owner in wanted:
             mine = owner == self.rank
             if name in self.frozen:
@@ -74,8 +75,8 @@ class FlatShards(Engine):
             value = torch.empty(interval.stop - interval.start) if mine else None
             for number in self.layout.buckets_of(name):
                 bucket = self.layout.buckets[number]
+                whole = buffer[: bucket.stop - bucket.start]
                 if number != held:
-                    whole = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self.device)
                     self._wait(self._gather_into(whole, self.current.value[bucket.shard]))
                     self.progress.synchronize()
                     held = number
