@@ -50,6 +50,7 @@ COVERED_BY = {
     "runtime/driver/stages.py": "runtime/driver/test_large_groups.py",
     "runtime/driver/start.py": "integration/test_train.py",
     "runtime/driver/takeover.py": "integration/test_faults.py",
+    "runtime/job/export.py": "runtime/job/test_export_job.py",
     "runtime/job/head.py": "runtime/job/test_connect.py",
     "runtime/job/job.py": "runtime/job/test_connect.py",
     "runtime/job/roster.py": "integration/test_capacity.py",
@@ -70,6 +71,7 @@ COVERED_BY = {
     "train/rank_step.py": "train/test_lifecycle.py",
     "train/results.py": "runtime/driver/test_measures.py",
     "train/state/intervals.py": "train/state/test_checkpoint.py",
+    "train/state/stored_values.py": "runtime/job/test_export_job.py",
     "train/state/optimizer.py": "train/test_flat_engine.py",
 }
 """Modules without a test file of their own, and the file that covers each. The planner's are tested together, mode by

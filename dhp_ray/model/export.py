@@ -27,16 +27,10 @@ from dhp_ray.errors import first_line
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.weights import StoredKey, StoredWeights
+from dhp_ray.planner.host_memory import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import StorageError, storage_errors
 
 INDEX_FILE = "model.safetensors.index.json"
-
-LARGEST_BYTES = 5 * 10**9
-"""Of a file, but for a tensor that is larger."""
-
-SMALLEST_BYTES = 64 * 2**20
-"""What a rank holds without thinking: models are not cut into smaller files than this."""
-
 
 class Entry(NamedTuple):
     """A tensor of the export: under `key`, the parameter `name` in fp32, or where it is `copied`, what is there."""
@@ -84,7 +78,10 @@ def entries(adapter: ModelAdapter) -> list[Entry]:
 
 
 def files(
-    entries: Sequence[Entry], num_ranks: int, smallest_bytes: int = SMALLEST_BYTES, largest_bytes: int = LARGEST_BYTES
+    entries: Sequence[Entry],
+    num_ranks: int,
+    smallest_bytes: int = SMALLEST_FILE_BYTES,
+    largest_bytes: int = LARGEST_FILE_BYTES,
 ) -> list[ModelFile]:
     """The files of an export by so many ranks: none is larger than half of a rank's share, so that what gathers it has
     room beside it, but for `smallest_bytes`, or a tensor that is. File k is written by rank k % num_ranks.

@@ -19,6 +19,7 @@ from dhp_ray.config import Config
 from dhp_ray.model import export as layout
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.export import INDEX_FILE, ModelFile
+from dhp_ray.planner.host_memory import SMALLEST_FILE_BYTES
 from dhp_ray.runtime.worker.folders import export_folder, export_place
 from dhp_ray.storage import Folder, storage_errors, sync_folder
 from dhp_ray.train.engine import Engine
@@ -27,7 +28,7 @@ from dhp_ray.train.export import Together, write_files
 
 def export_model(
     config: Config, adapter: ModelAdapter, engine: Engine, rank: int, world_size: int, group: dist.ProcessGroup | None,
-    save_processor: Callable[[Path], None], name: str, smallest_bytes: int = layout.SMALLEST_BYTES,
+    save_processor: Callable[[Path], None], name: str, smallest_bytes: int = SMALLEST_FILE_BYTES,
 ) -> None:
     """Write the model of all ranks with its processor to the folder `name` of the run. Every rank calls this; `group`
     (None: there is one rank) is for host memory.
