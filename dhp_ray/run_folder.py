@@ -13,6 +13,7 @@ PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDE
     "tensorboard",
     "model",
 )
+EXPORTS_FOLDER = "exports"
 MANIFEST_FILE = "manifest.json"
 """In the folder of a checkpoint, which is whole once it has one."""
 
@@ -27,9 +28,14 @@ def trace_file(step: int) -> str:
     return f"{TRACES_FOLDER}/step_{step:06d}.json"
 
 
+def step_folder(step: int) -> str:
+    """A folder of one step, among those of others."""
+    return f"step_{step:06d}"
+
+
 def checkpoint_folder(step: int) -> str:
     """The checkpoint of a step."""
-    return f"{CHECKPOINTS_FOLDER}/step_{step:06d}"
+    return f"{CHECKPOINTS_FOLDER}/{step_folder(step)}"
 
 
 def tensors_folder(step: int, generation: int) -> str:

@@ -6,8 +6,9 @@ They exchange over gloo, or over the asynchronous backend where BACKEND says so 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -32,7 +33,8 @@ def run_processes(
     machine; the results, by rank.
 
     `function` must be importable (defined at a module's top level). Processes are forked from a server that has
-    imported torch once, so that a call takes a fraction of a second. Fails when a rank raises, dies or is late;
+    imported torch once, so that a call takes a fraction of a second; they have this process's environment, which the
+    server, as old as the first call, may not have. Fails when a rank raises, dies or is late;
     a rank of `mortal` may die: its result is None then.
     """
     context = multiprocessing.get_context("forkserver")
@@ -44,8 +46,8 @@ def run_processes(
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_process_main, args=(theirs, function, rank, store.port, arguments, BACKEND),
-                                  daemon=True)
+        process = context.Process(target=_process_main, daemon=True, args=(
+            theirs, dict(os.environ), function, rank, store.port, arguments, BACKEND))
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -85,8 +87,10 @@ def _collect(pipes: list[Connection], timeout_s: float, mortal: Collection[int])
 
 
 def _process_main(
-    pipe: Connection, function: Callable[..., Any], rank: int, port: int, arguments: tuple[Any, ...], backend: str
+    pipe: Connection, environment: Mapping[str, str], function: Callable[..., Any], rank: int, port: int,
+    arguments: tuple[Any, ...], backend: str,
 ) -> None:
+    os.environ.update(environment)
     import torch
 
     from tests.async_backend import compute_over

@@ -28,6 +28,7 @@ COVERED_BY = {
     "data/formats/json_text.py": "data/test_index.py",
     "data/model_folder.py": "data/test_processor.py",
     "model/adapter.py": "model/families/test_qwen2_5_vl.py",
+    "model/export.py": "runtime/worker/test_export.py",
     "model/families/base.py": "model/families/test_qwen2_5_vl.py",
     "model/files.py": "model/test_build.py",
     "model/kernels/cpu.py": "model/test_kernels.py",
@@ -51,6 +52,7 @@ COVERED_BY = {
     "runtime/driver/stages.py": "runtime/driver/test_large_groups.py",
     "runtime/driver/start.py": "integration/test_train.py",
     "runtime/driver/takeover.py": "integration/test_faults.py",
+    "runtime/job/export.py": "runtime/job/test_export_job.py",
     "runtime/job/head.py": "runtime/job/test_connect.py",
     "runtime/job/job.py": "runtime/job/test_connect.py",
     "runtime/job/roster.py": "integration/test_capacity.py",
@@ -62,6 +64,7 @@ COVERED_BY = {
     "runtime/worker/rank.py": "train/test_random_plans.py",
     "runtime/worker/run_model.py": "train/test_lora_plans.py",
     "runtime/worker/worker.py": "integration/test_faults.py",
+    "train/export.py": "runtime/worker/test_export.py",
     "train/flat_shards.py": "train/test_flat_engine.py",
     "train/unit_buffers.py": "train/test_node_engine.py",
     "train/state/node_exchange.py": "train/test_node_engine.py",
@@ -72,6 +75,7 @@ COVERED_BY = {
     "train/rank_step.py": "train/test_lifecycle.py",
     "train/results.py": "runtime/driver/test_measures.py",
     "train/state/intervals.py": "train/state/test_checkpoint.py",
+    "train/state/stored_values.py": "runtime/job/test_export_job.py",
     "train/state/optimizer.py": "train/test_flat_engine.py",
 }
 """Modules without a test file of their own, and the file that covers each. The planner's are tested together, mode by

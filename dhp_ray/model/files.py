@@ -86,13 +86,14 @@ def weight_files(path: str) -> list[str]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a safetensors file: its type as safetensors calls it, its shape, and the byte of the file at which
-    its values begin.
+    """A tensor of a safetensors file: its type as safetensors calls it, its shape, the byte of the file at which its
+    values begin, and how many bytes they are.
     """
 
     kind: str
     shape: tuple[int, ...]
     offset: int
+    num_bytes: int
 
 
 def stored_tensors(path: str, file: str) -> dict[str, StoredTensor]:
@@ -109,7 +110,8 @@ def stored_tensors(path: str, file: str) -> dict[str, StoredTensor]:
             header = json.loads(stored.read(length))
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model.path: {path}: {file} cannot be read: {first_line(error)}") from None
-    return {name: StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+    return {name: StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0],
+                               entry["data_offsets"][1] - entry["data_offsets"][0])
             for name, entry in header.items() if name != "__metadata__"}
 
 

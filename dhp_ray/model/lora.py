@@ -4,7 +4,7 @@
     model.language_model.layers.0.self_attn.q_proj.lora_A.weight  (rank, in)  random at first
     model.language_model.layers.0.self_attn.q_proj.lora_B.weight  (out, rank) zeros at first, so nothing changes
 
-Names are those of PEFT behind its prefix, and so is the file that is written (`save_adapter`).
+Names are those of PEFT behind its prefix, and so are the files that are written (`export.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
-from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, BASE_KEY, ModelError, fingerprint
+from dhp_ray.model.files import ADAPTER_SETTINGS, ModelError
 
 ALL_LINEAR = "all-linear"
 """Every linear layer but the head, as PEFT calls it."""
@@ -105,13 +104,8 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     return torch.empty(*shape).uniform_(-bound, bound, generator=generator)
 
 
-def save_adapter(
-    folder: Path, module: nn.Module, settings: LoraSettings, base: str, parameters: Mapping[str, Tensor]
-) -> None:
-    """Write the adapter of `module` as PEFT does: adapter_config.json and adapter_model.safetensors, fp32.
-
-    `base`: the folder that the model came from; `parameters`: those of the adapter, by name.
-    """
+def write_settings(folder: Path, module: nn.Module, settings: LoraSettings, base: str) -> None:
+    """Write adapter_config.json of `module`'s adapters, as PEFT does. `base`: the folder that the model came from."""
     layers = [name for name, layer in module.named_modules() if isinstance(layer, LoraLinear)]
     ends = {name.rsplit(".", 1)[-1] for name in layers}
     by_end = {name for name, _ in module.named_modules() if name.rsplit(".", 1)[-1] in ends}
@@ -121,5 +115,3 @@ def save_adapter(
             # the ends of names where these mean the same layers, else every name
             "target_modules": sorted(ends) if by_end == set(layers) else layers}
     (folder / ADAPTER_SETTINGS).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-    save_file({ADAPTER_PREFIX + name: value.to(torch.float32).contiguous() for name, value in parameters.items()},
-              folder / ADAPTER_FILE, metadata={"format": "pt"} | ({BASE_KEY: fingerprint(base)} if base else {}))

@@ -40,6 +40,17 @@ class _Place(NamedTuple):
     kind: torch.dtype
 
 
+class StoredKey(NamedTuple):
+    """A tensor of a folder's files: `num_bytes` under `key` in `file`. It is the module's parameter `name`; empty: of
+    a part that the module has not.
+    """
+
+    file: str
+    key: str
+    name: str
+    num_bytes: int
+
+
 class StoredWeights:
     """What the files of a folder hold for a module, found from their headers.
 
@@ -68,13 +79,14 @@ class StoredWeights:
         first_names = {name: names[0] for names in names_of.values() for name in names}
         shapes = {names[0]: tuple(parameter.shape) for parameter, names in names_of.items()}
         places: list[_Place] = []
-        self._others: list[tuple[str, str]] = []
+        self.keys: list[StoredKey] = []
+        """All that the files hold; a tied parameter under each of its names that they have."""
         for file in files:
-            for key, (kind, shape, offset) in stored_tensors(path, file).items():
-                if (called := module_name(key, renamed)) not in first_names:
-                    self._others.append((file, key))  # of a part that the module has not
+            for key, (kind, shape, offset, num_bytes) in stored_tensors(path, file).items():
+                name = first_names.get(module_name(key, renamed), "")
+                self.keys.append(StoredKey(file, key, name, num_bytes))
+                if not name:
                     continue
-                name = first_names[called]
                 if kind not in STORED_TYPES:
                     raise ModelError(
                         f"model.path: {path}: {key} is stored as {kind}; allowed: {', '.join(STORED_TYPES)}"
@@ -119,20 +131,18 @@ class StoredWeights:
                         )
             read_as.setdefault(place.name, place.key)
 
-    def others(self) -> dict[str, Tensor]:
-        """What the files hold beside the module's parameters, such as further heads, by the names that it has there.
+    def tensor(self, stored: StoredKey) -> Tensor:
+        """A tensor as it is stored, in memory of its own.
 
         Raises:
-            ModelError: a file is gone or damaged.
+            ModelError: its file is gone or damaged.
         """
-        found = {}
-        for file, key in self._others:
-            try:
-                with safe_open(Path(self.path) / file, framework="pt") as stored:
-                    found[key] = stored.get_tensor(key)
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"model.path: {self.path}: {file} cannot be read: {first_line(error)}") from None
-        return found
+        try:
+            with safe_open(Path(self.path) / stored.file, framework="pt") as file:
+                found: Tensor = file.get_tensor(stored.key).clone()  # what it gives lies in the mapped file
+                return found
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"model.path: {self.path}: {stored.file} cannot be read: {first_line(error)}") from None
 
     def type_of(self, name: str) -> torch.dtype:
         """The type that a parameter is stored in."""

@@ -12,7 +12,7 @@ With T trained parameters on N ranks a version of a shard is 12 T / N bytes: val
 
 A rank is taken to keep one replica; on nodes of unequal size some keep more, and others none.
 
-Rank 0 gathers the whole model, fp32, for the export (`export_bytes`), at a time when nothing is kept of a change.
+In the export a rank holds the file that it writes (`export_bytes`), at a time when nothing is kept of a change.
 Ray's object store is not in it: it is bounded by itself, and spills to disk.
 """
 
@@ -24,6 +24,12 @@ from dhp_ray.planner.memory_terms import MemorySettings, Terms
 from dhp_ray.planner.model_shape import ModelShape
 
 CHANGE = "change of members"
+
+LARGEST_FILE_BYTES = 5 * 10**9
+"""Of a file of an exported model, but for a tensor that is larger."""
+
+SMALLEST_FILE_BYTES = 64 * 2**20
+"""What a rank holds without thinking, such as a bucket: models are not cut into smaller files than this."""
 
 
 def host_terms(shape: ModelShape, settings: MemorySettings, tokens_per_rank: int) -> Terms:
@@ -39,6 +45,10 @@ def host_terms(shape: ModelShape, settings: MemorySettings, tokens_per_rank: int
             "checkpoint being written": version, CHANGE: change * version, "pixels": 2 * pixels}
 
 
-def export_bytes(shape: ModelShape) -> int:
-    """What the export of the model takes of rank 0's node."""
-    return 4 * shape.num_parameters()
+def export_bytes(shape: ModelShape, world_size: int, count: int) -> int:
+    """What the export of the model takes of a node with `count` ranks: a file each (`model/export.py`), of which no two
+    hold the same. A bucket each is not counted.
+    """
+    whole = 4 * shape.num_parameters()
+    file = min(max(math.ceil(whole / (2 * world_size)), SMALLEST_FILE_BYTES), LARGEST_FILE_BYTES)
+    return min(whole, count * max(file, 4 * shape.vocabulary_size * shape.width))

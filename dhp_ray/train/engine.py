@@ -41,6 +41,12 @@ class Engine(ABC):
     `reshard` gives.
     """
 
+    parameters: dict[str, Any]
+    """What is trained, by name."""
+
+    frozen: dict[str, Any]
+    """What is not."""
+
     def __init__(
         self,
         settings: OptimizerSettings,
@@ -83,11 +89,20 @@ class Engine(ABC):
         """What is left to do for a pack after its backward pass, or without gradients after its forward pass."""
 
     @abstractmethod
-    def full_parameters(self) -> dict[str, Tensor]:
-        """All parameters as fp32 CPU tensors by name, on rank 0; empty on the others. Every rank calls this.
+    def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield parameters one by one, each with its value on the rank that is to have it, and None on the others:
+        whole, fp32, on the CPU. Every rank calls this alike and takes all that comes.
 
-        Trained ones are the fp32 masters, frozen ones as they were given. Names of tied parameters appear once.
+        Trained ones are the fp32 masters, frozen ones as they were given. The order of the module's parameters is the
+        fastest.
         """
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """All parameters as fp32 CPU tensors by name, on rank 0; empty on the others. Every rank calls this. Names of
+        tied parameters appear once.
+        """
+        return {name: value for name, value in self.gather((name, 0) for name in [*self.parameters, *self.frozen])
+                if value is not None}
 
     def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
         """Take one AdamW step on the gradients, summed over all ranks and divided by the global batch's valid tokens.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -63,22 +63,36 @@ class FlatShards(Engine):
                          device or next(iter(self.parameters.values())).device, progress)
         self.originals, self._weights = dict(originals or {}), weights
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        found = torch.empty(self.layout.size if self.rank == 0 else 0, dtype=torch.float32)
-        for bucket in self.layout.buckets:
-            whole = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self.device)
-            self._wait(self._gather_into(whole, self.current.value[bucket.shard]))
-            if self.rank == 0:
-                found[bucket.flat].copy_(whole)
-            self.progress.synchronize()
-        if self.rank != 0:
-            return {}
-        trained = {name: self._view(found, name) for name in self.parameters}
-        frozen = {name: self._frozen_value(name).to("cpu", torch.float32, copy=True) for name in self.frozen}
-        if self._weights is not None and self.compute_type != torch.float32:
-            self._weights.read(Interval(name, 0, tensor.view(-1)) for name, tensor in frozen.items()
-                               if self._weights.type_of(name) != self.compute_type)
-        return trained | frozen
+    def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
+        held, size = -1, max(bucket.stop - bucket.start for bucket in self.layout.buckets)
+        buffer = torch.empty(size, dtype=torch.float32, device=self.device)
+        for name, owner in wanted:
+            mine = owner == self.rank
+            if name in self.frozen:
+                yield name, self._frozen_whole(name) if mine else None
+                continue
+            interval = self.layout.interval(name)
+            value = torch.empty(interval.stop - interval.start) if mine else None
+            for number in self.layout.buckets_of(name):
+                bucket = self.layout.buckets[number]
+                whole = buffer[: bucket.stop - bucket.start]
+                if number != held:
+                    self._wait(self._gather_into(whole, self.current.value[bucket.shard]))
+                    self.progress.synchronize()
+                    held = number
+                start, stop = max(bucket.start, interval.start), min(bucket.stop, interval.stop)
+                if value is not None:
+                    value[start - interval.start : stop - interval.start].copy_(
+                        whole[start - bucket.start : stop - bucket.start])
+            yield name, None if value is None else value.view(self.layout.shapes[name])
+
+    def _frozen_whole(self, name: str) -> Tensor:
+        """A frozen parameter as it was given, fp32 on the CPU."""
+        found = self._frozen_value(name).to("cpu", torch.float32, copy=True)
+        if (self._weights is not None and self.compute_type != torch.float32
+                and self._weights.type_of(name) != self.compute_type):
+            self._weights.read([Interval(name, 0, found.view(-1))])
+        return found
 
     @abstractmethod
     def _frozen_value(self, name: str) -> Tensor:

@@ -14,7 +14,7 @@ checkpoints are those of the flat engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -135,16 +135,15 @@ class ShardedEngine(Engine):
                 else cast(DTensor, parameter.grad).full_tensor()
                 for name, parameter in self.parameters.items()}
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        found = {}
-        for name, parameter in (self.parameters | self.frozen).items():
-            # one at a time: no rank but the first holds them all
+    def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
+        everything = {**self.parameters, **self.frozen}
+        for name, owner in wanted:
             with self.progress.waiting("a parameter's rows of other ranks"):
-                whole = cast(DTensor, parameter.detach()).full_tensor()
-            if self.rank == 0:
-                found[name] = whole.to("cpu", torch.float32, copy=True)
+                whole = cast(DTensor, everything[name].detach()).full_tensor()
+            value = whole.to("cpu", torch.float32, copy=True) if owner == self.rank else None
             self.progress.synchronize()
-        return found
+            del whole  # before the next one comes
+            yield name, value
 
     def _lay_out(self, units: list[Any]) -> dict[int, list[Piece]]:
         """What this rank owns of each unit, by where it begins in its shard: one piece a parameter; units of which it

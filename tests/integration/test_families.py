@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from dhp_ray.data.images import decode, image_size
-from dhp_ray.data.processor import load_processor
+from dhp_ray.data.processor import Processor, load_processor
 from dhp_ray.train.collate import Payload
 from tests.integration.jobs import losses, train
 from tests.packs import PATCH_DIMS, plain_copy, plain_loss, rough_model
@@ -64,8 +64,22 @@ def check_evaluated(
     train(folder / "again", *common, f"model.path={folder / 'alone' / 'model'}", "run.steps=1", "cluster.num_workers=2",
           "batch.global_samples=4")
     taken = json.loads((folder / "again" / "ledger.jsonl").read_text().splitlines()[0])["sample_ids"]
-    rows = {row["id"]: row for row in json.loads((test_data / "nlvr" / "conversations.json").read_text())}
     processor = load_processor("", str(folder / "alone" / "model"), 3136, 20000)
+    assert losses(folder / "again")[0] == pytest.approx(mean_loss(module, processor, taken, test_data), rel=1e-4)
+    picture = processor.image_processor(images=[Image.new("RGB", (56, 56), "red")], return_tensors="pt")
+    turns = processor.turns([{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "x"}])
+    ids = torch.from_numpy(processor.encode_turns(turns, [(56, 56)]).input_ids.astype(np.int64))[None]
+    if "image_grid_thw" in picture:
+        picture["mm_token_type_ids"] = (ids == processor.token_ids["image"]).int()
+    picture.pop("num_patches", None)
+    answer = module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **picture,  # type: ignore[operator]
+                             max_new_tokens=5, do_sample=False)
+    assert ids.shape[1] < answer.shape[1] <= ids.shape[1] + 5
+
+
+def mean_loss(module: PreTrainedModel, processor: Processor, taken: list[str], test_data: Path) -> float:
+    """The loss of samples of the real conversations, by plain transformers."""
+    rows = {row["id"]: row for row in json.loads((test_data / "nlvr" / "conversations.json").read_text())}
     total = count = 0.0
     for name in taken:
         names = rows[name]["image"] if isinstance(rows[name]["image"], list) else [rows[name]["image"]]
@@ -76,13 +90,4 @@ def check_evaluated(
                           seconds=np.array(encoded.seconds))
         mean, valid = plain_loss(module, payload)
         total, count = total + mean.item() * valid, count + valid
-    assert losses(folder / "again")[0] == pytest.approx(total / count, rel=1e-4)
-    picture = processor.image_processor(images=[Image.new("RGB", (56, 56), "red")], return_tensors="pt")
-    turns = processor.turns([{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "x"}])
-    ids = torch.from_numpy(processor.encode_turns(turns, [(56, 56)]).input_ids.astype(np.int64))[None]
-    if "image_grid_thw" in picture:
-        picture["mm_token_type_ids"] = (ids == processor.token_ids["image"]).int()
-    picture.pop("num_patches", None)
-    answer = module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **picture,  # type: ignore[operator]
-                             max_new_tokens=5, do_sample=False)
-    assert ids.shape[1] < answer.shape[1] <= ids.shape[1] + 5
+    return float(total / count)

@@ -12,8 +12,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, ModelError
-from dhp_ray.model.lora import save_adapter
+from dhp_ray.model.lora import first_values
 from dhp_ray.model.merge import base_of, merged_files, read_adapter
 from tests.model.test_lora import ALL, save, with_adapters
 from tests.packs import PATCH_DIMS, plain_copy, rough_model
@@ -129,11 +130,10 @@ def test_an_adapter_of_other_weights(tmp_path: Path) -> None:
     """Of the same names and shapes: only its fingerprint tells."""
     for name, seed in (("base", 0), ("other", 1)):
         write_base(tmp_path / name, seed=seed)
-    adapter = with_adapters()
-    tensors = save(adapter, tmp_path / "adapter")
-    assert adapter.lora is not None
-    save_adapter(tmp_path / "adapter", adapter.module, adapter.lora, str(tmp_path / "base"),
-                 {name.removeprefix(ADAPTER_PREFIX): value for name, value in tensors.items()})
+    adapter = build_model("", str(tmp_path / "base"), None, 0)
+    adapter.add_lora(ALL)
+    adapter.save(tmp_path / "adapter", {name: first_values(name, value.shape, 0)
+                                        for name, value in adapter.module.named_parameters() if value.requires_grad})
     assert base_of(str(tmp_path / "adapter")) == str(tmp_path / "base")
     with pytest.raises(ModelError, match="was trained on other weights than those in"):
         list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "other"), tmp_path / "out"))

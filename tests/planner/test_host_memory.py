@@ -32,4 +32,7 @@ def test_a_3b_on_two_ranks() -> None:
     assert terms(mirror_every_steps="1", device="cpu")["own shard"] == 0
     alone = terms(mirror_every_steps="1", world_size=1)
     assert (alone["replicas"], alone[CHANGE], alone["checkpoint being written"]) == (0, 0, 2 * VERSION)
-    assert export_bytes(SHAPE) == 4 * 3_754_622_976
+    assert export_bytes(SHAPE, 2, 1) == 3_754_622_976  # half a rank's share of 4 bytes a parameter
+    assert export_bytes(SHAPE, 1, 1) == 5 * 10**9
+    assert export_bytes(SHAPE, 64, 8) == 8 * 4 * SHAPE.vocabulary_size * SHAPE.width  # its largest tensor
+    assert export_bytes(SHAPE, 64, 64) == 4 * 3_754_622_976

@@ -20,12 +20,12 @@ from torch.nn import Module
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dhp_ray.compatibility import checkpoint_activations
-from dhp_ray.model import attention
+from dhp_ray.model import attention, export
 from dhp_ray.model.adapter import PARTS, EncoderArguments, NodeUnits, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
-from dhp_ray.model.lora import LoraSettings, add_adapters, first_values, save_adapter, target_layers
+from dhp_ray.model.lora import LoraSettings, add_adapters, first_values, target_layers
 from dhp_ray.model.loss import LossHead
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
@@ -248,25 +248,7 @@ class VisionLanguageModel(ABC):
         fp32; what is frozen, and what the files of a model folder hold beside the module's parameters, as it was there.
         With LoRA, the adapter alone, in PEFT's form.
         """
-        if self.lora is not None:
-            trained = {name: parameters[name] for name, parameter in self.module.named_parameters()
-                       if parameter.requires_grad}
-            base = self.weights.path if self.weights is not None else ""
-            save_adapter(Path(folder), self.module, self.lora, base, trained)
-            return
-        kept = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
-        expected = [name for name, _ in self.module.named_parameters()]
-        missing = sorted(set(expected) - set(parameters))
-        if missing:
-            raise ModelError(f"model: cannot save: no value for {len(missing)} parameters, the first is {missing[0]}")
-        # A model without memory gives its form: the live one's parameters may be bf16 views of the engine's buffer.
-        with torch.device("meta"):
-            form = self.model_class(self.module.config.__class__.from_dict(self.module.config.to_dict()))
-        form.generation_config = self.module.generation_config
-        types = {name: self.weights.type_of(name) for name in kept} if self.weights is not None else {}
-        state = {name: parameters[name].to(types.get(name, torch.float32)).contiguous() for name in expected}
-        others = self.weights.others() if self.weights is not None else {}
-        form.save_pretrained(folder, state_dict=others | state)
+        export.save(self, folder, parameters)
 
 
 def language_layers(text: Any, *, biases: bool, query_key_norms: bool) -> LayerShape:

@@ -61,7 +61,7 @@ def _fitting(memory: MemoryModel, group: WorkerGroup) -> int:
 
     def too_many(tokens: int) -> bool:
         pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
-        return any(sum(_kept(memory, tokens, count, node_id == group.nodes[0]).values()) + count * pack_bytes
+        return any(sum(_kept(memory, tokens, count).values()) + count * pack_bytes
                    > _node_limit(group, node_id) for node_id, count in Counter(group.nodes).items())
 
     return max(1, bisect_left(range(1, device_tokens + 1), True, key=too_many))
@@ -121,11 +121,11 @@ def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
     alone = MemoryModel(memory.shape, replace(memory.settings, mirror_every_steps="0"))
     tokens = int(config.planner.tokens_per_rank)
     for node_id, count in Counter(group.nodes).items():
-        limit_bytes, exports = _node_limit(group, node_id), node_id == group.nodes[0]
-        terms = _kept(memory, tokens, count, exports)
+        limit_bytes = _node_limit(group, node_id)
+        terms = _kept(memory, tokens, count)
         if sum(terms.values()) <= limit_bytes:
             continue
-        without, every = sum(_kept(alone, tokens, count, exports).values()), config.elastic.mirror_every_steps
+        without, every = sum(_kept(alone, tokens, count).values()), config.elastic.mirror_every_steps
         parts = ", ".join(f"{name} {_gib(value)}" for name, value in terms.items() if value)
         key, words = f"cluster.num_workers: got {config.cluster.num_workers}", "fewer ranks a node (more nodes)"
         if every != "0" and without <= limit_bytes:
@@ -136,11 +136,11 @@ def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
                        f"allowed: {words}")
 
 
-def _kept(memory: MemoryModel, tokens: int, count: int, exports: bool) -> Terms:
-    """What `count` ranks keep in their node's memory, for packs of so many tokens a rank. `exports`: rank 0 is one."""
+def _kept(memory: MemoryModel, tokens: int, count: int) -> Terms:
+    """What `count` ranks keep in their node's memory, for packs of so many tokens a rank."""
     settings = memory.settings
     terms = {name: count * value for name, value in host_terms(memory.shape, settings, tokens).items()}
-    export = export_bytes(memory.shape) if exports else 0
+    export = export_bytes(memory.shape, settings.world_size, count)
     if export > terms[CHANGE]:  # never at the same time
         terms["model, exported"] = export - terms[CHANGE]
     if settings.device == "cpu":  # what lies once per node is so too where others have more ranks or fewer

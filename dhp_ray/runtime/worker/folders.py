@@ -24,9 +24,14 @@ def save_folder(config: Config) -> Path:
     return folder
 
 
+def export_place(config: Config) -> Path:
+    """Where the ranks of a run write its model, if run.dir is a folder."""
+    return save_folder(config) / ".export"
+
+
 @contextmanager
 def export_folder(config: Config) -> Iterator[Path]:
-    """An empty folder on this node for a model that goes to the run folder.
+    """An empty folder for a model that goes to the run folder, on this node where that is an object store.
 
     Inside run.dir it is always the same: an export takes away what a killed one has left.
     """
@@ -34,9 +39,10 @@ def export_folder(config: Config) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=save_folder(config)) as scratch:
             yield Path(scratch)
         return
-    folder = save_folder(config) / ".export"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    folder = export_place(config)
+    with storage_errors(f"run.dir: {folder}", "cannot be made"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
     try:
         yield folder
     finally:

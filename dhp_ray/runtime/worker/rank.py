@@ -7,7 +7,7 @@ Plain torch: a Ray worker wraps one (`worker.py`), and benchmarks run the same o
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
@@ -24,6 +24,7 @@ from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store
 from dhp_ray.config import Config
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.runtime.messages import Membership
+from dhp_ray.runtime.worker.export import export_model
 from dhp_ray.runtime.worker.folders import save_folder
 from dhp_ray.runtime.worker.heap import map_large_blocks
 from dhp_ray.runtime.worker.run_model import build_adapter
@@ -179,13 +180,10 @@ class Rank:
         return learning_rate_factor(step, total_steps, train.warmup_steps, train.schedule,
                                     train.min_learning_rate_ratio)
 
-    def export(self, folder: Path | None) -> None:
-        """Gather the fp32 parameters (all ranks call this) and write them as a Hugging Face folder (rank 0 does, the
-        others give None).
-        """
-        state = self.engine.full_parameters()
-        if folder is not None:
-            self.adapter.save(folder, state)
+    def export(self, name: str, save_processor: Callable[[Path], None]) -> None:
+        """Write the model to the folder `name` of the run (all ranks call this). See `export_model`."""
+        export_model(self.config, self.adapter, self.engine, self.membership.rank, self.membership.world_size,
+                     self.state_group, save_processor, name)
 
     def close(self, broken: bool = False) -> None:
         """Leave the generation. `broken`: peers may be gone: nothing is waited for; shards taken before stay good."""

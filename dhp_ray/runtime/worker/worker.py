@@ -30,7 +30,7 @@ from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
 from dhp_ray.runtime.worker.answering import answers
 from dhp_ray.runtime.worker.failures import words_of
-from dhp_ray.runtime.worker.folders import check_reached, export_folder, save_folder
+from dhp_ray.runtime.worker.folders import check_reached, save_folder
 from dhp_ray.runtime.worker.heap import give_back_memory
 from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT, held_shards
 from dhp_ray.runtime.worker.prefetch import encoded_grids, load_inputs, num_decoders, processor_spec
@@ -223,15 +223,10 @@ class Worker:
 
     @training
     def export(self, name: str) -> None:
-        """Write the trained model with its tokenizer and processor to the run folder (rank 0 does; all must call)."""
+        """Write the trained model with its tokenizer and processor to the run folder (all ranks write, and call this).
+        """
         assert self.rank is not None
-        if self.rank.membership.rank:
-            self.rank.export(None)
-            return
-        with export_folder(self.config) as folder:
-            self.rank.export(folder)
-            self.processor.save(folder)
-            Folder(self.config.run.dir).upload(folder, name)
+        self.rank.export(name, self.processor.save)
 
     @training
     def leave(self) -> None:

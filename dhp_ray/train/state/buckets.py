@@ -83,6 +83,11 @@ class FlatLayout:
         start = self.starts[name]
         return slice(start, start + math.prod(self.shapes[name]))
 
+    def buckets_of(self, name: str) -> range:
+        """Numbers of the buckets that hold a part of a parameter."""
+        interval, length = self.interval(name), self.buckets[0].stop
+        return range(interval.start // length, -(-interval.stop // length))
+
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What `rank` owns, in the order of its shard. Padding belongs to no piece."""
         names = list(self.starts)

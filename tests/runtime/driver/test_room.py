@@ -215,7 +215,7 @@ def test_what_lies_once_per_node_is_once_there_on_every_node(tmp_path: Path) -> 
                 check_host_memory(config, group, mode)
 
 
-def test_rank_0_needs_room_for_the_model_that_it_exports(tmp_path: Path) -> None:
+def test_a_rank_needs_room_for_what_it_writes_of_a_model(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "planner.tokens_per_rank=100", "elastic.mirror_every_steps=1")
     mode = Mode("step", False)
     group = group_of(64, 1.0, config)

@@ -1,0 +1,222 @@
+"""A model as files in the Hugging Face form: which tensors are in which file, and what is written of each.
+
+    entries    of a folder's model: exactly its files' keys. What is trained: fp32. The rest, with what the files hold
+               beside the module's parameters (further heads): byte for byte as it is there.
+               of a preset: its parameters in fp32, by the names that transformers gives
+               of adapters (LoRA): they alone, in fp32, by PEFT's names
+    files      entries in the module's order, cut into files that a host holds one at a time; file k is rank k % N's
+
+    model-00001-of-00003.safetensors ..., model.safetensors.index.json; one file alone is model.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from dhp_ray.errors import first_line
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError, fingerprint
+from dhp_ray.model.lora import write_settings
+from dhp_ray.model.weights import StoredKey, StoredWeights
+from dhp_ray.planner.host_memory import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
+from dhp_ray.storage import StorageError, storage_errors
+
+
+class Entry(NamedTuple):
+    """A tensor of the export: under `key`, the parameter `name` in fp32, or where it is `copied`, what is there."""
+
+    key: str
+    name: str
+    num_bytes: int
+    copied: StoredKey | None = None
+
+
+class ModelFile(NamedTuple):
+    """A file of the export. `metadata` stands in its header."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the parameters whose values it needs, each once."""
+        return list(dict.fromkeys(entry.name for entry in self.entries if entry.copied is None))
+
+
+def entries(adapter: ModelAdapter) -> list[Entry]:
+    """All tensors of an adapter's export, in the module's order; what is not the module's comes last.
+
+    Its parameters may be on the meta device.
+
+    Raises:
+        ModelError: transformers stores the model in a form that is not its parameters under other names.
+    """
+    parameters = dict(adapter.module.named_parameters())
+    if adapter.lora is not None:
+        return [Entry(ADAPTER_PREFIX + name, name, 4 * parameter.numel()) for name, parameter in parameters.items()
+                if parameter.requires_grad]
+    order = {name: place for place, name in enumerate(parameters)}
+    if adapter.weights is None:
+        keys = stored_keys(form(adapter), order)
+        return [Entry(keys[name], name, 4 * parameter.numel()) for name, parameter in parameters.items()]
+    found = [Entry(stored.key, stored.name, 4 * parameters[stored.name].numel())
+             if stored.name and parameters[stored.name].requires_grad
+             else Entry(stored.key, stored.name, stored.num_bytes, stored) for stored in adapter.weights.keys]
+    return sorted(found, key=lambda entry: order.get(entry.name, len(order)))
+
+
+def files_of(
+    adapter: ModelAdapter,
+    num_ranks: int,
+    smallest_bytes: int = SMALLEST_FILE_BYTES,
+) -> list[ModelFile]:
+    """The files of an adapter's export by so many ranks; those of adapters (LoRA) are one.
+
+    Raises:
+        As `entries`.
+    """
+    found = entries(adapter)
+    if adapter.lora is None:
+        return files(found, num_ranks, smallest_bytes)
+    base = {} if adapter.weights is None else {BASE_KEY: fingerprint(adapter.weights.path)}
+    return [ModelFile(ADAPTER_FILE, tuple(found), {"format": "pt"} | base)]
+
+
+def files(
+    entries: Sequence[Entry],
+    num_ranks: int,
+    smallest_bytes: int = SMALLEST_FILE_BYTES,
+    largest_bytes: int = LARGEST_FILE_BYTES,
+) -> list[ModelFile]:
+    """The files of an export by so many ranks: none is larger than half of a rank's share, so that what gathers it has
+    room beside it, but for `smallest_bytes`, or a tensor that is. File k is written by rank k % num_ranks.
+    """
+    total = sum(entry.num_bytes for entry in entries)
+    most = min(max(-(-total // (2 * num_ranks)), smallest_bytes), largest_bytes)
+    parts: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if parts[-1] and size + entry.num_bytes > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += entry.num_bytes
+    if len(parts) == 1:
+        return [ModelFile("model.safetensors", tuple(parts[0]))]
+    return [ModelFile(f"model-{number:05d}-of-{len(parts):05d}.safetensors", tuple(part))
+            for number, part in enumerate(parts, 1)]
+
+
+def form(adapter: ModelAdapter) -> PreTrainedModel:
+    """A model without memory that is like the adapter's, and nothing of an engine's."""
+    module = adapter.module
+    with torch.device("meta"):
+        return type(module)(module.config.__class__.from_dict(module.config.to_dict()))
+
+
+def stored_keys(form: PreTrainedModel, names: Mapping[str, int]) -> dict[str, str]:
+    """Of parameters, by name, the keys under which transformers' `save_pretrained` stores them."""
+    state = {name: parameter.detach() for name, parameter in form.named_parameters() if name in names}
+    keys = {id(tensor): key for key, tensor in revert_weight_conversion(form, dict(state)).items()}
+    other = [name for name, tensor in state.items() if id(tensor) not in keys]
+    if other:
+        raise ModelError(f"model: cannot be saved: transformers stores {other[0]} in another form; allowed: a model "
+                         "whose parameters are stored one by one")
+    return {name: keys[id(tensor)] for name, tensor in state.items()}
+
+
+def tensors(file: ModelFile, values: Mapping[str, Tensor], weights: StoredWeights | None) -> dict[str, Tensor]:
+    """What a file holds, by key. `values`: the file's `parameters` in fp32, on the CPU.
+
+    Raises:
+        ModelError: what is copied is gone or damaged.
+    """
+    found: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for entry in file.entries:
+        if entry.copied is not None:
+            assert weights is not None
+            found[entry.key] = weights.tensor(entry.copied)
+        else:  # safetensors takes no memory twice
+            value = values[entry.name]
+            found[entry.key] = value.clone() if entry.name in used else value.contiguous()
+            used.add(entry.name)
+    return found
+
+
+def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file of the export to `folder`, safe on the disk.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    path = folder / file.name
+    with storage_errors(str(path), "cannot be written"):
+        try:
+            save_file(dict(tensors), path, metadata=dict(file.metadata))
+        except SafetensorError as error:
+            raise StorageError(f"{path}: cannot be written: {first_line(error)}") from None
+        with open(path, "rb") as written:
+            os.fsync(written.fileno())
+
+
+def write_description(adapter: ModelAdapter, files: Sequence[ModelFile], folder: Path) -> None:
+    """Write config.json, generation_config.json, and the index where there is more than one file; of adapters
+    adapter_config.json alone.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
+    if adapter.lora is not None:
+        with storage_errors(str(folder), "cannot be written"):
+            write_settings(folder, adapter.module, adapter.lora, adapter.weights.path if adapter.weights else "")
+        return
+    of_meta = form(adapter)
+    of_meta.config.dtype, of_meta.config.architectures = "float32", [type(of_meta).__name__]
+    with storage_errors(str(folder), "cannot be written"):
+        of_meta.config.save_pretrained(folder)
+        if of_meta.can_generate() and adapter.module.generation_config is not None:
+            adapter.module.generation_config.save_pretrained(folder)
+        if len(files) > 1:
+            places = {entry.key: file.name for file in files for entry in file.entries}
+            index = {"metadata": {"total_size": sum(file.num_bytes for file in files)}, "weight_map": places}
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def save(adapter: ModelAdapter, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
+    """Write a model whose `parameters`, whole, are all on this host.
+
+    Raises:
+        ModelError: a parameter has no value, or what is copied from the model's folder is gone.
+        StorageError: a file cannot be written.
+    """
+    found = files_of(adapter, 1)
+    needed = {name for name, parameter in adapter.module.named_parameters()
+              if adapter.lora is None or parameter.requires_grad}
+    missing = sorted(needed - set(parameters))
+    if missing:
+        raise ModelError(f"model: cannot save: no value for {len(missing)} parameters, the first is {missing[0]}")
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    for file in found:
+        values = {name: parameters[name].detach().to("cpu", torch.float32) for name in file.parameters}
+        write_file(target, file, tensors(file, values, adapter.weights))
+    write_description(adapter, found, target)

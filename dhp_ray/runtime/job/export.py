@@ -1,0 +1,124 @@
+"""The model of a kept checkpoint as a folder in the Hugging Face form, by one process without Ray."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch import Tensor
+
+from dhp_ray.comm.device import CPU
+from dhp_ray.comm.progress import Progress
+from dhp_ray.config import Config
+from dhp_ray.data.processor import ProcessorSpec
+from dhp_ray.model import export as layout
+from dhp_ray.model.build import build_model
+from dhp_ray.model.export import ModelFile
+from dhp_ray.runtime.records.checkpoints import Checkpoints
+from dhp_ray.runtime.worker.export import replace_folder
+from dhp_ray.runtime.worker.run_model import lora_settings, token_ids
+from dhp_ray.storage import Folder, StorageError, storage_errors
+from dhp_ray.train.export import Together, write_files
+from dhp_ray.train.state.stored_values import StoredValues
+
+
+class ExportRefusedError(ValueError):
+    """What was asked for cannot be; one line that says what is allowed."""
+
+
+def choose_step(checkpoints: Checkpoints, step: int | None) -> int:
+    """The step of a whole checkpoint that is asked for, or of the newest.
+
+    Raises:
+        ExportRefusedError: there is none; names those that are there.
+    """
+    kept = checkpoints.complete()
+    if not kept:
+        raise ExportRefusedError(f"checkpoint: {checkpoints.folder.uri} holds no whole checkpoint; allowed: a run that "
+                                 "has saved one (checkpoint.every_steps)")
+    if step is None:
+        return kept[-1]
+    if step not in kept:
+        raise ExportRefusedError(f"checkpoint: got {step}; allowed, of those kept: {', '.join(map(str, kept))}")
+    return step
+
+
+def export_checkpoint(
+    run: Folder, config: Config, step: int, out: Path, told: Callable[[int, int], None] = lambda done, total: None
+) -> int:
+    """Write the model of the checkpoint of `step` with its processor to `out`, a folder that is empty or not there;
+    returns bytes of its tensors. `told` hears how many files of how many are written.
+
+    `config` is the run's, with the model as it is to be read now. `out` appears whole or not at all.
+
+    Raises:
+        ValueError: the model cannot be had, or the checkpoint is damaged or of another model; one line.
+        StorageError: something cannot be read or written; one line.
+    """
+    name = Checkpoints(run, config.checkpoint.keep).manifest(step).files
+    adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
+    adapter.freeze(config.train.freeze)
+    if config.train.lora.rank:
+        adapter.add_lora(lora_settings(config))
+    processor = ProcessorSpec.of(config.model, config.data).load()
+    everything = dict(adapter.module.named_parameters())
+    shapes = {key: tuple(parameter.shape) for key, parameter in everything.items() if parameter.requires_grad}
+    files = layout.files_of(adapter, 1)
+    told(0, len(files))
+    with ExitStack() as stack:
+        values = StoredValues(f"{run.uri}/{name}", _local(run, name, config, stack), shapes, everything)
+        with storage_errors(f"out: {out}", "cannot be made"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            place = Path(tempfile.mkdtemp(prefix=f".{out.name}_", dir=out.parent))
+            os.chmod(place, 0o777 & ~_umask())
+        stack.callback(shutil.rmtree, place, ignore_errors=True)
+        done = 0
+
+        def put(file: ModelFile, tensors: Mapping[str, Tensor]) -> None:
+            nonlocal done
+            layout.write_file(place, file, tensors)
+            done += 1
+            told(done, len(files))
+
+        together = Together(0, None, Progress(CPU.torch_device()))
+        write_files(files, values.gather, adapter.weights, 1, together, put)
+        layout.write_description(adapter, files, place)
+        processor.save(place)
+        replace_folder(place, out)
+    return sum(file.num_bytes for file in files)
+
+
+def check_out(out: Path) -> None:
+    """Refuse to write over anything.
+
+    Raises:
+        ExportRefusedError: `out` is there, and not an empty folder.
+    """
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or next(out.iterdir(), None) is not None)):
+        raise ExportRefusedError(f"out: {out} exists and is not an empty folder; allowed: one that is empty or new")
+
+
+def _local(run: Folder, name: str, config: Config, stack: ExitStack) -> Path:
+    """The checkpoint's files on this machine."""
+    local = run.local_path()
+    if local is not None:
+        return local / name
+    scratch = Path(config.checkpoint.scratch or tempfile.gettempdir()).expanduser()
+    with storage_errors(f"checkpoint.scratch: {scratch}", "cannot be made"):
+        scratch.mkdir(parents=True, exist_ok=True)
+        fetched = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=scratch)))
+    for file in run.names(name):
+        run.download(f"{name}/{file}", fetched / file)
+    if not (fetched / ".metadata").exists():
+        raise StorageError(f"{run.uri}/{name}: its files are gone; allowed: another checkpoint")
+    return fetched
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

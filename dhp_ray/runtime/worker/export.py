@@ -1,0 +1,87 @@
+"""What the ranks of a run do for its model folder: each writes files of it, and rank 0 what describes them.
+
+    run.dir on a file system    all write into one folder inside it, which takes the model's name when it is whole
+    on an object store          each writes a file into a folder on its node and uploads it; the index comes last
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp_ray.config import Config
+from dhp_ray.model import export as layout
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.export import ModelFile
+from dhp_ray.model.files import INDEX_FILE
+from dhp_ray.planner.host_memory import SMALLEST_FILE_BYTES
+from dhp_ray.runtime.worker.folders import export_folder, export_place
+from dhp_ray.storage import Folder, storage_errors, sync_folder
+from dhp_ray.train.engine import Engine
+from dhp_ray.train.export import Together, write_files
+
+
+def export_model(
+    config: Config, adapter: ModelAdapter, engine: Engine, rank: int, world_size: int, group: dist.ProcessGroup | None,
+    save_processor: Callable[[Path], None], name: str, smallest_bytes: int = SMALLEST_FILE_BYTES,
+) -> None:
+    """Write the model of all ranks with its processor to the folder `name` of the run. Every rank calls this; `group`
+    (None: there is one rank) is for host memory.
+
+    Raises:
+        ModelError: files that the model came from are gone or damaged.
+        StorageError: something cannot be written, here or on another rank; one line.
+    """
+    store, together = Folder(config.run.dir), Together(rank, group, engine.progress)
+    local, place = store.local_path(), export_place(config)
+    with ExitStack() as stack:
+        def begin() -> None:
+            nonlocal place
+            if rank == 0 or local is None:
+                place = stack.enter_context(export_folder(config))
+            if rank == 0 and local is None:
+                store.delete(name)  # no file of another export may stay beside those of this one
+
+        def put(file: ModelFile, tensors: Mapping[str, Tensor]) -> None:
+            layout.write_file(place, file, tensors)
+            if local is None:
+                store.upload(place / file.name, f"{name}/{file.name}")
+                (place / file.name).unlink()
+
+        def end() -> None:
+            if rank:
+                return
+            layout.write_description(adapter, files, place)
+            save_processor(place)
+            if local is not None:
+                replace_folder(place, local / name)
+                return
+            for file in sorted(place.iterdir(), key=lambda file: file.name == INDEX_FILE):
+                store.upload(file, f"{name}/{file.name}")
+
+        together.do(begin)
+        files = layout.files_of(adapter, world_size, smallest_bytes)
+        write_files(files, engine.gather, adapter.weights, world_size, together, put)
+        together.do(end)
+
+
+def replace_folder(folder: Path, target: Path) -> None:
+    """Let a folder, whose large files are safe on the disk, take the place of `target` beside it."""
+    old = folder.with_name(f"{folder.name}_replaced")
+    with storage_errors(str(target), "cannot be written"):
+        for file in folder.iterdir():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        sync_folder(folder)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            os.replace(target, old)
+        os.replace(folder, target)
+        sync_folder(target.parent)
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,87 @@
+"""Writes a model that lies in the shards of all ranks, and nowhere whole: each rank writes files of its own.
+
+    round     files of all ranks: | f0: r0 | f1: r1 | f2: r2 |, then | f3: r0 | ...
+    gather    parameter by parameter or bucket by bucket, on all ranks; only the rank that writes it keeps it
+    write     all ranks at the same time; what is not trained each reads from the model's own files
+
+A rank's host holds the file that it writes, and a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp_ray.comm.progress import Progress
+from dhp_ray.errors import first_line
+from dhp_ray.model.export import ModelFile, tensors
+from dhp_ray.model.weights import StoredWeights
+from dhp_ray.storage import StorageError
+from dhp_ray.train.state.checkpoint import all_well
+
+Wanted = Iterable[tuple[str, int]]
+"""Names of parameters, each with the rank that is to have it."""
+
+Gather = Callable[[Wanted], Iterator[tuple[str, Tensor | None]]]
+"""Yields each wanted parameter, fp32 on the CPU, whole; None on the ranks that are not to have it."""
+
+
+class Together:
+    """The ranks of `group` (None: there is one; gloo) as they do what may fail on one of them alone."""
+
+    def __init__(self, rank: int, group: dist.ProcessGroup | None, progress: Progress) -> None:
+        self.rank, self.group, self.progress = rank, group, progress
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Call `action` on this rank, and wait for the others. Every rank calls this.
+
+        Raises:
+            Exception: what this rank's `action` has raised.
+            StorageError: that of another rank failed; one line, the same on all ranks whose own did not.
+        """
+        failure: Exception | None = None
+        try:
+            action()
+        except Exception as error:
+            failure = error
+        with self.progress.waiting("the other ranks' files of the model"):
+            well = all_well(failure is None, self.group)
+        if well:
+            return
+        lines = [""] * dist.get_world_size(self.group) if self.group is not None else []
+        if lines:
+            dist.all_gather_object(lines, first_line(failure) if failure else "", group=self.group)
+        if failure is not None:
+            raise failure
+        rank = next(rank for rank, line in enumerate(lines) if line)
+        raise StorageError(f"rank {rank}: {lines[rank]}")
+
+
+def write_files(
+    files: Sequence[ModelFile],
+    gather: Gather,
+    weights: StoredWeights | None,
+    world_size: int,
+    together: Together,
+    put: Callable[[ModelFile, Mapping[str, Tensor]], None],
+) -> None:
+    """Give `put`, on the rank whose file it is, the tensors of each of `files`. Every rank calls this, with the same
+    files.
+
+    Raises:
+        As `Together.do`.
+    """
+    for first in range(0, len(files), world_size):
+        ours = files[first : first + world_size]
+        values = {name: value for name, value in gather(
+            (name, writer) for writer, file in enumerate(ours) for name in file.parameters) if value is not None}
+        mine = ours[together.rank] if together.rank < len(ours) else None
+
+        def write(file: ModelFile | None = mine, values: Mapping[str, Tensor] = values) -> None:
+            if file is not None:
+                put(file, tensors(file, values, weights))
+
+        together.do(write)
+        values.clear()
