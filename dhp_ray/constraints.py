@@ -79,7 +79,7 @@ def check(config: Config) -> None:
 def _check_lora(config: Config) -> None:
     lora = config.train.lora
     if not lora.rank:
-        for name, value in (("alpha", lora.alpha), ("targets", lora.targets)):
+        for name, value in (("alpha", lora.alpha), ("targets", lora.targets), ("dropout", lora.dropout)):
             if value != getattr(Lora(), name):
                 raise ConfigError(f"train.lora.rank: got 0 with train.lora.{name}={value}; allowed: at least 1")
     elif config.model.preset:

@@ -220,6 +220,8 @@ class Lora:
     alpha: float = key(16.0, "what an adapter adds is scaled by alpha / rank", above=0, maximum=LARGEST)
     targets: list[str] = key(["all-linear"], "linear layers that get an adapter, by the ends of their names (q_proj); "
                              "all-linear: all but the head, in the parts that train.freeze leaves")
+    dropout: float = key(0.0, "share of an adapter's inputs that a step drops, by sample, position and step: the same "
+                              "under any plan; in the language model alone", minimum=0, below=1)
 
 
 @dataclass(kw_only=True)

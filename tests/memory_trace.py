@@ -212,10 +212,10 @@ def traced(
     `settings.world_size`, in a `fake_world`.
     """
     adapter = model_without_memory(config)
-    inputs, load = make_inputs(samples, adapter, degree)
     adapter.freeze(settings.frozen)
     if lora is not None:
         adapter.add_lora(lora)
+    inputs, load = make_inputs(samples, adapter, degree)
     if settings.recomputes:
         adapter.set_activation_checkpointing()
     optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)

@@ -17,13 +17,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TORCH, TRANSFORMERS = "2.11.0", "5.17.0"
 PACKAGES = [f"transformers=={TRANSFORMERS}", "numpy", "numba", "pyarrow", "safetensors", "pyyaml"]
-FOR_TESTS = ["pytest>=9", "pytest-timeout", "hypothesis"]
+FOR_TESTS = ["pytest>=9", "pytest-timeout", "hypothesis", "peft>=0.19"]
 NEEDED_GB = 8
 """With CUDA's libraries, which the registry's torch brings along: 2.7 GB to fetch, and 5 GB installed."""
 INSTALL_S, COMMAND_S, TEST_S = 1500, 1800, 1900
 """A test ends before the process that runs it does: faulthandler_timeout in pyproject.toml."""
 NEED_MORE = ["tests/train/test_placeholders.py", "tests/train/test_random_plans.py", "tests/train/test_greedy.py",
-             "tests/planner/test_figures.py", "tests/planner/test_plan_job.py"]
+             "tests/train/test_lora_plans.py", "tests/planner/test_figures.py", "tests/planner/test_plan_job.py"]
 """They configure a run, by OmegaConf, or draw, by matplotlib."""
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"--ignore={path}" for path in NEED_MORE)]
 COMMANDS = {

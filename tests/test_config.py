@@ -84,6 +84,20 @@ def test_a_folder_on_the_command_line_replaces_the_preset_of_a_file(bare: list[s
     assert "exactly one of the two" in refused([*bare, "model.preset="])
 
 
+def test_adapters_are_of_a_folder(bare: list[str]) -> None:
+    folder = [*bare, "model.path=/m", "train.lora.rank=8"]
+    lora = load([*folder, "train.lora.targets=[q_proj,v_proj]", "train.lora.alpha=4", "train.lora.dropout=0.1"]
+                ).train.lora
+    assert (lora.rank, lora.alpha, lora.targets, lora.dropout) == (8, 4.0, ["q_proj", "v_proj"], 0.1)
+    for given in ("alpha=8.0", "targets=['q_proj']", "dropout=0.1"):
+        assert refused([*bare, "model.path=/m", f"train.lora.{given}"]) == (
+            f"train.lora.rank: got 0 with train.lora.{given}; allowed: at least 1")
+    assert refused([*bare, "train.lora.rank=8"]).startswith("train.lora.rank: got 8 with model.preset=tiny; allowed: 0")
+    assert refused([*folder, "train.lora.targets="]).startswith("train.lora.targets: got []; allowed: all-linear")
+    assert refused([*folder, "train.lora.dropout=1"]) == (
+        "train.lora.dropout: got 1.0; allowed: at least 0 and less than 1")
+
+
 def test_ranks_share_the_memory_of_their_node_in_one_mode(bare: list[str]) -> None:
     assert load([*bare, "train.sharding=node"]).train.sharding == "node"
     assert refused([*bare, "train.sharding=node", "planner.sync=micro_batch"]) == (

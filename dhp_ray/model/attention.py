@@ -36,12 +36,14 @@ class PackContext:
     pack again. `differentiable`: whether a trainable parameter is upstream of attention on any member. The backward
     exchanges too, so it must run on all members or on none, whatever each one's own inputs require. `segments` are
     what `segments_of` gives for this member, on the device that computes; by default they are made here.
+    `dropout_keys` (L,), or (1,) where L is 0, are those of the member's tokens; None: nothing is dropped.
     """
 
     layout: PackLayout
     link: Link | None = None
     differentiable: bool = True
     segments: tuple[Segments, ...] = ()
+    dropout_keys: Tensor | None = None
 
     def __post_init__(self) -> None:
         size = 1 if self.link is None else self.link.size
@@ -56,6 +58,7 @@ class PackContext:
     def move(self, device: torch.device) -> None:
         """Have the segments on a device, where they are not there."""
         self.segments = tuple(segments.to(device) for segments in self.segments)
+        self.dropout_keys = None if self.dropout_keys is None else self.dropout_keys.to(device)
 
 
 def segments_of(layout: PackLayout, member: int) -> tuple[Segments, ...]:

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
+from dhp_ray.model.attention import PackContext
+from dhp_ray.model.dropout import DroppedProduct, layer_key
 from dhp_ray.model.files import ADAPTER_SETTINGS, ModelError
 
 ALL_LINEAR = "all-linear"
@@ -30,12 +32,15 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """`targets`: names of layers, or ends of names (`q_proj`), or ALL_LINEAR. First values are drawn from `seed`."""
+    """`targets`: names of layers, or ends of names (`q_proj`), or ALL_LINEAR. First values are drawn from `seed`.
+    `dropout`: the share of an adapter's inputs that a training step drops.
+    """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
     seed: int = 0
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -43,11 +48,16 @@ class LoraSettings:
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. It has the parameters of `plain`, under their names, and two more."""
+    """A linear layer with an adapter. It has the parameters of `plain`, under their names, and two more.
 
-    def __init__(self, plain: nn.Linear, rank: int, scale: float) -> None:
+    Of the adapter's inputs it drops some where it has `dropout_keys` (L,), those of its L tokens; `key` is its own.
+    """
+
+    def __init__(self, plain: nn.Linear, key: int, settings: LoraSettings) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.scale = plain.in_features, plain.out_features, scale
+        self.in_features, self.out_features, rank = plain.in_features, plain.out_features, settings.rank
+        self.key, self.scale, self.dropout = key, settings.scale, settings.dropout
+        self.dropout_keys: Tensor | None = None
         self.weight, self.bias = plain.weight, plain.bias
         place: dict[str, Any] = {"bias": False, "device": plain.weight.device}
         self.lora_A = skip_init(nn.Linear, self.in_features, rank, **place)
@@ -55,7 +65,13 @@ class LoraLinear(nn.Linear):
         self.train(plain.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        added: Tensor = self.lora_B(self.lora_A(input) * self.scale)
+        if self.dropout_keys is None:
+            low = self.lora_A(input) * self.scale
+        else:
+            product = DroppedProduct.apply(  # type: ignore[no-untyped-call]
+                input, self.lora_A.weight, self.dropout_keys, self.key, self.dropout)
+            low = product * (self.scale / (1 - self.dropout))
+        added: Tensor = self.lora_B(low)
         return F.linear(input, self.weight, self.bias) + added
 
 
@@ -84,12 +100,26 @@ def target_layers(module: nn.Module, targets: Sequence[str], without: Callable[[
 def add_adapters(module: nn.Module, layers: Mapping[str, nn.Linear], settings: LoraSettings) -> None:
     """Give these layers of `module` adapters, with their first values where the layers are not on the meta device."""
     for name, layer in layers.items():
-        adapted = LoraLinear(layer, settings.rank, settings.scale)
+        adapted = LoraLinear(layer, layer_key(name), settings)
         for part, linear in (("lora_A", adapted.lora_A), ("lora_B", adapted.lora_B)):
             if not linear.weight.is_meta:
                 with torch.no_grad():
                     linear.weight.copy_(first_values(f"{name}.{part}.weight", linear.weight.shape, settings.seed))
         module.set_submodule(name, adapted)
+
+
+def drop_by_pack(decoder_layer: nn.Module) -> None:
+    """Let the adapters inside a layer that is called with a `context` drop what that pack's keys say, also where the
+    layer is computed again in the backward pass, after another pack's forward pass.
+    """
+    adapted = [layer for layer in decoder_layer.modules() if isinstance(layer, LoraLinear)]
+
+    def take_keys(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        context: PackContext = named["context"]
+        for layer in adapted:
+            layer.dropout_keys = context.dropout_keys
+
+    decoder_layer.register_forward_pre_hook(take_keys, with_kwargs=True)
 
 
 def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
@@ -110,7 +140,7 @@ def write_settings(folder: Path, module: nn.Module, settings: LoraSettings, base
     ends = {name.rsplit(".", 1)[-1] for name in layers}
     by_end = {name for name, _ in module.named_modules() if name.rsplit(".", 1)[-1] in ends}
     tree = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": base, "r": settings.rank,
-            "lora_alpha": settings.alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+            "lora_alpha": settings.alpha, "lora_dropout": settings.dropout, "bias": "none", "fan_in_fan_out": False,
             "inference_mode": True, "init_lora_weights": True, "modules_to_save": None,
             # the ends of names where these mean the same layers, else every name
             "target_modules": sorted(ends) if by_end == set(layers) else layers}

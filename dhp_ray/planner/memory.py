@@ -228,6 +228,13 @@ class MemoryModel:
         under_way = {"gathered: a layer": self._gathered(part, 2, 1)}
         yield "MLP backward", under_way | {"layer, recomputed": again * positions, "gradients of weights": weights,
                                            "layer, backward": (gradient + mlp) * positions}
+        if self.settings.drops and part in self.settings.adapters:
+            # of the MLP's last product two gradients and, for what was dropped, a hash and its copy, or a mask and a
+            # third gradient
+            dropout = (2 * c + max(4, 1 + c)) * layer.mlp_width * positions
+            yield "dropout backward", under_way | {
+                "layer, recomputed": again * positions, "dropout": dropout,
+                "layer, backward": gradient * positions}
         gone = layer.mlp_width * self._mlp(part, layer) + layer.width * self._norm(part, layer)
         yield "attention backward", under_way | {
             "layer, recomputed": again * positions, "gradients of weights": 3 * weights,

@@ -20,7 +20,8 @@ class MemorySettings:
     `device`: whose attention kernel runs (cpu, cuda, npu). `largest_image`: vision tokens of the largest image or piece
     of a video, which one rank encodes; `image_limit`: what the run allows one (default: the pack's tokens). `sharding`:
     of `sync=step`, whole or node, and `node_ranks` the ranks of the node that has fewest. `adapters`: parameters of the
-    adapters of each part that has some (LoRA), which are then trained in place of the weights.
+    adapters of each part that has some (LoRA), which are then trained in place of the weights; `drops`: their inputs
+    are dropped in part.
     """
 
     sync: str
@@ -37,6 +38,7 @@ class MemorySettings:
     sharding: str = "whole"
     node_ranks: int = 1
     adapters: Mapping[str, int] = field(default_factory=dict)
+    drops: bool = False
 
     def trains(self, part: str) -> bool:
         """Whether anything in a part is trained, its weights or adapters."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dhp_ray.model.adapter import EncoderArguments, ModelAdapter
 from dhp_ray.model.attention import segments_of
+from dhp_ray.model.dropout import token_keys
 from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.model.loss import IGNORED, valid_tokens
@@ -91,6 +92,8 @@ class PackInputs:
     """For every member, how many feature rows come from it."""
     num_images: int
     """Images that the whole pack encodes."""
+    dropout_keys: Tensor | None = None
+    """(max(L, 1),) int32: from which dropout is drawn; None: nothing is dropped."""
     predicts: bool = False
     """What is wanted of the valid tokens is the one that most likely follows each, and not their loss."""
 
@@ -106,6 +109,7 @@ class PackInputs:
             positions=change(self.positions), pixels=change(self.pixels),
             vision_token_index=change(self.vision_token_index), send_index=[change(rows) for rows in self.send_index],
             segments=tuple(segments.map(change) for segments in self.segments),
+            dropout_keys=None if self.dropout_keys is None else change(self.dropout_keys),
             encoder={name: value.map(change) if isinstance(value, Segments) else change(value)
                      for name, value in self.encoder.items()})
 
@@ -177,9 +181,9 @@ def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encod
 
 def collate(
     pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: ModelAdapter,
-    pixel_type: torch.dtype = torch.float32, pinned: bool = False,
+    pixel_type: torch.dtype = torch.float32, pinned: bool = False, step: int = 0,
 ) -> PackInputs:
-    """The inputs of `rank`'s part of a pack, on the CPU; `pinned`: with its pixels in pinned memory.
+    """The inputs of `rank`'s part of a pack of a `step`, on the CPU; `pinned`: with its pixels in pinned memory.
 
     Raises:
         ValueError: one line that names the sample whose payload is missing or not what was planned.
@@ -203,7 +207,17 @@ def collate(
         pixels=pixels, grids=whole.grids, encoder=adapter.encoder_arguments(whole.grids),
         vision_token_index=torch.cat(received_from), send_index=send_index,
         receive_counts=[len(rows) for rows in received_from],
-        num_images=whole.num_images)
+        num_images=whole.num_images, dropout_keys=_dropout_keys(pack, mine, adapter, step))
+
+
+def _dropout_keys(pack: RankPack, index: Tensor, adapter: ModelAdapter, step: int) -> Tensor | None:
+    """Of the tokens at `index` (L,) of the packed sequence."""
+    lora = adapter.lora
+    if lora is None or not lora.dropout:
+        return None
+    if not len(index):
+        return torch.zeros(1, dtype=torch.int32)
+    return torch.cat([token_keys(lora.seed, step, sample.id, sample.num_tokens) for sample in pack.samples])[index]
 
 
 def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:

@@ -30,7 +30,8 @@ def pack_loss(adapter: ModelAdapter, inputs: PackInputs, link: Link, encodes: bo
     if encodes:
         features = exchange_rows(features, inputs.send_index, inputs.receive_counts, link,
                                  differentiable=trains_features)
-    context = PackContext(inputs.layout, link, trains_hidden, inputs.segments)
+    context = PackContext(inputs.layout, link, trains_hidden, inputs.segments,
+                          inputs.dropout_keys if torch.is_grad_enabled() else None)
     hidden = adapter.decode(inputs.token_ids, inputs.positions, inputs.vision_token_index, features, context)
     if inputs.predicts:
         return adapter.predictions(hidden, inputs.valid_index)

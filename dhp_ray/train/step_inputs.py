@@ -57,7 +57,8 @@ class StepInputs:
                 self.inputs[place] = self._collated(pack, adapter)
 
     def _collated(self, pack: RankPack, adapter: ModelAdapter) -> PackInputs:
-        inputs = collate(pack, self.payloads, self.plan.rank, adapter, COMPUTE_TYPES[self.precision], self.pinned)
+        inputs = collate(pack, self.payloads, self.plan.rank, adapter, COMPUTE_TYPES[self.precision], self.pinned,
+                         self.plan.step)
         patches = iter(inputs.pixels.split([math.prod(grid) for grid in inputs.grids]) if inputs.grids else ())
         for sample, encoded_here in zip(pack.samples, encoded_images(pack, self.plan.rank)):
             payload = self.payloads[sample.id]

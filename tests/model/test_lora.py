@@ -86,6 +86,18 @@ def test_targets_that_match_nothing(targets: tuple[str, ...], frozen: tuple[str,
     assert "\n" not in str(raised.value)
 
 
+def test_dropout_is_of_the_language_model(tmp_path: Path) -> None:
+    dropping = LoraSettings(2, 4.0, ("all-linear",), dropout=0.1)
+    with pytest.raises(ModelError) as raised:
+        with_adapters(settings=dropping)
+    assert str(raised.value) == (
+        "train.lora.dropout: got 0.1 with an adapter in the vision encoder (model.visual.blocks.0.attn.qkv); allowed: "
+        "0, or train.freeze=[vision]")
+    save(with_adapters(settings=dropping, frozen=("vision",)), tmp_path)
+    assert LoraConfig.from_pretrained(tmp_path).lora_dropout == 0.1
+    with_adapters(settings=LoraSettings(2, 4.0, ("q_proj",), dropout=0.1))  # no layer of the encoder has this name
+
+
 def test_first_values_are_the_same_everywhere_and_add_nothing() -> None:
     first = first_values("a.lora_A.weight", (4, 100), 3)
     assert torch.equal(first, first_values("a.lora_A.weight", (4, 100), 3))

@@ -54,7 +54,7 @@ def check(
     resident_bytes, pack_bytes, load = traced(config, random_samples(seed, images, largest), settings, degree,
                                                  lora)
     if lora is not None:
-        settings = replace(settings, adapters=adapter_sizes_of(config, settings.frozen, lora))
+        settings = replace(settings, adapters=adapter_sizes_of(config, settings.frozen, lora), drops=lora.dropout > 0)
     found = MemoryModel(shape_of(name, num_layers), settings)
     assert sum(found.resident().values()) == pytest.approx(resident_bytes, rel=0.01)
     moments = {name: sum(terms.values()) for name, terms in found.moments(load).items()}
@@ -110,6 +110,14 @@ def test_predicted_peaks_with_adapters_are_the_traced_ones(
 ) -> None:
     with world_of(mode):
         check("3B", settings_of(mode, recomputes, frozen), seed, degree, num_layers=2, largest=8, lora=LORA)
+
+
+@pytest.mark.parametrize(("mode", "recomputes", "seed", "degree"), [
+    ("step", False, 1, 1), ("step", True, 2, 2), ("node", True, 1, 1), ("micro_batch", True, 1, 2)], ids=str)
+def test_predicted_peaks_with_dropout_are_the_traced_ones(mode: str, recomputes: bool, seed: int, degree: int) -> None:
+    with world_of(mode):
+        check("3B", settings_of(mode, recomputes, ("vision",)), seed, degree, num_layers=2, largest=8,
+              lora=replace(LORA, dropout=0.1))
 
 
 CASES = list(product((False, True), ((), ("vision",), ("language",))))

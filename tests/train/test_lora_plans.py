@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,12 +13,13 @@ from peft import PeftModel
 from torch import Tensor
 
 from dhp_ray.config import Config, load
+from dhp_ray.model.dropout import kept, layer_key, token_keys
 from dhp_ray.model.lora import first_values
 from dhp_ray.planner.plan import Plan
-from tests.model.test_lora import save, with_adapters
-from tests.packs import PATCH_DIMS, plain_copy, plain_gradients, rough_model
+from tests.model.test_lora import ALL, save, with_adapters
+from tests.packs import PATCH_DIMS, plain_copy, plain_gradients, plain_loss, rough_model
 from tests.ranks import run_processes
-from tests.train.test_random_plans import SAMPLES, TOLERANCE, WATCHDOG_S, World, random_plan, run_plans
+from tests.train.test_random_plans import SAMPLES, STEP, TOLERANCE, WATCHDOG_S, World, random_plan, run_plans
 
 WORLDS = [World(3, "step", "pool"), World(5, "micro_batch", "pool", True), World(5, "step", "parent", True, "vision"),
           World(3, "micro_batch", "parent", False, "vision"), World(5, "step", "pool", True, "", "node"),
@@ -25,6 +27,10 @@ WORLDS = [World(3, "step", "pool"), World(5, "micro_batch", "pool", True), World
           World(3, "micro_batch", "pool", False, "language")]
 WORLDS += [World(3, sync, "pool", True, "", sharding, preset) for preset in PATCH_DIMS if preset != "tiny"
            for sync, sharding in (("step", "whole"), ("step", "node"), ("micro_batch", "whole"))]
+RATE = 0.2
+DROPPING = [World(3, "step", "pool", True, "vision", "whole", preset) for preset in PATCH_DIMS]
+DROPPING += [World(5, "step", "pool", False, "vision"), World(5, "step", "pool", True, "vision", "node"),
+             World(5, "micro_batch", "pool", True, "vision"), World(3, "micro_batch", "pool", False, "vision")]
 
 
 def rough_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -46,22 +52,49 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_random_plans_of_adapters(models: Path, tmp_path: Path, world: World) -> None:
+class Dropout(torch.nn.Module):
+    """In the place of PEFT's dropout before the adapter of the layer `name`: drops the same of a sample's values."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.layer, self.keys = layer_key(name), torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * kept(self.keys, self.layer, x.shape[-1], RATE).view(x.shape) / (1 - RATE)
+
+
+def replace_dropout(plain: PeftModel) -> list[Dropout]:
+    model = plain.base_model.model
+    names = [name for name, module in model.named_modules() if hasattr(module, "lora_dropout")]
+    for name in names:
+        model.get_submodule(name).lora_dropout["default"] = Dropout(name)
+    return [module for module in model.modules() if isinstance(module, Dropout)]
+
+
+@pytest.mark.parametrize(("world", "rate"), [*((world, 0.0) for world in WORLDS),
+                                             *((world, RATE) for world in DROPPING)], ids=str)
+def test_random_plans_of_adapters(models: Path, tmp_path: Path, world: World, rate: float) -> None:
     frozen = (world.freeze,) if world.freeze else ()
-    save(with_adapters(world.preset, frozen=frozen), tmp_path)
+    save(with_adapters(world.preset, replace(ALL, dropout=rate), frozen), tmp_path)
     plain = PeftModel.from_pretrained(plain_copy(rough_model(preset=world.preset)), tmp_path, is_trainable=True)
-    wanted = {}
+    dropouts = replace_dropout(plain) if rate else []
+    wanted, without = {}, {}
     for sample, payload in SAMPLES[world.preset]:
+        for dropout in dropouts:
+            dropout.keys = token_keys(0, STEP, sample.id, sample.num_tokens)
         loss, gradients = plain_gradients(plain.base_model.model, [payload])
         wanted[sample.id] = loss, {name.replace(".default.", "."): value for name, value in gradients.items()
                                    if "lora_" in name}
+        with torch.no_grad(), patch.object(Dropout, "forward", lambda self, x: x):
+            mean, count = plain_loss(plain.base_model.model, payload)
+            without[sample.id] = float(mean) * count if count else 0.0
     torch.save(wanted, tmp_path / "gradients")
+    torch.save(without, tmp_path / "losses without dropout")
     config = load([f"model.path={models / world.preset / 'model'}", "model.preset=", f"planner.sync={world.sync}",
                    f"comm.transport={world.transport}", f"train.freeze=[{world.freeze}]",
                    f"train.activation_checkpointing={str(world.recomputes).lower()}",
                    f"train.sharding={world.sharding}", "train.lora.rank=4", "train.lora.alpha=8",
-                   "comm.timeout_s=60", "run.dir=unused",
+                   f"train.lora.dropout={rate}", "comm.timeout_s=60", "run.dir=unused",
                    "train.adam_beta1=0", "train.clip_norm=0"])
     results = run_on(world, config, [random_plan(seed, world) for seed in range(3)], tmp_path)
     assert len(results) == 3

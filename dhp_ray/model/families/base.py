@@ -25,7 +25,7 @@ from dhp_ray.model.adapter import PARTS, EncoderArguments, NodeUnits, empty_feat
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
-from dhp_ray.model.lora import LoraSettings, add_adapters, first_values, target_layers
+from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
 from dhp_ray.model.loss import LossHead
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
@@ -197,9 +197,20 @@ class VisionLanguageModel(ABC):
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         layers = target_layers(self.module, settings.targets,
                                without=lambda name: name == "lm_head" or f"{name}.weight" not in trained)
+        if settings.dropout:
+            for name in layers:
+                if self.is_vision(name):  # whose patches have no place in a sample that all plans agree on
+                    raise ModelError(
+                        f"train.lora.dropout: got {settings.dropout} with an adapter in the vision encoder ({name}); "
+                        "allowed: 0, or train.freeze=[vision]"
+                    )
         self.module.requires_grad_(False)
         add_adapters(self.module, layers, settings)
         self.lora = settings
+        if settings.dropout:
+            language: Any = self.module.model.language_model  # type: ignore[union-attr]
+            for layer in language.layers:
+                drop_by_pack(layer)
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 self._num_dimensions[name] = parameter.ndim

@@ -127,7 +127,8 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
         largest_image=max(SLICE_TOKENS, config.data.max_pixels // shape.token_pixels),
         image_limit=None if tokens == "auto" else int(tokens),
         communicators_bytes=num_groups * device.group_bytes, sharding=mode.sharding,
-        node_ranks=fewest_of_a_node(group.nodes, world_size), adapters=described.get("adapters", {})))
+        node_ranks=fewest_of_a_node(group.nodes, world_size), adapters=described.get("adapters", {}),
+        drops=train.lora.dropout > 0))
 
 
 def fewest_of_a_node(nodes: Sequence[str], num_ranks: int) -> int:

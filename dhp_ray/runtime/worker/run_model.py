@@ -38,7 +38,7 @@ def build_adapter(config: Config) -> ModelAdapter:
 def lora_settings(config: Config) -> LoraSettings:
     """What adapters a run trains, where it trains some."""
     lora = config.train.lora
-    return LoraSettings(lora.rank, lora.alpha, tuple(lora.targets), config.seed)
+    return LoraSettings(lora.rank, lora.alpha, tuple(lora.targets), config.seed, lora.dropout)
 
 
 class StateSize(NamedTuple):
