@@ -39,7 +39,7 @@ from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.sharded_engine import ShardedEngine
+from dhp_ray.train.sharded_engine import ShardedEngine, narrow_frozen
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from tests.published_configs import model_without_memory
 
@@ -234,6 +234,7 @@ def traced(
             engine = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
         else:
             assert dist.group.WORLD is not None
+            narrow_frozen(adapter.module, COMPUTE_TYPES[settings.precision])  # as where values are in files
             engine = ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision)
         engine.zero_gradients()
         on_device = replace(inputs, pixels=torch.empty(inputs.pixels.shape, dtype=COMPUTE_TYPES[settings.precision]))

@@ -6,7 +6,7 @@ type:
     sync         parameters   gradients        state, two versions of values and both moments
     step         c P          4 T + 4 T / N    24 T / N       (N = 1: gradients 4 T)
     step, node   c P / G      4 T / G + 4 T / N               24 T / N      (`train.sharding=node`, G ranks a node)
-    micro_batch  4 P / N      4 T / N          24 T / N
+    micro_batch  4 T / N + c (P - T) / N       4 T / N       24 T / N
 
 A pack's pass is a row of moments; the one that needs most decides. Held over all of them are the activations that the
 backward pass wants, by token or by patch, for layers of width D, H heads and K of keys and values, each d wide, an MLP
@@ -65,7 +65,7 @@ class MemoryModel:
         trained = self.settings.num_trained(self.shape)
         share = math.ceil(trained / ranks)
         if self._sharded:
-            parameters, gradients = 4 * math.ceil(size / ranks), 4 * share
+            parameters, gradients = 4 * share + self._c * math.ceil((size - trained) / ranks), 4 * share
         elif self._shares:
             among = self.settings.node_ranks
             parameters, gradients = self._c * math.ceil(size / among), 4 * (math.ceil(trained / among) + share)

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,6 +28,7 @@ from dhp_ray.comm.link import Link
 from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, fsdp_param_groups, reduce_scatter_single
 from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.weights import Interval
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.collectives import TimedCollective
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
@@ -40,8 +41,8 @@ from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardSt
 class ShardedEngine(Engine):
     """Shards an adapter's module for good: fp32 rows on each rank, gathered in the computing type, reduced in fp32.
 
-    Frozen parameters are sharded too; they keep the values that they came with. The root, which holds what is in no
-    unit (embedding, head, last norm), stays gathered from its forward to the end of its backward.
+    Frozen parameters are sharded too, in the computing type where they come from files. The root, which holds what is
+    in no unit (embedding, head, last norm), stays gathered from its forward to the end of its backward.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class ShardedEngine(Engine):
             TimedCollective(all_gather_single, progress),
             TimedCollective(reduce_scatter_single, progress),
         )
+        if adapter.weights is not None:
+            narrow_frozen(module, COMPUTE_TYPES[precision])
         for unit in units:
             wrapped = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not self.root)
             sharded = cast(FSDPModule, wrapped)
@@ -136,8 +139,14 @@ class ShardedEngine(Engine):
                 for name, parameter in self.parameters.items()}
 
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
-        everything = {**self.parameters, **self.frozen}
+        everything, weights = {**self.parameters, **self.frozen}, self.adapter.weights
         for name, owner in wanted:
+            if name in self.frozen and weights is not None:
+                stored = torch.empty(everything[name].shape) if owner == self.rank else None
+                if stored is not None:
+                    weights.read([Interval(name, 0, stored.view(-1))])
+                yield name, stored
+                continue
             with self.progress.waiting("a parameter's rows of other ranks"):
                 whole = cast(DTensor, everything[name].detach()).full_tensor()
             value = whole.to("cpu", torch.float32, copy=True) if owner == self.rank else None
@@ -209,11 +218,8 @@ class ShardedEngine(Engine):
                 self._rows(piece).copy_(state.value[piece.shard])
 
 
-def sharded_bytes(num_parameters: int, world_size: int, num_frozen: int = 0) -> int:
-    """Bytes of device memory that a rank holds between steps: fp32 rows, gradients, and two versions of its shard.
-
-    Units that are gathered at a time (one or two layers, and the root) come on top.
-    """
-    trained = num_parameters - num_frozen
-    versions = 2 * 3 * 4  # value and both moments, fp32
-    return math.ceil(num_parameters / world_size) * 4 + math.ceil(trained / world_size) * (4 + versions)
+def narrow_frozen(module: nn.Module, compute_type: torch.dtype) -> None:
+    """Let frozen parameters be of the computing type, in which they are gathered anyway."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(compute_type)

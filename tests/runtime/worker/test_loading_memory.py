@@ -27,7 +27,6 @@ from dhp_ray.runtime.worker.heap import give_back_memory
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import build_adapter
 from dhp_ray.train.flat_engine import resident_bytes
-from dhp_ray.train.sharded_engine import sharded_bytes
 from dhp_ray.train.step_inputs import collated
 from tests.packs import make_sample, rough_model
 from tests.ranks import run_processes
@@ -118,7 +117,9 @@ def needed_bytes(shape: ModelShape, frozen: Sequence[str], mode: str) -> float:
     num_parameters, num_frozen = shape.num_parameters(), shape.num_parameters() - shape.num_parameters(without=frozen)
     if mode == "step":
         return NUM_RANKS * resident_bytes(num_parameters, NUM_RANKS, "bf16", num_frozen)
-    return NUM_RANKS * sharded_bytes(num_parameters, NUM_RANKS, num_frozen) - 4 * (num_parameters - num_frozen)
+    kept = MemoryModel(shape, MemorySettings(
+        sync="micro_batch", world_size=NUM_RANKS, precision="bf16", recomputes=False, frozen=tuple(frozen))).resident()
+    return NUM_RANKS * (sum(kept.values()) - kept["gradients"])
 
 
 def available_bytes() -> int:
