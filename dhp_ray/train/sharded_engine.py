@@ -139,13 +139,10 @@ class ShardedEngine(Engine):
                 for name, parameter in self.parameters.items()}
 
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
-        everything, weights = {**self.parameters, **self.frozen}, self.adapter.weights
+        everything = {**self.parameters, **self.frozen}
         for name, owner in wanted:
-            if name in self.frozen and weights is not None:
-                stored = torch.empty(everything[name].shape) if owner == self.rank else None
-                if stored is not None:
-                    weights.read([Interval(name, 0, stored.view(-1))])
-                yield name, stored
+            if self._is_wider_in_files(name):
+                yield name, self._stored(name) if owner == self.rank else None
                 continue
             with self.progress.waiting("a parameter's rows of other ranks"):
                 whole = cast(DTensor, everything[name].detach()).full_tensor()
@@ -153,6 +150,19 @@ class ShardedEngine(Engine):
             self.progress.synchronize()
             del whole  # before the next one comes
             yield name, value
+
+    def _is_wider_in_files(self, name: str) -> bool:
+        """Whether a parameter was given in a type that its rows here do not hold."""
+        weights, frozen = self.adapter.weights, self.frozen.get(name)
+        return (weights is not None and frozen is not None and frozen.dtype != torch.float32
+                and weights.type_of(name) != frozen.dtype)
+
+    def _stored(self, name: str) -> Tensor:
+        """A parameter from its file, fp32 on the CPU."""
+        value = torch.empty(self.frozen[name].shape)
+        assert self.adapter.weights is not None
+        self.adapter.weights.read([Interval(name, 0, value.view(-1))])
+        return value
 
     def _lay_out(self, units: list[Any]) -> dict[int, list[Piece]]:
         """What this rank owns of each unit, by where it begins in its shard: one piece a parameter; units of which it
