@@ -97,6 +97,9 @@ def check_evaluation(config: Config) -> None:
                                  ("eval.output", config.eval.output, "a file name")):
         if not value:
             raise ConfigError(f"{name}: got nothing; allowed: {allowed}")
+    if config.cluster.num_workers % config.eval.ranks_per_model:
+        raise ConfigError(f"eval.ranks_per_model: got {config.eval.ranks_per_model}; allowed: what divides "
+                          f"cluster.num_workers ({config.cluster.num_workers})")
 
 
 def _check_values(config: Config) -> None:

@@ -179,6 +179,8 @@ class Eval:
     every_steps: int = key(0, "evaluate after this many steps; 0: never", minimum=0)
     generate: bool = key(False, "generate answers to the held-out samples and score them, beside the loss")
     max_new_tokens: int = key(128, "tokens of an answer at most", minimum=1, maximum=1_000_000)
+    ranks_per_model: int = key(1, "jobs/evaluate.py: workers that hold a model together, each a part of every layer, "
+                                  "and go in step; 1: each holds the whole", minimum=1, maximum=100_000)
     output: str = key("predictions.jsonl", "jobs/evaluate.py: file for a line a sample: prompt, references, "
                       "prediction, scores, loss")
 

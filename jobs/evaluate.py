@@ -8,10 +8,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dhp_ray.runtime.job.ending import Ending
 
 PURPOSE = """Loss and generated answers of a model on held-out conversations: exact match, ANLS and token F1 of the
-assistant's last turn, on any number of workers with a whole model each. Without --config: conf/evaluate.yaml, which
-generates."""
+assistant's last turn, on any number of workers with a whole model each, or a part of one. Without --config:
+conf/evaluate.yaml, which generates."""
 KEYS = r"data\.(?!path|sources|shuffle|decoders|synthetic)|model\.path|eval\.(?!every)" \
-       r"|cluster\.(?!min_|max_)|planner\.max_sequence_tokens"
+       r"|cluster\.(?!min_|max_)|planner\.max_sequence_tokens|comm\.timeout_s"
 
 
 def main(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from dhp_ray.model.adapter import ModelAdapter
@@ -36,9 +36,20 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return _family(config)(_family(config).model_class(config))
+    module, weights = without_weights(path)
+    adapter = _family(module.config)(module)
+    adapter.weights = weights
+    return adapter
+
+
+def without_weights(path: str) -> tuple[PreTrainedModel, StoredWeights]:
+    """The model of a folder as transformers has it, on the meta device, and what reads any part of its parameters.
+
+    Raises:
+        ModelError: one line on what is missing or not supported.
+    """
     config = read_config(path)
-    family = _family(config)
-    files = weight_files(path)
+    family, files = _family(config), weight_files(path)
     with torch.device("meta"):
         module = family.model_class(config)
     for name, holder in list(module.named_modules()):
@@ -46,9 +57,7 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
             module.set_submodule(name, type(holder)(holder.config))  # tables of rotary frequencies, which no file holds
     if (Path(path) / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    adapter = family(module)
-    adapter.weights = StoredWeights(path, files, module, family.stored_names)
-    return adapter
+    return module, StoredWeights(path, files, module, family.stored_names)
 
 
 def model_shape(preset: str, path: str, token_ids: Mapping[str, int] | None) -> ModelShape:

@@ -70,13 +70,13 @@ def test_answers_are_those_of_transformers_on_any_number_of_workers(
     rows = held_out(test_data, NUM_IMAGES)
     path = write_rows(tmp_path / "held_out.json", rows)
     written = []
-    for num_workers in (1, 3):
+    for num_workers, ranks_per_model in ((1, 1), (3, 1), (3, 3), (4, 2)):
         output = tmp_path / f"{num_workers}.jsonl"
         ended = evaluate(folder, path, output, f"data.image_root={test_data / 'nlvr'}",
-                         f"cluster.num_workers={num_workers}")
+                         f"cluster.num_workers={num_workers}", f"eval.ranks_per_model={ranks_per_model}")
         assert ended.status == 0, ended.output + ended.errors
         written.append(output.read_text())
-    assert written[0] == written[1]
+    assert written == [written[0]] * 4
     found = predictions(tmp_path / "1.jsonl")
     assert [line["id"] for line in found] == [row["id"] for row in rows]
     wanted = plain_answers(folder, [row["conversations"] for row in rows],
@@ -185,18 +185,25 @@ def test_ctrl_c_ends_it_in_one_line(ray_cluster: None, tiny: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_replaced(ray_cluster: None, tiny: Path, tmp_path: Path) -> None:
-    """And the sample that it was at is answered."""
+@pytest.mark.parametrize("ranks_per_model", [1, 2])
+def test_a_worker_that_dies(ranks_per_model: int, ray_cluster: None, tiny: Path, tmp_path: Path) -> None:
+    """It is replaced, and the sample that it was at is answered; where it held a part of a model, that is the end."""
     rows = [{"id": str(number), "conversations": talk(f"Name colour {number}.", "Blue.")} for number in range(300)]
     path = write_rows(tmp_path / "rows.json", rows)
     process = start("evaluate.py", f"model.path={tiny}", f"eval.path={path}", "cluster.cpus_per_worker=0.2",
-                    "cluster.num_workers=2", f"eval.output={tmp_path / 'out.jsonl'}")
+                    "cluster.num_workers=2", f"eval.output={tmp_path / 'out.jsonl'}",
+                    f"eval.ranks_per_model={ranks_per_model}")
     assert process.stdout
     process.stdout.readline()  # a twentieth is done
     victim = next(file.parent for file in Path("/proc").glob("[0-9]*/cmdline")
                   if file.read_bytes().startswith(b"ray::Evaluator"))
     os.kill(int(victim.name), signal.SIGKILL)
     output, errors = process.communicate(timeout=120)
+    if ranks_per_model == 2:
+        assert process.returncode == 1
+        [line] = errors.splitlines()
+        assert line.startswith("error: a worker of the evaluation is lost: ")
+        return
     assert process.returncode == 0, errors
     assert json.loads(output.splitlines()[-1])["num_samples"] == 300
     assert [line["id"] for line in predictions(tmp_path / "out.jsonl")] == [row["id"] for row in rows]
@@ -212,6 +219,8 @@ def test_a_worker_that_dies_is_replaced(ray_cluster: None, tiny: Path, tmp_path:
     (["eval.path={folder}/silent.json"], "eval.path: none of the 3 samples has an answer; allowed: at least one "
      "conversation in which the assistant speaks"),
     (["eval.max_new_tokens=0"], "eval.max_new_tokens: got 0; allowed: at least 1"),
+    (["cluster.num_workers=3", "eval.ranks_per_model=2"], "eval.ranks_per_model: got 2; allowed: what divides "
+     "cluster.num_workers (3)"),
     (["cluster.num_workers=0"], "cluster.num_workers: got 0; allowed: at least 1")])
 def test_what_is_wrong_is_told_in_one_line(words: list[str], line: str, tiny: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("Name a colour.", "Blue.")}])

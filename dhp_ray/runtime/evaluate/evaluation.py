@@ -8,12 +8,12 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util import ActorPool
 from ray.util.placement_group import remove_placement_group
 
 from dhp_ray.config import Config, ConfigError
@@ -27,6 +27,7 @@ from dhp_ray.runtime.evaluate.display import Display, summary_line
 from dhp_ray.runtime.evaluate.predictions import Predictions
 from dhp_ray.runtime.job.ending import Ending
 from dhp_ray.runtime.job.head import connect
+from dhp_ray.runtime.job.job import rendezvous_store
 from dhp_ray.runtime.job.preflight import device_of
 from dhp_ray.runtime.job.roster import actor_options, bundle_of, reserve
 from dhp_ray.runtime.messages import Notice, RunError
@@ -73,18 +74,27 @@ def _run(config: Config, waits: Waits) -> None:
     config.cluster.device = accelerator.name
     room = reserve(config, bundle_of(config, accelerator), waits)
     predictions = display = None
-    workers = []
+    workers: list[Any] = []
+    stores = []  # they listen until the end
     try:
         from dhp_ray.runtime.evaluate.evaluator import Evaluator  # transformers takes seconds to import
 
-        actor: Any = ray.remote(max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)(Evaluator)
+        size = config.eval.ranks_per_model
+        restarts = MAX_RESTARTS if size == 1 else 0  # a rank alone cannot go on where the others are
+        actor: Any = ray.remote(max_restarts=restarts, max_task_retries=restarts)(Evaluator)
         workers = [actor.options(**actor_options(config, accelerator, room, place)).remote(config, root)
                    for place in range(config.cluster.num_workers)]
+        groups = [workers[first : first + size] for first in range(0, len(workers), size)]
         with waits.on("the workers to load the model"):
+            if size > 1:
+                host = ray.util.get_node_ip_address()
+                stores.append(rendezvous_store(host))
+                _collect([worker.join.remote(number, rank, (host, stores[-1].port))
+                          for number, group in enumerate(groups) for rank, worker in enumerate(group)])
             _collect([worker.load.remote() for worker in workers])
         predictions = Predictions(config.eval.output, fragments.num_rows)
         display = Display(sys.stdout, fragments.num_rows)
-        for answer in _answers(workers, fragments):
+        for answer in _answers(groups, fragments):
             _take(answer, config, predictions, display)
     finally:
         if display:
@@ -98,15 +108,25 @@ def _run(config: Config, waits: Waits) -> None:
     _report(predictions, config, time.monotonic() - started)
 
 
-def _answers(workers: list[Any], fragments: Fragments) -> Iterator[Answer]:
-    """The answers to all samples, as they come. Each worker has one sample at a time."""
-    pool = ActorPool(workers)
-    for number, fragment, offset in _samples(fragments):
-        while not pool.has_free():
-            yield _next(pool)
-        pool.submit(lambda worker, sample: worker.answer.remote(*sample), (number, fragment, offset))
-    while pool.has_next():
-        yield _next(pool)
+def _answers(groups: list[list[Any]], fragments: Fragments) -> Iterator[Answer]:
+    """The answers to all samples, as they come. A group has as many samples at a time as workers, and gets others once
+    all are done.
+    """
+    samples, free = _samples(fragments), list(range(len(groups)))
+    group_of: dict[Any, int] = {}  # of what is under way
+    while True:
+        while free and (some := list(islice(samples, len(groups[free[-1]])))):
+            place = free.pop()
+            for worker, sample in zip_longest(groups[place], some):
+                group_of[worker.answer.remote(*sample) if sample else worker.take_part.remote()] = place
+        if not group_of:
+            return
+        [done], _ = ray.wait(list(group_of), num_returns=1)
+        place = group_of.pop(done)
+        if place not in group_of.values():
+            free.append(place)
+        if answer := _collect([done])[0]:
+            yield answer
 
 
 def _samples(fragments: Fragments) -> Iterator[tuple[int, Fragment, int]]:
@@ -118,19 +138,12 @@ def _samples(fragments: Fragments) -> Iterator[tuple[int, Fragment, int]]:
             number += 1
 
 
-def _next(pool: ActorPool) -> Answer:
+def _collect(references: list[Any]) -> list[Any]:
     try:
-        answer: Answer = pool.get_next_unordered()
+        found: list[Any] = ray.get(references)
     except RayError as error:
         raise _failure(error) from None
-    return answer
-
-
-def _collect(references: list[Any]) -> None:
-    try:
-        ray.get(references)
-    except RayError as error:
-        raise _failure(error) from None
+    return found
 
 
 def _failure(error: RayError) -> RunError:

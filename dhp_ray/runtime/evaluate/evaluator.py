@@ -1,18 +1,20 @@
-"""A worker of an evaluation: it holds the whole model, as transformers loads it, and answers one sample at a time."""
+"""A worker of an evaluation: it holds the model of transformers, or a part of it, and answers one sample at a time."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForImageTextToText
 
 from dhp_ray.comm.device import choose
+from dhp_ray.comm.world import init_world
 from dhp_ray.config import Config
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.families.base import Medium
@@ -23,21 +25,39 @@ from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
 from dhp_ray.data.questions import Question, question_of
 from dhp_ray.data.reader import reason_of
 from dhp_ray.errors import first_line
-from dhp_ray.model.build import quieten
 from dhp_ray.runtime.evaluate.answer import Answer
+from dhp_ray.runtime.evaluate.loaded_model import load_model, load_part
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker.prefetch import decodings
 
 KEPT_FRAGMENTS = 2
+NOTHING = Encoded(np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), (), 0, (), ())
+"""Two tokens that nobody asks about."""
 
 
 class Evaluator:
     """An actor of Ray that holds the model of `model.path`, in fp32 on the CPU and in bf16 elsewhere. One that Ray has
     started anew loads it with its first sample.
+
+    Those that `join` hold it together, a part of each layer each. They are then in step: all answer a sample of their
+    own at a time, or none, and those that are done earlier go on with the others' passes.
     """
 
     def __init__(self, config: Config, image_root: str) -> None:
         self.config, self.image_root = config, image_root
+        self.group: dist.ProcessGroup | None = None
+
+    def join(self, number: int, rank: int, store: tuple[str, int]) -> None:
+        """Become one of the `eval.ranks_per_model` ranks of group `number`, which meet at `store`.
+
+        Raises:
+            RendezvousError: not all of them came.
+        """
+        accelerator, timeout = choose(self.config.cluster.device), timedelta(seconds=self.config.comm.timeout_s)
+        assert self.device
+        init_world(dist.TCPStore(*store, is_master=False, timeout=timeout), number, rank,
+                   self.config.eval.ranks_per_model, accelerator, timeout)
+        self.group = dist.group.WORLD
 
     @cached_property
     def device(self) -> torch.device:
@@ -52,6 +72,8 @@ class Evaluator:
     @cached_property
     def module(self) -> Any:
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        if self.group is not None:
+            return load_part(self.config.model.path, dtype, self.device, self.group)
         return load_model(self.config.model.path, dtype, self.device)
 
     def load(self) -> None:
@@ -73,36 +95,53 @@ class Evaluator:
         try:
             row = rows_of(fragment)[offset]
         except Exception as error:  # the file is gone or damaged, and readers raise errors of many kinds
-            return Answer(number, f"{fragment.path}:{fragment.first_row + offset + 1}", reason_of(error))
+            return self._left_out(number, f"{fragment.path}:{fragment.first_row + offset + 1}", reason_of(error))
         try:
             question = question_of(row, self.processor, self.image_root)
             self._check_length(question)
             media = media_in(question, self.processor)
         except Exception as error:  # foreign rows and images fail in ways that no list names
-            return Answer(number, row.id, reason_of(error))
+            return self._left_out(number, row.id, reason_of(error))
         try:
             loss_sum, count = self.loss(question.whole, media)
             prediction = self.generate(question.prompt, media) if self.config.eval.generate else None
         except torch.OutOfMemoryError as error:
-            return Answer(number, row.id, f"{len(question.whole.input_ids)} tokens: {first_line(error)}")
+            said = f"{len(question.whole.input_ids)} tokens: {first_line(error)}"
+            if self.group is not None:  # the others wait in the middle of a pass
+                raise RunError(f"eval.path: sample {row.id}: {said}") from None
+            return Answer(number, row.id, said)
         return Answer(number, row.id, "", question.prompt_text, question.references, prediction, loss_sum, count)
 
-    @torch.inference_mode()
+    def take_part(self) -> None:
+        """Go along with the passes of the others in the group, without a sample."""
+        self.load()
+        if self.group is None:
+            return
+        self.loss(NOTHING, [])
+        if self.config.eval.generate:
+            self.generate(NOTHING, [])
+
+    def _left_out(self, number: int, name: str, reason: str) -> Answer:
+        self.take_part()
+        return Answer(number, name, reason)
+
+    @torch.no_grad()
     def loss(self, encoded: Encoded, media: list[Medium]) -> tuple[float, int]:
         """Sum of the cross entropy over the valid tokens of a sequence, in fp32, and their number."""
         labels = torch.from_numpy(encoded.labels[1:].astype(np.int64)).to(self.device)
         valid = (labels != IGNORE).nonzero()[:, 0]
-        if not len(valid):
+        if not len(valid) and self.group is None:
             return 0.0, 0
         logits = self.module(**self._inputs(encoded, media), logits_to_keep=valid, use_cache=False).logits[0]
         return F.cross_entropy(logits.float(), labels[valid], reduction="sum").item(), len(valid)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(self, prompt: Encoded, media: list[Medium]) -> str:
         """The text that the model's own `generate` gives, greedily. What else generation_config.json says holds."""
         inputs = self._inputs(prompt, media)
         found = self.module.generate(**inputs, max_new_tokens=self.config.eval.max_new_tokens, do_sample=False,
-                                     num_beams=1, temperature=None, top_p=None, top_k=None)
+                                     num_beams=1, temperature=None, top_p=None, top_k=None,
+                                     synced_gpus=self.group is not None)
         new = found[0, inputs["input_ids"].shape[1]:]
         text: str = self.processor.tokenizer.decode(new, skip_special_tokens=True)
         return text
@@ -133,25 +172,6 @@ class Evaluator:
 def rows_of(fragment: Fragment) -> list[Row]:
     """The rows of a fragment; kept, since most often the next sample is of the same one."""
     return read_rows(fragment)
-
-
-def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model of a folder, by transformers alone. Nothing is fetched and no code in it is run.
-
-    Raises:
-        RunError: its weights are not those of its configuration.
-    """
-    quieten()
-    try:
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True,
-            output_loading_info=True)
-    except Exception as error:  # transformers' checks of files and values raise errors of many kinds
-        raise RunError(f"model.path: {path} does not load: {first_line(error)}") from None
-    module, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise RunError(f"model.path: {path} lacks {len(missing)} weights of its model, such as {missing[0]}")
-    return module.eval().to(device)
 
 
 def media_in(question: Question, processor: Processor) -> list[Medium]:

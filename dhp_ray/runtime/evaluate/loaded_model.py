@@ -1,0 +1,60 @@
+"""The model that is evaluated, by transformers alone: whole on a worker, or its layers in parts on several.
+
+    whole     from_pretrained
+    parts     each layer of the language model is gathered (FSDP2) where it is used, and let go behind it; encoder,
+              embedding and head stay whole once they have been used
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForImageTextToText
+
+from dhp_ray.errors import first_line
+from dhp_ray.model.build import quieten, without_weights
+from dhp_ray.runtime.messages import RunError
+from dhp_ray.train.loading import read_shards
+from dhp_ray.train.sharded_engine import narrow_frozen
+
+
+def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model of a folder, by transformers alone. Nothing is fetched and no code in it is run.
+
+    Raises:
+        RunError: its weights are not those of its configuration.
+    """
+    quieten()
+    try:
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True)
+    except Exception as error:  # transformers' checks of files and values raise errors of many kinds
+        raise RunError(f"model.path: {path} does not load: {first_line(error)}") from None
+    module, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise RunError(f"model.path: {path} lacks {len(missing)} weights of its model, such as {missing[0]}")
+    return module.eval().to(device)
+
+
+def load_part(path: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Any:
+    """The model of a folder, of which this rank of `group` reads its rows. All of the group call it, and whatever then
+    calls the model, alike.
+
+    Raises:
+        ModelError: one line on what is missing or not supported.
+    """
+    quieten()
+    model, weights = without_weights(path)
+    module: Any = model.eval().requires_grad_(False)
+    narrow_frozen(module, dtype)
+    mesh = DeviceMesh.from_group(group, device.type)
+    for layer in module.model.language_model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    read_shards(module, dict(module.named_parameters()), weights, group.rank(), group.size(), device)
+    return module
