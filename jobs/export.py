@@ -121,6 +121,9 @@ def export(folder: Folder, config: Config, given: dict[str, str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"error: stopped before {out} was whole: Ctrl-C; nothing of it is left", file=sys.stderr)
+        return 1
     print(f"{out}: the model of step {step}, {num_bytes / 1e9:.3g} GB")
     return 0
 

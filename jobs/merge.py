@@ -52,6 +52,9 @@ def _merge(adapter: str, base: str, out: Path) -> int:
         changed = sum(track(merged_files(adapter, base, out), "merging", transient=True))
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"error: stopped before {out} was whole: Ctrl-C; nothing of it is left", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"error: out: {out} cannot be written: {first_line(error)}", file=sys.stderr)

@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from dhp_ray.errors import first_line
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError, fingerprint
+from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError
 from dhp_ray.model.lora import write_settings
 from dhp_ray.model.weights import StoredKey, StoredWeights
 from dhp_ray.planner.host_memory import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
@@ -35,7 +35,8 @@ from dhp_ray.storage import StorageError, storage_errors
 
 
 class Entry(NamedTuple):
-    """A tensor of the export: under `key`, the parameter `name` in fp32, or where it is `copied`, what is there."""
+    """A tensor of the export, under `key`: the parameter `name` in fp32, or what is `copied` from the model's folder.
+    """
 
     key: str
     name: str
@@ -75,7 +76,7 @@ def entries(adapter: ModelAdapter) -> list[Entry]:
                 if parameter.requires_grad]
     order = {name: place for place, name in enumerate(parameters)}
     if adapter.weights is None:
-        keys = stored_keys(form(adapter), order)
+        keys = stored_keys(on_meta(adapter), order)
         return [Entry(keys[name], name, 4 * parameter.numel()) for name, parameter in parameters.items()]
     found = [Entry(stored.key, stored.name, 4 * parameters[stored.name].numel())
              if stored.name and parameters[stored.name].requires_grad
@@ -96,12 +97,12 @@ def files_of(
     found = entries(adapter)
     if adapter.lora is None:
         return files(found, num_ranks, smallest_bytes)
-    base = {} if adapter.weights is None else {BASE_KEY: fingerprint(adapter.weights.path)}
+    base = {} if adapter.weights is None else {BASE_KEY: adapter.weights.fingerprint}
     return [ModelFile(ADAPTER_FILE, tuple(found), {"format": "pt"} | base)]
 
 
 def files(
-    entries: Sequence[Entry],
+    tensors: Sequence[Entry],
     num_ranks: int,
     smallest_bytes: int = SMALLEST_FILE_BYTES,
     largest_bytes: int = LARGEST_FILE_BYTES,
@@ -109,11 +110,11 @@ def files(
     """The files of an export by so many ranks: none is larger than half of a rank's share, so that what gathers it has
     room beside it, but for `smallest_bytes`, or a tensor that is. File k is written by rank k % num_ranks.
     """
-    total = sum(entry.num_bytes for entry in entries)
+    total = sum(entry.num_bytes for entry in tensors)
     most = min(max(-(-total // (2 * num_ranks)), smallest_bytes), largest_bytes)
     parts: list[list[Entry]] = [[]]
     size = 0
-    for entry in entries:
+    for entry in tensors:
         if parts[-1] and size + entry.num_bytes > most:
             parts.append([])
             size = 0
@@ -125,17 +126,17 @@ def files(
             for number, part in enumerate(parts, 1)]
 
 
-def form(adapter: ModelAdapter) -> PreTrainedModel:
+def on_meta(adapter: ModelAdapter) -> PreTrainedModel:
     """A model without memory that is like the adapter's, and nothing of an engine's."""
     module = adapter.module
     with torch.device("meta"):
         return type(module)(module.config.__class__.from_dict(module.config.to_dict()))
 
 
-def stored_keys(form: PreTrainedModel, names: Mapping[str, int]) -> dict[str, str]:
+def stored_keys(module: PreTrainedModel, names: Mapping[str, int]) -> dict[str, str]:
     """Of parameters, by name, the keys under which transformers' `save_pretrained` stores them."""
-    state = {name: parameter.detach() for name, parameter in form.named_parameters() if name in names}
-    keys = {id(tensor): key for key, tensor in revert_weight_conversion(form, dict(state)).items()}
+    state = {name: parameter.detach() for name, parameter in module.named_parameters() if name in names}
+    keys = {id(tensor): key for key, tensor in revert_weight_conversion(module, dict(state)).items()}
     other = [name for name, tensor in state.items() if id(tensor) not in keys]
     if other:
         raise ModelError(f"model: cannot be saved: transformers stores {other[0]} in another form; allowed: a model "
@@ -189,11 +190,11 @@ def write_description(adapter: ModelAdapter, files: Sequence[ModelFile], folder:
         with storage_errors(str(folder), "cannot be written"):
             write_settings(folder, adapter.module, adapter.lora, adapter.weights.path if adapter.weights else "")
         return
-    of_meta = form(adapter)
-    of_meta.config.dtype, of_meta.config.architectures = "float32", [type(of_meta).__name__]
+    module = on_meta(adapter)
+    module.config.dtype, module.config.architectures = "float32", [type(module).__name__]
     with storage_errors(str(folder), "cannot be written"):
-        of_meta.config.save_pretrained(folder)
-        if of_meta.can_generate() and adapter.module.generation_config is not None:
+        module.config.save_pretrained(folder)
+        if module.can_generate() and adapter.module.generation_config is not None:
             adapter.module.generation_config.save_pretrained(folder)
         if len(files) > 1:
             places = {entry.key: file.name for file in files for entry in file.entries}

@@ -135,7 +135,10 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def write_settings(folder: Path, module: nn.Module, settings: LoraSettings, base: str) -> None:
-    """Write adapter_config.json of `module`'s adapters, as PEFT does. `base`: the folder that the model came from."""
+    """Write adapter_config.json of `module`'s adapters, as PEFT does. `base`: the folder that the model came from, or
+    nothing.
+    """
+    base = str(Path(base).absolute()) if base else ""
     layers = [name for name, layer in module.named_modules() if isinstance(layer, LoraLinear)]
     ends = {name.rsplit(".", 1)[-1] for name in layers}
     by_end = {name for name, _ in module.named_modules() if name.rsplit(".", 1)[-1] in ends}

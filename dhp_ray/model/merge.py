@@ -32,15 +32,18 @@ from dhp_ray.model.files import (
     stored_tensors,
     weight_files,
 )
-from dhp_ray.model.weights import module_name
+from dhp_ray.model.weights import STORED_TYPES, module_name
 
 LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.safetensors")
 """Files of the base that the merged folder does not get as they are."""
 
+BASE_STAYS = (True, False, "gaussian", "eva", "orthogonal")
+"""Ways of PEFT to begin an adapter that leave the base as it is."""
+
 
 class Adapter(NamedTuple):
     """Pairs (A (rank, in), B (out, rank)) by the name of their layer, fp32, and what their product is scaled by.
-    `base`: the fingerprint of the weights that it was trained on; empty: it is not told.
+    `base`: the fingerprint of the weights that it was trained on; empty where the file has none (PEFT writes none).
     """
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
@@ -59,7 +62,7 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
 
     Raises:
         ModelError: a folder holds no adapter, or no model of a known family; the adapter has parts that find no place;
-        it is of another base; `out` holds files.
+        it is of another base; `out` holds files, or is inside the base.
         OSError: `out` cannot be written.
     """
     try:
@@ -72,8 +75,11 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
     if adapter.base and adapter.base != fingerprint(base_path):
         raise ModelError(f"base: the adapter in {adapter_path} was trained on other weights than those in {base_path}; "
                          "allowed: the folder that it was trained on")
+    out = out.expanduser().resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"out: {out} is there already; allowed: a folder that is empty, or not there")
+    if out.is_relative_to(Path(base_path).resolve()):
+        raise ModelError(f"out: {out} is inside the base, {base_path}; allowed: a folder elsewhere")
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -86,7 +92,10 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
             for key in changed:
                 weight = tensors[key]
                 tensors[key] = (weight.float() + adapter.added_to(places[key])).to(weight.dtype)
-            save_file(tensors, unfinished / file, metadata=described)
+            try:
+                save_file(tensors, unfinished / file, metadata=described)
+            except SafetensorError as error:  # also of a full disk
+                raise OSError(first_line(error)) from None
             yield len(changed)
         if out.is_dir():
             out.rmdir()
@@ -130,8 +139,9 @@ def read_adapter(path: str) -> Adapter:
         if name.startswith(ADAPTER_PREFIX) and name.endswith(".lora_A.weight"):
             layer = name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight")
             a, b = tensors.pop(name), tensors.pop(f"{ADAPTER_PREFIX}{layer}.lora_B.weight", None)
-            if b is None or a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
-                raise ModelError(f"adapter: {path}: {layer} has no lora_A and lora_B of one rank")
+            if b is None or a.ndim != 2 or b.ndim != 2 or not len(a) == b.shape[1] == rank:
+                raise ModelError(f"adapter: {path}: {layer} has no lora_A and lora_B of rank {rank}, which "
+                                 f"{ADAPTER_SETTINGS} gives")
             pairs[layer] = a.float(), b.float()
     if tensors or not pairs:
         what = f"{next(iter(tensors))}, which is not merged" if tensors else "no lora_A"
@@ -150,10 +160,14 @@ def _settings(folder: Path) -> dict[str, Any]:
                          "with train.lora.rank has written") from None
     if not isinstance(tree, dict) or tree.get("peft_type") != "LORA":
         raise ModelError(f"adapter: {file} is not of LoRA; allowed: peft_type LORA")
-    others = [name for name in ("use_dora", "fan_in_fan_out", "alpha_pattern", "rank_pattern", "modules_to_save")
-              if tree.get(name)]
-    if others or tree.get("bias", "none") != "none":
-        raise ModelError(f"adapter: {file} sets {', '.join(others or ['bias'])}; allowed: plain LoRA")
+    others = [name for name in ("use_dora", "fan_in_fan_out", "alpha_pattern", "rank_pattern", "modules_to_save",
+                                "layer_replication") if tree.get(name)]
+    if tree.get("bias", "none") != "none":
+        others.append("bias")
+    if tree.get("init_lora_weights", True) not in BASE_STAYS:
+        others.append(f"init_lora_weights={tree['init_lora_weights']}, which has changed the base")
+    if others:
+        raise ModelError(f"adapter: {file} sets {', '.join(others)}; allowed: plain LoRA")
     return tree
 
 
@@ -171,6 +185,9 @@ def _places(adapter: Adapter, adapter_path: str, base_path: str, files: list[str
                 if stored.shape != (len(b), a.shape[1]):
                     raise ModelError(f"adapter: {adapter_path}: {layer} is of a weight of shape "
                                      f"{(len(b), a.shape[1])}; that of {base_path} has {stored.shape}: another base")
+                if stored.kind not in STORED_TYPES:
+                    raise ModelError(f"base: {base_path}: {key} is stored as {stored.kind}; allowed: "
+                                     f"{', '.join(STORED_TYPES)}")
                 places[key] = layer
     if missing := sorted(adapter.pairs.keys() - set(places.values())):
         raise ModelError(f"adapter: {adapter_path}: {len(missing)} of {len(adapter.pairs)} layers find no weight in "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dhp_ray.errors import first_line
-from dhp_ray.model.files import ModelError, stored_tensors
+from dhp_ray.model.files import ModelError, fingerprint, stored_tensors
 
 STORED_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What safetensors calls the types of plain weights; others are quantized, and mean nothing without their scales."""
@@ -100,6 +101,15 @@ class StoredWeights:
         missing = sorted(shapes.keys() - {place.name for place in places})
         if missing:
             raise ModelError(f"model.path: {path} lacks {len(missing)} weights, the first is {missing[0]}")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells these weights from others, as they were when this was first asked for.
+
+        Raises:
+            ModelError: a file cannot be read.
+        """
+        return fingerprint(self.path)
 
     @torch.no_grad()
     def read(self, wanted: Iterable[Interval]) -> None:

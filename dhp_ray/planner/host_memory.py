@@ -29,7 +29,7 @@ LARGEST_FILE_BYTES = 5 * 10**9
 """Of a file of an exported model, but for a tensor that is larger."""
 
 SMALLEST_FILE_BYTES = 64 * 2**20
-"""What a rank holds without thinking, such as a bucket: models are not cut into smaller files than this."""
+"""Of a file of an exported model, but for the last: a rank has room for a bucket of this size anyway."""
 
 
 def host_terms(shape: ModelShape, settings: MemorySettings, tokens_per_rank: int) -> Terms:
@@ -45,10 +45,12 @@ def host_terms(shape: ModelShape, settings: MemorySettings, tokens_per_rank: int
             "checkpoint being written": version, CHANGE: change * version, "pixels": 2 * pixels}
 
 
-def export_bytes(shape: ModelShape, world_size: int, count: int) -> int:
+def export_bytes(shape: ModelShape, settings: MemorySettings, count: int) -> int:
     """What the export of the model takes of a node with `count` ranks: a file each (`model/export.py`), of which no two
-    hold the same. A bucket each is not counted.
+    hold the same; of adapters (LoRA) the one file. A bucket each is not counted.
     """
-    whole = 4 * shape.num_parameters()
+    if settings.adapters:
+        return 4 * settings.num_trained(shape)
+    world_size, whole = settings.world_size, 4 * shape.num_parameters()
     file = min(max(math.ceil(whole / (2 * world_size)), SMALLEST_FILE_BYTES), LARGEST_FILE_BYTES)
     return min(whole, count * max(file, 4 * shape.vocabulary_size * shape.width))

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.comm.progress import Progress
+from dhp_ray.comm.progress import AbortedError, Progress
 from dhp_ray.errors import first_line
 from dhp_ray.model.export import ModelFile, tensors
 from dhp_ray.model.weights import StoredWeights
-from dhp_ray.storage import StorageError
 from dhp_ray.train.state.checkpoint import all_well
 
 Wanted = Iterable[tuple[str, int]]
@@ -28,18 +27,18 @@ Gather = Callable[[Wanted], Iterator[tuple[str, Tensor | None]]]
 """Yields each wanted parameter, fp32 on the CPU, whole; None on the ranks that are not to have it."""
 
 
-class Together:
+class AllRanks:
     """The ranks of `group` (None: there is one; gloo) as they do what may fail on one of them alone."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None, progress: Progress) -> None:
         self.rank, self.group, self.progress = rank, group, progress
 
-    def do(self, action: Callable[[], object]) -> None:
+    def run(self, action: Callable[[], object]) -> None:
         """Call `action` on this rank, and wait for the others. Every rank calls this.
 
         Raises:
             Exception: what this rank's `action` has raised.
-            StorageError: that of another rank failed; one line, the same on all ranks whose own did not.
+            AbortedError: that of another rank failed, and this one is well; one line.
         """
         failure: Exception | None = None
         try:
@@ -56,7 +55,7 @@ class Together:
         if failure is not None:
             raise failure
         rank = next(rank for rank, line in enumerate(lines) if line)
-        raise StorageError(f"rank {rank}: {lines[rank]}")
+        raise AbortedError(f"rank {rank}: {lines[rank]}")
 
 
 def write_files(
@@ -64,24 +63,24 @@ def write_files(
     gather: Gather,
     weights: StoredWeights | None,
     world_size: int,
-    together: Together,
+    all_ranks: AllRanks,
     put: Callable[[ModelFile, Mapping[str, Tensor]], None],
 ) -> None:
     """Give `put`, on the rank whose file it is, the tensors of each of `files`. Every rank calls this, with the same
     files.
 
     Raises:
-        As `Together.do`.
+        As `AllRanks.run`.
     """
     for first in range(0, len(files), world_size):
         ours = files[first : first + world_size]
         values = {name: value for name, value in gather(
             (name, writer) for writer, file in enumerate(ours) for name in file.parameters) if value is not None}
-        mine = ours[together.rank] if together.rank < len(ours) else None
+        mine = ours[all_ranks.rank] if all_ranks.rank < len(ours) else None
 
         def write(file: ModelFile | None = mine, values: Mapping[str, Tensor] = values) -> None:
             if file is not None:
                 put(file, tensors(file, values, weights))
 
-        together.do(write)
+        all_ranks.run(write)
         values.clear()

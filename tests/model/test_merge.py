@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,14 +64,14 @@ def test_the_job(tmp_path: Path) -> None:
     main = entry("merge").main
     words = [f"adapter={tmp_path / 'adapter'}", f"out={tmp_path / 'out'}"]
     error = f"error: base: the adapter in {tmp_path / 'adapter'} names '', no folder here; allowed: base=FOLDER"
-    assert ended(main, words)[::2] == (1, [error])
+    assert ended(main, words)[::2] == (2, [error])
     error = f"error: base: no folder {tmp_path / 'none'}; allowed: a local Hugging Face folder"
-    assert ended(main, [*words, f"base={tmp_path / 'none'}"])[::2] == (1, [error])
+    assert ended(main, [*words, f"base={tmp_path / 'none'}"])[::2] == (2, [error])
     status, output, errors = ended(main, [*words, f"base={tmp_path / 'base'}"])
     assert (status, errors) == (0, [])
     assert "weights changed by the adapter" in output
     status, _, errors = ended(main, [*words, f"base={tmp_path / 'base'}"])
-    assert status == 1
+    assert status == 2
     assert "is there already; allowed: a folder that is empty, or not there" in errors[0]
     for words, error in ((["adapter"], "'adapter': allowed: adapter=, base=, out="),
                          (["out=x"], "adapter: got nothing"), (["adapter=x"], "out: got nothing")):
@@ -93,7 +94,14 @@ def broken(folder: Path, what: str) -> str:
         settings["use_dora"], error = True, "sets use_dora; allowed: plain LoRA"
     elif what == "half":
         del tensors[b]
-        error = f"{OTHER} has no lora_A and lora_B of one rank"
+        error = f"{OTHER} has no lora_A and lora_B of rank 4, which adapter_config.json gives"
+    elif what == "other rank":
+        settings["r"], error = 8, "has no lora_A and lora_B of rank 8, which adapter_config.json gives"
+    elif what == "start":
+        settings["init_lora_weights"] = "pissa_niter_4"
+        error = "sets init_lora_weights=pissa_niter_4, which has changed the base; allowed: plain LoRA"
+    elif what == "layers":
+        settings["layer_replication"], error = [[0, 2], [1, 3]], "sets layer_replication; allowed: plain LoRA"
     elif what == "extra":
         tensors["base_model.model.lm_head.weight"] = torch.zeros(2)
         error = "holds base_model.model.lm_head.weight, which is not merged"
@@ -114,7 +122,8 @@ def broken(folder: Path, what: str) -> str:
     return error
 
 
-@pytest.mark.parametrize("what", ["rank", "kind", "half", "extra", "place", "shape", "short"])
+@pytest.mark.parametrize("what", ["rank", "other rank", "kind", "start", "layers", "half", "extra", "place",
+                                  "shape", "short"])
 def test_what_is_refused(tmp_path: Path, what: str) -> None:
     write_base(tmp_path / "base")
     save(with_adapters(), tmp_path / "adapter")
@@ -124,6 +133,42 @@ def test_what_is_refused(tmp_path: Path, what: str) -> None:
     assert error in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_quantized_base(tmp_path: Path) -> None:
+    """Whose codes are no weights."""
+    write_base(tmp_path / "base")
+    save(with_adapters(), tmp_path / "adapter")
+    for file in (tmp_path / "base").glob("*.safetensors"):
+        save_file({name: value.to(torch.int8) if name.endswith("layers.0.self_attn.q_proj.weight") else value
+                   for name, value in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"q_proj.weight is stored as I8; allowed: F64, F32, F16, BF16$"):
+        list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out"))
+
+
+def test_places_for_what_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder inside the base is refused; that in which one stands is taken, where it is empty."""
+    write_base(tmp_path / "base")
+    save(with_adapters(), tmp_path / "adapter")
+    (tmp_path / "base" / "sub").mkdir()
+    with pytest.raises(ModelError, match=r"is inside the base, .*; allowed: a folder elsewhere"):
+        list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "base" / "sub" / "out"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), Path(".")))
+    assert (tmp_path / "here" / "config.json").exists()
+
+
+def test_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
+    write_base(tmp_path / "base")
+    save(with_adapters(), tmp_path / "adapter")
+    (small_disk / "fills").write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**20))
+    words = [f"adapter={tmp_path / 'adapter'}", f"base={tmp_path / 'base'}", f"out={small_disk / 'out'}"]
+    status, _, errors = ended(entry("merge").main, words)
+    assert status == 1
+    [line] = errors
+    assert line.startswith(f"error: out: {small_disk / 'out'} cannot be written: ")
+    assert [file.name for file in small_disk.iterdir()] == ["fills"]
 
 
 def test_an_adapter_of_other_weights(tmp_path: Path) -> None:

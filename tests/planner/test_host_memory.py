@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms
@@ -32,7 +33,13 @@ def test_a_3b_on_two_ranks() -> None:
     assert terms(mirror_every_steps="1", device="cpu")["own shard"] == 0
     alone = terms(mirror_every_steps="1", world_size=1)
     assert (alone["replicas"], alone[CHANGE], alone["checkpoint being written"]) == (0, 0, 2 * VERSION)
-    assert export_bytes(SHAPE, 2, 1) == 3_754_622_976  # half a rank's share of 4 bytes a parameter
-    assert export_bytes(SHAPE, 1, 1) == 5 * 10**9
-    assert export_bytes(SHAPE, 64, 8) == 8 * 4 * SHAPE.vocabulary_size * SHAPE.width  # its largest tensor
-    assert export_bytes(SHAPE, 64, 64) == 4 * 3_754_622_976
+
+    def exported(world_size: int, count: int, **others: Any) -> int:
+        settings = MemorySettings(sync="step", world_size=world_size, precision="bf16", recomputes=False, **others)
+        return export_bytes(SHAPE, settings, count)
+
+    assert exported(2, 1) == 3_754_622_976  # half a rank's share of 4 bytes a parameter
+    assert exported(1, 1) == 5 * 10**9
+    assert exported(64, 8) == 8 * 4 * SHAPE.vocabulary_size * SHAPE.width  # its largest tensor
+    assert exported(64, 64) == 4 * 3_754_622_976
+    assert exported(64, 8, adapters={"language": 1000}) == 4000

@@ -15,7 +15,7 @@ from dhp_ray.model.lora import LoraSettings
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
-from tests.published_configs import QWEN3, TEXT, published_config, shape_of
+from tests.published_configs import INTERNVL, QWEN3, TEXT, published_config, shape_of
 
 TILES = 0
 """In place of the largest image's side, of a model whose images are tiles."""
@@ -128,22 +128,24 @@ CASES = list(product((False, True), ((), ("vision",), ("language",))))
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("first", range(0, 25, 5))
 @pytest.mark.parametrize("mode", WORLD)
-@pytest.mark.parametrize("name", [*TEXT, *QWEN3])
+@pytest.mark.parametrize("name", [*TEXT, *QWEN3, *INTERNVL])
 def test_predicted_peaks_are_the_traced_ones_everywhere(name: str, mode: str, first: int) -> None:
     """75 packs a model, over all modes, degrees 1 to 3, with and without recomputation, each part frozen."""
     with world_of(mode):
         for seed in range(first, first + 5):
             recomputes, frozen = CASES[seed % len(CASES)]
-            check(name, settings_of(mode, recomputes, frozen), seed, degree=1 + seed // len(CASES) % 3)
+            check(name, settings_of(mode, recomputes, frozen), seed, degree=1 + seed // len(CASES) % 3,
+                  largest=TILES if name in INTERNVL else 22)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("mode", WORLD)
-@pytest.mark.parametrize("name", [*TEXT, *QWEN3])
+@pytest.mark.parametrize("name", [*TEXT, *QWEN3, *INTERNVL])
 def test_predicted_peaks_are_the_traced_ones_at_full_depth(name: str, mode: str) -> None:
     with world_of(mode):
-        check(name, settings_of(mode, mode != "micro_batch", ()), seed=1, degree=2, num_layers=0, largest=8)
+        check(name, settings_of(mode, mode != "micro_batch", ()), seed=1, degree=2, num_layers=0,
+              largest=TILES if name in INTERNVL else 8)
 
 
 @pytest.mark.slow

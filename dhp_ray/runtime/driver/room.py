@@ -140,7 +140,7 @@ def _kept(memory: MemoryModel, tokens: int, count: int) -> Terms:
     """What `count` ranks keep in their node's memory, for packs of so many tokens a rank."""
     settings = memory.settings
     terms = {name: count * value for name, value in host_terms(memory.shape, settings, tokens).items()}
-    export = export_bytes(memory.shape, settings.world_size, count)
+    export = export_bytes(memory.shape, settings, count)
     if export > terms[CHANGE]:  # never at the same time
         terms["model, exported"] = export - terms[CHANGE]
     if settings.device == "cpu":  # what lies once per node is so too where others have more ranks or fewer

@@ -20,9 +20,9 @@ from dhp_ray.model.build import build_model
 from dhp_ray.model.export import ModelFile
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.worker.export import replace_folder
-from dhp_ray.runtime.worker.run_model import lora_settings, token_ids
+from dhp_ray.runtime.worker.run_model import lora_settings, token_ids, untrained_weights
 from dhp_ray.storage import Folder, StorageError, storage_errors
-from dhp_ray.train.export import Together, write_files
+from dhp_ray.train.export import AllRanks, write_files
 from dhp_ray.train.state.stored_values import StoredValues
 
 
@@ -48,10 +48,11 @@ def choose_step(checkpoints: Checkpoints, step: int | None) -> int:
 
 
 def export_checkpoint(
-    run: Folder, config: Config, step: int, out: Path, told: Callable[[int, int], None] = lambda done, total: None
+    run: Folder, config: Config, step: int, out: Path,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Write the model of the checkpoint of `step` with its processor to `out`, a folder that is empty or not there;
-    returns bytes of its tensors. `told` hears how many files of how many are written.
+    returns bytes of its tensors. `on_progress` is called with the numbers of files written and in all.
 
     `config` is the run's, with the model as it is to be read now. `out` appears whole or not at all.
 
@@ -68,9 +69,10 @@ def export_checkpoint(
     everything = dict(adapter.module.named_parameters())
     shapes = {key: tuple(parameter.shape) for key, parameter in everything.items() if parameter.requires_grad}
     files = layout.files_of(adapter, 1)
-    told(0, len(files))
+    on_progress(0, len(files))
     with ExitStack() as stack:
-        values = StoredValues(f"{run.uri}/{name}", _local(run, name, config, stack), shapes, everything)
+        values = StoredValues(f"{run.uri}/{name}", _local(run, name, config, stack), shapes, everything,
+                              untrained_weights(adapter))
         with storage_errors(f"out: {out}", "cannot be made"):
             out.parent.mkdir(parents=True, exist_ok=True)
             place = Path(tempfile.mkdtemp(prefix=f".{out.name}_", dir=out.parent))
@@ -82,10 +84,10 @@ def export_checkpoint(
             nonlocal done
             layout.write_file(place, file, tensors)
             done += 1
-            told(done, len(files))
+            on_progress(done, len(files))
 
-        together = Together(0, None, Progress(CPU.torch_device()))
-        write_files(files, values.gather, adapter.weights, 1, together, put)
+        all_ranks = AllRanks(0, None, Progress(CPU.torch_device()))
+        write_files(files, values.gather, adapter.weights, 1, all_ranks, put)
         layout.write_description(adapter, files, place)
         processor.save(place)
         replace_folder(place, out)

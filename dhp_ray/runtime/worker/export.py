@@ -1,4 +1,4 @@
-"""What the ranks of a run do for its model folder: each writes files of it, and rank 0 what describes them.
+"""Writes the run's model folder from all ranks: each writes some of its files, and rank 0 what describes them.
 
     run.dir on a file system    all write into one folder inside it, which takes the model's name when it is whole
     on an object store          each writes a file into a folder on its node and uploads it; the index comes last
@@ -24,7 +24,7 @@ from dhp_ray.planner.host_memory import SMALLEST_FILE_BYTES
 from dhp_ray.runtime.worker.folders import export_folder, export_place
 from dhp_ray.storage import Folder, storage_errors, sync_folder
 from dhp_ray.train.engine import Engine
-from dhp_ray.train.export import Together, write_files
+from dhp_ray.train.export import AllRanks, write_files
 
 
 def export_model(
@@ -36,17 +36,20 @@ def export_model(
 
     Raises:
         ModelError: files that the model came from are gone or damaged.
-        StorageError: something cannot be written, here or on another rank; one line.
+        StorageError: something cannot be written here; one line.
+        AbortedError: another rank failed; one line.
     """
-    store, together = Folder(config.run.dir), Together(rank, group, engine.progress)
+    store, all_ranks = Folder(config.run.dir), AllRanks(rank, group, engine.progress)
     local, place = store.local_path(), export_place(config)
+    files: list[ModelFile] = []
     with ExitStack() as stack:
         def begin() -> None:
             nonlocal place
+            files.extend(layout.files_of(adapter, world_size, smallest_bytes))
             if rank == 0 or local is None:
                 place = stack.enter_context(export_folder(config))
             if rank == 0 and local is None:
-                store.delete(name)  # no file of another export may stay beside those of this one
+                store.delete(name)  # files of two exports beside each other would load as a model that never was
 
         def put(file: ModelFile, tensors: Mapping[str, Tensor]) -> None:
             layout.write_file(place, file, tensors)
@@ -65,10 +68,9 @@ def export_model(
             for file in sorted(place.iterdir(), key=lambda file: file.name == INDEX_FILE):
                 store.upload(file, f"{name}/{file.name}")
 
-        together.do(begin)
-        files = layout.files_of(adapter, world_size, smallest_bytes)
-        write_files(files, engine.gather, adapter.weights, world_size, together, put)
-        together.do(end)
+        all_ranks.run(begin)
+        write_files(files, engine.gather, adapter.weights, world_size, all_ranks, put)
+        all_ranks.run(end)
 
 
 def replace_folder(folder: Path, target: Path) -> None:

@@ -27,7 +27,7 @@ from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.export import export_model
 from dhp_ray.runtime.worker.folders import save_folder
 from dhp_ray.runtime.worker.heap import map_large_blocks
-from dhp_ray.runtime.worker.run_model import build_adapter
+from dhp_ray.runtime.worker.run_model import build_adapter, untrained_weights
 from dhp_ray.storage import Folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine
@@ -126,7 +126,9 @@ class Rank:
             prefix="dhp_ray_", dir=save_folder(config), ignore_cleanup_errors=True)
         self.checkpointer = Checkpointer(self.engine, rank, membership.world_size, self.state_group,
                                          Path(self.scratch.name) if self.scratch else None, folder,
-                                         membership.generation)
+                                         membership.generation, untrained_weights(self.adapter))
+        if rank == 0 and self.checkpointer.base:
+            assert self.checkpointer.base.fingerprint  # of the files as they are now
         self.layer_marks = LayerMarks(self._layers(), progress, gathered=isinstance(self.engine, ShardedEngine))
 
     def load_state(self, supplies: Sequence[LocalShard]) -> None:

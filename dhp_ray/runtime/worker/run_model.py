@@ -11,6 +11,7 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import adapter_sizes, build_model, model_shape
 from dhp_ray.model.fused import operators_of
 from dhp_ray.model.lora import LoraSettings
+from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.model_shape import ModelShape
 
 
@@ -33,6 +34,12 @@ def build_adapter(config: Config) -> ModelAdapter:
     if operators:
         adapter.fuse(operators)
     return adapter
+
+
+def untrained_weights(adapter: ModelAdapter) -> StoredWeights | None:
+    """The files that parameters which are not trained come from; None: there are none."""
+    untrained = any(not parameter.requires_grad for parameter in adapter.module.parameters())
+    return adapter.weights if untrained else None
 
 
 def lora_settings(config: Config) -> LoraSettings:

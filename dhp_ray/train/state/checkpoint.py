@@ -2,7 +2,8 @@
 
     checkpoints/step_000020/
         generation_3/                of the ranks that save; a generation that was aborted has files of its own
-            parameters.json          state version, and the shape of every trained parameter
+            parameters.json          state version, the shape of every trained parameter, and the fingerprint of the
+                                     files that what is not trained comes from
             .metadata, __R_0.distcp  torch.distributed.checkpoint: `value.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each
                                      the flattened parameter in fp32, of which rank R wrote the intervals that it owns
         manifest.json                the driver's, written last
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dhp_ray.errors import named_line
+from dhp_ray.model.weights import StoredWeights
 from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import Folder, sync_folder
 from dhp_ray.train.engine import Engine
@@ -45,7 +47,7 @@ class Checkpointer:
 
     A save runs in a thread of its own on `save_group`, a gloo group that nothing else uses: its collectives never meet
     training's. Files go to the run's `folder`, by way of `scratch`, a folder on this node, where `folder` is an object
-    store.
+    store. `base`: the files that parameters which are not trained come from; None: there are none.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class Checkpointer:
         scratch: Path | None,
         folder: Folder,
         generation: int = 0,
+        base: StoredWeights | None = None,
     ) -> None:
         self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, save_group
-        self.scratch, self.folder, self.generation = scratch, folder, generation
+        self.scratch, self.folder, self.generation, self.base = scratch, folder, generation, base
         self._thread: Thread | None = None
         self._left = Event()
         self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
@@ -112,13 +115,14 @@ class Checkpointer:
         """Load the state from `name`, a `tensors_folder`, saved by any number of ranks.
 
         Raises:
-            ValueError: it is of another model, or its tensors cannot be read; one line. The engine's state is then as
-            before.
+            ValueError: it is of another model, or of other weights that are not trained, or its tensors cannot be
+            read; one line. The engine's state is then as before.
             StorageError: a file of it is missing; one line.
         """
         self.finish()
         description = json.loads(self.folder.read(f"{name}/{DESCRIPTION}"))
         compare_shapes(name, {key: tuple(shape) for key, shape in description["shapes"].items()}, self.engine.shapes)
+        compare_base(name, description.get("base", ""), self.base)
         state = ShardState.zeros(self.engine.shard_size, CPU)
         local = self.folder.local_path()
         fetched = None if local else self._staged("load")
@@ -201,7 +205,8 @@ class Checkpointer:
     def _describe(self, name: str, state: ShardState) -> None:
         shapes = {parameter: list(shape) for parameter, shape in self.engine.shapes.items()}
         self.folder.write(f"{name}/{DESCRIPTION}",
-                          json.dumps({"state_version": state.version, "shapes": shapes}).encode())
+                          json.dumps({"state_version": state.version, "shapes": shapes,
+                                      "base": self.base.fingerprint if self.base else ""}).encode())
 
     def _upload(self, name: str, folder: Path) -> None:
         for file in sorted(folder.iterdir()):
@@ -255,6 +260,15 @@ def compare_shapes(checkpoint: str, saved: dict[str, tuple[int, ...]], model: di
                 f"{checkpoint}: of another model: trained parameter {name} has shape {here} in the model and {there} "
                 "in the checkpoint"
             )
+
+
+def compare_base(checkpoint: str, saved: str, base: StoredWeights | None) -> None:
+    """Raise ValueError unless `base` are the weights beside which a checkpoint was trained. `saved`: their fingerprint;
+    empty: the checkpoint has none.
+    """
+    if saved and base is not None and base.fingerprint != saved:
+        raise ValueError(f"{checkpoint}: trained beside other weights than those in model.path, {base.path}; allowed: "
+                         "the folder that the run began with")
 
 
 def needed_files(metadata: Metadata, entries: dict[str, Intervals]) -> set[str]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dhp_ray.errors import named_line
-from dhp_ray.train.state.checkpoint import DESCRIPTION, compare_shapes
+from dhp_ray.model.weights import StoredWeights
+from dhp_ray.train.state.checkpoint import DESCRIPTION, compare_base, compare_shapes
 from dhp_ray.train.state.intervals import Intervals, LoadPlanner
 
 
@@ -23,20 +24,24 @@ class StoredValues:
     Args:
         shapes: of the model's trained parameters.
         others: the other parameters that `gather` may be asked for.
+        base: the files that these come from; None: there are none.
 
     Raises:
-        ValueError: the checkpoint is of another model, or damaged; one line.
+        ValueError: the checkpoint is of another model, or of another `base`, or damaged; one line.
     """
 
     def __init__(
-        self, name: str, folder: Path, shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, Tensor]
+        self, name: str, folder: Path, shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, Tensor],
+        base: StoredWeights | None = None,
     ) -> None:
         self.name, self.folder, self.shapes, self.others = name, folder, dict(shapes), others
         try:
-            saved = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))["shapes"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+            saved = {key: tuple(shape) for key, shape in description["shapes"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{name}/{DESCRIPTION}: cannot be read: {named_line(error)}") from None
-        compare_shapes(name, {key: tuple(shape) for key, shape in saved.items()}, self.shapes)
+        compare_shapes(name, saved, self.shapes)
+        compare_base(name, description.get("base", ""), base)
 
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
         """As `Engine.gather`, for one rank; all that is wanted is read at once.

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import dump, load
 from dhp_ray.data.processor import load_processor
+from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_SETTINGS, BASE_KEY, fingerprint
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.worker.rank import Rank
@@ -40,6 +42,14 @@ def saved(rank: int, port: int, settings: list[str]) -> None:
     processor = load_processor(config.model.preset, config.model.path, config.data.min_pixels, config.data.max_pixels)
     member.export("model", processor.save)
     member.close()
+
+
+def resumed(rank: int, port: int, settings: list[str]) -> None:
+    member = Rank(load(["cluster.device=cpu", *settings]), Membership(rank, 2, 4, "127.0.0.1", port), CPU)
+    try:
+        member.checkpointer.load("checkpoints/step_000020/generation_3")
+    finally:
+        member.close()
 
 
 def run_with(folder: str, *settings: str) -> None:
@@ -78,6 +88,30 @@ def test_a_checkpoint_becomes_what_the_run_would_write(kind: str, tmp_path: Path
     done = export(f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'elsewhere'}")
     assert (done.returncode, done.stderr) == (0, "")
     assert same_models(tmp_path / "elsewhere", out)
+
+
+def test_adapters_of_a_checkpoint_and_weights_that_are_not_those_of_the_run(tmp_path: Path) -> None:
+    source, run = given(tmp_path / "given"), tmp_path / "run"
+    run_with(str(run), "model.preset=", f"model.path={source}", "train.lora.rank=4")
+    assert export(f"run.dir={run}").returncode == 0
+    mine, theirs = (folder / ADAPTER_FILE for folder in (run / "exports/step_000020", run / "model"))
+    assert mine.read_bytes() == theirs.read_bytes()
+    assert (mine.parent / ADAPTER_SETTINGS).read_bytes() == (theirs.parent / ADAPTER_SETTINGS).read_bytes()
+    with safe_open(mine, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt", BASE_KEY: fingerprint(str(source))}
+
+    shutil.copytree(source, tmp_path / "other")
+    for file in (tmp_path / "other").glob("*.safetensors"):
+        save_file({name: value * 2 if value.itemsize > 1 else value for name, value in load_file(file).items()}, file,
+                  {"format": "pt"})
+    done = export(f"run.dir={run}", f"model.path={tmp_path / 'other'}", f"out={tmp_path / 'out'}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: {run}/checkpoints/step_000020/generation_3: trained beside other weights than those in model.path, "
+        f"{tmp_path / 'other'}; allowed: the folder that the run began with\n")
+    with pytest.raises(AssertionError, match=r"trained beside other weights than those in model\.path"):
+        run_processes(resumed, 2, ["model.preset=", f"model.path={tmp_path / 'other'}", "train.lora.rank=4",
+                                   f"run.dir={run}"])
 
 
 def test_a_checkpoint_on_an_object_store(object_store: str, tmp_path: Path) -> None:

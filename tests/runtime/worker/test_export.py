@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from dhp_ray.comm.device import CPU
+from dhp_ray.comm.progress import AbortedError
+from dhp_ray.comm.world import is_peer_loss
 from dhp_ray.config import load
 from dhp_ray.data.processor import load_processor
 from dhp_ray.model.build import build_model
-from dhp_ray.model.files import INDEX_FILE
+from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_SETTINGS, INDEX_FILE
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker import export
 from dhp_ray.runtime.worker.heap import give_back_memory
@@ -67,8 +69,9 @@ def run(rank: int, port: int, num_ranks: int, settings: Sequence[str], smallest_
     try:
         export.export_model(config, member.adapter, member.engine, rank, num_ranks,
                             member.state_group if num_ranks > 1 else None, save, NAME, smallest_bytes)
-    except OSError as error:
-        return str(error)
+    except (OSError, AbortedError) as error:
+        # the driver replaces a worker for an error of its own, and not for another's
+        return f"another's: {error}" if is_peer_loss(error) else str(error)
     finally:
         member.close()
     return ""
@@ -125,6 +128,17 @@ def test_three_ranks_export_what_one_does(way: str, freeze: str, tmp_path: Path)
     assert again.weights is not None
 
 
+@pytest.mark.parametrize("way", ["whole", "node", "sharded"])
+def test_three_ranks_export_the_adapters_that_one_does(way: str, tmp_path: Path) -> None:
+    """One file: two ranks have none to write."""
+    common = ["model.preset=", f"model.path={given(tmp_path / 'given')}", "train.lora.rank=4"]
+    run_processes(run, 1, 1, [*common, f"run.dir={tmp_path / 'one'}"], 2**26)
+    run_processes(run, 3, 3, [*common, *WAYS[way], f"run.dir={tmp_path / 'three'}"], 0)
+    for name in (ADAPTER_FILE, ADAPTER_SETTINGS):
+        assert (tmp_path / "one/model" / name).read_bytes() == (tmp_path / "three/model" / name).read_bytes()
+    assert not list((tmp_path / "three/model").glob("model*"))
+
+
 @pytest.mark.parametrize("preset", ["tiny", "tiny_qwen3_vl", "tiny_internvl"])
 def test_a_presets_keys_are_those_of_transformers(preset: str, tmp_path: Path) -> None:
     common = [f"model.preset={preset}", "train.freeze=[vision]", f"run.dir={tmp_path / 'run'}"]
@@ -147,7 +161,7 @@ def test_a_rank_that_cannot_write_is_one_line_on_all(breaks: int, tmp_path: Path
     (tmp_path / "model" / "older").touch()
     said = run_processes(run, 3, 3, ["model.preset=tiny", f"run.dir={tmp_path}"], 0, breaks)
     words = "no room for a processor" if breaks == 0 else "model-2: cannot be written: no space left"
-    assert said == [words if rank == breaks else f"rank {breaks}: {words}" for rank in range(3)]
+    assert said == [words if rank == breaks else f"another's: rank {breaks}: {words}" for rank in range(3)]
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["model", "model/older"]
 
 
