@@ -65,7 +65,12 @@ class MemoryModel:
         trained = self.settings.num_trained(self.shape)
         share = math.ceil(trained / ranks)
         if self._sharded:
-            parameters, gradients = 4 * share + self._c * math.ceil((size - trained) / ranks), 4 * share
+            whole = self.shape.vision_one_row  # on rank 0
+            trained_whole = whole if self._trains_weights["vision"] else 0
+            share = math.ceil((trained - trained_whole) / ranks) + trained_whole
+            kept_whole = whole - trained_whole
+            kept = math.ceil((size - trained - kept_whole) / ranks) + kept_whole
+            parameters, gradients = 4 * share + self._c * kept, 4 * share
         elif self._shares:
             among = self.settings.node_ranks
             parameters, gradients = self._c * math.ceil(size / among), 4 * (math.ceil(trained / among) + share)

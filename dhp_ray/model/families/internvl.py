@@ -119,7 +119,8 @@ class InternVL(VisionLanguageModel):
         # q, k, v, the projection behind them, the MLP; two norms and two scales
         block = (4 * width * width + (1 + 3 * vision.attention_bias) * width + 2 * width * mlp + mlp + width
                  + 2 * (1 + has_means) * width + 2 * width + 2 * vision.use_qk_norm * width)
-        embeddings = (patch_dim + 2) * width + (height * columns + 1) * width * vision.use_absolute_position_embeddings
+        one_row = (1 + (height * columns + 1) * vision.use_absolute_position_embeddings) * width  # a token, positions
+        embeddings = (patch_dim + 1) * width + one_row
         merged, out = merge_area * width, text.hidden_size
         projector = 2 * merged + (merged + 1) * out + (out + 1) * out
         is_qwen3 = text.model_type == "qwen3"
@@ -130,7 +131,7 @@ class InternVL(VisionLanguageModel):
                                layer_norms=has_means, query_key_norms=vision.use_qk_norm),),
             vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
             vision_rest=embeddings + 2 * width * (not vision.use_mean_pooling) + projector,
-            patch_dim=patch_dim, merge_area=merge_area, merger_width=out,
+            vision_one_row=one_row, patch_dim=patch_dim, merge_area=merge_area, merger_width=out,
             token_pixels=merge_area * vision.patch_size[0] * vision.patch_size[1])
 
 
