@@ -1,0 +1,19 @@
+"""Training of vision-language models with process groups planned for every batch: `fit` and `resources` from Python."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dhp_ray.runtime.job.fit import fit, resources
+
+__all__ = ["fit", "resources"]
+
+
+def __getattr__(name: str) -> Any:
+    """`fit` and `resources`, which import Ray, once they are asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dhp_ray.runtime.job import fit as module
+
+    return getattr(module, name)

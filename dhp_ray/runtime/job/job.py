@@ -29,6 +29,7 @@ from dhp_ray.runtime.messages import Notice, Replace, RunError, RunFinished, Run
 from dhp_ray.runtime.waits import Waits
 
 if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
     from torch.distributed import TCPStore
 
 MAX_DRIVERS = 20
@@ -48,7 +49,10 @@ def train(config: Config, ending: Ending) -> int:
         with waits.on("the Ray cluster"):
             connect()
         ending.take_signals()  # ray.init has its own handler of SIGTERM, which leaves whatever is going on
-        return _run(config, console, waits, ending)
+        last = run(config, console, waits, ending)
+        if last.error:
+            print(f"error: {last.error}", file=sys.stderr)
+        return last.status
     except (KeyboardInterrupt, SystemExit):  # the latter comes from Ray's handler
         console.close()
         ending.tell()
@@ -63,10 +67,17 @@ def train(config: Config, ending: Ending) -> int:
         ray.shutdown()
 
 
-def _run(config: Config, console: Console, waits: Waits, ending: Ending) -> int:
+def run(
+    config: Config, console: Console, waits: Waits, ending: Ending, lent: PlacementGroup | None = None
+) -> RunFinished:
+    """Train on the cluster that this process has joined; how it ended. `lent`: as of `Roster`.
+
+    Raises:
+        ConfigError, RunError: it cannot begin, or its drivers die; one line.
+    """
     with waits.on("the index of the data", shows_itself=True):
         index_ahead(config.data)
-    roster = Roster(config, resolve_device(config), waits)
+    roster = Roster(config, resolve_device(config), waits, lent)
     host = ray.util.get_node_ip_address()
     stores: list[TCPStore] = []
     try:
@@ -79,20 +90,16 @@ def _run(config: Config, console: Console, waits: Waits, ending: Ending) -> int:
             steps = console.steps
             last = _drive(config, roster, (host, stores[-1].port), console, waits, ending, going_on=len(stores) > 1)
             if last:
-                break
+                return last
             lost = lost + 1 if console.steps == steps else 1
-        else:
-            raise RunError(
-                f"the driver actor died {MAX_DRIVERS} times without a step in between; "
-                "start the same command again to go on from the newest checkpoint"
-            )
+        raise RunError(
+            f"the driver actor died {MAX_DRIVERS} times without a step in between; "
+            "start the same command again to go on from the newest checkpoint"
+        )
     finally:
         console.close()
         roster.close()
         stores.clear()
-    if last.error:
-        print(f"error: {last.error}", file=sys.stderr)
-    return last.status
 
 
 def rendezvous_store(host: str) -> TCPStore:
@@ -171,5 +178,6 @@ def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int]
     from dhp_ray.runtime.driver.driver import CONCURRENCY_GROUPS, Driver
 
     actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Driver)  # type: ignore[call-overload]
-    return actor.options(num_cpus=0,
+    # a strategy by name: else it would go into the reservation that this process is in, which has no such resource
+    return actor.options(num_cpus=0, scheduling_strategy="DEFAULT",
                          resources={"node:__internal_head__": 0.001}).remote(config, workers, store, going_on)

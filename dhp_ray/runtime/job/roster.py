@@ -19,19 +19,23 @@ from dhp_ray.runtime.waits import Waits
 
 class Roster:
     """Slots 0 to cluster.num_workers are one reservation, had whole or not at all; those up to cluster.max_workers one
-    each, had when the cluster grows.
+    each, had when the cluster grows. `lent`: a reservation of someone else's, whose bundles from the second on are for
+    these; it is left as it is.
 
     Raises:
         RunError: the cluster has no room for the first ones within `cluster.start_timeout_s`; an autoscaler has been
         asked for it.
     """
 
-    def __init__(self, config: Config, accelerator: Accelerator, waits: Waits) -> None:
+    def __init__(
+        self, config: Config, accelerator: Accelerator, waits: Waits, lent: PlacementGroup | None = None
+    ) -> None:
         self.config, self.accelerator, self.waits = config, accelerator, waits
         self.workers: dict[int, ActorHandle] = {}
         self._starts: dict[int, ray.ObjectRef] = {}
         self._bundle = bundle_of(config, accelerator)
-        self._room = reserve(config, self._bundle, waits)
+        self._lent = lent is not None
+        self._room = lent or reserve(config, self._bundle, waits)
         self._more_room: dict[int, PlacementGroup] = {}
 
     def start(self) -> dict[int, ActorHandle]:
@@ -56,7 +60,8 @@ class Roster:
             ray.kill(self.workers[slot])
         actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)  # type: ignore[call-overload]
         own = self._more_room.get(slot)
-        options = actor_options(self.config, self.accelerator, own or self._room, 0 if own else slot)
+        place = 0 if own else slot + self._lent
+        options = actor_options(self.config, self.accelerator, own or self._room, place)
         self.workers[slot] = actor.options(**options).remote(self.config)
         self._starts[slot] = self.workers[slot].__ray_ready__.remote()
         return self.workers[slot]
@@ -70,7 +75,7 @@ class Roster:
     def close(self) -> None:
         for worker in self.workers.values():
             ray.kill(worker)
-        for room in [self._room, *self._more_room.values()]:
+        for room in [*([] if self._lent else [self._room]), *self._more_room.values()]:
             remove_placement_group(room)
 
 

@@ -1,0 +1,112 @@
+"""Training from Python: what `jobs/train.py` does, in a script, a notebook, or a trial of Ray Tune."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.train import Checkpoint, Result
+
+from dhp_ray.config import Config, load
+from dhp_ray.constraints import upload_warning
+from dhp_ray.runtime.job.console import Console
+from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.runtime.job.head import connect
+from dhp_ray.runtime.job.job import run
+from dhp_ray.runtime.job.preflight import check_here
+from dhp_ray.runtime.job.trial import Trial, current_trial, factory_of
+from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
+from dhp_ray.runtime.waits import Waits
+
+if TYPE_CHECKING:
+    from ray.tune import PlacementGroupFactory
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`key=value` words as on the command line, or values by key."""
+
+
+def fit(overrides: Overrides = ()) -> Result:
+    """Train to the end, on the cluster that this process has joined, or would join.
+
+    Inside a trial of Ray Tune every committed step is reported, and the run goes on from Tune's checkpoint.
+
+    Returns:
+        `metrics` of the last committed step (its line in metrics.jsonl), `checkpoint` and `path`: the run's folder,
+        and `error`, a RunError of one line where the run has ended early.
+
+    Raises:
+        ConfigError: something of `overrides` cannot be; one line.
+        RunError: only in a trial, which has failed then: why the run has ended early.
+    """
+    config = config_of(overrides)
+    trial = None
+    if name := current_trial():
+        trial = Trial(name, config)
+    else:
+        check_here(config)
+    shown = Shown(trial)
+    waits = Waits(shown.show)
+    joined = not ray.is_initialized()
+    error = ""
+    try:
+        if warning := upload_warning("run.dir", config.run.dir, Path.cwd()):
+            shown.show(Notice(warning))
+        if joined:
+            with waits.on("the Ray cluster"):
+                connect()
+        if trial:
+            trial.resume()
+        error = run(config, shown, waits, Ending(), trial.room if trial else None).error
+    except RunError as failure:
+        error = str(failure)
+    finally:
+        shown.close()
+        waits.close()
+        if joined:
+            ray.shutdown()
+    if error and trial:
+        raise RunError(error)
+    return Result(metrics=shown.metrics, checkpoint=Checkpoint(config.run.dir), path=config.run.dir,
+                  error=RunError(error) if error else None)
+
+
+def resources(overrides: Overrides = ()) -> PlacementGroupFactory:
+    """What a trial of Ray Tune that calls `fit` with these overrides reserves, for `tune.with_resources`. Call it where
+    Ray is joined.
+
+    Raises:
+        ConfigError: something of `overrides` cannot be; one line.
+    """
+    return factory_of(config_of(overrides))
+
+
+def config_of(overrides: Overrides) -> Config:
+    """The configuration that `jobs/train.py` would have.
+
+    Raises:
+        ConfigError: something of it cannot be; one line.
+    """
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+                     for key, value in overrides.items()]
+    return load(list(overrides))
+
+
+class Shown(Console):
+    """The console of a run, which keeps the metrics of the last step and reports them where there is a trial."""
+
+    def __init__(self, trial: Trial | None) -> None:
+        super().__init__(sys.stdout)
+        self.trial = trial
+        self.metrics: dict[str, Any] = {}
+
+    def show(self, message: Message) -> None:
+        super().show(message)
+        if isinstance(message, StepCommitted):
+            self.metrics = message.metrics
+            if self.trial:
+                self.trial.report(message.metrics)

@@ -1,0 +1,145 @@
+"""A run inside a trial of Ray Tune: its room, its folder, what it reports, and what it goes on from.
+
+    reservation   the trial's own, made of `resources`: a bundle of the trial's process, then one a worker
+    run.dir       a folder of the trial's below the one that is given, so it must be where all nodes reach it
+    report        the metrics of every committed step; with a checkpoint where a new one is whole
+    checkpoint    a file that names the run's folder and the step: tensors stay where the run has written them
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from dhp_ray.config import Config, ConfigError
+from dhp_ray.run_folder import CHECKPOINTS_FOLDER, LEDGER_FILE, METRICS_FILE, checkpoint_folder
+from dhp_ray.runtime.job.preflight import device_of
+from dhp_ray.runtime.job.roster import bundle_of
+from dhp_ray.runtime.messages import RunError
+from dhp_ray.runtime.records.checkpoints import Checkpoints
+from dhp_ray.storage import Folder
+
+if TYPE_CHECKING:
+    from ray.tune import PlacementGroupFactory
+    from ray.util.placement_group import PlacementGroup
+
+POINTER_FILE = "dhp_ray.json"
+TRIAL_CPUS = 0.01
+"""Of a trial's own process, which waits for its driver most of the time."""
+
+
+def bundles_of(config: Config) -> list[dict[str, float]]:
+    """What a trial with this configuration reserves, on the cluster that this process has joined."""
+    accelerator = device_of(config.cluster.device, ray.cluster_resources())
+    return [{"CPU": TRIAL_CPUS}, *[bundle_of(config, accelerator)] * config.cluster.num_workers]
+
+
+def factory_of(config: Config) -> PlacementGroupFactory:
+    """`bundles_of`, as Ray Tune takes them."""
+    from ray.tune import PlacementGroupFactory
+
+    return PlacementGroupFactory(bundles_of(config), strategy="PACK")
+
+
+def current_trial() -> str:
+    """The id of the trial of Ray Tune that this process runs; empty: it runs none."""
+    if "ray.tune" not in sys.modules:  # importing it takes seconds
+        return ""
+    from ray import tune
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`get_trial_id` is meant")  # elsewhere it is None
+        return tune.get_context().get_trial_id() or ""
+
+
+@dataclass
+class Trial:
+    """The trial `name` and its run, which `config` is of: `run.dir` is that of the trial.
+
+    Raises:
+        ConfigError: the trial's reservation is not that of the configuration.
+    """
+
+    name: str
+    config: Config
+
+    def __post_init__(self) -> None:
+        self.config.run.dir = Folder(self.config.run.dir).child(self.name).uri
+        self.run = Folder(self.config.run.dir)
+        if self.config.cluster.max_workers > self.config.cluster.num_workers:
+            raise ConfigError(f"cluster.max_workers: got {self.config.cluster.max_workers} in a trial of Ray Tune, "
+                              "whose reservation cannot grow; allowed: 0")
+        self._checkpoints = Checkpoints(self.run, self.config.checkpoint.keep)
+        self._reported = self._checkpoints.newest_step()
+
+    @property
+    def room(self) -> PlacementGroup:
+        """The trial's reservation.
+
+        Raises:
+            ConfigError: it is not that of the configuration.
+        """
+        room, wanted = ray.util.get_current_placement_group(), bundles_of(self.config)
+        if room is None or room.bundle_specs != wanted:
+            raise ConfigError(
+                f"the trial reserves {room.bundle_specs if room else 'no bundles'}; allowed, for "
+                f"cluster.num_workers={self.config.cluster.num_workers}: tune.with_resources(trial, "
+                "dhp_ray.resources(...)) with the same overrides"
+            )
+        return room
+
+    def resume(self) -> None:
+        """Take over the run that Ray Tune's checkpoint names, where that is another trial's.
+
+        Raises:
+            RunError: it is no longer there.
+        """
+        from ray import tune
+
+        checkpoint = tune.get_checkpoint()
+        if checkpoint is None:
+            return
+        with checkpoint.as_directory() as folder:
+            pointer = json.loads((Path(folder) / POINTER_FILE).read_text(encoding="utf-8"))
+        source = Folder(pointer["run.dir"])
+        if source.uri != self.run.uri:
+            copy_run(source, self.run, pointer["step"])
+            self._reported = pointer["step"]
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Tell Ray Tune of a committed step. Does not return where the trial is to stop or to pause."""
+        from ray import tune
+
+        newest = self._checkpoints.newest_step()
+        if newest <= self._reported:
+            tune.report(dict(metrics))
+            return
+        self._reported = newest
+        with tempfile.TemporaryDirectory() as folder:
+            pointer = {"run.dir": self.run.uri, "step": newest}
+            (Path(folder) / POINTER_FILE).write_text(json.dumps(pointer), encoding="utf-8")
+            tune.report(dict(metrics), checkpoint=tune.Checkpoint.from_directory(folder))
+
+
+def copy_run(source: Folder, target: Folder, step: int) -> None:
+    """Let `target` be a run that has gone as far as the checkpoint of `step` of another, `source`.
+
+    Raises:
+        RunError: `source` has no such checkpoint.
+    """
+    if step not in Checkpoints(source, 1).complete():
+        raise RunError(f"{source.uri} has no checkpoint of step {step} any more; allowed: a larger checkpoint.keep")
+    target.delete(CHECKPOINTS_FOLDER)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in (METRICS_FILE, LEDGER_FILE, checkpoint_folder(step)):
+            local = Path(scratch) / Path(name).name
+            source.download(name, local)
+            target.upload(local, name)
