@@ -17,6 +17,7 @@ from dhp_ray.data.processor import load_processor
 from dhp_ray.model.build import adapter_sizes
 from dhp_ray.model.files import ADAPTER_FILE
 from dhp_ray.model.lora import LoraSettings
+from tests.integration.faults import Start, end, kill
 from tests.integration.jobs import ledger, losses, refused, run, train
 from tests.integration.test_families import mean_loss, write
 from tests.packs import PATCH_DIMS
@@ -71,3 +72,19 @@ def test_targets_that_match_nothing_end_in_one_line(nlvr: list[str], tmp_path: P
     line = refused(1, f"run.dir={tmp_path / 'run'}", *nlvr, "model.preset=", f"model.path={tmp_path / 'given'}",
                    "run.steps=1", "cluster.num_workers=1", "train.lora.rank=4", "train.lora.targets=[c_attn]")
     assert "train.lora.targets: 'c_attn' names no linear layer that may be trained" in line
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", ["train.sharding=whole", "train.sharding=node", "planner.sync=micro_batch"])
+def test_a_worker_is_killed(way: str, start: Start, common: list[str], tmp_path: Path) -> None:
+    write(tmp_path / "given", "tiny")
+    settings = ["model.preset=", f"model.path={tmp_path / 'given'}", "train.lora.rank=4", "train.lora.dropout=0.1",
+                "train.freeze=[vision]", way]
+    train(tmp_path / "calm", *common, *settings, "run.steps=10", "cluster.num_workers=2", "checkpoint.every_steps=0")
+    run = start(*settings)
+    run.wait_for_step(2)
+    moment = kill(run.pids[0])
+    run.wait_for_event(moment, "generation")
+    run.wait_for_step(10)
+    end(run)
+    assert run.losses[:10] == pytest.approx(losses(tmp_path / "calm"), rel=1e-4)
