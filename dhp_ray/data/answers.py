@@ -77,9 +77,14 @@ def normalised(text: str) -> str:
 
 def edit_distance(first: str, second: str) -> int:
     """The fewest insertions, deletions and replacements of a character that make one text the other (Levenshtein)."""
-    letters, places = np.frombuffer(second.encode("utf-32-le"), np.uint32), np.arange(len(second) + 1)
+    letters, places = _characters(second), np.arange(len(second) + 1)
     row = places.copy()
-    for letter in np.frombuffer(first.encode("utf-32-le"), np.uint32):
+    for letter in _characters(first):
         replaced = np.minimum(row[1:] + 1, row[:-1] + (letters != letter))
         row = np.minimum.accumulate(np.concatenate([row[:1] + 1, replaced]) - places) + places
     return int(row[-1])
+
+
+def _characters(text: str) -> np.ndarray:
+    """(length,): the number of each character in Unicode, also of half a pair of UTF-16, which JSON may hold alone."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
