@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dhp_ray.data.answers import (
+    MeanScores,
     Scores,
     anls,
     edit_distance,
     exact_match,
-    mean_scores,
     normalised,
     scores_of,
     token_f1,
@@ -93,8 +93,11 @@ def test_the_best_reference_counts_for_each_score() -> None:
 
 
 def test_means() -> None:
-    assert mean_scores([Scores(1, 1, 1), Scores(0, 0.5, 0.25)]) == Scores(0.5, 0.75, 0.625)
-    assert mean_scores([]) == Scores(0, 0, 0)
+    means = MeanScores()
+    assert means.by_name() == {}
+    means.add(Scores(1, 1, 1))
+    means.add(Scores(0, 0.5, 0.25))
+    assert means.by_name() == {"exact_match": 0.5, "anls": 0.75, "f1": 0.625}
 
 
 @given(words, words)

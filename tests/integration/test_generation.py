@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.data.samples import picture, talk, write_rows
 from tests.integration.faults import Start, kill
 from tests.integration.jobs import Ended, lines, refused, run, train
 from tests.plain_answers import model_folder
@@ -68,6 +69,23 @@ def test_scores_are_those_of_the_model_that_is_left(
     events.Reload()
     assert [(point.step, point.value) for point in events.Scalars("eval/f1")][-1] == (
         40, pytest.approx(scores["eval_f1"]))
+
+
+def test_without_any_answer_there_are_no_scores(ray_cluster: None, conversations: list[str], tmp_path: Path) -> None:
+    """One row has nothing that an answer could be compared with, the other an image that cannot be decoded."""
+    write_rows(tmp_path / "held_out.json", [
+        {"id": "a", "conversations": talk("Name a colour.", "Red."), "answers": 3},
+        {"id": "b", "conversations": talk("<image>What?", "Red."), "image": "cut.png"}])
+    whole = picture(60, 90)
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    path = write_rows(tmp_path / "train.json", [{"conversations": talk("Name a colour.", "Red.")}] * 4)
+    ended = train(tmp_path / "run", *conversations, f"eval.path={tmp_path / 'held_out.json'}",
+                  f"data.image_root={tmp_path}", f"data.path={path}", "eval.every_steps=1",
+                  "run.steps=1", "cluster.num_workers=1", "planner.tokens_per_rank=1024")
+    [line] = lines(tmp_path / "run", "metrics.jsonl")
+    assert line["eval_loss"] > 0
+    assert not SCORES.keys() & line.keys()
+    assert "no scores of answers after step 1: no held-out sample can be answered" in ended.output
 
 
 @pytest.mark.slow
