@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.data.samples import picture, talk, write_rows
-from tests.integration.faults import Start, kill
+from tests.integration.faults import Start, call_of, kill
 from tests.integration.jobs import Ended, lines, refused, run, train
 from tests.plain_answers import model_folder
 
@@ -107,11 +107,13 @@ def test_scores_in_other_modes_and_families(
 def test_a_worker_may_die_while_answers_are_generated(
     sync: str, ray_cluster: None, conversations: list[str], start: Start
 ) -> None:
-    """Most of the time of such a run goes to its answers."""
+    """It is killed while it runs the call that answers."""
     begun = start(*conversations, "eval.every_steps=1", "run.steps=6", f"planner.sync={sync}",
                   "planner.tokens_per_rank=512", "cluster.cpus_per_worker=0.2")
     begun.wait_for_step(2)
-    moment = kill(begun.pids[1])
+    victim = begun.pids[1]
+    begun.wait_for(lambda: call_of(victim) == "answer")
+    moment = kill(victim)
     begun.wait_for_event(moment, "generation")
     assert begun.wait() == 0, begun.said()
     assert len(begun.ledger) == 6
