@@ -103,7 +103,7 @@ def check_evaluation(config: Config) -> None:
 
 
 def _check_values(config: Config) -> None:
-    """Refuse values beyond their limits, and pixels whose least are more than their most."""
+    """Refuse values beyond their limits, sources without a path, and a `data.min_pixels` above `data.max_pixels`."""
     for dotted, value, spec in walk(config):
         _check_value(dotted, value, spec)
     for index, source in enumerate(config.data.sources):

@@ -9,7 +9,8 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
+from operator import add
 
 import numpy as np
 
@@ -20,7 +21,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of one answer, or means over several."""
+    """Of one answer, or sums over several."""
 
     exact_match: float
     anls: float
@@ -40,10 +41,19 @@ def scores_of(prediction: str, references: Sequence[str]) -> Scores:
     return Scores(best(exact_match), best(anls), best(token_f1))
 
 
-def mean_scores(scores: Sequence[Scores]) -> Scores:
-    """The mean of each score; zeros where there is none."""
-    count = max(1, len(scores))
-    return Scores(*(sum(getattr(score, name) for score in scores) / count for name in ("exact_match", "anls", "f1")))
+class MeanScores:
+    """The mean of each score over the answers so far."""
+
+    def __init__(self) -> None:
+        self._count, self._sums = 0, Scores(0.0, 0.0, 0.0)
+
+    def add(self, scores: Scores) -> None:
+        self._count += 1
+        self._sums = Scores(*map(add, astuple(self._sums), astuple(scores)))
+
+    def by_name(self) -> dict[str, float]:
+        """Nothing where no answer has been scored."""
+        return {name: total / self._count for name, total in asdict(self._sums).items()} if self._count else {}
 
 
 def exact_match(prediction: str, reference: str) -> float:
@@ -77,9 +87,14 @@ def normalised(text: str) -> str:
 
 def edit_distance(first: str, second: str) -> int:
     """The fewest insertions, deletions and replacements of a character that make one text the other (Levenshtein)."""
-    letters, places = np.frombuffer(second.encode("utf-32-le"), np.uint32), np.arange(len(second) + 1)
+    letters, places = _characters(second), np.arange(len(second) + 1)
     row = places.copy()
-    for letter in np.frombuffer(first.encode("utf-32-le"), np.uint32):
+    for letter in _characters(first):
         replaced = np.minimum(row[1:] + 1, row[:-1] + (letters != letter))
         row = np.minimum.accumulate(np.concatenate([row[:1] + 1, replaced]) - places) + places
     return int(row[-1])
+
+
+def _characters(text: str) -> np.ndarray:
+    """(length,): the number of each character in Unicode, also of half a pair of UTF-16, which JSON may hold alone."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

@@ -67,8 +67,7 @@ def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] 
 
     Raises:
         RowError: an empty conversation, an unknown role, nothing that the assistant says, images that someone else than
-        the
-            user shows, or a text that spells one of the `reserved` tokens.
+        the user shows, or a text that spells one of the `reserved` tokens.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")

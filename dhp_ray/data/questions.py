@@ -8,11 +8,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from dhp_ray.data.conversation import last_answer, references_of, turns_of
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.formats import read_rows
+from dhp_ray.data.formats import read_texts
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.processor import Encoded, Processor
@@ -49,12 +47,15 @@ def question_of(row: Row, processor: Processor, image_root: str) -> Question:
 
 
 def references_in(fragments: Iterable[Fragment]) -> dict[str, tuple[str, ...]]:
-    """The answers that count as right, by the ids of rows; of those rows that have some and can be read."""
+    """The answers that count as right, by the ids of rows; of those rows that have some and can be used.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
     found = {}
     for fragment in fragments:
-        with suppress(OSError, pa.ArrowException):  # who reads the rows to ask them says so
-            for row in read_rows(fragment):
-                with suppress(RowError):
-                    turns = turns_of(conversation_of(row.fields))
-                    found[row.id] = references_of(row.fields, turns[last_answer(turns)])
+        for row in read_texts(fragment):
+            with suppress(RowError):
+                turns = turns_of(conversation_of(row.fields))
+                found[row.id] = references_of(row.fields, turns[last_answer(turns)])
     return found

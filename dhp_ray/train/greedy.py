@@ -8,8 +8,8 @@ that follows those up to it:
     found              a b c d        at the prompt's last token, and at each of the answer but the last
 
 What one pass finds is the guess of the next (Jacobi decoding, arXiv 2305.10427): after k passes the first k tokens are
-those of greedy decoding, and all are once a pass changes nothing. Every rank has the table of all answers, so that all
-run as many passes.
+those of greedy decoding, and all are once a pass changes nothing. Every pass encodes the images of the prompts again.
+Every rank has the table of all answers, so that all run as many passes.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dhp_ray.data.answers import (
+    MeanScores,
     Scores,
     anls,
     edit_distance,
     exact_match,
-    mean_scores,
     normalised,
     scores_of,
     token_f1,
@@ -50,7 +50,8 @@ def test_exact_match_and_f1_as_squad(prediction: str, reference: str, match: flo
 
 @pytest.mark.parametrize(("first", "second", "distance"), [
     ("kitten", "sitting", 3), ("saturday", "sunday", 3), ("flaw", "lawn", 2), ("intention", "execution", 5),
-    ("", "abc", 3), ("abc", "", 3), ("", "", 0), ("naïve", "naive", 1), ("😀a", "a", 1)])
+    ("", "abc", 3), ("abc", "", 3), ("", "", 0), ("naïve", "naive", 1), ("😀a", "a", 1),
+    ("caf\ud83d", "café", 1)])  # half of a pair of UTF-16, as JSON may hold one
 def test_the_textbooks_edit_distances(first: str, second: str, distance: int) -> None:
     assert edit_distance(first, second) == distance
 
@@ -86,13 +87,17 @@ def test_the_best_reference_counts_for_each_score() -> None:
     found = scores_of("the red car", ["a blue car", "red cars", "red card"])
     assert found == Scores(0.0, pytest.approx(1 - 5 / 11), pytest.approx(0.5))
     assert scores_of("Red car", ["bus", "red car."]).exact_match == 1
+    assert scores_of("caf\ud83d", ["no", "caf\ud83d"]) == Scores(1, 1, 1)
     with pytest.raises(ValueError, match="empty"):
         scores_of("red", [])
 
 
 def test_means() -> None:
-    assert mean_scores([Scores(1, 1, 1), Scores(0, 0.5, 0.25)]) == Scores(0.5, 0.75, 0.625)
-    assert mean_scores([]) == Scores(0, 0, 0)
+    means = MeanScores()
+    assert means.by_name() == {}
+    means.add(Scores(1, 1, 1))
+    means.add(Scores(0, 0.5, 0.25))
+    assert means.by_name() == {"exact_match": 0.5, "anls": 0.75, "f1": 0.625}
 
 
 @given(words, words)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dhp_ray.data.errors import RowError
+from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.stored_rows import Row
-from dhp_ray.data.index import held_out, index_fragments
+from dhp_ray.data.fragments import Fragments
+from dhp_ray.data.index import check_answers, held_out, index_fragments
 from dhp_ray.data.processor import IGNORE, load_processor
 from dhp_ray.data.questions import question_of, references_in
 from dhp_ray.schema import Data
@@ -84,6 +86,17 @@ def test_the_references_of_a_whole_file(tmp_path: Path) -> None:
         {"id": "c", "conversations": talk("Is it?", "No."), "answers": "nope"}])
     data = held_out(Data(format="llava"), str(path))
     assert references_in(index_fragments(data)) == {"a": ("Yes, sure.",), "c": ("No.", "nope")}
+
+
+@pytest.mark.parametrize("ask", [references_in, check_answers])
+def test_a_file_that_cannot_be_read_is_told(ask: Callable[[Fragments], object], tmp_path: Path) -> None:
+    """Its answers would be missed once a model has answered."""
+    path = write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("Is it?", "Yes.")}])
+    fragments = index_fragments(held_out(Data(format="llava"), str(path)))
+    path.unlink()
+    with pytest.raises(DataError) as caught:
+        ask(fragments)
+    assert str(caught.value) == f"data.path: {path} cannot be read: No such file or directory"
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.parquet"])

@@ -125,6 +125,13 @@ def children(role: str) -> list[int]:
     return sorted(pid for pid in descendants(os.getpid()) if pid in table and table[pid][1].startswith(f"ray::{role}"))
 
 
+def call_of(pid: int) -> str:
+    """The method that the process of an actor runs; empty where it runs none. Ray names it in the process's title, and
+    of several threads the one that has begun or ended a call last.
+    """
+    return _processes().get(pid, (0, ""))[1].partition("\0")[0].strip().rpartition(".")[2].rstrip("()")
+
+
 def descendants(pid: int) -> set[int]:
     """A process with all below it."""
     table, family = _processes(), {pid}

@@ -216,6 +216,12 @@ def test_a_worker_that_dies(ranks_per_model: int, ray_cluster: None, tiny: Path,
     (["model.path={folder}"], "model.path: {folder} has no config.json; allowed: a local Hugging Face folder"),
     (["eval.path="], "eval.path: got nothing; allowed: a file or folder of held-out samples"),
     (["eval.path={folder}/none.json"], "eval.path: no file or folder {folder}/none.json"),
+    (["eval.output={folder}/rows.json"],
+     "eval.output: got '{folder}/rows.json', the file of eval.path; allowed: another file"),
+    (["eval.output={folder}/link.json"],
+     "eval.output: got '{folder}/link.json', the file of eval.path; allowed: another file"),
+    (["eval.path={folder}", "eval.output={folder}/new/../new/out.jsonl"],
+     "eval.output: got '{folder}/new/../new/out.jsonl', inside eval.path ({folder}); allowed: a file outside of it"),
     (["eval.path={folder}/silent.json"], "eval.path: none of the 3 samples has an answer; allowed: at least one "
      "conversation in which the assistant speaks"),
     (["eval.max_new_tokens=0"], "eval.max_new_tokens: got 0; allowed: at least 1"),
@@ -226,6 +232,7 @@ def test_what_is_wrong_is_told_in_one_line(words: list[str], line: str, tiny: Pa
     write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("Name a colour.", "Blue.")}])
     write_rows(tmp_path / "silent.json", [{"conversations": talk("Hello?")}, {"conversations": []},
                                           {"conversations": talk("Is it?")}])
+    (tmp_path / "link.json").symlink_to(tmp_path / "rows.json")
     given = [f"model.path={tiny}", f"eval.path={tmp_path / 'rows.json'}",
              *(word.format(folder=tmp_path) for word in words)]
     assert refused(2, *given).startswith(line.format(folder=tmp_path))

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.faults import Start, kill
+from tests.data.samples import picture, talk, write_rows
+from tests.integration.faults import Start, call_of, kill
 from tests.integration.jobs import Ended, lines, refused, run, train
 from tests.plain_answers import model_folder
 
@@ -70,6 +71,23 @@ def test_scores_are_those_of_the_model_that_is_left(
         40, pytest.approx(scores["eval_f1"]))
 
 
+def test_without_any_answer_there_are_no_scores(ray_cluster: None, conversations: list[str], tmp_path: Path) -> None:
+    """One row has nothing that an answer could be compared with, the other an image that cannot be decoded."""
+    write_rows(tmp_path / "held_out.json", [
+        {"id": "a", "conversations": talk("Name a colour.", "Red."), "answers": 3},
+        {"id": "b", "conversations": talk("<image>What?", "Red."), "image": "cut.png"}])
+    whole = picture(60, 90)
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    path = write_rows(tmp_path / "train.json", [{"conversations": talk("Name a colour.", "Red.")}] * 4)
+    ended = train(tmp_path / "run", *conversations, f"eval.path={tmp_path / 'held_out.json'}",
+                  f"data.image_root={tmp_path}", f"data.path={path}", "eval.every_steps=1",
+                  "run.steps=1", "cluster.num_workers=1", "planner.tokens_per_rank=1024")
+    [line] = lines(tmp_path / "run", "metrics.jsonl")
+    assert line["eval_loss"] > 0
+    assert not SCORES.keys() & line.keys()
+    assert "no scores of answers after step 1: no held-out sample can be answered" in ended.output
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("settings", [["planner.sync=micro_batch"], ["train.sharding=node"], ["comm.transport=parent"]],
@@ -89,11 +107,13 @@ def test_scores_in_other_modes_and_families(
 def test_a_worker_may_die_while_answers_are_generated(
     sync: str, ray_cluster: None, conversations: list[str], start: Start
 ) -> None:
-    """Most of the time of such a run goes to its answers."""
+    """It is killed while it runs the call that answers."""
     begun = start(*conversations, "eval.every_steps=1", "run.steps=6", f"planner.sync={sync}",
                   "planner.tokens_per_rank=512", "cluster.cpus_per_worker=0.2")
     begun.wait_for_step(2)
-    moment = kill(begun.pids[1])
+    victim = begun.pids[1]
+    begun.wait_for(lambda: call_of(victim) == "answer")
+    moment = kill(victim)
     begun.wait_for_event(moment, "generation")
     assert begun.wait() == 0, begun.said()
     assert len(begun.ledger) == 6

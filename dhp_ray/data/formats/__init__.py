@@ -1,5 +1,5 @@
 """The formats of data files, one module each with its SUFFIXES, `scan` (the fragments of a file) and `read` (the rows
-of a fragment).
+of a fragment, with the bytes of their images and videos or without).
 
     data.format    llava       parquet, synthetic    webdataset    huggingface
     files          json_text   parquet               tar           arrow, parquet
@@ -56,6 +56,21 @@ def read_rows(fragment: Fragment) -> list[Row]:
     Raises:
         OSError, pyarrow.ArrowException: the file is gone or damaged.
     """
+    return _named(fragment, FILE_FORMATS[fragment.kind].read(fragment))
+
+
+def read_texts(fragment: Fragment) -> list[Row]:
+    """As `read_rows`, without the bytes of images and videos: for who looks through a whole set.
+
+    Raises:
+        DataError: the file is gone or damaged.
+    """
+    try:
+        return _named(fragment, FILE_FORMATS[fragment.kind].read(fragment, media=False))
+    except Exception as error:  # readers raise errors of many kinds on foreign bytes
+        raise DataError(f"data.path: {fragment.path} cannot be read: {description(error)}") from None
+
+
+def _named(fragment: Fragment, stored: Iterator[Row]) -> list[Row]:
     names = dict(fragment.names)
-    stored = FILE_FORMATS[fragment.kind].read(fragment)
     return [replace(row, id=names.get(offset) or str(row.id)) for offset, row in enumerate(stored)]

@@ -15,7 +15,14 @@ from typing import Any
 import pyarrow as pa
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats.stored_rows import ROW_COLUMNS, ROWS_PER_FRAGMENT, Row, check_columns, new_names
+from dhp_ray.data.formats.stored_rows import (
+    ROW_COLUMNS,
+    ROWS_PER_FRAGMENT,
+    TEXT_COLUMNS,
+    Row,
+    check_columns,
+    new_names,
+)
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
@@ -76,9 +83,9 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
             first += part.num_rows
 
 
-def read(fragment: Fragment) -> Iterator[Row]:
+def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
     batch = read_batch(fragment.path, *fragment.spans[0]).slice(fragment.offset, fragment.num_rows)
-    batch = batch.select([name for name in ROW_COLUMNS if name in batch.schema.names])
+    batch = batch.select([name for name in (ROW_COLUMNS if media else TEXT_COLUMNS) if name in batch.schema.names])
     batch.validate(full=True)  # the file is mapped: offsets that lead out of it would be followed
     for fields in batch.to_pylist():
         yield Row(fields.get("id", ""), fields)

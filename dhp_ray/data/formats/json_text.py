@@ -41,7 +41,8 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
         )
 
 
-def read(fragment: Fragment) -> Iterator[Row]:
+def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
+    """Images and videos are names, or stand inside a row's text: with `media` or without, a row is read whole."""
     with open(fragment.path, "rb") as file:
         for start, stop in fragment.spans:
             file.seek(start)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats.stored_rows import ROW_COLUMNS, Row, check_columns, new_names
+from dhp_ray.data.formats.stored_rows import ROW_COLUMNS, TEXT_COLUMNS, Row, check_columns, new_names
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
@@ -48,9 +48,9 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
         raise DataError(f"data.path: {path} is not parquet: {first_line(error)}") from None
 
 
-def read(fragment: Fragment) -> Iterator[Row]:
+def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
     with pq.ParquetFile(fragment.path, buffer_size=STREAM_BYTES) as file:
-        columns = [name for name in ROW_COLUMNS if name in file.schema_arrow.names]
+        columns = [name for name in (ROW_COLUMNS if media else TEXT_COLUMNS) if name in file.schema_arrow.names]
         stop = fragment.offset + fragment.num_rows
         first, tables = 0, []
         # The rows before have to be decoded too; those behind are not read.

@@ -27,7 +27,8 @@ from dhp_ray.errors import first_line
 ROWS_PER_FRAGMENT = 32
 CONVERSATION_COLUMNS = ("conversations", "messages")
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
-ROW_COLUMNS = ("id", *CONVERSATION_COLUMNS, "tools", "answers", *MEDIA_COLUMNS)
+TEXT_COLUMNS = ("id", *CONVERSATION_COLUMNS, "tools", "answers")
+ROW_COLUMNS = (*TEXT_COLUMNS, *MEDIA_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
     yield from fragments_of(path, "tar", rows, names)
 
 
-def read(fragment: Fragment) -> Iterator[Row]:
+def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
+    """Without `media` the bytes of images and videos are still read, of one sample at a time, and not kept."""
     with open(fragment.path, "rb") as file:
         for start, stop in fragment.spans:
             key = ""
@@ -48,7 +49,7 @@ def read(fragment: Fragment) -> Iterator[Row]:
                 data = file.read(stop - start)
                 key = first_key(data)
                 fields, members = read_sample(data)
-                yield Row(key, fields, members=members)
+                yield Row(key, fields, members=members if media else {})
             except RowError as error:
                 yield Row(key, {}, str(error), {})
             except (tarfile.TarError, EOFError, ValueError) as error:

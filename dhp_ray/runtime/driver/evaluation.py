@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
-from dhp_ray.data.answers import mean_scores, scores_of
+from dhp_ray.data.answers import MeanScores, scores_of
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import check_answers, held_out
 from dhp_ray.data.questions import references_in
@@ -50,7 +50,7 @@ def open_held_out(config: Config) -> HeldOut | None:
         prompts = Stream(data, config.model, config.seed, answer_tokens=config.eval.max_new_tokens)
         return HeldOut(conversations, prompts, references_in(prompts.fragments))
     except DataError as error:
-        raise DataError(str(error).replace("data.path", "eval.path")) from None
+        raise _of_eval(error) from None
 
 
 class Evaluation:
@@ -90,40 +90,49 @@ class Evaluation:
                 dispatcher.stop()
 
     def when_due(self, step: int) -> Generator[Message, None, dict[str, float]]:
-        """After the steps that `eval.every_steps` names `eval_loss`, the mean loss over the valid tokens of all
-        held-out samples, and, where answers are generated, their mean scores; yields what the user should see. Nothing
-        of what is not due, cannot be had, or is not complete when the run is to end.
+        """After every `eval.every_steps` steps return `eval_loss`, the mean loss over the valid tokens of all held-out
+        samples, and, where answers are generated, their mean scores; yields what the user should see. After other steps
+        the result is empty. It lacks the loss or the scores where no sample has any, where a sample needs more ranks
+        than there are, and where the run is to end before all samples are done.
 
         Call it between two steps: the ranks run it in the order of calls.
         """
         self._number = 0
         if self.losses is None or step % self.config.eval.every_steps:
             return {}
-        sums = yield from self._passed(self.losses, step, "evaluate", "the loss on held-out samples")
+        sums = yield from self._run_pass(self.losses, step, "evaluate", "the loss on held-out samples")
         if sums is None:
             return {}
         num_valid_tokens = sum(count for _, (_, count) in sums)
-        found = {"eval_loss": sum(loss for _, (loss, _) in sums) / max(1, num_valid_tokens)}
+        found = {"eval_loss": sum(loss for _, (loss, _) in sums) / num_valid_tokens} if num_valid_tokens else {}
+        if not found:
+            yield Notice(f"no loss after step {step}: no held-out sample can be used")
         if self.answers is None:
             return found
-        said = yield from self._passed(self.answers, step, "answer", "answers to held-out samples")
-        if said is None:
+        answers = yield from self._run_pass(self.answers, step, "answer", "answers to held-out samples")
+        if answers is None:
             return found
-        scores = mean_scores([scores_of(text, self.references[name])
-                              for names, texts in said for name, text in zip(names, texts, strict=True) if name])
-        return found | {"eval_exact_match": scores.exact_match, "eval_anls": scores.anls, "eval_f1": scores.f1}
+        means = MeanScores()
+        for names, texts in answers:
+            for name, text in zip(names, texts, strict=True):
+                if name:
+                    means.add(scores_of(text, self.references[name]))
+        scores = {f"eval_{name}": mean for name, mean in means.by_name().items()}
+        if not scores:
+            yield Notice(f"no scores of answers after step {step}: no held-out sample can be answered")
+        return found | scores
 
-    def _passed(
+    def _run_pass(
         self, dispatcher: Dispatcher, step: int, method: str, what: str
     ) -> Generator[Message, None, list[tuple[list[str], Any]] | None]:
-        """Of each batch the ids of its samples ("": it could not be used), and what rank 0's `method` returns of it;
-        None where the pass is not complete.
+        """Run `method` of all ranks on all batches of a dispatcher: of each batch the ids of its samples ("": it could
+        not be used), and what rank 0 returns of it. None where the pass is not complete.
         """
         dispatcher.reader.stream.start_epoch(0)
         dispatcher.batches.clear()
         dispatcher.reader.at_end = False
         found: list[tuple[list[str], Any]] = []
-        dispatched = dispatcher.dispatch(self._next_number())
+        dispatched = self._dispatch(dispatcher)
         while dispatched:
             try:
                 failures = dispatcher.failures(dispatched)
@@ -135,7 +144,7 @@ class Evaluation:
                                        *([names] if method == "answer" else []))
             dispatcher.started(dispatched)
             del dispatcher.batches[dispatched.step]  # its payload goes once the ranks have it
-            dispatched = dispatcher.dispatch(self._next_number())  # planned and sent while the workers run
+            dispatched = self._dispatch(dispatcher)  # planned and sent while the workers run
             with self.group.waits.on(what):
                 results = self.group.collect(running)
             found.append((["" if name in failures else name for name in names], results[0]))
@@ -146,10 +155,13 @@ class Evaluation:
             return None
         return found
 
-    def _next_number(self) -> int:
-        """Of a batch; below 0: the next training step lies prefetched under its own number."""
+    def _dispatch(self, dispatcher: Dispatcher) -> DispatchedStep | None:
+        """The next batch, under a number below 0: the next training step lies prefetched under its own."""
         self._number -= 1
-        return self._number
+        try:
+            return dispatcher.dispatch(self._number)
+        except DataError as error:
+            raise _of_eval(error) from None
 
     def _tell(self, dispatched: DispatchedStep, failures: dict[str, str]) -> Generator[Message, None, None]:
         """Held-out samples that are left out, each once a run."""
@@ -160,6 +172,10 @@ class Evaluation:
             if sample_id not in self._told:
                 self._told.add(sample_id)
                 yield Notice(f"held-out sample {sample_id} left out: {reason}")
+
+
+def _of_eval(error: DataError) -> DataError:
+    return DataError(str(error).replace("data.path", "eval.path"))
 
 
 def _one_pass(config: Config) -> Config:

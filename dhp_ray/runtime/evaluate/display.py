@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -45,9 +46,10 @@ class Display:
 
 
 def means_line(summary: Mapping[str, Any]) -> str:
-    """`loss 0.693, exact match 0.512, ANLS 0.530, F1 0.524`."""
+    """`loss 0.693, exact match 0.512, ANLS 0.530, F1 0.524`; a loss that is no finite number is None, and nan here."""
     names = {"loss": "loss", "exact_match": "exact match", "anls": "ANLS", "f1": "F1"}
-    return ", ".join(f"{words} {summary[name]:.3f}" for name, words in names.items() if name in summary)
+    return ", ".join(f"{words} {math.nan if summary[name] is None else summary[name]:.3f}"
+                     for name, words in names.items() if name in summary)
 
 
 def summary_line(summary: Mapping[str, Any], output: str) -> str:

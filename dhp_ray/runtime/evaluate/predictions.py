@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dhp_ray.data.answers import Scores, mean_scores, scores_of
+from dhp_ray.data.answers import MeanScores, scores_of
 from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.messages import RunError
 
@@ -22,7 +24,7 @@ class Predictions:
         self.path, self.num_samples = path, num_samples
         self.done = self.num_failed = self.num_valid_tokens = 0
         self.loss_sum = 0.0
-        self._scores: list[Scores] = []
+        self._scores = MeanScores()
         self._waiting: dict[int, Answer] = {}
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -48,13 +50,9 @@ class Predictions:
     def summary(self) -> dict[str, Any]:
         """Of the samples so far: how many, those left out, means over the others; the loss over their valid tokens."""
         num_answered = self.done - self.num_failed
-        found: dict[str, Any] = {"num_samples": num_answered, "num_left_out": self.num_failed,
-                                 "loss": self.loss_sum / max(1, self.num_valid_tokens),
-                                 "num_valid_tokens": self.num_valid_tokens}
-        if self._scores:
-            scores = mean_scores(self._scores)
-            found |= {"exact_match": scores.exact_match, "anls": scores.anls, "f1": scores.f1}
-        return found
+        return {"num_samples": num_answered, "num_left_out": self.num_failed,
+                "loss": _mean_loss(self.loss_sum, self.num_valid_tokens), "num_valid_tokens": self.num_valid_tokens,
+                **self._scores.by_name()}
 
     def _line(self, answer: Answer) -> dict[str, Any]:
         if answer.error:
@@ -65,11 +63,16 @@ class Predictions:
         line: dict[str, Any] = {"id": answer.id, "prompt": answer.prompt, "references": list(answer.references)}
         if answer.prediction is not None:
             scores = scores_of(answer.prediction, answer.references)
-            self._scores.append(scores)
-            line |= {"prediction": answer.prediction, "exact_match": scores.exact_match, "anls": scores.anls,
-                     "f1": scores.f1}
-        return line | {"loss": answer.loss_sum / max(1, answer.num_valid_tokens),
+            self._scores.add(scores)
+            line |= {"prediction": answer.prediction, **asdict(scores)}
+        return line | {"loss": _mean_loss(answer.loss_sum, answer.num_valid_tokens),
                        "num_valid_tokens": answer.num_valid_tokens}
 
     def _unwritable(self, error: OSError) -> RunError:
         return RunError(f"eval.output: {self.path} cannot be written: {error.strerror}")
+
+
+def _mean_loss(loss_sum: float, num_valid_tokens: int) -> float | None:
+    """None where the loss is infinite or no number at all: JSON has neither."""
+    loss = loss_sum / max(1, num_valid_tokens)
+    return loss if math.isfinite(loss) else None

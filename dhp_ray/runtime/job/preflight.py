@@ -56,11 +56,13 @@ def check_here(config: Config) -> None:
 
 
 def check_evaluation_here(config: Config) -> None:
-    """Refuse an evaluation that cannot start, as `check_here`; also for samples of which none has an answer.
+    """Refuse an evaluation that cannot start, as `check_here`; also for samples of which none has an answer, and for an
+    output that would take their place.
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
     """
+    _check_output(config.eval.output, config.eval.path)
     address, _ = named_head()
     if "://" in address:
         return
@@ -151,6 +153,18 @@ def _check_model(path: str) -> None:
     with _refusing("model.path"):
         check_model_folder(path)
         check_processor_files(Path(path))
+
+
+def _check_output(output: str, samples: str) -> None:
+    """Refuse an output that is the file of samples, or lies in their folder, where the next evaluation would read it.
+    """
+    written, read = os.path.realpath(output), os.path.realpath(samples)
+    if written == read or (os.path.exists(written) and os.path.exists(read) and os.path.samefile(written, read)):
+        raise ConfigError(f"eval.output: got {output!r}, the file of eval.path; allowed: another file")
+    if os.path.commonpath([written, read]) == read:
+        raise ConfigError(
+            f"eval.output: got {output!r}, inside eval.path ({samples}); allowed: a file outside of it"
+        )
 
 
 def _check_cost(path: str) -> None:

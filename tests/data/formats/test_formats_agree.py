@@ -19,8 +19,10 @@ import torch
 
 from dhp_ray.comm.link import Link
 from dhp_ray.data.conversation import ROLES, turns_of
+from dhp_ray.data.formats import read_texts
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
+from dhp_ray.data.questions import references_in
 from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
@@ -233,6 +235,18 @@ def test_every_format_gives_the_same_sequences_pixels_and_losses(
         found_loss, found_gradient = loss_and_gradient(adapter, other)
         assert found_loss == loss, name  # the same sums in the same order: equal to the last bit
         assert torch.equal(found_gradient, gradient), name
+
+
+@pytest.mark.parametrize("write", [write_llava, write_parquet, write_saved_set, write_hub_folder, write_shards])
+def test_texts_are_read_without_images_and_videos(write: Callable[[Path], Data], tmp_path: Path) -> None:
+    fragments = index_fragments(write(tmp_path))
+    texts = [row for fragment in fragments for row in read_texts(fragment)]
+    assert sorted(row.id for row in texts) == [row["id"] for row in rows()]
+    for row in texts:
+        stored = pickle.dumps((row.fields, row.members))
+        assert not any(content in stored for content in (PICTURES | FILM).values())
+    answers = {row["id"]: (row["conversations"][-1]["value"],) for row in rows()}
+    assert references_in(fragments) == answers
 
 
 def test_the_losses_are_those_of_plain_transformers(

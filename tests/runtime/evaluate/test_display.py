@@ -45,4 +45,5 @@ def test_the_last_line() -> None:
         "2 samples, 1 left out: loss 0.600, exact match 0.500, ANLS 0.375, F1 0.500; one line each in out.jsonl")
     alone = {"num_samples": 2, "num_left_out": 0, "loss": 0.6, "num_valid_tokens": 5}
     assert means_line(alone) == "loss 0.600"
+    assert means_line(alone | {"loss": None}) == "loss nan"
     assert summary_line(alone, "x") == "2 samples: loss 0.600; one line each in x"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 
@@ -44,6 +46,31 @@ def test_without_answers_there_are_no_scores(tmp_path: Path) -> None:
     predictions.close()
     assert predictions.summary() == {"num_samples": 1, "num_left_out": 0, "loss": 0.5, "num_valid_tokens": 4}
     assert "prediction" not in json.loads((tmp_path / "out.jsonl").read_text())
+
+
+def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+    """JSON has no NaN."""
+    for loss in (math.nan, math.inf):
+        predictions = Predictions(str(tmp_path / "out.jsonl"), 2)
+        predictions.add(Answer(0, "a", "", "Which?", ("red",), None, loss, 4))
+        predictions.add(Answer(1, "b", "", "Which?", ("red",), None, 2.0, 4))
+        predictions.close()
+        written = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "out.jsonl").open()]
+        assert [line["loss"] for line in written] == [None, 0.5]
+        assert predictions.summary() == {"num_samples": 2, "num_left_out": 0, "loss": None, "num_valid_tokens": 8}
+
+
+def test_a_summary_takes_as_long_after_many_samples(tmp_path: Path) -> None:
+    """It is shown after every sample."""
+    predictions = Predictions(str(tmp_path / "out.jsonl"), 2000)
+    for number in range(2000):
+        predictions.add(Answer(number, "a", "", "Which?", ("red",), "red", 2.0, 4))
+    predictions.close()
+    begun = perf_counter()
+    for _ in range(2000):
+        summary = predictions.summary()
+    assert perf_counter() - begun < 1
+    assert (summary["num_samples"], summary["f1"]) == (2000, 1)
 
 
 def test_text_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
