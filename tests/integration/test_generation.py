@@ -71,6 +71,7 @@ def test_scores_are_those_of_the_model_that_is_left(
         40, pytest.approx(scores["eval_f1"]))
 
 
+@pytest.mark.slow
 def test_without_any_answer_there_are_no_scores(ray_cluster: None, conversations: list[str], tmp_path: Path) -> None:
     """One row has nothing that an answer could be compared with, the other an image that cannot be decoded."""
     write_rows(tmp_path / "held_out.json", [

@@ -31,6 +31,10 @@ RATE = 0.2
 DROPPING = [World(3, "step", "pool", True, "vision", "whole", preset) for preset in PATCH_DIMS]
 DROPPING += [World(5, "step", "pool", False, "vision"), World(5, "step", "pool", True, "vision", "node"),
              World(5, "micro_batch", "pool", True, "vision"), World(3, "micro_batch", "pool", False, "vision")]
+CASES = [*((world, 0.0) for world in WORLDS), *((world, RATE) for world in DROPPING)]
+FEW = [(WORLDS[0], 0.0), (WORLDS[1], 0.0), (WORLDS[4], 0.0), (DROPPING[0], RATE),
+       *((World(3, sync, "pool", True, "", "whole", preset), 0.0)
+         for preset, sync in (("tiny_qwen3_vl", "micro_batch"), ("tiny_internvl", "step")))]
 
 
 def rough_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -71,8 +75,8 @@ def replace_dropout(plain: PeftModel) -> list[Dropout]:
     return [module for module in model.modules() if isinstance(module, Dropout)]
 
 
-@pytest.mark.parametrize(("world", "rate"), [*((world, 0.0) for world in WORLDS),
-                                             *((world, RATE) for world in DROPPING)], ids=str)
+@pytest.mark.parametrize(("world", "rate"), [
+    pytest.param(*case, marks=[] if case in FEW else pytest.mark.slow) for case in CASES], ids=str)
 def test_random_plans_of_adapters(models: Path, tmp_path: Path, world: World, rate: float) -> None:
     frozen = (world.freeze,) if world.freeze else ()
     save(with_adapters(world.preset, replace(ALL, dropout=rate), frozen), tmp_path)
