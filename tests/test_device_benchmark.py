@@ -142,9 +142,10 @@ TESTS_OF_A_DEVICE = {
 
 
 @pytest.mark.parametrize(("kinds", "said"), [
-    (["passes", "skips"], "1 tests passed, 1 skipped"),
+    pytest.param(["passes", "skips"], "1 tests passed, 1 skipped", marks=pytest.mark.slow),
     (["skips"], "NotRun: all 1 tests skipped themselves: no second device"),
-    (["passes", "fails"], "CheckError: 1 of 2 tests failed, the first is test_fails.py::test_it"),
+    pytest.param(["passes", "fails"], "CheckError: 1 of 2 tests failed, the first is test_fails.py::test_it",
+                 marks=pytest.mark.slow),
     (["passes", "cannot_be_imported"], "CheckError: 1 of 2 tests failed, the first is test_cannot_be_imported.py"),
     ([], "CheckError: pytest -k passes ran no test (exit status 5)"),
 ])

@@ -21,7 +21,7 @@ PLAIN = [Case(2, "static", "step", "pool"), Case(3, "dhp", "step", "parent"), Ca
 SPECIAL = [Case(3, "dhp", "step" if situation in OF_STEP_ALONE else SYNCS[place % 2], TRANSPORTS[place // 2 % 2],
                 situation)
            for place, situation in enumerate(list(SITUATIONS)[1:])]
-QUICK = [PLAIN[1], PLAIN[2], PLAIN[4], SPECIAL[-2]]
+QUICK = [PLAIN[2], PLAIN[4], SPECIAL[-2]]
 CASES = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow,
                       id=str(case).replace(", ", "-").replace(" ", "_")) for case in PLAIN + SPECIAL]
 

@@ -113,7 +113,8 @@ def test_predicted_peaks_with_adapters_are_the_traced_ones(
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "seed", "degree"), [
-    ("step", False, 1, 1), ("step", True, 2, 2), ("node", True, 1, 1), ("micro_batch", True, 1, 2)], ids=str)
+    ("step", True, 2, 2), ("micro_batch", True, 1, 2), pytest.param("step", False, 1, 1, marks=pytest.mark.slow),
+    pytest.param("node", True, 1, 1, marks=pytest.mark.slow)], ids=str)
 def test_predicted_peaks_with_dropout_are_the_traced_ones(mode: str, recomputes: bool, seed: int, degree: int) -> None:
     with world_of(mode):
         check("3B", settings_of(mode, recomputes, ("vision",)), seed, degree, num_layers=2, largest=8,

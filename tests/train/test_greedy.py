@@ -79,9 +79,12 @@ def answered(process: int, port: int, num_ranks: int, config: Config, plan: Plan
     return dict(zip(names, found, strict=True))
 
 
-@pytest.mark.parametrize("preset", PATCH_DIMS)
-@pytest.mark.parametrize(("num_ranks", "settings"), [
-    (1, []), (3, []), (3, ["train.sharding=node"]), (3, ["planner.sync=micro_batch"]), (5, ["comm.transport=parent"])])
+@pytest.mark.parametrize(("num_ranks", "settings", "preset"), [
+    (1, [], "tiny_internvl"), (3, [], "tiny"), (3, ["train.sharding=node"], "tiny_qwen3_vl"),
+    (3, ["planner.sync=micro_batch"], "tiny_internvl"),
+    *(pytest.param(num_ranks, settings, preset, marks=pytest.mark.slow) for preset in PATCH_DIMS
+      for num_ranks, settings in ((1, []), (3, []), (3, ["train.sharding=node"]), (3, ["planner.sync=micro_batch"]),
+                                  (5, ["comm.transport=parent"])))])
 def test_answers_are_those_of_generate(num_ranks: int, settings: list[str], preset: str, tmp_path: Path) -> None:
     wanted = plain(preset, tmp_path)
     assert len({tuple(answer) for answer in wanted.values()}) > 3

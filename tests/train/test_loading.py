@@ -185,7 +185,7 @@ def train(
             float(sum(value.double().sum() for value in after.values())), len(after)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_training_from_shards_is_training_from_the_whole(tmp_path: Path, precision: str) -> None:
     path = published(tmp_path / "model", tie=True, older=True)
     for file in path.glob("*.safetensors"):  # values that a narrower type does not hold

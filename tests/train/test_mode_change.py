@@ -62,8 +62,8 @@ def save_and_load(
     ("saved", "loaded"),
     [
         (("micro_batch", 3), [("step", 1), ("step", 2), ("micro_batch", 5)]),
-        (("step", 2), [("micro_batch", 1), ("micro_batch", 3)]),
-        (("micro_batch", 5), [("micro_batch", 2), ("step", 3)]),
+        pytest.param(("step", 2), [("micro_batch", 1), ("micro_batch", 3)], marks=pytest.mark.slow),
+        pytest.param(("micro_batch", 5), [("micro_batch", 2), ("step", 3)], marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_of_either_mode_resumes_in_either_on_any_number_of_ranks(

@@ -83,6 +83,7 @@ FEW = [World(num_ranks, sync, transport, recomputes, freeze) for sync in SYNCS
        for num_ranks, transport, recomputes, freeze in (
     (3, "pool", True, ""), (5, "parent", False, "vision"), (3, "parent", True, "language"), (5, "pool", False, ""))]
 FEW += [World(5, "step", "pool", True, "", "node"), World(3, "step", "parent", False, "vision", "node")]
+QUICK = [FEW[2], FEW[3], FEW[4], FEW[5], FEW[8]]
 FAMILIES = [World(5, sync, "pool", recomputes, freeze, sharding, preset) for preset in PATCH_DIMS if preset != "tiny"
             for sync, recomputes, freeze, sharding in (("step", False, "", "whole"), ("step", True, "language", "node"),
                                                        ("micro_batch", True, "", "whole"))]
@@ -102,12 +103,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world", FEW, ids=str)
+@pytest.mark.parametrize("world", [
+    world if world in QUICK else pytest.param(world, marks=pytest.mark.slow) for world in FEW], ids=str)
 def test_random_plans(reference: Path, world: World) -> None:
     check(reference, world, [random_plan(seed, world) for seed in seeds(world, 24 // len(FEW))])
 
 
-@pytest.mark.parametrize("world", FAMILIES, ids=str)
+@pytest.mark.parametrize("world", [  # every second one, so that each way is seen in one of the families
+    world if number % 2 == 0 else pytest.param(world, marks=pytest.mark.slow) for number, world in enumerate(FAMILIES)],
+    ids=str)
 def test_random_plans_of_other_families(reference: Path, world: World) -> None:
     first = 10_000 + 100 * FAMILIES.index(world)
     check(reference, world, [random_plan(seed, world) for seed in range(first, first + 3)])
@@ -121,7 +125,7 @@ def test_two_hundred_random_plans_of_each_mode(reference: Path, world: World) ->
     check(reference, world, [random_plan(seed, world) for seed in seeds(world, math.ceil(200 / len(alike)))])
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", [SYNCS[0], pytest.param(SYNCS[1], marks=pytest.mark.slow)])
 def test_more_groups_than_the_pool_holds(reference: Path, sync: str) -> None:
     world = World(5, sync, "pool")
     plans = [random_plan(seed, world) for seed in range(1000, 1005)]
@@ -132,7 +136,7 @@ def test_more_groups_than_the_pool_holds(reference: Path, sync: str) -> None:
 
 
 @pytest.mark.parametrize("transport", [TRANSPORTS[0], pytest.param(TRANSPORTS[1], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", [pytest.param(SYNCS[0], marks=pytest.mark.slow), SYNCS[1]])
 def test_a_video_in_packs_of_every_degree(reference: Path, sync: str, transport: str) -> None:
     """Its pieces in time are encoded by different ranks; the ranks beside its pack have another video, text, or
     nothing.

@@ -152,8 +152,9 @@ def test_mixed_degrees_on_three_ranks(transport: str) -> None:
     compare(3, MIXED, transport=transport, num_steps=2, tie=transport == "pool")
 
 
-@pytest.mark.parametrize("freeze", [["vision"], ["language"]])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("freeze", "checkpointing"), [
+    (["vision"], False), (["language"], True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((["vision"], True), (["language"], False)))])
 def test_a_frozen_part(freeze: list[str], checkpointing: bool) -> None:
     compare(3, MIXED, freeze=freeze, checkpointing=checkpointing)
 
@@ -171,7 +172,8 @@ FIVE: list[Groups] = [
 
 
 @pytest.mark.parametrize(("transport", "checkpointing", "freeze"),
-                         [("pool", False, []), ("parent", True, []), ("pool", True, ["language"])])
+                         [("parent", True, []), pytest.param("pool", False, [], marks=pytest.mark.slow),
+                          pytest.param("pool", True, ["language"], marks=pytest.mark.slow)])
 def test_five_ranks_and_members_without_a_token(transport: str, checkpointing: bool, freeze: list[str]) -> None:
     compare(5, FIVE, transport=transport, checkpointing=checkpointing, freeze=freeze)
 
@@ -180,7 +182,7 @@ def test_one_rank() -> None:
     compare(1, [[([0], [[20, (1, 4, 8), 30], [9]], None)], [([0], [[33]], None)]], num_steps=2)
 
 
-@pytest.mark.parametrize("freeze", [[], ["vision"]])
+@pytest.mark.parametrize("freeze", [[], pytest.param(["vision"], marks=pytest.mark.slow)])
 def test_a_batch_of_text_alone(freeze: list[str]) -> None:
     compare(3, [[([0, 1], [[50], [20]], None)], [([2, 0, 1], [[70]], None)]], freeze=freeze, num_steps=2)
 

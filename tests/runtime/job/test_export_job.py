@@ -76,7 +76,7 @@ def same_models(first: Path, second: Path) -> bool:
     return described and all(same_bits(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("kind", ["preset", "folder"])
+@pytest.mark.parametrize("kind", [pytest.param("preset", marks=pytest.mark.slow), "folder"])
 def test_a_checkpoint_becomes_what_the_run_would_write(kind: str, tmp_path: Path) -> None:
     model = ["model.preset=", f"model.path={given(tmp_path / 'given')}"] if kind == "folder" else ["model.preset=tiny"]
     run_with(str(tmp_path / "run"), *model, "train.freeze=[vision]")
@@ -118,6 +118,7 @@ def test_adapters_of_a_checkpoint_and_weights_that_are_not_those_of_the_run(tmp_
                                    f"run.dir={run}"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_an_object_store(object_store: str, tmp_path: Path) -> None:
     uri = f"s3://bucket/{tmp_path.name}{object_store}"
     run_with(uri, "model.preset=tiny", f"checkpoint.scratch={tmp_path / 'scratch'}")

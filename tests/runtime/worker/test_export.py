@@ -99,8 +99,9 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         first.view(torch.uint8), second.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("way", "freeze"), [("whole", "vision"), ("whole", ""), ("node", "vision"), ("node", ""),
-                                             ("sharded", "language"), ("sharded", "")])
+@pytest.mark.parametrize(("way", "freeze"), [
+    ("whole", ""), ("node", "vision"), ("sharded", "language"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("whole", "vision"), ("node", ""), ("sharded", "")))])
 def test_three_ranks_export_what_one_does(way: str, freeze: str, tmp_path: Path) -> None:
     source = given(tmp_path / "given")
     common = ["model.preset=", f"model.path={source}", f"train.freeze=[{freeze}]"]
@@ -128,7 +129,7 @@ def test_three_ranks_export_what_one_does(way: str, freeze: str, tmp_path: Path)
     assert again.weights is not None
 
 
-@pytest.mark.parametrize("way", ["whole", "node", "sharded"])
+@pytest.mark.parametrize("way", ["sharded", *(pytest.param(way, marks=pytest.mark.slow) for way in ("whole", "node"))])
 def test_three_ranks_export_the_adapters_that_one_does(way: str, tmp_path: Path) -> None:
     """One file: two ranks have none to write."""
     common = ["model.preset=", f"model.path={given(tmp_path / 'given')}", "train.lora.rank=4"]
