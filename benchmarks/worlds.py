@@ -32,7 +32,7 @@ from dhp_ray.planner.plan import RankPlan, Sample
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.prefetch import payload_of, processor_spec
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.train.collate import Payload, encoded_images
+from dhp_ray.train.payload import Payload, encoded_images
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.step_inputs import collated
 from tests.ranks import run_processes
@@ -77,9 +77,9 @@ class Corpus:
         return replace(self, samples=samples, payloads=payloads)
 
     def rank_payloads(self, plan: RankPlan) -> dict[str, Payload]:
-        """Payloads of a rank's packs, with the pixels of the images that it encodes and no others."""
+        """Payloads of the samples that a rank needs, with the pixels of the images that it encodes and no others."""
         found = {}
-        for pack in plan.packs:
+        for pack in (*plan.packs, *plan.encoded):
             for sample, encoded_here in zip(pack.samples, encoded_images(pack, plan.rank)):
                 payload, first, pixels = self.payloads[sample.id], self.first_patch[sample.id], []
                 for (time, height, width), here in zip(sample.vision_grids, encoded_here):

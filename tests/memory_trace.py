@@ -34,11 +34,12 @@ from dhp_ray.model.lora import LoraSettings
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from dhp_ray.planner.plan import Grid, RankPack, Sample
 from dhp_ray.train import node_engine
-from dhp_ray.train.collate import PackInputs, Payload, collate
+from dhp_ray.train.collate import PackInputs, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.pack import pack_loss
+from dhp_ray.train.payload import Payload
 from dhp_ray.train.sharded_engine import ShardedEngine, narrow_frozen
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from tests.published_configs import model_without_memory

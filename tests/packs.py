@@ -19,7 +19,7 @@ from dhp_ray.model.build import build_model
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.weights import Interval
 from dhp_ray.planner.plan import Grid, RankPack, Sample
-from dhp_ray.train.collate import Payload
+from dhp_ray.train.payload import Payload
 
 PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}
 """A preset of each family, and the values of its patches."""
@@ -83,10 +83,11 @@ def make_sample(
 def make_pack(
     index: int, ranks: Sequence[int], samples: Sequence[Sample], encoders: Sequence[int] | None = None
 ) -> RankPack:
-    """A pack on `ranks`; by default its images are encoded by the members in turn."""
+    """A pack on `ranks`; its images are encoded by the members at these places, by default in
+    turn."""
     images = sum(len(sample.vision_grids) for sample in samples)
-    members = tuple(image % len(ranks) for image in range(images)) if encoders is None else tuple(encoders)
-    return RankPack(index, tuple(ranks), tuple(samples), members, 1.0)
+    members = [image % len(ranks) for image in range(images)] if encoders is None else encoders
+    return RankPack(index, tuple(ranks), tuple(samples), tuple(ranks[member] for member in members), 1.0)
 
 
 def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> ModelAdapter:
@@ -188,11 +189,11 @@ def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict
 
 def own_payloads(pack: RankPack, payloads: Mapping[str, Payload], rank: int) -> dict[str, Payload]:
     """The payloads of a pack as `rank` holds them: with the pixels of the images that it encodes, and no others."""
-    member, own, first = pack.ranks.index(rank), {}, 0
+    own, first = dict[str, Payload](), 0
     for sample in pack.samples:
         encoders = pack.encoders[first:first + len(sample.vision_grids)]
         first += len(encoders)
         payload = payloads[sample.id]
-        pixels = [patches if encoder == member else None for patches, encoder in zip(payload.pixels, encoders)]
+        pixels = [patches if encoder == rank else None for patches, encoder in zip(payload.pixels, encoders)]
         own[sample.id] = replace(payload, pixels=pixels)
     return own

@@ -1,11 +1,14 @@
-"""Exchange of rows among the members of a pack, differentiable: each member gets the rows that it needs of every other.
+"""Exchange of rows among the members of a link: each gets the rows that it needs of every other, and their gradients go
+back by the same routes.
 
 Used for vision features: the member that encoded an image owns its rows, the members that hold its tokens need them.
+Inside a pack autograd runs the way back (`exchange_rows`); apart from packs it is a phase of its own (`send_rows`,
+`return_rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +47,35 @@ def exchange_rows(
         )
     # A member without images has no input that requires a gradient; the anchor makes autograd call its backward.
     anchor = torch.zeros((), requires_grad=True) if differentiable and not rows.requires_grad else None
-    exchanged: Tensor = _ExchangeRows.apply(rows, anchor, tuple(send_index), tuple(receive_counts), link)
+    exchanged: Tensor = _ExchangeRows.apply(rows, anchor, dict(enumerate(send_index)),
+                                             dict(enumerate(receive_counts)), link)
     return exchanged
+
+
+def send_rows(
+    rows: Tensor, send_index: Mapping[int, Tensor], receive_counts: Mapping[int, int], link: Link
+) -> Tensor:
+    """The rows (sum of counts, F) that this member receives, those of the lowest member first, its own copied.
+
+    `send_index`: by member, positions within `rows` (N, F) that it needs; `receive_counts`: by member, in ascending
+    order, how many of its rows come here. A member that is in neither takes no part.
+    """
+    received = rows.new_empty((sum(receive_counts.values()), rows.shape[1]))
+    sent = {member: rows[index] for member, index in send_index.items()}
+    _exchange(sent, _pieces(received, receive_counts), link, Tag.ROWS_FORWARD)
+    return received
+
+
+def return_rows(
+    gradient: Tensor, send_index: Mapping[int, Tensor], receive_counts: Mapping[int, int], num_rows: int, link: Link
+) -> Tensor:
+    """The gradient (num_rows, F) of the `rows` of `send_rows`, from that of what it returned, by the same routes."""
+    received = {member: gradient.new_empty((len(index), gradient.shape[1])) for member, index in send_index.items()}
+    _exchange(_pieces(gradient.contiguous(), receive_counts), received, link, Tag.ROWS_BACKWARD)
+    total = gradient.new_zeros((num_rows, gradient.shape[1]))
+    for member, index in send_index.items():
+        total.index_add_(0, index, received[member])
+    return total
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -54,34 +84,27 @@ class _ExchangeRows(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         anchor: Tensor | None,
-        send_index: tuple[Tensor, ...],
-        receive_counts: tuple[int, ...],
+        send_index: Mapping[int, Tensor],
+        receive_counts: Mapping[int, int],
         link: Link,
     ) -> Tensor:
         ctx.send_index, ctx.receive_counts, ctx.link, ctx.num_rows = send_index, receive_counts, link, rows.shape[0]
-        received = rows.new_empty((sum(receive_counts), rows.shape[1]))
-        sent = [rows[index] for index in send_index]
-        _exchange(sent, list(received.split(receive_counts)), link, Tag.ROWS_FORWARD)
-        return received
+        return send_rows(rows, send_index, receive_counts, link)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        link: Link = ctx.link
-        sent = list(gradient.contiguous().split(ctx.receive_counts))
-        received = [gradient.new_empty((len(index), gradient.shape[1])) for index in ctx.send_index]
-        _exchange(sent, received, link, Tag.ROWS_BACKWARD)
-        if not ctx.needs_input_grad[0]:
-            return (None,) * 5
-        total = gradient.new_zeros((ctx.num_rows, gradient.shape[1]))
-        for index, part in zip(ctx.send_index, received):
-            total.index_add_(0, index, part)
-        return total, None, None, None, None
+        total = return_rows(gradient, ctx.send_index, ctx.receive_counts, ctx.num_rows, ctx.link)
+        return total if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
-def _exchange(sent: list[Tensor], received: list[Tensor], link: Link, tag: Tag) -> None:
+def _pieces(rows: Tensor, counts: Mapping[int, int]) -> dict[int, Tensor]:
+    return dict(zip(counts, rows.split(list(counts.values()))))
+
+
+def _exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], link: Link, tag: Tag) -> None:
     """Send `sent[member]` to, and fill `received[member]` from, every member; copy what stays here meanwhile."""
-    others = [member for member in range(link.size) if member != link.index]
-    pending = link.exchange([(sent[member], member) for member in others],
-                            [(received[member], member) for member in others], tag)
-    received[link.index].copy_(sent[link.index])
+    pending = link.exchange([(rows, member) for member, rows in sent.items() if member != link.index],
+                            [(rows, member) for member, rows in received.items() if member != link.index], tag)
+    if link.index in received:
+        received[link.index].copy_(sent[link.index])
     pending.wait()

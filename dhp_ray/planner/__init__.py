@@ -1,6 +1,7 @@
 """Plans a global batch: which sequences run together, on which ranks, in which order.
 
     samples -> problem_of -> a planner of PLANNERS -> schedule -> priced (cost, encoders, timeline, bound) -> Plan
+    the same with its images encoded apart from the packs (`world`) -> Plan                    the shorter one is taken
 
 A pure function of its arguments: same batch, speeds, costs and pool, same plan.
 """
@@ -23,12 +24,13 @@ from dhp_ray.planner.checks import PlanError, SequenceTooLongError
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.neighbours import neighbours, renamed, reordered
-from dhp_ray.planner.plan import ClusterSpec, Plan, Sample, samples_from_json
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Plan, Sample, VisionPlan, samples_from_json
 from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
-from dhp_ray.planner.problem import Problem, problem_of
+from dhp_ray.planner.problem import ENCODERS, Problem, problem_of
 from dhp_ray.planner.quick import dhp_quick
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.timeline import idle_fraction, starts_of
+from dhp_ray.planner.world import encoded_apart, world_of
 
 __all__ = [
     "LAST_RESORT",
@@ -71,6 +73,7 @@ def plan_batch(
     planner: str = "dhp",
     sync: str = "step",
     pool: Sequence[tuple[int, ...]] = (),
+    encoder: str = "group",
 ) -> Plan:
     """The plan of one global batch, validated: a pure function, which needs neither torch nor Ray.
 
@@ -86,16 +89,16 @@ def plan_batch(
     planner: a name of PLANNERS. sync: `step`, ranks meet once a step, or `micro_batch`, all meet in every micro-batch.
     pool: the process groups that exist already, least recently used first; they are used again where that makes the
     plan hardly longer.
+    encoder: `group`, images are encoded in the packs; `world`, apart from them where memory allows, by any rank (with
+    `sync=step`); `auto`: the shorter plan of the two.
 
     Raises:
         SequenceTooLongError: a sequence is beyond the whole cluster.
-        PlanError: no sequences, one without tokens, an unknown planner or mode.
+        PlanError: no sequences, one without tokens, an unknown planner, mode or place for the encoder.
     """
     begin = time.perf_counter()
-    problem = checked_problem(samples, cluster, cost, planner=planner, sync=sync, pool=pool)
-    problem = replace(problem, lower_bound_s=lower_bound_s(problem))
-    seen, order = _in_node_order(problem)
-    plan = _priced(problem, planner, PLANNERS[planner](seen), order)
+    problem = checked_problem(samples, cluster, cost, planner=planner, sync=sync, pool=pool, encoder=encoder)
+    plan = _shortest(problem, planner)
     object.__setattr__(plan, "planning_time_s", time.perf_counter() - begin)
     return plan
 
@@ -110,6 +113,21 @@ def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
     return [_priced(problem, "static", uniform(there, layout), order) for problem, (there, order) in zip(bounded, seen)]
 
 
+def _shortest(problem: Problem, planner: str) -> Plan:
+    """The plan with images in the packs or apart from them; the former of two that take as long."""
+    bound_s, found = lower_bound_s(problem), list[Plan]()
+    if problem.encoder != "group" and len(problem.all_image_s) and problem.sync == "step":
+        apart, order = _in_node_order(encoded_apart(problem))
+        found += _priced_apart(replace(problem, lower_bound_s=bound_s), planner, PLANNERS[planner](apart), order)
+    if problem.encoder != "world" or not found:
+        grouped = replace(problem, encoder="group")
+        grouped = replace(grouped, lower_bound_s=lower_bound_s(grouped) if problem.encoder != "group" else bound_s)
+        seen, order = _in_node_order(grouped)
+        in_packs = _priced(replace(grouped, encoder=problem.encoder), planner, PLANNERS[planner](seen), order)
+        found.insert(0, replace(in_packs, lower_bound_s=bound_s))
+    return min(found, key=lambda plan: plan.predicted_time_s)
+
+
 def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:
     """The problem as planners see it, the ranks of a node being neighbours, and the order of its ranks that made it
     so (none where they are already)."""
@@ -120,15 +138,34 @@ def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:
 def _priced(problem: Problem, planner: str, schedule: Schedule, order: np.ndarray | None) -> Plan:
     """The plan of a schedule of ranks in this order, validated."""
     schedule = schedule if order is None else renamed(schedule, order)
-    times, cluster = times_of(problem, schedule), problem.cluster
-    groups, makespan = groups_of(problem, schedule, times), makespan_of(problem, schedule, times)
+    times = times_of(problem, schedule)
+    return _plan(problem, planner, groups_of(problem, schedule, times), makespan_of(problem, schedule, times),
+                 VisionPlan())
+
+
+def _priced_apart(problem: Problem, planner: str, schedule: Schedule, order: np.ndarray | None) -> list[Plan]:
+    """The same with images encoded apart from the packs; none where the ranks have no memory for that."""
+    schedule = schedule if order is None else renamed(schedule, order)
+    times = times_of(encoded_apart(problem), schedule)
+    world = world_of(problem, schedule, times)
+    if world is None:
+        return []
+    return [_plan(problem, planner, groups_of(problem, schedule, times, world.encoder), world.makespan_s, world.vision)]
+
+
+def _plan(
+    problem: Problem, planner: str, groups: tuple[GroupPlan, ...], makespan_s: float, vision: VisionPlan
+) -> Plan:
+    cluster = problem.cluster
     inputs: dict[str, Any] = {
         "speeds": list(cluster.speeds),
         "nodes": list(cluster.nodes),
         "cost": problem.cost.to_json(),
         "pool": [list(ranks) for ranks in problem.pool],
+        "encoder": problem.encoder,
     }
-    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, makespan, problem.lower_bound_s, 0.0, inputs)
+    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, makespan_s, problem.lower_bound_s, 0.0, inputs,
+                vision)
     plan.validate()
     return plan
 
@@ -141,6 +178,7 @@ def checked_problem(
     planner: str = "dhp",
     sync: str = "step",
     pool: Sequence[tuple[int, ...]] = (),
+    encoder: str = "group",
 ) -> Problem:
     """What `plan_batch` plans. It refuses at once, with the same errors, what `plan_batch` would refuse; nothing has
     to be compiled for that."""
@@ -148,7 +186,9 @@ def checked_problem(
         raise PlanError(f"planner: got {planner!r}; allowed: {', '.join(PLANNERS)}")
     if sync not in SYNCS:
         raise PlanError(f"sync: got {sync!r}; allowed: {', '.join(SYNCS)}")
-    return problem_of(samples, cluster, cost, sync, pool)
+    if encoder not in ENCODERS:
+        raise PlanError(f"encoder: got {encoder!r}; allowed: {', '.join(ENCODERS)}")
+    return problem_of(samples, cluster, cost, sync, pool, encoder)
 
 
 def warm_up() -> float:
@@ -159,7 +199,7 @@ def warm_up() -> float:
     samples = [Sample(str(length), length, 0, ((1, 2, 2),)) for length in (30, 7, 5)]
     for sync in SYNCS:
         for speeds in ((), (1.0, 1.0, 1.0, 0.5)):
-            plan_batch(samples, ClusterSpec(4, 4, 10, speeds), cost, sync=sync)
+            plan_batch(samples, ClusterSpec(4, 4, 10, speeds), cost, sync=sync, encoder="auto")
     return time.perf_counter() - begin
 
 
@@ -180,6 +220,7 @@ def recorded_inputs(tree: dict[str, Any]) -> dict[str, Any]:
             "planner": tree["planner"],
             "sync": tree["sync"],
             "pool": [tuple(ranks) for ranks in inputs["pool"]],
+            "encoder": inputs.get("encoder", "group"),
         }
         checked_problem(**found)
         return found

@@ -13,6 +13,9 @@ speed of its slowest, so with unequal speeds compute takes at least the area of 
 attention hides communication, a pack may hide more than its sequences do alone; the area then keeps compute only
 (times alone still hold: what the other sequences of a pack hide they also compute).
 
+Where images may be encoded apart from the packs, a sequence's images take at least their time on all ranks together,
+and its largest one that on the fastest, before and after its own time in a pack.
+
 With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long), with fixed_s for as
 many micro-batches as the tokens need.
 
@@ -39,7 +42,8 @@ LIMIT = np.dtype(
         for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "charge_s", "stretch")
     ]
 )
-"""What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest.
+"""What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest (of all, where
+images may be encoded apart).
 
 On d ranks or more, `charge_s` is the least area in seconds that a token pays beyond its compute, and `stretch` the
 least area over compute: 1 but for unequal speeds, where a group's members are held to the speed of its slowest.
@@ -90,6 +94,8 @@ def limits_of(problem: Problem) -> Limits:
     limits = cast(Limits, np.recarray(len(degrees), dtype=LIMIT))
     limits.speed = fastest[np.maximum(degrees, 1) - 1]
     limits.encode_speed = np.concatenate([[1.0], np.cumsum(fastest)])
+    if problem.encoder != "group":
+        limits.encode_speed[1:] = fastest.sum()
     limits.transfer_s = np.where(
         degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s)
     )

@@ -22,6 +22,11 @@ and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state o
 ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
 longer plans that need fewer new groups, and is not part of a plan's predicted time.
 
+Where images are encoded apart from the packs (`encoder_timeline`), `vision_forward` is the share of their time that the
+phase before the packs takes (1: there is no backward phase), and `feature_bytes` are those of a vision token's features
+on their way. In memory, a pack then takes `pack_bytes + language_bytes_per_token * sum s / d`, and a patch
+`encoder_bytes_per_patch` from its forward to its backward pass.
+
 Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see;
 `overhead_s` holds latency and pack_s:
     time = language / (d v) + encode / v + max(0, transfer_s * sum s - overlap * attention / v) + overhead_s
@@ -29,8 +34,6 @@ Both kinds are one formula over a table by degree (`CostModel.rates`), which is 
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -40,14 +43,11 @@ import numpy as np
 import yaml
 
 from dhp_ray.errors import first_line
+from dhp_ray.planner.bandwidth import by_degree, constant, links_of
 from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample
 
 REQUIRED = ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "bandwidth_bytes_per_s")
 SYNCS = ("step", "micro_batch")
-
-Bandwidth = dict[int, float]
-"""Bytes per second by degree."""
-
 
 Number = TypeVar("Number", float, np.ndarray)
 
@@ -114,7 +114,12 @@ class CostModel:
     group_s: float = 0.0
     vision_quadratic_s: float = 0.0
     vision_linear_s: float = 0.0
+    vision_forward: float = 1 / 3
+    feature_bytes: float = 0.0
     memory_bytes_per_token: float = 0.0
+    encoder_bytes_per_patch: float = 0.0
+    language_bytes_per_token: float = 0.0
+    pack_bytes: float = 0.0
     resident_bytes: float | dict[str, float] = 0.0
     fixed_s_by_sync: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
@@ -123,12 +128,15 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
-                     "group_s", "vision_quadratic_s", "vision_linear_s", "memory_bytes_per_token"):
-            object.__setattr__(self, name, _constant(name, getattr(self, name)))
+                     "group_s", "vision_quadratic_s", "vision_linear_s", "vision_forward", "feature_bytes",
+                     "memory_bytes_per_token", "encoder_bytes_per_patch", "language_bytes_per_token", "pack_bytes"):
+            object.__setattr__(self, name, constant(name, getattr(self, name)))
         if self.quadratic_s + self.linear_s == 0:
             raise PlanError("linear_s: got 0 with quadratic_s 0; a token must cost something")
         if self.overlap > 1:
             raise PlanError(f"overlap: got {self.overlap}; allowed: 0 to 1")
+        if not 0 < self.vision_forward <= 1:
+            raise PlanError(f"vision_forward: got {self.vision_forward}; allowed: above 0, up to 1")
         if self.communication not in ("ring", "all_to_all"):
             raise PlanError(f"communication: got {self.communication!r}; allowed: ring, all_to_all")
         for sync in SYNCS:
@@ -136,8 +144,8 @@ class CostModel:
         if not isinstance(self.fixed_s_by_sync, dict) or self.fixed_s_by_sync.keys() not in (set(), set(SYNCS)):
             raise PlanError(f"fixed_s_by_sync: got {self.fixed_s_by_sync!r}; allowed: none, or {' and '.join(SYNCS)}")
         for sync, value in self.fixed_s_by_sync.items():
-            _constant(f"fixed_s_by_sync.{sync}", value)
-        self._links()
+            constant(f"fixed_s_by_sync.{sync}", value)
+        links_of(self.bandwidth_bytes_per_s)
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
@@ -187,7 +195,7 @@ class CostModel:
             if sync not in value:
                 raise PlanError(f"resident_bytes.{sync}: missing")
             value = value[sync]
-        return _constant("resident_bytes", value)
+        return constant("resident_bytes", value)
 
     def memory_bytes(self, num_tokens: int, degree: int, sync: str) -> float:
         """Bytes that one rank holds while a pack of `num_tokens` runs on `degree` ranks."""
@@ -199,6 +207,11 @@ class CostModel:
         if self.memory_bytes_per_token == 0.0:
             return tokens_per_rank
         return int((self.memory_bytes(tokens_per_rank, 1, sync) - self.resident(other)) / self.memory_bytes_per_token)
+
+    @property
+    def slowest_bytes_per_s(self) -> float:
+        """Bandwidth between two ranks of different nodes."""
+        return min(links_of(self.bandwidth_bytes_per_s)[1].values())
 
     def attention_s(self, num_tokens: Any) -> Any:
         """Number of one rank for the attention of sequences of these lengths."""
@@ -223,8 +236,8 @@ class CostModel:
             degrees = np.maximum(np.arange(max_degree + 1, dtype=np.float64), 1.0)
             steps, rates = degrees - 1, cast(Rates, np.recarray(max_degree + 1, dtype=RATE))
             rates.inside_s, rates.across_s = [
-                self.comm_bytes_per_token / degrees / _by_degree(link, max_degree) * (steps > 0)
-                for link in self._links()
+                self.comm_bytes_per_token / degrees / by_degree(link, max_degree) * (steps > 0)
+                for link in links_of(self.bandwidth_bytes_per_s)
             ]
             rates.overlap, rates.overhead_s = np.zeros_like(degrees), self.latency_s * (steps > 0) + self.pack_s
             if self.communication == "ring":
@@ -253,46 +266,3 @@ class CostModel:
         return float(
             predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rate.overlap, rate.overhead_s)
         )
-
-    def _links(self) -> tuple[Bandwidth, Bandwidth]:
-        """Bandwidth inside a node and across nodes."""
-        value = self.bandwidth_bytes_per_s
-        if isinstance(value, dict) and set(map(str, value)) & {"intra", "inter"}:
-            for key in ("intra", "inter"):
-                if key not in value:
-                    raise PlanError(f"bandwidth_bytes_per_s.{key}: missing")
-            return _table("bandwidth_bytes_per_s.intra", value["intra"]), _table(
-                "bandwidth_bytes_per_s.inter", value["inter"]
-            )
-        table = _table("bandwidth_bytes_per_s", value)
-        return table, table
-
-
-def _table(name: str, value: Any) -> Bandwidth:
-    if not isinstance(value, dict):
-        value = {2: value}
-    if not value:
-        raise PlanError(f"{name}: got nothing; allowed: bytes per second by degree")
-    table = {}
-    for degree, rate in value.items():
-        if not str(degree).isdigit() or int(degree) < 2:
-            raise PlanError(f"{name}: got degree {degree!r}; allowed: whole numbers of at least 2")
-        table[int(degree)] = _constant(f"{name}.{degree}", rate)
-        if table[int(degree)] == 0:
-            raise PlanError(f"{name}.{degree}: got 0; allowed: more than 0")
-    return dict(sorted(table.items()))
-
-
-def _by_degree(table: Bandwidth, max_degree: int) -> np.ndarray:
-    rows = np.array(list(table))
-    row = np.minimum(np.searchsorted(rows, np.arange(max_degree + 1)), len(rows) - 1)
-    return np.array(list(table.values()))[row]
-
-
-def _constant(name: str, value: Any) -> float:
-    if isinstance(value, str):  # YAML 1.1 reads 1e-9 as text
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise PlanError(f"{name}: got {value!r}; allowed: a number of at least 0")
-    return float(value)

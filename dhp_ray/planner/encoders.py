@@ -13,15 +13,15 @@ from dhp_ray.planner.schedule import Schedule
 def encoders_of(
     schedule: Schedule, first_image: np.ndarray, all_image_s: np.ndarray, speeds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(the member that encodes each image, where each group's images begin, seconds of the member of each group that
+    """(the rank that encodes each image, where each group's images begin, seconds of the member of each group that
     takes longest)
 
-    `all_image_s`: cost of each image on a nominal rank, those of sequence i from `first_image[i]` on; members are
-    places in the group's ranks. Longest processing time first (Graham 1969), O(images x members); ties go to the
-    earlier image and the lower member.
+    `all_image_s`: cost of each image on a nominal rank, those of sequence i from `first_image[i]` on.
+    Longest processing time first (Graham 1969), O(images x members); ties go to the earlier image and the lower
+    member.
     """
     num_groups = len(schedule.first_row) - 1
-    members, image_s = np.zeros(len(all_image_s), dtype=np.int64), np.zeros(len(all_image_s))
+    encoders, image_s = np.zeros(len(all_image_s), dtype=np.int64), np.zeros(len(all_image_s))
     first, longest_s = np.zeros(num_groups + 1, dtype=np.int64), np.zeros(num_groups)
     for group in range(num_groups):
         begin = end = first[group]
@@ -40,7 +40,7 @@ def encoders_of(
                     < busy[best] + image_s[image] / speeds[ranks[best]]
                 ):
                     best = member
-            members[image] = best
+            encoders[image] = ranks[best]
             busy[best] += image_s[image] / speeds[ranks[best]]
         longest_s[group] = busy.max()
-    return members, first, longest_s
+    return encoders, first, longest_s

@@ -3,17 +3,19 @@
 Sample ... what the planner knows of one sequence
 ClusterSpec ... the ranks that there are
 Plan -> GroupPlan -> Pack ... which sequences run together, on which ranks, in which order
+Plan -> VisionPlan ... whether packs encode their own images, or all ranks encode those of the batch before the packs
 RankPlan -> RankPack ... the slice of a plan that one rank walks
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dhp_ray.planner.checks import PlanError, check
-from dhp_ray.planner.nodes import numbered, regular_nodes, sizes_of
+from dhp_ray.planner.checks import PlanError as PlanError
+from dhp_ray.planner.checks import check
+from dhp_ray.planner.cluster import ClusterSpec as ClusterSpec
 
 Grid = tuple[int, int, int]
 """Patches of one image or frame before the merger: (time, height, width)."""
@@ -36,59 +38,23 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterSpec:
-    """Ranks, nodes, the tokens that one rank holds at a time, and each rank's speed (1.0 = nominal).
+class VisionPlan:
+    """Where the images of a batch are encoded.
 
-    `nodes`: the node of each rank, in any order, of any size; empty: every `ranks_per_node` ranks are a node. Where
-    both are given and differ, `nodes` counts, and `ranks_per_node` becomes the size of the largest one.
+    `layout` group: each by a rank of the group that runs its sequence, inside the pack. world: by any rank, in a phase
+    before the packs; a phase after them runs the encoder's backward pass. `keeps`: activations are kept from the first
+    phase to the second, else the second computes them again, in passes of at most `pass_patches` patches or of one
+    larger image (0: all images of a rank in one pass).
     """
 
-    num_ranks: int
-    ranks_per_node: int
-    tokens_per_rank: int
-    speeds: tuple[float, ...] = ()
-    nodes: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.num_ranks < 1 or self.ranks_per_node < 1 or self.tokens_per_rank < 1:
-            raise PlanError(
-                f"cluster: num_ranks={self.num_ranks} ranks_per_node={self.ranks_per_node} "
-                f"tokens_per_rank={self.tokens_per_rank}; each must be at least 1"
-            )
-        if not self.speeds:
-            object.__setattr__(self, "speeds", (1.0,) * self.num_ranks)
-        if len(self.speeds) != self.num_ranks:
-            raise PlanError(f"cluster: {len(self.speeds)} speeds for {self.num_ranks} ranks")
-        for rank, speed in enumerate(self.speeds):
-            if not 0.0 < speed < float("inf"):
-                raise PlanError(f"cluster: rank {rank} has speed {speed}; it must be above 0 and finite")
-        regular = regular_nodes(self.num_ranks, self.ranks_per_node)
-        object.__setattr__(self, "nodes", numbered(self.nodes or regular))
-        if len(self.nodes) != self.num_ranks:
-            raise PlanError(f"cluster: nodes of {len(self.nodes)} ranks for {self.num_ranks} ranks")
-        if self.nodes != regular:
-            object.__setattr__(self, "ranks_per_node", max(sizes_of(self.nodes)))
-
-    @classmethod
-    def of_nodes(cls, nodes: Sequence[Hashable], tokens_per_rank: int, speeds: tuple[float, ...] = ()) -> ClusterSpec:
-        """The cluster whose ranks are on these nodes, given by numbers or names."""
-        numbers = numbered(nodes)
-        return cls(len(numbers), max(sizes_of(numbers), default=0), tokens_per_rank, speeds, numbers)
-
-    @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> ClusterSpec:
-        """The cluster of a plan file; older files have no `inputs.nodes`."""
-        speeds, nodes = tree["inputs"]["speeds"], tree["inputs"].get("nodes", ())
-        return cls(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"], tuple(speeds), tuple(nodes))
+    layout: str = "group"
+    keeps: bool = True
+    pass_patches: int = 0
 
     @property
-    def max_tokens(self) -> int:
-        """The longest admissible sequence."""
-        return self.num_ranks * self.tokens_per_rank
-
-    def crosses(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks are on more than one node."""
-        return len({self.nodes[rank] for rank in ranks}) > 1
+    def apart(self) -> bool:
+        """Whether images are encoded outside the packs."""
+        return self.layout != "group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +68,8 @@ class Pack:
 class GroupPlan:
     """A pack and the ranks that run it, in ring order.
 
-    `encoders` has one entry for every image of the pack (sequences in order, then their images in order): the
-    position within `ranks` of the member that encodes it.
+    `encoders` has one entry for every image of the pack (sequences in order, then their images in order): the rank
+    that encodes it, one of `ranks` unless `VisionPlan.apart`.
     """
 
     ranks: tuple[int, ...]
@@ -137,7 +103,8 @@ class RankPlan:
     order).
 
     `encodes` tells, for each micro-batch of a plan with sync=micro_batch, whether any rank's pack in it has an
-    image; it is empty with sync=step. `plan_id` names the plan among all that were sent in a run.
+    image; it is empty with sync=step. `encoded` are the packs, its own and others', with an image that this rank
+    encodes apart from the packs (`vision`), in plan order. `plan_id` names the plan among all that were sent in a run.
     """
 
     step: int
@@ -146,6 +113,8 @@ class RankPlan:
     packs: tuple[RankPack, ...]
     encodes: tuple[bool, ...] = ()
     plan_id: str = ""
+    vision: VisionPlan = VisionPlan()
+    encoded: tuple[RankPack, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -167,6 +136,7 @@ class Plan:
     lower_bound_s: float  # no plan of this batch on this cluster takes less
     planning_time_s: float = 0.0
     inputs: dict[str, Any] = field(default_factory=dict, compare=False)
+    vision: VisionPlan = VisionPlan()
 
     @property
     def fixed_s(self) -> float:
@@ -193,6 +163,7 @@ class Plan:
         encoding = {group.micro_batch for group in self.groups if group.encoders}
         place = {number: index for index, number in enumerate(numbers)}
         packs: list[list[RankPack]] = [[] for _ in range(self.cluster.num_ranks)]
+        encoded: list[list[RankPack]] = [[] for _ in range(self.cluster.num_ranks)]
         for index, group in enumerate(self.groups):
             samples = tuple([self.samples[row] for row in group.pack.sequences])
             pack = RankPack(
@@ -200,9 +171,12 @@ class Plan:
             )
             for rank in group.ranks:
                 packs[rank].append(pack)
+            for rank in dict.fromkeys(group.encoders) if self.vision.apart else ():
+                encoded[rank].append(pack)
         process_groups, encodes = self.process_groups(), tuple(number in encoding for number in numbers)
         return [
-            RankPlan(step, rank, process_groups, tuple(packs[rank]), encodes, plan_id)
+            RankPlan(step, rank, process_groups, tuple(packs[rank]), encodes, plan_id, self.vision,
+                     tuple(encoded[rank]))
             for rank in range(self.cluster.num_ranks)
         ]
 
@@ -221,6 +195,7 @@ class Plan:
             "predicted_time_s": self.predicted_time_s,
             "lower_bound_s": self.lower_bound_s,
             "planning_time_s": self.planning_time_s,
+            "vision": asdict(self.vision),
             "groups": [
                 {
                     "micro_batch": group.micro_batch,
@@ -237,6 +212,7 @@ class Plan:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Plan:
         """The plan of a file as it was made (`replay` makes it again). What a pack's ranks hold is not in the file.
+        Files without `vision` name encoders by their places in the group's ranks.
 
         Raises:
             PlanError: it has no inputs, or is damaged.
@@ -250,7 +226,8 @@ class Plan:
                     group["predicted_time_s"],
                     0.0,
                     group["micro_batch"],
-                    tuple(group.get("encoders", ())),
+                    tuple(group.get("encoders", ()) if "vision" in tree
+                          else [group["ranks"][member] for member in group.get("encoders", ())]),
                 )
                 for group in tree["groups"]
             )
@@ -264,8 +241,9 @@ class Plan:
                 tree["lower_bound_s"],
                 tree["planning_time_s"],
                 {name: inputs[name] for name in inputs if name != "samples"},
+                VisionPlan(**tree.get("vision", {})),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, IndexError) as error:
             raise PlanError(f"plan file: damaged ({error.__class__.__name__}: {error})") from None
         plan.validate()
         return plan

@@ -12,7 +12,7 @@ from dhp_ray.planner.encoders import encoders_of
 from dhp_ray.planner.plan import GroupPlan, Pack
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat
+from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
 
 
 def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
@@ -61,17 +61,23 @@ def making_s(problem: Problem, schedule: Schedule) -> float:
     return float(list_schedule(members, firsts_of(degrees), times, problem.cluster.num_ranks)[1].max())
 
 
-def groups_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> tuple[GroupPlan, ...]:
-    """The groups of a plan. Without vision costs images are dealt out by their patches."""
+def groups_of(
+    problem: Problem, schedule: Schedule, times: np.ndarray, encoder: np.ndarray | None = None
+) -> tuple[GroupPlan, ...]:
+    """The groups of a plan; `encoder`: the rank of each image of the batch, where images are encoded apart from packs.
+    Without vision costs images are dealt out by their patches."""
     tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
     memory = problem.cost.resident(problem.sync) + problem.cost.memory_bytes_per_token * tokens / np.diff(
         schedule.first_rank
     )
     rows, ranks = schedule.rows.tolist(), schedule.ranks.tolist()
     row, rank = schedule.first_row.tolist(), schedule.first_rank.tolist()
-    members, image = ([], [0] * len(row))
-    if len(problem.all_image_s):
-        members, image = (array.tolist() for array in _encoders(problem, schedule)[:2])
+    encoders, image = ([], [0] * len(row))
+    if encoder is not None:
+        by_row, first = gathered(encoder, problem.first_image, schedule.rows)
+        encoders, image = by_row.tolist(), first[schedule.first_row].tolist()
+    elif len(problem.all_image_s):
+        encoders, image = (array.tolist() for array in _encoders(problem, schedule)[:2])
     return tuple(
         [
             GroupPlan(
@@ -80,7 +86,7 @@ def groups_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> tuple[
                 seconds,
                 bytes_,
                 micro_batch,
-                tuple(members[image[group] : image[group + 1]]),
+                tuple(encoders[image[group] : image[group + 1]]),
             )
             for group, (seconds, bytes_, micro_batch) in enumerate(
                 zip(times.tolist(), memory.tolist(), schedule.micro_batch.tolist())

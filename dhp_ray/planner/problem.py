@@ -15,13 +15,17 @@ from dhp_ray.planner.nodes import sizes_of
 from dhp_ray.planner.plan import ClusterSpec, Sample
 from dhp_ray.planner.schedule import Ranks, firsts_of
 
+ENCODERS = ("group", "world", "auto")
+"""Where images are encoded (`VisionPlan`): auto: what makes the shorter plan of a batch."""
+
 
 @dataclass(frozen=True)
 class Problem:
     """A batch as the planners see it.
 
     items: one ITEM a sequence. all_image_s: seconds of each image on a nominal rank, those of sequence i from
-    first_image[i] on; all_image_patches likewise.
+    first_image[i] on; all_image_patches likewise, and all_image_rows, the tokens that each becomes. encoder: a name of
+    ENCODERS.
     lower_bound_s: `bound`'s, once known.
     """
 
@@ -34,6 +38,8 @@ class Problem:
     first_image: np.ndarray
     all_image_s: np.ndarray
     all_image_patches: np.ndarray
+    all_image_rows: np.ndarray
+    encoder: str = "group"
     lower_bound_s: float = 0.0
 
     @cached_property
@@ -62,7 +68,8 @@ class Problem:
 
 
 def problem_of(
-    samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, sync: str, pool: Sequence[Ranks] = ()
+    samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, sync: str, pool: Sequence[Ranks] = (),
+    encoder: str = "group",
 ) -> Problem:
     """Check a batch and lay it out in arrays.
 
@@ -84,10 +91,12 @@ def problem_of(
     counts = np.array([len(grid) for grid in grids]) if any(grids) else np.zeros(len(samples), dtype=np.int64)
     images = np.array([image for grid in grids for image in grid], dtype=np.float64).reshape(-1, 3)
     seconds = cost.images_s(images)
+    patches = images.prod(axis=1)
     owner, vision, image = np.repeat(np.arange(len(samples)), counts), np.zeros(len(samples)), np.zeros(len(samples))
     np.add.at(vision, owner, seconds)
     np.maximum.at(image, owner, seconds)
     items = items_of(tokens, attention + cost.linear_s * tokens, attention, vision, image, cluster.tokens_per_rank)
-    return Problem(
-        tuple(samples), cluster, cost, sync, tuple(pool), items, firsts_of(counts), seconds, images.prod(axis=1)
-    )
+    rows = patches * (np.array([sample.vision_tokens for sample in samples])
+                      / np.maximum(np.bincount(owner, patches, len(samples)), 1.0))[owner]
+    return Problem(tuple(samples), cluster, cost, sync, tuple(pool), items, firsts_of(counts), seconds, patches, rows,
+                   encoder)

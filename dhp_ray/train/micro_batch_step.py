@@ -26,10 +26,14 @@ class MicroBatchStep(RankStep):
 
     engine: ShardedEngine
 
-    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
+    def _loss(
+        self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link, features: Tensor | None
+    ) -> Tensor:
         return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
 
-    def _run_pack(self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs]) -> PackRun:
+    def _run_pack(
+        self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs], features: Tensor | None
+    ) -> PackRun:
         before = self.engine.blocked_s
-        run = super()._run_pack(plan, pack, feed)
+        run = super()._run_pack(plan, pack, feed, features)
         return run._replace(gathering_s=self.engine.blocked_s - before)

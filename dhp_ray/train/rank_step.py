@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
 from dhp_ray.train.collate import PackInputs
-from dhp_ray.train.engine import Engine
+from dhp_ray.train.encoder_phases import EncoderPhases
+from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.results import PackTime, StepResult
 from dhp_ray.train.step_inputs import StepInputs, on_device
@@ -40,6 +41,22 @@ class PackRun(NamedTuple):
         """When it ran; waits until the device has run it."""
         return PackTime(self.index, self.begin.since_s(start), self.end.since_s(start),
                         self.link.blocked_s + self.gathering_s)
+
+
+PHASE_INDEX = 2**20
+"""Of the link of a phase, among those of packs: beyond all of a plan's."""
+
+
+class PhaseRun(NamedTuple):
+    """A phase of the encoder that the device has been given."""
+
+    begin: Moment
+    end: Moment
+    link: Link
+
+    def time(self, start: Moment) -> PackTime:
+        """When it ran; waits until the device has run it."""
+        return PackTime(-1, self.begin.since_s(start), self.end.since_s(start), self.link.blocked_s)
 
 
 @dataclass
@@ -67,7 +84,7 @@ class RankStep:
         self.engine.progress.stage = f"step {plan.step}"
         self.transport.prepare(plan.process_groups)
         self.engine.zero_gradients()
-        runs = self._run_packs(inputs)
+        runs, encoder_runs = self._run_packs(inputs)
         self.engine.progress.stage = f"step {plan.step}, update"
         with self.engine.progress.waiting("copies of the state before"):
             self.before_update()
@@ -78,14 +95,15 @@ class RankStep:
             gradient_norm=update.gradient_norm, learning_rate=update.learning_rate, applied=update.applied,
             state_version=self.engine.state_version, step_time_s=Moment(self.device).since_s(start),
             data_wait_s=data_wait_s, pack_times=tuple(run.time(start) for run in runs if run.index >= 0),
-            pool=self.transport.counters(), plan_id=plan.plan_id)
+            pool=self.transport.counters(), plan_id=plan.plan_id,
+            encoder_times=tuple(run.time(start) for run in encoder_runs), exchanged_bytes=self._exchanged_bytes(inputs))
 
     @torch.no_grad()
     def evaluate(self, inputs: StepInputs) -> tuple[float, int]:
         """Loss sum and valid tokens of the packs of all ranks, without gradients. Every rank calls it."""
         self.engine.progress.stage = f"evaluation {inputs.plan.step}"
         self.transport.prepare(inputs.plan.process_groups)
-        return self._totals(self._run_packs(inputs))
+        return self._totals(self._run_packs(inputs)[0])
 
     @torch.no_grad()
     def predictions(self, inputs: StepInputs) -> list[Tensor]:
@@ -94,23 +112,60 @@ class RankStep:
         """
         self.engine.progress.stage = f"answers {inputs.plan.step}"
         self.transport.prepare(inputs.plan.process_groups)
-        return [run.loss for run in self._run_packs(inputs)]
+        return [run.loss for run in self._run_packs(inputs)[0]]
 
-    def _run_packs(self, inputs: StepInputs) -> list[PackRun]:
-        """In their order; a pack that is not of the plan has index -1."""
+    def _run_packs(self, inputs: StepInputs) -> tuple[list[PackRun], list[PhaseRun]]:
+        """In their order; a pack that is not of the plan has index -1. Between the phases that encode images, where
+        these are encoded apart from the packs."""
+        phases, encoder_runs = self._phases(inputs), []
+        features: list[Tensor | None] = [None] * len(inputs.packs)
+        if phases:
+            features, run = self._phase(inputs, "encoding", phases.encode)
+            encoder_runs.append(run)
         with closing(on_device(inputs.inputs, self.device)) as feed:
-            return [self._run_pack(inputs.plan, pack, feed) for pack in inputs.packs]
+            runs = [self._run_pack(inputs.plan, pack, feed, own)
+                    for pack, own in zip(inputs.packs, features, strict=True)]
+        if phases and torch.is_grad_enabled() and self.adapter.trains("vision"):
+            _, run = self._phase(inputs, "encoder backward", phases.backward)
+            encoder_runs.append(run)
+        return runs, encoder_runs
 
-    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
-        return pack_loss(self.adapter, inputs, link)
+    def _phases(self, inputs: StepInputs) -> EncoderPhases | None:
+        if inputs.vision is None:
+            return None
+        return EncoderPhases(self.adapter, self.engine, inputs.vision, inputs.plan.vision.keeps,
+                             [own.received_from for own in inputs.inputs], self.device)
 
-    def _run_pack(self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs]) -> PackRun:
+    def _phase(self, inputs: StepInputs, name: str, call: Callable[[Link], Any]) -> tuple[Any, PhaseRun]:
+        """Run a phase in which all ranks may exchange."""
+        self.engine.progress.stage = f"step {inputs.plan.step}, {name}"
+        self.engine.progress.mark("inputs")
+        ranks = range(dist.get_world_size(self.world)) if self.world else (inputs.plan.rank,)
+        link, begin = self.transport.link(ranks, PHASE_INDEX), Moment(self.device)
+        found = call(link)
+        return found, PhaseRun(begin, Moment(self.device), link)
+
+    def _exchanged_bytes(self, inputs: StepInputs) -> int:
+        """Of the features that this rank sends to others before the packs."""
+        if inputs.vision is None:
+            return 0
+        rows = sum(len(index) for rank, index in inputs.vision.send_index.items() if rank != inputs.plan.rank)
+        return rows * self.adapter.feature_width * COMPUTE_TYPES[inputs.precision].itemsize
+
+    def _loss(
+        self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link, features: Tensor | None
+    ) -> Tensor:
+        return pack_loss(self.adapter, inputs, link, features=features)
+
+    def _run_pack(
+        self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs], features: Tensor | None
+    ) -> PackRun:
         self.engine.progress.stage = f"step {plan.step}, pack {pack.index}"
         self.engine.progress.mark("inputs")
         inputs = next(feed)
         link = self.transport.link(pack.ranks, pack.index)
         begin = Moment(self.device)
-        loss = self._loss(plan, pack, inputs, link)
+        loss = self._loss(plan, pack, inputs, link, features)
         if torch.is_grad_enabled():
             loss.backward()  # type: ignore[no-untyped-call]
         self.engine.end_pack()

@@ -33,3 +33,7 @@ class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank a
     saved_steps: tuple[int, ...] = ()
     save_error: str = ""
     plan_id: str = ""
+    encoder_times: tuple[PackTime, ...] = ()
+    """Of the phases before and after the packs, where images are encoded apart from them."""
+    exchanged_bytes: int = 0
+    """Features that this rank sent to others in the first phase."""

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample
-from dhp_ray.train.collate import PackInputs, Payload, collate, encoded_images, placeholder, with_tiny_image
+from dhp_ray.train.collate import PackInputs, collate, with_tiny_image
 from dhp_ray.train.engine import COMPUTE_TYPES
+from dhp_ray.train.payload import Payload, encoded_images, placeholder
+from dhp_ray.train.vision_inputs import VisionInputs, vision_inputs
 
 IDLE = Sample("", 1)
 """What a rank without a pack in a micro-batch runs: one token, masked."""
@@ -37,6 +39,16 @@ class StepInputs:
     packs: list[RankPack] = field(default_factory=list)
     inputs: list[PackInputs] = field(default_factory=list)
     payloads: dict[str, Payload] = field(default_factory=dict)
+    vision: VisionInputs | None = None
+
+    def add_encoded(self, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> None:
+        """Collate the images that this rank encodes apart from the packs; before any pack is added.
+
+        Raises:
+            ValueError: see `add`.
+        """
+        self.payloads |= payloads
+        self.vision = self._encoded(adapter)
 
     def add(self, pack: RankPack, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> None:
         """Collate the next pack. What `payloads` hold of its pixels is needed no more.
@@ -44,7 +56,9 @@ class StepInputs:
         Raises:
             ValueError: one line that names the sample whose payload is missing or not what was planned.
         """
-        self.payloads |= {sample.id: payloads[sample.id] for sample in pack.samples if sample.id in payloads}
+        # of a sample whose images this rank encodes apart, the payload with their pixels is there already
+        self.payloads |= {sample.id: payloads[sample.id] for sample in pack.samples
+                          if sample.id in payloads and not (self.plan.vision.apart and sample.id in self.payloads)}
         self.inputs.append(self._collated(pack, adapter))
         self.packs.append(pack)
 
@@ -55,16 +69,31 @@ class StepInputs:
         for place, pack in enumerate(self.packs):
             if any(sample.id in found for sample in pack.samples):
                 self.inputs[place] = self._collated(pack, adapter)
+        if any(sample.id in found for pack in self.plan.encoded for sample in pack.samples):
+            self.vision = self._encoded(adapter)
+
+    def _encoded(self, adapter: ModelAdapter) -> VisionInputs:
+        inputs = vision_inputs(self.plan, self.payloads, adapter, COMPUTE_TYPES[self.precision], self.pinned)
+        patches = iter([pixels for images in inputs.passes
+                        for pixels in images.pixels.split([math.prod(grid) for grid in images.grids])])
+        for pack in self.plan.encoded:
+            self._keep_views(pack, patches)
+        return inputs.map(Tensor.pin_memory) if self.pinned else inputs
+
+    def _keep_views(self, pack: RankPack, patches: Iterator[Tensor]) -> None:
+        """Let the payloads hold the next `patches`, rows of what was collated, in place of what was decoded."""
+        for sample, encoded_here in zip(pack.samples, encoded_images(pack, self.plan.rank)):
+            payload = self.payloads.get(sample.id)
+            if payload and not payload.masked and any(encoded_here):
+                self.payloads[sample.id] = replace(payload, pixels=[next(patches) if here else None
+                                                                    for here in encoded_here])
 
     def _collated(self, pack: RankPack, adapter: ModelAdapter) -> PackInputs:
+        apart = self.plan.vision.apart
         inputs = collate(pack, self.payloads, self.plan.rank, adapter, COMPUTE_TYPES[self.precision], self.pinned,
-                         self.plan.step)
-        patches = iter(inputs.pixels.split([math.prod(grid) for grid in inputs.grids]) if inputs.grids else ())
-        for sample, encoded_here in zip(pack.samples, encoded_images(pack, self.plan.rank)):
-            payload = self.payloads[sample.id]
-            if not payload.masked:
-                pixels = [next(patches) if here else None for here in encoded_here]
-                self.payloads[sample.id] = replace(payload, pixels=pixels)
+                         self.plan.step, apart)
+        if not apart and inputs.grids:
+            self._keep_views(pack, iter(inputs.pixels.split([math.prod(grid) for grid in inputs.grids])))
         if self.plan.encodes and self.plan.encodes[pack.micro_batch] and not inputs.grids:
             inputs = with_tiny_image(inputs, adapter)
         return inputs.map(Tensor.pin_memory) if self.pinned else inputs
@@ -87,6 +116,10 @@ def collated(
 ) -> StepInputs:
     """The inputs of a whole plan. See `StepInputs.add`."""
     inputs = StepInputs(plan, precision, pinned)
+    if plan.vision.apart:
+        encoded = {sample.id for pack in plan.encoded
+                   for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if any(here)}
+        inputs.add_encoded({name: payload for name, payload in payloads.items() if name in encoded}, adapter)
     for pack in packs_of(plan):
         inputs.add(pack, {IDLE.id: placeholder(IDLE)} if pack.index < 0 else payloads, adapter)
     return inputs

@@ -20,7 +20,7 @@ def test_longest_processing_time_first(images, degree, uneven, random):
     schedule = Schedule(np.arange(len(images)), firsts_of(sizes), ranks, firsts_of([degree, 1][:len(sizes)]),
                         np.zeros(len(sizes), dtype=np.int64))
     flat = np.array([float(seconds) for row in images for seconds in row])
-    members, first, longest_s = encoders_of(schedule, firsts_of([len(row) for row in images]), flat, speeds)
+    encoders, first, longest_s = encoders_of(schedule, firsts_of([len(row) for row in images]), flat, speeds)
     for group, rows in enumerate([images[:cut], images[cut:]][:len(sizes)]):
         seconds = [value for row in rows for value in row]
         paces = speeds[schedule.ranks[schedule.first_rank[group]:schedule.first_rank[group + 1]]]
@@ -29,7 +29,8 @@ def test_longest_processing_time_first(images, degree, uneven, random):
             wanted[image] = min(range(len(paces)),
                                 key=lambda member: (loads[member] + seconds[image] / paces[member], member))
             loads[wanted[image]] += seconds[image] / paces[wanted[image]]
-        assert members[first[group]:first[group + 1]].tolist() == wanted
+        members = schedule.ranks[schedule.first_rank[group]:schedule.first_rank[group + 1]]
+        assert encoders[first[group]:first[group + 1]].tolist() == [members[member] for member in wanted]
         assert longest_s[group] == max(loads)
 
 

@@ -7,7 +7,7 @@ import pytest
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, PlanError, Sample
 
 SAMPLES = (Sample("a", 30), Sample("b", 2, 8, ((1, 4, 4), (1, 4, 4))), Sample("c", 15))
-GROUPS = (GroupPlan((0, 1), Pack((0,)), 1.0), GroupPlan((2,), Pack((1,)), 0.5, encoders=(0, 0)),
+GROUPS = (GroupPlan((0, 1), Pack((0,)), 1.0), GroupPlan((2,), Pack((1,)), 0.5, encoders=(2, 2)),
           GroupPlan((1, 2), Pack((2,)), 0.2))
 PLAN = Plan("dhp", "step", ClusterSpec(3, 3, 15), SAMPLES, GROUPS, 1.2, 1.0)
 
@@ -27,10 +27,10 @@ def test_a_sound_plan_passes():
     ({"groups": (*GROUPS[:2], replace(GROUPS[2], ranks=(-1, 1)))}, r"group 2 has ranks \(-1, 1\)"),
     ({"groups": (*GROUPS[:2], replace(GROUPS[2], ranks=()))}, r"group 2 has ranks \(\)"),
     ({"cluster": ClusterSpec(3, 3, 14)}, "group 0 holds 30 tokens on 2 ranks of 14 tokens"),
-    ({"groups": (GROUPS[0], replace(GROUPS[1], encoders=(0,)), GROUPS[2])},
-     r"group 1 has 2 images and encoders \(0,\)"),
-    ({"groups": (GROUPS[0], replace(GROUPS[1], encoders=(0, 1)), GROUPS[2])},
-     r"group 1 has 2 images and encoders \(0, 1\)"),
+    ({"groups": (GROUPS[0], replace(GROUPS[1], encoders=(2,)), GROUPS[2])},
+     r"group 1 has 2 images and encoders \(2,\)"),
+    ({"groups": (GROUPS[0], replace(GROUPS[1], encoders=(2, 1)), GROUPS[2])},
+     r"group 1 has 2 images and encoders \(2, 1\)"),
     ({"groups": (replace(GROUPS[0], encoders=(0,)), *GROUPS[1:])}, "group 0 has 0 images"),
     ({"sync": "micro_batch"}, "rank 1 runs twice in micro-batch 0"),
     ({"sync": "micro_batch", "groups": (replace(GROUPS[0], micro_batch=1), *GROUPS[1:])},

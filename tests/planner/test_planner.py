@@ -55,9 +55,8 @@ def test_a_plan_is_sound(lengths, num_ranks, ranks_per_node, planner, sync, cost
     for group in plan.groups:
         tokens = [samples[row].num_tokens for row in group.pack.sequences]
         images = [seconds for row in group.pack.sequences for seconds in cost.image_s(samples[row])]
-        members = [sum(seconds for seconds, member in zip(images, group.encoders)
-                       if member == place) / cluster.speeds[rank]
-                   for place, rank in enumerate(group.ranks)]
+        members = [sum(seconds for seconds, encoder in zip(images, group.encoders) if encoder == rank)
+                   / cluster.speeds[rank] for rank in group.ranks]
         assert group.predicted_time_s == pytest.approx(cost.pack_time_s(tokens, group.ranks, cluster, max(members)))
 
 

@@ -22,11 +22,11 @@ from dhp_ray.comm.world import abort_groups, destroy_world
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import Plan
 from dhp_ray.storage import Folder
-from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.micro_batch_step import MicroBatchStep
+from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.checkpoint import Checkpointer

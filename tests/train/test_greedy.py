@@ -17,8 +17,8 @@ from dhp_ray.data.families.base import Bounds, Medium
 from dhp_ray.planner.plan import Plan, Sample
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.train.collate import Payload
 from dhp_ray.train.greedy import greedy_answers
+from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import collated
 from tests.packs import PATCH_DIMS, TOKEN_IDS, Film, make_sample, own_payloads, plain_copy, rough_model
 from tests.ranks import run_processes

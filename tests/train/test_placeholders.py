@@ -17,7 +17,7 @@ from dhp_ray.config import Config, load
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.train.collate import Payload, placeholder
+from dhp_ray.train.payload import Payload, placeholder
 from dhp_ray.train.step_inputs import collated
 from tests.packs import Film, make_sample, own_payloads, relative_errors
 from tests.ranks import run_processes
@@ -65,7 +65,8 @@ def plan_of(situation: Situation, sync: str, leave_out: Sequence[str] = ()) -> P
             left = [SAMPLES[name][0] for name in names if name not in leave_out]
             if left:
                 rows = tuple(range(len(samples), len(samples) + len(left)))
-                encoders = tuple(grid % len(ranks) for grid in range(sum(len(sample.vision_grids) for sample in left)))
+                num_images = sum(len(sample.vision_grids) for sample in left)
+                encoders = tuple(ranks[image % len(ranks)] for image in range(num_images))
                 groups.append(GroupPlan(ranks, Pack(rows), 1.0, 0.0, micro_batch if sync == "micro_batch" else 0,
                                         encoders))
                 samples += left

@@ -7,7 +7,7 @@ from __future__ import annotations
 import faulthandler
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ import torch
 from benchmarks.cases import SYNCS, TRANSPORTS
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
-from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan, Sample
+from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.train.collate import Payload
+from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import collated
 from tests.packs import (
     PATCH_DIMS,
@@ -63,12 +63,14 @@ class World:
     freeze: str = ""
     sharding: str = "whole"
     preset: str = "tiny"
+    encoder: str = "group"
 
     def __str__(self) -> str:
         frozen = f"-{self.freeze}_frozen" * bool(self.freeze)
         mode = self.sync if self.sharding == "whole" else self.sharding
         family = f"-{self.preset}" * (self.preset != "tiny")
-        return f"{self.num_ranks}-{mode}-{self.transport}{'-recomputed' * self.recomputes}{frozen}{family}"
+        apart = f"-{self.encoder}" * (self.encoder != "group")
+        return f"{self.num_ranks}-{mode}-{self.transport}{'-recomputed' * self.recomputes}{frozen}{family}{apart}"
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -87,6 +89,16 @@ QUICK = [FEW[2], FEW[3], FEW[4], FEW[5], FEW[8]]
 FAMILIES = [World(5, sync, "pool", recomputes, freeze, sharding, preset) for preset in PATCH_DIMS if preset != "tiny"
             for sync, recomputes, freeze, sharding in (("step", False, "", "whole"), ("step", True, "language", "node"),
                                                        ("micro_batch", True, "", "whole"))]
+
+
+APART = [World(num_ranks, "step", transport, recomputes, freeze, sharding, preset, "world")
+         for num_ranks, transport, recomputes, freeze, sharding, preset in (
+    (5, "pool", False, "", "whole", "tiny"), (3, "parent", True, "", "node", "tiny"),
+    (2, "pool", False, "vision", "whole", "tiny"), (3, "pool", False, "language", "whole", "tiny"),
+    (1, "pool", False, "", "whole", "tiny"), (5, "parent", False, "", "node", "tiny"),
+    (3, "pool", True, "language", "node", "tiny"), (5, "parent", True, "vision", "node", "tiny"),
+    (5, "pool", False, "", "whole", "tiny_qwen3_vl"), (3, "parent", True, "", "node", "tiny_qwen3_vl"),
+    (5, "pool", True, "", "whole", "tiny_internvl"), (3, "pool", False, "language", "node", "tiny_internvl"))]
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +127,16 @@ def test_random_plans(reference: Path, world: World) -> None:
 def test_random_plans_of_other_families(reference: Path, world: World) -> None:
     first = 10_000 + 100 * FAMILIES.index(world)
     check(reference, world, [random_plan(seed, world) for seed in range(first, first + 3)])
+
+
+@pytest.mark.parametrize("world", [
+    world if number in (0, 1, 2, 8) else pytest.param(world, marks=pytest.mark.slow)
+    for number, world in enumerate(APART)], ids=str)
+def test_random_plans_whose_images_any_rank_encodes(reference: Path, world: World) -> None:
+    first = 20_000 + 100 * APART.index(world)
+    plans = [random_plan(seed, world) for seed in range(first, first + 6)]
+    assert {plan.vision.keeps for plan in plans} == {True, False}
+    check(reference, world, plans)
 
 
 @pytest.mark.slow
@@ -151,12 +173,12 @@ def test_a_video_in_packs_of_every_degree(reference: Path, sync: str, transport:
 def plan_of(
     groups: Sequence[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], int]], sync: str, num_ranks: int = 5
 ) -> Plan:
-    """A plan of groups: ranks, names of samples, encoders, micro-batch."""
+    """A plan of groups: ranks, names of samples, their images' encoders by place in these ranks, micro-batch."""
     named = {sample.id: sample for sample, _ in SAMPLES["tiny"]}
     samples = [named[name] for _, names, _, _ in groups for name in names]
     places = {sample.id: place for place, sample in enumerate(samples)}
     planned = tuple(GroupPlan(ranks, Pack(tuple(places[name] for name in names)), 1.0, 0.0,
-                              micro_batch if sync == "micro_batch" else 0, encoders)
+                              micro_batch if sync == "micro_batch" else 0, tuple(ranks[member] for member in encoders))
                     for ranks, names, encoders, micro_batch in groups)
     plan = Plan("listed", sync, ClusterSpec(num_ranks, num_ranks, 10_000), tuple(samples), planned, 1.0, 1.0)
     plan.validate()
@@ -188,13 +210,16 @@ def random_plan(seed: int, world: World) -> Plan:
             micro_batch, busy = micro_batch + (len(busy) > 0), set()
         busy |= set(ranks)
         images = sum(len(known[place].vision_grids) for place in taken)
-        encoders = tuple(int(member) for member in random.integers(0, len(ranks), images))
+        allowed = range(world.num_ranks) if world.encoder == "world" else ranks
+        encoders = tuple(allowed[place] for place in random.integers(0, len(allowed), images))
         groups.append(GroupPlan(ranks, Pack(tuple(range(len(samples), len(samples) + len(taken)))), 1.0, 0.0,
                                 micro_batch if world.sync == "micro_batch" else 0,
                                 encoders))
         samples += [known[place] for place in taken]
     plan = Plan("random", world.sync, ClusterSpec(world.num_ranks, world.num_ranks, 10_000), tuple(samples),
                 tuple(groups), 1.0, 1.0)
+    if world.encoder == "world":  # kept or not, in one pass or in several
+        plan = replace(plan, vision=VisionPlan("world", seed % 2 == 0, (0, 40, 1)[seed % 3]))
     plan.validate()
     return plan
 
@@ -234,7 +259,7 @@ def run_plans(
     for plan in plans:
         faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)  # a rank that hangs says where, and dies
         rank_plan = plan.rank_plan(STEP, rank)
-        own = {name: payload for pack in rank_plan.packs
+        own = {name: payload for pack in (*rank_plan.packs, *rank_plan.encoded)
                for name, payload in own_payloads(pack, payloads, rank).items()}
         # leaves nothing behind: the gradients below are the step's alone
         evaluated = member.stepper.evaluate(collated(rank_plan, own, member.adapter))

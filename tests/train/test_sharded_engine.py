@@ -15,8 +15,8 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPack, Sample
-from dhp_ray.train.collate import Payload
 from dhp_ray.train.micro_batch_step import MicroBatchStep
+from dhp_ray.train.payload import Payload
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from dhp_ray.train.step_inputs import collated
@@ -50,11 +50,12 @@ def make_plan(
             made = [make_sample(name, part, 10**6 if name in silent else None) for name, part in zip(names, parts)]
             payloads |= {sample.id: replace(payload, masked=sample.id in masked) for sample, payload in made}
             images = sum(len(sample.vision_grids) for sample, _ in made)
-            members = tuple(image % len(ranks) for image in range(images)) if encoders is None else tuple(encoders)
+            members = [image % len(ranks) for image in range(images)] if encoders is None else encoders
             rows = range(len(samples), len(samples) + len(made))
             samples += [sample for sample, _ in made]
             number = micro_batch if sync == "micro_batch" else 0
-            groups.append(GroupPlan(tuple(ranks), Pack(tuple(rows)), 1.0, 0.0, number, members))
+            groups.append(GroupPlan(tuple(ranks), Pack(tuple(rows)), 1.0, 0.0, number,
+                                    tuple(ranks[member] for member in members)))
     plan = Plan("test", sync, ClusterSpec(num_ranks, num_ranks, 4096), tuple(samples), tuple(groups), 1.0, 1.0)
     plan.validate()
     return plan, payloads

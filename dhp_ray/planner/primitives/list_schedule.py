@@ -29,7 +29,15 @@ def list_schedule(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(start of each pack, end of each rank): pack p runs on ranks[first_rank[p]:first_rank[p + 1]] for times[p]
     seconds."""
-    starts, free = np.zeros(len(times)), np.zeros(num_ranks)
+    return list_schedule_from(np.zeros(num_ranks), ranks, first_rank, times)
+
+
+@compiled
+def list_schedule_from(
+    ready_s: np.ndarray, ranks: np.ndarray, first_rank: np.ndarray, times: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same on ranks that are free from `ready_s` on."""
+    starts, free = np.zeros(len(times)), ready_s.copy()
     for pack in range(len(times)):
         starts[pack] = run_next(ranks[first_rank[pack] : first_rank[pack + 1]], times[pack], free)
     return starts, free

@@ -12,6 +12,7 @@ from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner.plan import RankPlan
+from dhp_ray.train.payload import planned_samples
 
 
 class BatchReader:
@@ -100,8 +101,7 @@ class BatchReader:
 def blocks_of(rank_plan: RankPlan, batch: Batch) -> list[BlockRows]:
     """The blocks that hold a rank's samples, each once, with the rows that it needs of them."""
     blocks: dict[ray.ObjectRef, list[int]] = {}
-    for pack in rank_plan.packs:
-        for sample in pack.samples:
-            reference, row = batch.payload[sample.id]
-            blocks.setdefault(reference, []).append(row)
+    for sample in {sample.id: sample for sample in planned_samples(rank_plan)}.values():
+        reference, row = batch.payload[sample.id]
+        blocks.setdefault(reference, []).append(row)
     return [BlockRows([reference], sorted(rows), batch.nodes.get(reference, "")) for reference, rows in blocks.items()]

@@ -239,7 +239,7 @@ class Dispatcher:
     def _plan(self, planning: Planning, batch: Batch, planner: str) -> Plan:
         cluster = replace(self.cluster, speeds=planning.speeds)
         return plan_batch(batch.samples, cluster, self.cost, planner=planner, sync=self.config.planner.sync,
-                          pool=planning.pool)
+                          pool=planning.pool, encoder=self.config.planner.encoder)
 
     def _send(self, step: int, batch: Batch, plan: Plan, late: bool) -> DispatchedStep:
         """Only for who has claimed the step's planning."""

@@ -7,20 +7,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from dhp_ray.planner.plan import Plan
-from dhp_ray.train.results import StepResult
+from dhp_ray.train.results import PackTime, StepResult
 
 
 def makespan_s(results: Sequence[StepResult]) -> float:
-    """Seconds from the first pack's start to the last pack's end, each rank on its clock from its start of the step."""
-    times = [time for result in results for time in result.pack_times]
+    """Seconds from the first start of a pack or encoder phase to the last end of one, each rank on its clock from its
+    start of the step.
+    """
+    times = _times(results)
     return max(time.end_s for time in times) - min(time.start_s for time in times) if times else 0.0
 
 
 def measured_idle_fraction(results: Sequence[StepResult]) -> float:
     """Share of the makespan that ranks did not compute in: without a pack, or blocked in an exchange."""
     span = makespan_s(results)
-    busy = sum(time.end_s - time.start_s - time.blocked_s for result in results for time in result.pack_times)
+    busy = sum(time.end_s - time.start_s - time.blocked_s for time in _times(results))
     return min(1.0, max(0.0, 1.0 - busy / (len(results) * span))) if span > 0 else 0.0
+
+
+def _times(results: Sequence[StepResult]) -> list[PackTime]:
+    return [time for result in results for time in (*result.pack_times, *result.encoder_times)]
 
 
 class TimeScale:

@@ -20,13 +20,15 @@ from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
 from dhp_ray.errors import first_line
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPlan
+from dhp_ray.planner.plan import RankPack, RankPlan, Sample
 from dhp_ray.runtime.messages import RunError
-from dhp_ray.train.collate import Payload, check_payload, encoded_images, placeholder
+from dhp_ray.train.payload import Payload, check_payload, encoded_images, placeholder, planned_samples
 from dhp_ray.train.step_inputs import IDLE, StepInputs, packs_of
 
 Patches = list[np.ndarray | None]
 """Of each grid of an image or video, float32 of shape (P, patch_dim); None where another rank encodes it."""
+
+Decoding = Callable[[], Patches]
 
 DECODED_AHEAD = 2
 """Images and videos a decoder may be ahead of the pack that is collated: one under way, and one to go on with."""
@@ -55,32 +57,55 @@ def load_inputs(
         RunError: the blocks that were sent do not hold a planned sample.
     """
     row_of = {row["id"]: row for row in rows}
-    for sample in (sample for pack in plan.packs for sample in pack.samples):
+    for sample in planned_samples(plan):
         if sample.id not in row_of:
             raise RunError(f"step {plan.step}: sample {sample.id} is planned for rank {plan.rank}, "
                            f"but is not among the {len(row_of)} rows that were sent")
     inputs = StepInputs(plan, precision, pinned)
     failures: dict[str, str] = {}
+    apart = plan.vision.apart
+    encoded = [(sample, here, decodings(row_of[sample.id], here, processor)) for pack in plan.encoded
+               for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if any(here)]
     packs = [(pack, [(sample, here, decodings(row_of[sample.id], here, processor))
-                     for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if pack.index >= 0])
+                     for sample, here in zip(pack.samples, encoded_in_pack(plan, pack)) if pack.index >= 0])
              for pack in packs_of(plan)]
-    calls = [call for _, samples in packs for *_, decoded_by in samples for call in decoded_by]
+    calls = [call for _, samples in [(None, encoded), *packs] for *_, decoded_by in samples for call in decoded_by]
+
+    def take(samples: Sequence[tuple[Sample, tuple[bool, ...], list[Decoding]]]) -> dict[str, Payload]:
+        """The payloads of these samples, the next that are decoded."""
+        payloads = {}
+        for sample, here, decoded_by in samples:
+            own = list(islice(decoded, len(decoded_by)))
+            try:
+                payload = _payload(row_of[sample.id], [future.result() for future in own])
+                check_payload(sample, payload, adapter, here)
+            # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
+            except Exception as error:
+                payload = placeholder(sample)
+                failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
+            payloads[sample.id] = payload
+        return payloads
+
     with ThreadPoolExecutor(num_decoders, "decoding", partial(torch.set_num_threads, 1)) as decoders:
         decoded = futures_of(calls, decoders, DECODED_AHEAD * num_decoders)
+        if apart:
+            inputs.add_encoded(take(encoded), adapter)
         for pack, samples in packs:
-            payloads = {IDLE.id: placeholder(IDLE)} if pack.index < 0 else {}
-            for sample, here, decoded_by in samples:
-                own = list(islice(decoded, len(decoded_by)))
-                try:
-                    payload = _payload(row_of[sample.id], [future.result() for future in own])
-                    check_payload(sample, payload, adapter, here)
-                # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
-                except Exception as error:
-                    payload = placeholder(sample)
-                    failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
-                payloads[sample.id] = payload
-            inputs.add(pack, payloads, adapter)
+            inputs.add(pack, {IDLE.id: placeholder(IDLE)} if pack.index < 0 else take(samples), adapter)
     return inputs, failures
+
+
+def encoded_in_pack(plan: RankPlan, pack: RankPack) -> list[tuple[bool, ...]]:
+    """For every sample of the pack, whether the rank encodes each of its images in the pack."""
+    if plan.vision.apart:
+        return [(False,) * len(sample.vision_grids) for sample in pack.samples]
+    return encoded_images(pack, plan.rank)
+
+
+def encoded_grids(plan: RankPlan) -> dict[str, tuple[bool, ...]]:
+    """For every sample of which a rank needs a row, by id, whether the rank encodes each of its images."""
+    return {sample.id: here for pack in (*plan.packs, *plan.encoded)
+            for sample, here in zip(pack.samples, encoded_images(pack, plan.rank))}
 
 
 def futures_of(
@@ -92,12 +117,6 @@ def futures_of(
         for call in calls[number + len(waiting):number + 1 + ahead]:
             waiting.append(executor.submit(call))
         yield waiting.popleft()
-
-
-def encoded_grids(plan: RankPlan) -> dict[str, tuple[bool, ...]]:
-    """For every sample of a rank's plan, by id, whether the rank encodes each of its images."""
-    return {sample.id: here for pack in plan.packs
-            for sample, here in zip(pack.samples, encoded_images(pack, plan.rank))}
 
 
 def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:

@@ -21,7 +21,7 @@ from dhp_ray.planner.plan import ClusterSpec, RankPack, RankPlan, Sample
 from dhp_ray.runtime.driver.batch_reader import blocks_of
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.train.collate import encoded_images
+from dhp_ray.train.payload import encoded_images
 
 SAMPLES = [Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9), Sample("c", 7, 8, ((1, 4, 4), (1, 4, 4)))]
 
@@ -37,7 +37,7 @@ def test_each_block_is_sent_once_with_the_rows_that_a_rank_needs(ray_cluster: No
 
 
 def test_a_rank_decodes_the_images_that_the_plan_gives_it() -> None:
-    pack = RankPack(0, (4, 6), (SAMPLES[0], SAMPLES[1], SAMPLES[2]), (1, 0, 1), 1.0)
+    pack = RankPack(0, (4, 6), (SAMPLES[0], SAMPLES[1], SAMPLES[2]), (6, 4, 6), 1.0)
     assert encoded_images(pack, 4) == [(False,), (), (True, False)]
     assert encoded_images(pack, 6) == [(True,), (), (False, True)]
 

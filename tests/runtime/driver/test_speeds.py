@@ -126,7 +126,7 @@ def test_nominal_seconds_are_the_packs_compute_without_communication() -> None:
     seconds = nominal_compute_s(plan, cost)
     expected = [0.0] * 3
     for group in plan.groups:
-        for place, rank in enumerate(group.ranks):
+        for rank in group.ranks:
             for row in group.pack.sequences:
                 sample = plan.samples[row]
                 text_s = cost.attention_s(sample.num_tokens) + cost.linear_s * sample.num_tokens
@@ -134,7 +134,7 @@ def test_nominal_seconds_are_the_packs_compute_without_communication() -> None:
             expected[rank] += cost.pack_s
             images = [image_s for row in group.pack.sequences for image_s in cost.image_s(plan.samples[row])]
             expected[rank] += sum(image_s for image_s, encoder in zip(images, group.encoders, strict=True)
-                                  if encoder == place)
+                                  if encoder == rank)
     assert seconds == pytest.approx(expected)
     assert max(group.degree for group in plan.groups) >= 2
     alone = plan_batch(samples, ClusterSpec(1, 1, 4096), cost)

@@ -15,7 +15,7 @@ from dhp_ray.data.processor import load_processor
 from dhp_ray.data.questions import question_of
 from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.evaluate.evaluator import Evaluator, media_in, rows_of
-from dhp_ray.train.collate import Payload
+from dhp_ray.train.payload import Payload
 from tests.data.samples import picture, talk, video, write_rows
 from tests.packs import PATCH_DIMS, plain_loss
 from tests.plain_answers import MAX_PIXELS, model_folder, plain_answers

@@ -20,8 +20,9 @@ from dhp_ray.planner.plan import RankPlan, Sample
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker.prefetch import Patches, futures_of, load_inputs, num_decoders, payload_of
 from dhp_ray.schema import Cluster, Config, Data
-from dhp_ray.train.collate import Payload, check_payload, collate
+from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
+from dhp_ray.train.payload import Payload, check_payload
 from tests.data.samples import picture, processor, talk, video, write_rows
 from tests.packs import TOKEN_IDS, make_pack, plain_copy, rough_model
 

@@ -1,0 +1,58 @@
+"""Plans that encode a batch's images apart from the packs, on any rank: packs are planned as if images were there
+already, then images are balanced over the ranks (`world_encoder`).
+
+    problem -> encoded_apart -> a planner of PLANNERS -> schedule of packs -> world_of -> who encodes what, the makespan
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.planner.bound import lower_bound_s
+from dhp_ray.planner.encoder_memory import world_within_memory
+from dhp_ray.planner.encoder_timeline import EncodedImages, encoder_timeline
+from dhp_ray.planner.plan import VisionPlan
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.world_encoder import balanced_encoders
+
+
+class World(NamedTuple):
+    """`encoder`: the rank of each image of the batch, in order."""
+
+    vision: VisionPlan
+    encoder: np.ndarray
+    makespan_s: float
+
+
+def encoded_apart(problem: Problem) -> Problem:
+    """The batch without what its images cost."""
+    items = problem.items.copy()  # type: ignore[attr-defined]
+    items.vision_s = items.image_s = 0.0
+    apart = replace(problem, items=items, all_image_s=np.zeros_like(problem.all_image_s))
+    return replace(apart, lower_bound_s=lower_bound_s(apart))
+
+
+def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World | None:
+    """Who encodes the images of a batch whose packs run by this schedule, each for `times` seconds; None where the
+    ranks have no memory for that. Without vision costs images are dealt out by their patches."""
+    images = _images(problem, schedule)
+    vision = world_within_memory(problem, schedule, images)
+    if vision is None:
+        return None
+    timeline = encoder_timeline(images, schedule.ranks, schedule.first_rank, times, problem.speeds, problem.cost,
+                                vision.keeps)
+    return World(vision, images.encoder, problem.cost.fixed_s + timeline.makespan_s)
+
+
+def _images(problem: Problem, schedule: Schedule) -> EncodedImages:
+    group_of_row = np.empty(len(problem.samples), dtype=np.int64)
+    group_of_row[schedule.rows] = np.repeat(np.arange(len(schedule.first_row) - 1), np.diff(schedule.first_row))
+    row = np.repeat(np.arange(len(problem.samples)), np.diff(problem.first_image))
+    group, costs = group_of_row[row], problem.all_image_s.any()
+    encoder = balanced_encoders(problem.all_image_s if costs else problem.all_image_patches, group, schedule.ranks,
+                                schedule.first_rank, problem.speeds if costs else np.ones(len(problem.speeds)))
+    return EncodedImages(problem.all_image_s, problem.all_image_patches, problem.all_image_rows, encoder, group)

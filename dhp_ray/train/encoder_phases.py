@@ -1,0 +1,98 @@
+"""The two phases in which a rank encodes images apart from its packs.
+
+    encode     my images -> features -- exchange --> rows of my packs
+    backward   gradients of my packs' rows -- exchange --> gradients of my features -> of the encoder
+
+Activations are kept between the two, or the second encodes again, pass by pass. Frozen, there is no second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from dhp_ray.comm.link import Link
+from dhp_ray.comm.rows import return_rows, send_rows
+from dhp_ray.model.adapter import ModelAdapter, empty_features
+from dhp_ray.train.engine import Engine
+from dhp_ray.train.vision_inputs import EncoderPass, VisionInputs
+
+
+class EncoderPhases:
+    """Of one rank and step: `encode` before the packs, `backward` after them. Every rank that encodes for another, or
+    that another encodes for, calls both.
+
+    `received_from`: for each pack of this rank, in order, the rows that come from each rank.
+    """
+
+    def __init__(
+        self, adapter: ModelAdapter, engine: Engine, inputs: VisionInputs, keeps: bool,
+        received_from: Sequence[Mapping[int, int]], device: torch.device,
+    ) -> None:
+        self._adapter, self._engine, self._device = adapter, engine, device
+        self._passes, self._keeps = inputs.passes, keeps
+        self._trains = torch.is_grad_enabled() and adapter.trains("vision")
+        self._send_index = {rank: rows.to(device, non_blocking=True) for rank, rows in inputs.send_index.items()}
+        self._receive_counts, self._rows_of = received_rows(received_from)
+        self._encoded: list[Tensor] = []
+        self._features: list[Tensor] = []
+
+    def encode(self, link: Link) -> list[Tensor]:
+        """Features (K, F) of each pack of this rank, in order; their gradients are left in them for `backward`."""
+        for images in self._passes:
+            with torch.set_grad_enabled(self._trains and self._keeps):
+                self._encoded.append(self._encode(images))
+            self._engine.end_pack()
+        mine = torch.cat([features.detach() for features in self._encoded]) if self._encoded else empty_features(
+            self._adapter)
+        received = send_rows(mine, self._send_index, self._receive_counts, link)
+        self._encoded = self._encoded if self._trains and self._keeps else []
+        self._features = [received[rows.to(self._device, non_blocking=True)].requires_grad_(self._trains)
+                          for rows in self._rows_of]
+        return self._features
+
+    def backward(self, link: Link) -> None:
+        """Add the encoder's gradients to its parameters', once the backward pass of every pack has run."""
+        if not self._trains:
+            return
+        gradient = empty_features(self._adapter).new_zeros(
+            sum(self._receive_counts.values()), self._adapter.feature_width)
+        for features, rows in zip(self._features, self._rows_of, strict=True):
+            if features.grad is not None:
+                gradient.index_copy_(0, rows.to(self._device, non_blocking=True), features.grad)
+        self._features = []
+        sizes = [images.num_rows for images in self._passes]
+        of_mine = return_rows(gradient, self._send_index, self._receive_counts, sum(sizes), link)
+        for number, (images, stop) in enumerate(zip(self._passes, accumulate(sizes))):
+            features = self._encoded[number] if self._keeps else self._encode(images)
+            features.backward(of_mine[stop - images.num_rows:stop])  # type: ignore[no-untyped-call]
+            self._engine.end_pack()
+        self._encoded = []
+
+    def _encode(self, images: EncoderPass) -> Tensor:
+        there = images if self._device.type == "cpu" else images.to(self._device)
+        return self._adapter.encode(there.pixels, there.encoder)
+
+
+def received_rows(received_from: Sequence[Mapping[int, int]]) -> tuple[dict[int, int], list[Tensor]]:
+    """(the rows that come from each rank, in order of ranks, for each pack its rows among them)
+
+    They come rank by rank, and from each rank pack by pack.
+    """
+    counts: dict[int, int] = {}
+    for of_pack in received_from:
+        for rank, count in of_pack.items():
+            counts[rank] = counts.get(rank, 0) + count
+    counts = dict(sorted(counts.items()))
+    following = dict(zip(counts, accumulate(counts.values(), initial=0)))
+    rows = []
+    for of_pack in received_from:
+        pieces = [torch.empty(0, dtype=torch.int64)]
+        for rank, count in sorted(of_pack.items()):
+            pieces.append(torch.arange(following[rank], following[rank] + count))
+            following[rank] += count
+        rows.append(torch.cat(pieces))
+    return counts, rows
