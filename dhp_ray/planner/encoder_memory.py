@@ -13,12 +13,35 @@ What fits is what a rank may hold of a pack that encodes its own images: `memory
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.encoder_timeline import EncodedImages
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import COMPUTE_BYTES
 from dhp_ray.planner.plan import VisionPlan
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
+
+
+def with_encoder_apart(cost: CostModel, memory: MemoryModel, tokens: int) -> CostModel:
+    """A cost with what a model's memory says of images that are encoded apart from packs of at most `tokens` a rank.
+
+    A pack's bytes are a maximum of straight lines over its tokens: the line through the smallest pack's and the
+    largest's is above all between.
+    """
+    shape, settings = memory.shape, memory.settings
+    if not shape.vision:
+        return cost
+    patches, smallest = tokens * shape.merge_area, memory.language_bytes(1)
+    slope = (memory.language_bytes(tokens) - smallest) / max(1, tokens - 1)
+    return replace(
+        cost, vision_forward=1 / (3 + settings.recomputes) if settings.trains("vision") else 1.0,
+        feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
+        encoder_bytes_per_patch=memory.encoder_bytes(patches) / patches,
+        language_bytes_per_token=slope, pack_bytes=max(0.0, smallest - slope))
 
 
 def world_within_memory(problem: Problem, schedule: Schedule, images: EncodedImages) -> VisionPlan | None:

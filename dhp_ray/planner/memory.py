@@ -44,6 +44,7 @@ from dhp_ray.planner.model_shape import LayerShape, ModelShape
 
 LOGITS_HELD = 1 << 25  # of a chunk: CHUNK_ELEMENTS of model/loss.py
 SHORTEST_MEAN = 32  # tokens of a pack's sequences, at least; each takes 128 rows more of a kernel's workspace
+SMALLEST_IMAGE = 64  # patches of an image, in the mean, at least; each takes rows of a kernel's workspace as well
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
 
 
@@ -95,6 +96,17 @@ class MemoryModel:
         """What a rank needs while it runs this part of a pack."""
         moment, terms = max(self.moments(load).items(), key=lambda item: sum(item[1].values()))
         return Memory(self.resident(), moment, terms)
+
+    def encoder_bytes(self, patches: int) -> float:
+        """What a rank needs to encode images of so many patches apart from packs, forward and backward."""
+        load = PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1)
+        return max((sum(terms.values()) for name, terms in self.moments(load).items() if name.startswith("vision")),
+                   default=0.0)
+
+    def language_bytes(self, tokens: int) -> float:
+        """What a pack of so many tokens a rank adds where its images are encoded apart from it."""
+        load = self.worst_load(tokens)._replace(patches=0)
+        return sum(self.memory(load).pack.values())
 
     def tokens_that_fit(self, memory_bytes: float) -> int:
         """Tokens of a pack that a device of so many bytes holds beside the resident state; 0: not even one."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import Config
 from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import Terms
@@ -85,8 +86,8 @@ def within_memory(config: Config, group: WorkerGroup, mode: Mode, auto: bool) ->
     modes = [mode if sync == mode.sync else Mode(sync, mode.recomputes) for sync in SYNCS]
     resident = {mode.sync: sum(memory_of(config, group, mode).resident().values()) for mode in modes}
     pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
-    return tokens, replace(cost_of(config, group, mode), memory_bytes_per_token=pack_bytes / tokens,
-                           resident_bytes=resident)
+    cost = replace(cost_of(config, group, mode), memory_bytes_per_token=pack_bytes / tokens, resident_bytes=resident)
+    return tokens, with_encoder_apart(cost, memory, tokens)
 
 
 def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
