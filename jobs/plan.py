@@ -179,7 +179,7 @@ def numbers(text: str) -> tuple[float, ...]:
 
 def print_table(plan: Plan) -> None:
     """Packs by degree, then the figures of the whole plan."""
-    from dhp_ray.planner.timeline import fixed_starts, idle_fraction
+    from dhp_ray.planner.timeline import apart_timeline, fixed_starts, idle_fraction
 
     print(f"{'degree':>6} {'packs':>7} {'sequences':>10} {'tokens':>11} {'longest':>8} {'mean_s':>9} {'max_s':>9}")
     for degree, packs in plan.degrees().items():
@@ -198,6 +198,13 @@ def print_table(plan: Plan) -> None:
     )
     print(f"micro-batches:   {len({group.micro_batch for group in plan.groups})}")
     print(f"process groups:  {len(plan.process_groups())}")
+    num_images = sum(len(sample.vision_grids) for sample in plan.samples)
+    if apart := apart_timeline(plan):
+        kept = "kept" if plan.vision.keeps else "computed again"
+        print(f"images:          {num_images}, apart from the packs: {apart.encoded_s.max():.4f} s before them, "
+              f"{(apart.end_s - apart.backward_s).max():.4f} s after, activations {kept}")
+    elif num_images:
+        print(f"images:          {num_images}, encoded in the packs")
     print(f"predicted time:  {plan.predicted_time_s:.4f} s")
     print(f"lower bound:     {plan.lower_bound_s:.4f} s (the plan is {100 * gap:.1f} % above)")
     rounds = len(fixed_starts(plan))

@@ -29,7 +29,7 @@ from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
 from dhp_ray.planner.problem import ENCODERS, Problem, problem_of
 from dhp_ray.planner.quick import dhp_quick
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.timeline import idle_fraction, starts_of
+from dhp_ray.planner.timeline import idle_fraction, plan_starts, starts_of
 from dhp_ray.planner.world import encoded_apart, world_of
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "idle_fraction",
     "plan_batch",
     "plan_data_set",
+    "plan_starts",
     "recorded_inputs",
     "replay",
     "starts_of",

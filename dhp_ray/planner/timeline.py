@@ -2,6 +2,7 @@
 
 sync=step          a group starts when the last of its ranks is free      rank 0  |--a--|---c----|
                                                                          rank 1  |--a--|-b-|
+                   after the images are encoded, where that is apart from the packs (encoder_timeline.py)
 sync=micro_batch   all groups of a micro-batch start together            rank 0  |--a--|...|--c--|
 """
 
@@ -11,8 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.encoder_timeline import EncodedImages, EncoderTimeline, encoder_timeline
 from dhp_ray.planner.plan import GroupPlan, Plan
 from dhp_ray.planner.primitives.list_schedule import list_schedule
+from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.schedule import firsts_of, flat
 
 
@@ -47,9 +51,37 @@ def fixed_starts(plan: Plan) -> list[float]:
     return [start - plan.fixed_s for start in sorted(set(starts))]
 
 
+def plan_starts(plan: Plan) -> tuple[list[float], float]:
+    """Start of every group of a plan, and the time of the whole step."""
+    apart = apart_timeline(plan)
+    if apart is None:
+        return starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, plan.fixed_s)
+    return (apart.starts_s + plan.fixed_s).tolist(), apart.makespan_s + plan.fixed_s
+
+
+def apart_timeline(plan: Plan) -> EncoderTimeline | None:
+    """When ranks encode, and all that follows, without `plan.fixed_s`; None where packs encode their own images."""
+    if not plan.vision.apart:
+        return None
+    problem = problem_of(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), plan.sync)
+    encoder, group_of = np.zeros((2, len(problem.all_image_s)), dtype=np.int64)
+    for index, group in enumerate(plan.groups):
+        first = 0
+        for row in group.pack.sequences:
+            begin, end = problem.first_image[row : row + 2]
+            encoder[begin:end], group_of[begin:end] = group.encoders[first : first + end - begin], index
+            first += end - begin
+    ranks, degrees = flat([group.ranks for group in plan.groups])
+    images = EncodedImages(problem.all_image_s, problem.all_image_patches, problem.all_image_rows, encoder, group_of)
+    return encoder_timeline(images, ranks, firsts_of(degrees), np.array(
+        [group.predicted_time_s for group in plan.groups]), problem.speeds, problem.cost, plan.vision.keeps)
+
+
 def idle_fraction(plan: Plan) -> float:
-    """Share of a plan's rank-time in which a rank has nothing to do: neither a pack nor what it pays once
-    (`plan.fixed_s`)."""
+    """Share of a plan's rank-time in which a rank has nothing to do: no pack, no images to encode, nor what it pays
+    once (`plan.fixed_s`)."""
     busy = sum(group.predicted_time_s * group.degree for group in plan.groups)
+    if apart := apart_timeline(plan):
+        busy += float((apart.encoded_s + apart.end_s - apart.backward_s).sum())
     fixed_s = plan.fixed_s * len(fixed_starts(plan)) * plan.cluster.num_ranks
     return 1.0 - (busy + fixed_s) / (plan.predicted_time_s * plan.cluster.num_ranks)

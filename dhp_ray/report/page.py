@@ -77,6 +77,11 @@ def summary(run: RunFiles, gains: Gains) -> str:
     if scored:
         names = {"exact match": "eval_exact_match", "ANLS": "eval_anls", "F1": "eval_f1"}
         cells.append(("last answers", ", ".join(f"{words} {scored[-1][name]:.3f}" for words, name in names.items())))
+    apart = [line["encoder"] for line in run.metrics if "encoder" in line]
+    if apart:
+        imbalance = statistics.median(encoder["imbalance"] for encoder in apart)
+        cells.append(("images encoded apart from packs",
+                      f"{len(apart)} of {len(run.metrics)} steps, fullest rank {imbalance:.2f} x the mean"))
     best = gains.best_baseline()
     if best:
         ratio = gains.total_s(best) / gains.total_s(RUN)

@@ -1,5 +1,5 @@
 """A plan as a picture: ranks down, time across, packs as boxes coloured by their longest sequence, fixed seconds
-hatched, what stays blank is idle.
+hatched, images encoded apart from the packs orange; what stays blank is idle.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-from dhp_ray.planner import starts_of
-from dhp_ray.planner.plan import GroupPlan, Plan
-from dhp_ray.planner.timeline import fixed_starts
+import numpy as np
 
+from dhp_ray.planner import plan_starts
+from dhp_ray.planner.plan import GroupPlan, Plan
+from dhp_ray.planner.timeline import apart_timeline, fixed_starts
+
+ENCODER = "tab:orange"
+"""Images encoded apart from the packs, and their backward pass."""
 FIXED = "gainsboro"
 """What every rank pays once: reduction, gather, update."""
 
@@ -48,13 +52,19 @@ def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    starts, makespan = starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, plan.fixed_s)
+    starts, makespan = plan_starts(plan)
     boxes, faces = [], []
     for group, start in zip(plan.groups, starts):
         for first, height in runs_of(group):
             boxes.append(Rectangle((start, first - 0.5), group.predicted_time_s, height))
             faces.append(colour(longest_of(plan, group)))
     axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=line_width(plan)))
+    if apart := apart_timeline(plan):
+        spans = [(np.zeros(plan.cluster.num_ranks), apart.encoded_s), (apart.backward_s, apart.end_s)]
+        phases = [Rectangle((plan.fixed_s + begin, rank - 0.5), end - begin, 1)
+                  for begins, ends in spans for rank, (begin, end) in enumerate(zip(begins, ends))]
+        axes.add_collection(PatchCollection(phases, facecolors=ENCODER, edgecolors="black",
+                                            linewidths=line_width(plan), label="encoder"))
     if plan.fixed_s:
         fixed = [Rectangle((start, -0.5), plan.fixed_s, plan.cluster.num_ranks) for start in fixed_starts(plan)]
         axes.add_collection(PatchCollection(fixed, facecolors=FIXED, edgecolors="gray", hatch="//", linewidths=0,

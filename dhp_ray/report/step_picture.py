@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dhp_ray.planner.plan import Plan
-from dhp_ray.report.plan_picture import colours_of, draw_planned, line_width, longest_of
+from dhp_ray.report.plan_picture import ENCODER, colours_of, draw_planned, line_width, longest_of
 from dhp_ray.train.results import StepResult
 
 
@@ -31,6 +31,7 @@ def draw_measured(axes: Any, plan: Plan, results: Sequence[StepResult], colour: 
     """Measured times of each rank's packs, each on its own clock from its start of the step. The part of a pack that
     its rank spent waiting in exchanges is drawn pale, at the pack's end: only its length is known, not when it was."""
     from matplotlib.collections import PatchCollection
+    from matplotlib.colors import to_rgba
     from matplotlib.patches import Rectangle
 
     boxes, faces = [], []
@@ -41,13 +42,19 @@ def draw_measured(axes: Any, plan: Plan, results: Sequence[StepResult], colour: 
             boxes += [Rectangle((time.start_s, result.rank - 0.5), time.end_s - time.start_s - blocked_s, 1),
                       Rectangle((time.end_s - blocked_s, result.rank - 0.5), blocked_s, 1)]
             faces += [(red, green, blue, 1.0), (red, green, blue, 0.25)]
+        for time in result.encoder_times:
+            blocked_s = min(time.blocked_s, time.end_s - time.start_s)
+            boxes += [Rectangle((time.start_s, result.rank - 0.5), time.end_s - time.start_s - blocked_s, 1),
+                      Rectangle((time.end_s - blocked_s, result.rank - 0.5), blocked_s, 1)]
+            faces += [to_rgba(ENCODER), to_rgba(ENCODER, 0.25)]
     axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=line_width(plan)))
     end_s = max((result.step_time_s for result in results), default=0.0)
-    last_s = max((time.end_s for result in results for time in result.pack_times), default=0.0)
-    axes.axvline(last_s, color="black", label=f"last pack {last_s:.4g} s")
+    last_s = max((time.end_s for result in results for time in (*result.pack_times, *result.encoder_times)),
+                 default=0.0)
+    axes.axvline(last_s, color="black", label=f"last pack or image {last_s:.4g} s")
     axes.axvline(end_s, color="gray", linestyle=":", label=f"updated {end_s:.4g} s")
     axes.set(xlim=(0, max(end_s, 1e-9) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]",
              ylabel="rank")
     axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_title("measured; pale: waiting in exchanges", loc="left")
+    axes.set_title("measured; pale: waiting in exchanges; orange: encoder", loc="left")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

@@ -27,7 +27,8 @@ def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
     `wait` is time without a pack: before the first and between two (inputs being put together), and after the last
     until all ranks are done. `update` is the reduction of the gradients and the update of the weights.
     """
-    last_s = max((time.end_s for result in results for time in result.pack_times), default=0.0)
+    last_s = max((time.end_s for result in results for time in (*result.pack_times, *result.encoder_times)),
+                 default=0.0)
     events = [event for result in results for event in _rank_events(plan, result, last_s)]
     step = results[0].step if results else 0
     return {"traceEvents": events, "displayTimeUnit": "ms",
@@ -40,11 +41,16 @@ def _rank_events(plan: Plan, result: StepResult, last_s: float) -> Iterator[dict
     yield {"name": "process_name", "ph": "M", "pid": rank + 1, "tid": 1, "args": {"name": f"rank {rank}"}}
     yield {"name": "process_sort_index", "ph": "M", "pid": rank + 1, "tid": 1, "args": {"sort_index": rank}}
     yield {"name": "thread_name", "ph": "M", "pid": rank + 1, "tid": 1, "args": {"name": "step"}}
-    for time in result.pack_times:
+    before, after = result.encoder_times[:1], result.encoder_times[1:]
+    for time in (*before, *result.pack_times, *after):
         if time.start_s - free_s > GAP_S:
             yield _slice(rank, "wait", "wait", free_s, time.start_s)
         blocked_s = min(time.blocked_s, time.end_s - time.start_s)
-        yield _slice(rank, *_words(plan, time), time.start_s, time.end_s, _pack(plan, time))
+        if time.index < 0:
+            name = "encoder, backward" if time in after else "encoder"
+            yield _slice(rank, name, "encoder", time.start_s, time.end_s, _images(plan, rank, result, time))
+        else:
+            yield _slice(rank, *_words(plan, time), time.start_s, time.end_s, _pack(plan, time))
         yield _slice(rank, "compute", "compute", time.start_s, time.end_s - blocked_s)
         if blocked_s > 0:
             yield _slice(rank, "exchange", "exchange", time.end_s - blocked_s, time.end_s)
@@ -69,6 +75,11 @@ def _words(plan: Plan, time: PackTime) -> tuple[str, str]:
     """Name and category of a pack's slice."""
     group = plan.groups[time.index]
     return f"pack {time.index}: {len(group.pack.sequences)} sequences, degree {group.degree}", "pack"
+
+
+def _images(plan: Plan, rank: int, result: StepResult, time: PackTime) -> dict[str, Any]:
+    num_images = sum(encoder == rank for group in plan.groups for encoder in group.encoders)
+    return {"num_images": num_images, "sent_bytes": result.exchanged_bytes, "blocked_s": time.blocked_s}
 
 
 def _pack(plan: Plan, time: PackTime) -> dict[str, Any]:

@@ -72,7 +72,25 @@ def step_metrics(
         "degrees": {str(degree): count for degree, count in plan.degrees().items()},
         "planner": plan.planner,
         "late": late,
+        **encoder_metrics(plan, results),
     }
+
+
+def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
+    """Of a step whose images were encoded apart from its packs: seconds of the rank that took longest, waiting left out,
+    before the packs and after them; the longest over the mean; bytes of features sent to other ranks. Empty of others.
+    """
+    if not plan.vision.apart:
+        return {}
+    phases = [[time.end_s - time.start_s - time.blocked_s for time in result.encoder_times] for result in results]
+    both = [sum(seconds) for seconds in phases]
+    mean = statistics.fmean(both)
+    return {"encoder": {
+        "layout": plan.vision.layout, "keeps": plan.vision.keeps,
+        "encode_s": max((seconds[0] for seconds in phases if seconds), default=0.0),
+        "backward_s": max((seconds[1] for seconds in phases if len(seconds) > 1), default=0.0),
+        "imbalance": max(both) / mean if mean > 0 else 1.0,
+        "exchanged_bytes": sum(result.exchanged_bytes for result in results)}}
 
 
 def step_extra(plan: Plan, results: Sequence[StepResult], data_wait_s: float, epoch: int) -> dict[str, Any]:

@@ -49,6 +49,13 @@ METRIC_TAGS = {
     "learning_rate": "loss/learning_rate",
     "gradient_norm": "loss/gradient_norm",
 }
+ENCODER_TAGS = {
+    "encode_s": "encoder/encode_s",
+    "backward_s": "encoder/backward_s",
+    "imbalance": "encoder/imbalance",
+    "exchanged_bytes": "encoder/exchanged_bytes",
+}
+"""Of steps whose images were encoded apart from their packs."""
 EXTRA_TAGS = {
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",
@@ -147,6 +154,7 @@ def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str
     data, elastic, comm.
     """
     values = {tag: metrics[name] for name, tag in METRIC_TAGS.items() if name in metrics}
+    values |= {tag: metrics["encoder"][name] for name, tag in ENCODER_TAGS.items() if "encoder" in metrics}
     values |= {tag: extra[name] for name, tag in EXTRA_TAGS.items() if name in extra}
     if metrics["step_time_s"] > 0:
         values["throughput/tokens_per_s"] = metrics["num_tokens"] / metrics["step_time_s"]
