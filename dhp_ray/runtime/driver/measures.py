@@ -77,8 +77,9 @@ def step_metrics(
 
 
 def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Of a step whose images were encoded apart from its packs: seconds of the rank that took longest, waiting left out,
-    before the packs and after them; the longest over the mean; bytes of features sent to other ranks. Empty of others.
+    """Of a step whose images were encoded apart from its packs, else empty: seconds of the rank that took longest,
+    waiting left out, before the packs and after them; the longest of both over the mean; bytes of features sent to
+    other ranks.
     """
     if not plan.vision.apart:
         return {}
