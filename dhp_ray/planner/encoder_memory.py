@@ -19,7 +19,7 @@ import numpy as np
 
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.encoder_timeline import EncodedImages
-from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory import LOGITS_HELD, MemoryModel
 from dhp_ray.planner.memory_terms import COMPUTE_BYTES
 from dhp_ray.planner.plan import VisionPlan
 from dhp_ray.planner.problem import Problem
@@ -29,19 +29,21 @@ from dhp_ray.planner.schedule import Schedule
 def with_encoder_apart(cost: CostModel, memory: MemoryModel, tokens: int) -> CostModel:
     """A cost with what a model's memory says of images that are encoded apart from packs of at most `tokens` a rank.
 
-    A pack's bytes are a maximum of straight lines over its tokens: the line through the smallest pack's and the
-    largest's is above all between.
+    A pack's bytes are a maximum of straight lines over its tokens, but for logits, which grow up to two chunks. Between
+    such places they are below the line through both ends, so a line that is above them there is above all.
     """
     shape, settings = memory.shape, memory.settings
     if not shape.vision:
         return cost
-    patches, smallest = tokens * shape.merge_area, memory.language_bytes(1)
-    slope = (memory.language_bytes(tokens) - smallest) / max(1, tokens - 1)
+    patches, chunk = tokens * shape.merge_area, max(1, LOGITS_HELD // shape.vocabulary_size)
+    slope = (memory.language_bytes(tokens) - memory.language_bytes(1)) / max(1, tokens - 1)
+    above = [memory.language_bytes(length) - slope * length for length in (1, chunk, 2 * chunk, tokens)
+             if length <= tokens]
     return replace(
         cost, vision_forward=1 / (3 + settings.recomputes) if settings.trains("vision") else 1.0,
         feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
         encoder_bytes_per_patch=memory.encoder_bytes(patches) / patches,
-        language_bytes_per_token=slope, pack_bytes=max(0.0, smallest - slope))
+        language_bytes_per_token=slope, pack_bytes=max(0.0, *above))
 
 
 def world_within_memory(problem: Problem, schedule: Schedule, images: EncodedImages) -> VisionPlan | None:
