@@ -75,7 +75,7 @@ def test_features_and_their_gradients_take_their_time():
 def test_a_frozen_encoder_has_no_second_phase():
     plan = plan_batch(example(2), ClusterSpec(2, 2, 4), replace(ALONE, vision_forward=1.0), encoder="world")
     assert plan.predicted_time_s == pytest.approx(2.0 + 2.0)
-    with pytest.raises(PlanError, match="vision_forward: got 0.0; allowed: above 0, up to 1"):
+    with pytest.raises(PlanError, match=r"vision_forward: got 0\.0; allowed: above 0, up to 1"):
         replace(ALONE, vision_forward=0.0)
 
 

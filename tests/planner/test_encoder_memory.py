@@ -1,0 +1,55 @@
+"""What images encoded apart from the packs need: no more than the planner counts on, traced on fake tensors."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from dhp_ray.planner import CostModel
+from dhp_ray.planner.encoder_memory import with_encoder_apart
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.plan import Grid, VisionPlan
+from dhp_ray.train.vision_inputs import passes_of
+from tests.published_configs import published_config, shape_of
+from tests.step_trace import traced_step
+
+COST = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9})
+CASES = [(name, recomputes, frozen, keeps, shape)
+         for name in ("3B", "Qwen3-VL-2B", "InternVL3-1B")
+         for recomputes in (False, True) for frozen in ((), ("vision",), ("language",))
+         for keeps, shape in ((True, "many"), (False, "many"), (True, "text"))]
+
+
+@pytest.mark.parametrize(("name", "recomputes", "frozen", "keeps", "shape"), [
+    case if number in (0, 10, 22, 31, 37) else pytest.param(*case, marks=pytest.mark.slow)
+    for number, case in enumerate(CASES)], ids=str)
+def test_a_step_fits_what_is_counted_on(
+    name: str, recomputes: bool, frozen: tuple[str, ...], keeps: bool, shape: str
+) -> None:
+    random_ = random.Random(f"{name}{recomputes}{frozen}{keeps}{shape}")
+    settings = MemorySettings(sync="step", world_size=1, precision="bf16", recomputes=recomputes, frozen=frozen)
+    packs: list[list[tuple[int, list[Grid]]]] = []
+    for number in range(3):
+        images = [(1, 32, 32) if "Intern" in name else (1, 2 * random_.randint(4, 16), 2 * random_.randint(4, 16))
+                  for _ in range(random_.randint(2, 5) if shape == "many" else number == 0)]
+        packs.append([(random_.randint(10, 300) if shape == "many" else 3000, images)])
+    patches = [time * height * width for pack in packs for _, grids in pack for time, height, width in grids]
+    area = shape_of(name, 3).merge_area
+    tokens = [sum(text + len(grids) + sum(t * h * w for t, h, w in grids) // area for text, grids in pack)
+              for pack in packs]
+    # as a plan of this cost would have it, on devices that hold packs of so many tokens
+    memory = MemoryModel(shape_of(name, 3), replace(settings, largest_image=max(patches) // area))
+    cost = with_encoder_apart(COST, memory, max(tokens))
+    pass_patches = 0 if keeps else max(patches)
+    largest = max(sum(patches[first:stop]) for first, stop in passes_of(patches, pass_patches))
+    held = 2 * cost.feature_bytes * sum(patches) / area
+    pack = cost.pack_bytes + cost.language_bytes_per_token * max(tokens)
+    kept = cost.encoder_bytes_per_patch * sum(patches) if keeps and "vision" not in frozen else 0.0
+    counted = held + max(pack + kept, cost.encoder_bytes_per_patch * largest)
+    traced = traced_step(published_config(name, 3), packs, settings, VisionPlan("world", keeps, pass_patches))
+    print('RATIO', traced / counted)
+    assert traced <= counted
+    assert traced >= 0.6 * counted, "memory that nobody uses"
