@@ -98,10 +98,12 @@ class MemoryModel:
         return Memory(self.resident(), moment, terms)
 
     def encoder_bytes(self, patches: int) -> float:
-        """What a rank needs to encode images of so many patches apart from packs, forward and backward."""
-        load = PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1)
-        return max((sum(terms.values()) for name, terms in self.moments(load).items() if name.startswith("vision")),
-                   default=0.0)
+        """What a rank needs to encode images of so many patches apart from packs, forward and backward, with their
+        features and the gradients of these."""
+        shape, load = self.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1)
+        features = self._c * shape.width * shape.feature_levels * patches / shape.merge_area
+        return 2 * features + max(
+            (sum(terms.values()) for name, terms in self.moments(load).items() if name.startswith("vision")), default=0.0)
 
     def language_bytes(self, tokens: int) -> float:
         """What a pack of so many tokens a rank adds where its images are encoded apart from it."""

@@ -49,6 +49,7 @@ class EncoderPhases:
         mine = torch.cat([features.detach() for features in self._encoded]) if self._encoded else empty_features(
             self._adapter)
         received = send_rows(mine, self._send_index, self._receive_counts, link)
+        del mine
         self._encoded = self._encoded if self._trains and self._keeps else []
         self._features = [received[rows.to(self._device, non_blocking=True)].requires_grad_(self._trains)
                           for rows in self._rows_of]
@@ -58,19 +59,25 @@ class EncoderPhases:
         """Add the encoder's gradients to its parameters', once the backward pass of every pack has run."""
         if not self._trains:
             return
+        gradient = self._received_gradient()
+        sizes = [images.num_rows for images in self._passes]
+        of_mine = return_rows(gradient, self._send_index, self._receive_counts, sum(sizes), link)
+        del gradient
+        for number, (images, stop) in enumerate(zip(self._passes, accumulate(sizes))):
+            features = self._encoded[number] if self._keeps else self._encode(images)
+            features.backward(of_mine[stop - images.num_rows:stop])  # type: ignore[no-untyped-call]
+            self._engine.end_pack()
+        self._encoded = []
+
+    def _received_gradient(self) -> Tensor:
+        """Of all rows that came, in the order in which they came; lets the packs' features go."""
         gradient = empty_features(self._adapter).new_zeros(
             sum(self._receive_counts.values()), self._adapter.feature_width)
         for features, rows in zip(self._features, self._rows_of, strict=True):
             if features.grad is not None:
                 gradient.index_copy_(0, rows.to(self._device, non_blocking=True), features.grad)
         self._features = []
-        sizes = [images.num_rows for images in self._passes]
-        of_mine = return_rows(gradient, self._send_index, self._receive_counts, sum(sizes), link)
-        for number, (images, stop) in enumerate(zip(self._passes, accumulate(sizes))):
-            features = self._encoded[number] if self._keeps else self._encode(images)
-            features.backward(of_mine[stop - images.num_rows:stop])  # type: ignore[no-untyped-call]
-            self._engine.end_pack()
-        self._encoded = []
+        return gradient
 
     def _encode(self, images: EncoderPass) -> Tensor:
         there = images if self._device.type == "cpu" else images.to(self._device)

@@ -126,6 +126,7 @@ class RankStep:
             runs = [self._run_pack(inputs.plan, pack, feed, own)
                     for pack, own in zip(inputs.packs, features, strict=True)]
         if phases and torch.is_grad_enabled() and self.adapter.trains("vision"):
+            del features  # `phases` has them
             _, run = self._phase(inputs, "encoder backward", phases.backward)
             encoder_runs.append(run)
         return runs, encoder_runs
