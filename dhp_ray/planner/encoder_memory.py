@@ -36,14 +36,19 @@ def with_encoder_apart(cost: CostModel, memory: MemoryModel, tokens: int) -> Cos
     if not shape.vision:
         return cost
     patches, chunk = tokens * shape.merge_area, max(1, LOGITS_HELD // shape.vocabulary_size)
-    slope = (memory.language_bytes(tokens) - memory.language_bytes(1)) / max(1, tokens - 1)
-    above = [memory.language_bytes(length) - slope * length for length in (1, chunk, 2 * chunk, tokens)
+    slope = (language_bytes(memory, tokens) - language_bytes(memory, 1)) / max(1, tokens - 1)
+    above = [language_bytes(memory, length) - slope * length for length in (1, chunk, 2 * chunk, tokens)
              if length <= tokens]
     return replace(
         cost, vision_forward=1 / (3 + settings.recomputes) if settings.trains("vision") else 1.0,
         feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
         encoder_bytes_per_patch=memory.encoder_bytes(patches) / patches,
         language_bytes_per_token=slope, pack_bytes=max(0.0, *above))
+
+
+def language_bytes(memory: MemoryModel, tokens: int) -> float:
+    """What a pack of so many tokens a rank adds where its images are encoded apart from it."""
+    return sum(memory.memory(memory.worst_load(tokens)._replace(patches=0)).pack.values())
 
 
 def world_within_memory(problem: Problem, schedule: Schedule, images: EncodedImages) -> VisionPlan | None:

@@ -101,14 +101,10 @@ class MemoryModel:
         """What a rank needs to encode images of so many patches apart from packs, forward and backward, with their
         features and the gradients of these."""
         shape, load = self.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1)
-        features = self._c * shape.width * shape.feature_levels * patches / shape.merge_area
-        return 2 * features + max(
-            (sum(terms.values()) for name, terms in self.moments(load).items() if name.startswith("vision")), default=0.0)
-
-    def language_bytes(self, tokens: int) -> float:
-        """What a pack of so many tokens a rank adds where its images are encoded apart from it."""
-        load = self.worst_load(tokens)._replace(patches=0)
-        return sum(self.memory(load).pack.values())
+        found = [sum(terms.values()) for name, terms in self.moments(load).items() if name.startswith("vision")]
+        if self._trains["vision"]:  # before the backward pass
+            found.append(2 * self._c * shape.patch_dim * patches + self._kept("vision", patches))
+        return max(found) + 2 * self._c * shape.width * shape.feature_levels * patches / shape.merge_area
 
     def tokens_that_fit(self, memory_bytes: float) -> int:
         """Tokens of a pack that a device of so many bytes holds beside the resident state; 0: not even one."""

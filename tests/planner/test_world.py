@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, plan_batch, replay
-from dhp_ray.planner.encoder_memory import with_encoder_apart
+from dhp_ray.planner.encoder_memory import language_bytes, with_encoder_apart
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.plan import VisionPlan
@@ -151,5 +151,5 @@ def test_what_a_model_s_memory_says_of_images_apart(frozen, recomputes, forward)
     assert cost.vision_forward == forward
     assert cost.feature_bytes == 2 * 2048
     for tokens in (1, 100, 300, 500, 2048, 4096):
-        assert cost.pack_bytes + cost.language_bytes_per_token * tokens >= memory.language_bytes(tokens) * (1 - 1e-9)
+        assert cost.pack_bytes + cost.language_bytes_per_token * tokens >= language_bytes(memory, tokens) * (1 - 1e-9)
     assert cost.encoder_bytes_per_patch * 16384 == pytest.approx(memory.encoder_bytes(16384))
