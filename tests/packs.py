@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.weights import Interval
-from dhp_ray.planner.plan import Grid, RankPack, Sample
+from dhp_ray.planner.plan import Grid, Plan, RankPack, Sample, VisionPlan
 from dhp_ray.train.payload import Payload
 
 PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}
@@ -88,6 +88,14 @@ def make_pack(
     images = sum(len(sample.vision_grids) for sample in samples)
     members = [image % len(ranks) for image in range(images)] if encoders is None else encoders
     return RankPack(index, tuple(ranks), tuple(samples), tuple(ranks[member] for member in members), 1.0)
+
+
+def with_images_apart(plan: Plan, keeps: bool = True, pass_patches: int = 0) -> Plan:
+    """The same groups, with their images encoded apart from them, by all ranks in turn, the last
+    one first."""
+    ranks = cycle(reversed(range(plan.cluster.num_ranks)))
+    groups = tuple(replace(group, encoders=tuple(next(ranks) for _ in group.encoders)) for group in plan.groups)
+    return replace(plan, groups=groups, vision=VisionPlan("world", keeps, pass_patches))
 
 
 def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> ModelAdapter:

@@ -46,4 +46,4 @@ def _run() -> None:
                 print(f"Watchdog caught collective operation timeout: {late.name} of {group.name()} ran for "
                       f"{time.monotonic() - late.enqueued_s:.1f} s", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGABRT)
-        del groups, group  # it must not keep a group that is destroyed
+        groups, group = [], None  # it must not keep a group that is destroyed

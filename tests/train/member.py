@@ -33,7 +33,7 @@ from dhp_ray.train.state.checkpoint import Checkpointer
 from dhp_ray.train.state.mirror import Mirror
 from dhp_ray.train.state.reshard import LocalShard, reshard
 from dhp_ray.train.step_inputs import collated
-from tests.packs import rough_model
+from tests.packs import rough_model, with_images_apart
 from tests.train.test_sharded_engine import make_plan, payloads_of, settings
 
 CPU = torch.device("cpu")
@@ -52,6 +52,8 @@ class Member:
         self.generation = 0
         self.switching = threading.Lock()
         self.adapter: ModelAdapter | None = None
+        self.apart: bool | None = None
+        """Images are encoded apart from the packs: activations are kept or not. None: in the packs."""
 
     def control(self) -> None:
         """The thread that ends what this process waits for, once a peer of its generation is lost."""
@@ -110,9 +112,11 @@ class Member:
     def step(self, step: int) -> float:
         """The loss; the same samples on any number of ranks."""
         plan, payloads = step_plan(self.size, step, self.sync)
+        if self.apart is not None:
+            plan = with_images_apart(plan, self.apart)
         rank_plan = plan.rank_plan(step, self.rank)
         self.mirror.finish()
-        own = payloads_of(rank_plan.packs, payloads, self.rank)
+        own = payloads_of((*rank_plan.packs, *rank_plan.encoded), payloads, self.rank)
         result = self.stepper.run(collated(rank_plan, own, self.stepper.adapter), 1.0)
         self.mirror.begin()
         return result.loss_sum / result.num_valid_tokens

@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from dhp_ray.train import encoder_phases
 from dhp_ray.train.state.reshard import LocalShard
 from tests.ranks import run_processes
 from tests.train.member import Member, die, supplied
 from tests.train.networks import whole
 
+APART = {"encoder forward": True, "encoder backward": True, "encoder backward, computed again": False,
+         "encoder exchange send_rows": False, "encoder exchange return_rows": True, "apart, pack backward": True}
+"""Where a rank is killed whose images are encoded apart from its packs, and whether activations are kept."""
 KINDS = ("value", "exp_avg", "exp_avg_sq")
 CHANGES = [(4, 3), (3, 5), (2, 1), (1, 2), (5, 2)]
 MODES = [("step", "step"), ("micro_batch", "micro_batch"), ("step", "micro_batch"), ("micro_batch", "step")]
@@ -100,11 +104,15 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
     generations recomputes activations, the other keeps them.
     """
     member, recomputes = Member(port, run_dir), where == "forward"
+    member.apart = APART.get(where)
     member.join(process, 4, sync, recomputes=recomputes)
     losses = [member.step(step) for step in range(2)]
     if process == 2:
-        layer = member.adapter.module.model.language_model.layers[1]  # type: ignore[union-attr, index]
-        if where == "forward":
+        model = member.adapter.module.model  # type: ignore[union-attr]
+        layer = (model.visual.blocks if where.startswith("encoder") else model.language_model.layers)[1]  # type: ignore[union-attr, index]
+        if "exchange" in where:
+            setattr(encoder_phases, where.split()[-1], lambda *_: die(member))
+        elif "forward" in where:
             layer.register_forward_pre_hook(lambda *_: die(member))
         else:
             layer.register_full_backward_hook(lambda *_: die(member))
@@ -125,6 +133,8 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
 
 @pytest.mark.parametrize(("sync", "where"), [
     ("step", "backward"), ("micro_batch", "forward"), pytest.param("step", "forward", marks=pytest.mark.slow),
+    ("step", "encoder exchange send_rows"),
+    *[pytest.param("step", where, marks=pytest.mark.slow) for where in APART if where != "encoder exchange send_rows"],
     pytest.param("micro_batch", "backward", marks=pytest.mark.slow)])
 def test_a_rank_killed_in_a_step_is_survived_and_the_loss_goes_on(tmp_path: Path, sync: str, where: str) -> None:
     (expected,) = run_processes(undisturbed, 1, str(tmp_path / "undisturbed"), 6)
