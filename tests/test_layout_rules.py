@@ -75,6 +75,7 @@ COVERED_BY = {
     "train/micro_batch_model.py": "train/test_sharded_engine.py",
     "train/micro_batch_step.py": "train/test_sharded_engine.py",
     "train/rank_step.py": "train/test_lifecycle.py",
+    "train/payload.py": "train/test_collate.py",
     "train/results.py": "runtime/driver/test_measures.py",
     "train/state/intervals.py": "train/state/test_checkpoint.py",
     "train/state/stored_values.py": "runtime/job/test_export_job.py",

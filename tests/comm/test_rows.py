@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.link import Link
-from dhp_ray.comm.rows import exchange_rows
+from dhp_ray.comm.rows import exchange_rows, return_rows, send_rows
 from dhp_ray.comm.transport import open_transport
 from tests.ranks import run_ranks
 
@@ -71,6 +71,36 @@ def test_exchange_equals_indexing_the_whole(num_ranks: int, transport_name: str)
     for errors in run_ranks(errors_of_exchange, num_ranks, transport_name, False):
         assert len(errors) >= 6
         assert max(errors) < 1e-6
+
+
+def exact_ways(rank: int, num_seeds: int) -> bool:
+    """Whether rows and their gradients are, bit for bit, those of the whole matrix; members that exchange nothing are in
+    neither map."""
+    world = dist.get_world_size()
+    transport = open_transport("parent", rank, world, CPU, 2, TIMEOUT)
+    equal = True
+    for seed in range(num_seeds):
+        link = transport.link(range(world), seed)
+        rows, needs = random_needs(world, seed)
+        send = {reader: index for reader, index in enumerate(needs[rank]) if len(index)}
+        counts = {owner: len(needs[owner][rank]) for owner in range(world) if len(needs[owner][rank])}
+        received = send_rows(rows[rank], send, counts, link)
+        equal &= torch.equal(received, torch.cat([rows[owner][needs[owner][rank]] for owner in range(world)]))
+        generator = torch.Generator().manual_seed(seed)
+        gradients = [torch.randn(sum(len(needs[owner][reader]) for owner in range(world)), WIDTH, generator=generator)
+                     for reader in range(world)]
+        total = torch.zeros_like(rows[rank])
+        for reader, gradient in enumerate(gradients):
+            of_mine = gradient.split([len(needs[owner][reader]) for owner in range(world)])[rank]
+            total.index_add_(0, needs[rank][reader], of_mine)
+        equal &= torch.equal(return_rows(gradients[rank], send, counts, len(rows[rank]), link), total)
+    transport.close()
+    return equal
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_both_ways_equal_indexing_the_whole_bit_for_bit(num_ranks: int) -> None:
+    assert all(run_ranks(exact_ways, num_ranks, 12))
 
 
 def test_exchange_recomputed_in_the_backward() -> None:

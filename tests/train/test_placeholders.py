@@ -19,7 +19,7 @@ from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.payload import Payload, placeholder
 from dhp_ray.train.step_inputs import collated
-from tests.packs import Film, make_sample, own_payloads, relative_errors
+from tests.packs import Film, make_sample, own_payloads, relative_errors, with_images_apart
 from tests.ranks import run_processes
 from tests.train.networks import whole
 
@@ -82,9 +82,11 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
 
     def step(plan: Plan, bad: Sequence[str]) -> tuple[float, int, dict[str, torch.Tensor]]:
         """At a learning rate of 0 the weights stay, and with beta1 = 0 the first moment is the mean gradient."""
+        if config.planner.encoder == "world":
+            plan = with_images_apart(plan)
         rank_plan = plan.rank_plan(1, rank)
         own: dict[str, Payload] = {}
-        for pack in rank_plan.packs:
+        for pack in (*rank_plan.packs, *rank_plan.encoded):
             own |= own_payloads(pack, payloads, rank)
         # as the rank knows it that could not decode, and as one that only heard
         for place, name in enumerate(sorted(own.keys() & set(bad))):
@@ -107,9 +109,10 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("freeze", ["", pytest.param("language", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sync", SYNCS)
-def test_a_batch_with_placeholders_is_the_batch_without(sync: str, freeze: str) -> None:
-    config = load([f"planner.sync={sync}", f"train.freeze=[{freeze}]", "comm.timeout_s=60", "run.dir=unused",
+@pytest.mark.parametrize(("sync", "encoder"), [*((sync, "group") for sync in SYNCS), ("step", "world")])
+def test_a_batch_with_placeholders_is_the_batch_without(sync: str, encoder: str, freeze: str) -> None:
+    config = load([f"planner.sync={sync}", f"planner.encoder={encoder}", f"train.freeze=[{freeze}]",
+                   "comm.timeout_s=60", "run.dir=unused",
                    "train.adam_beta1=0", "train.clip_norm=0"])
     found = run_processes(run_both, NUM_RANKS, config, timeout_s=200)[0]
     for name, errors in found.items():

@@ -22,7 +22,7 @@ from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import collated
-from tests.packs import Film, rough_model
+from tests.packs import Film, rough_model, with_images_apart
 from tests.ranks import run_ranks
 from tests.train.test_sharded_engine import Groups, make_plan, payloads_of, settings
 
@@ -53,7 +53,7 @@ def reads_of(
         step = MicroBatchStep(adapter, sharded, opened, dist.group.WORLD, CPU)
     LayerMarks(layers_by_name(adapter), progress, gathered=sync == "micro_batch")
     rank_plan = plan.rank_plan(1, rank)
-    inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), adapter)
+    inputs = collated(rank_plan, payloads_of((*rank_plan.packs, *rank_plan.encoded), payloads, rank), adapter)
     step.run(inputs, 1.0)  # what happens once does not count
     before = Counter[Place]()
     with counted(CPU) as found:
@@ -74,3 +74,12 @@ def test_a_step_reads_nothing_before_its_totals(
     for reads, in_all in run_ranks(reads_of, 3, sync, transport, freeze, recomputes, plan, payloads):
         assert reads == []
         assert in_all > 0, "the totals are read, and so found"
+
+
+@pytest.mark.parametrize(("transport", "freeze", "keeps"), [
+    ("pool", [], True), ("parent", [], False), ("pool", ["vision"], True)])
+def test_nor_does_one_that_encodes_images_apart_from_its_packs(transport: str, freeze: list[str], keeps: bool) -> None:
+    plan, payloads = make_plan(3, LAYOUT, masked=("2.1",))
+    plan = with_images_apart(plan, keeps, pass_patches=40)
+    for reads, _ in run_ranks(reads_of, 3, "step", transport, freeze, False, plan, payloads):
+        assert reads == []
