@@ -24,16 +24,17 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
     "language frozen": ("train.freeze=[language]",), "clipping": (f"train.clip_norm={CLIP_NORM}",), "text only": (),
     "with and without images": (),
     "a rank without a pack": (), "a rank all masked": (), "bf16": ("train.precision=bf16",),
-    "sharing a node": ("train.sharding=node",),
+    "sharing a node": ("train.sharding=node",), "images apart": ("planner.encoder=world",),
+    "images apart, sharing a node": ("planner.encoder=world", "train.sharding=node"),
 }
 """Name of a situation and the settings that it takes. The rest of it is made of the batches and plans
 (`Matrix._prepare`).
 """
-OF_THE_RANKS_ALONE = ("recomputation", "bf16", "sharing a node")
+OF_THE_RANKS_ALONE = ("recomputation", "bf16", "sharing a node", "images apart", "images apart, sharing a node")
 """Situations that the reference run is not in: where parameters lie and recomputation change nothing, and bf16 is held
 against fp32.
 """
-OF_STEP_ALONE = ("sharing a node",)
+OF_STEP_ALONE = ("sharing a node", "images apart", "images apart, sharing a node")
 """Situations that there are not in sync=micro_batch."""
 
 
@@ -114,7 +115,8 @@ class Matrix:
         # Room enough for packs of one rank, where ranks are to differ in what they hold.
         apart = case.situation in ("a rank all masked", "with and without images")
         tokens = max(sample.num_tokens for batch in batches for sample in batch) if apart else 0
-        plans = plans_of(batches, num_ranks, case.planner, case.sync, tokens)
+        encoder = "world" if case.situation.startswith("images apart") else "group"
+        plans = plans_of(batches, num_ranks, case.planner, case.sync, tokens, encoder)
         if case.situation == "a rank all masked":
             corpus = corpus.masked({sample.id for plan in plans for sample in _samples_of_a_rank(plan)})
         return corpus, plans
@@ -140,7 +142,8 @@ class Matrix:
 def _on_other_ranks(plan: Plan) -> Plan:
     """A plan of n ranks on n + 1, rank 1 left out."""
     cluster = ClusterSpec(plan.cluster.num_ranks + 1, plan.cluster.num_ranks + 1, plan.cluster.tokens_per_rank)
-    groups = tuple(replace(group, ranks=tuple(rank + (rank > 0) for rank in group.ranks)) for group in plan.groups)
+    groups = tuple(replace(group, ranks=tuple(rank + (rank > 0) for rank in group.ranks),
+                           encoders=tuple(rank + (rank > 0) for rank in group.encoders)) for group in plan.groups)
     moved = replace(plan, cluster=cluster, groups=groups)
     moved.validate()
     return moved
@@ -162,6 +165,8 @@ def _faults(case: Case, plans: Sequence[Plan], corpus: Corpus, outcome: Outcome,
         faults.append("other tokens were counted")
     if not all(step.applied for step in outcome.steps):
         faults.append("an update was left out")
+    if case.situation.startswith("images apart") and not any(plan.vision.apart for plan in plans):
+        faults.append("no plan with images apart")
     if any(pool != outcome.pools[0] for pool in outcome.pools):
         faults.append("the ranks' pools differ")
     if case.situation == "as they come" and not any(case.num_ranks in plan.degrees() for plan in plans):

@@ -151,13 +151,14 @@ def _vision_ids(processor: Processor) -> frozenset[int]:
 
 
 def plans_of(
-    batches: Sequence[Sequence[Sample]], num_ranks: int, planner: str, sync: str, tokens_per_rank: int = 0
+    batches: Sequence[Sequence[Sample]], num_ranks: int, planner: str, sync: str, tokens_per_rank: int = 0,
+    encoder: str = "group",
 ) -> list[Plan]:
     """A plan a batch. By default the longest sample of all just fits on all ranks together."""
     longest = max(sample.num_tokens for batch in batches for sample in batch)
     cluster = ClusterSpec(num_ranks, num_ranks, tokens_per_rank or -(-longest // num_ranks))
     cost = CostModel.load(CONF / "cost" / "cpu.yaml")
-    return [plan_batch(batch, cluster, cost, planner=planner, sync=sync) for batch in batches]
+    return [plan_batch(batch, cluster, cost, planner=planner, sync=sync, encoder=encoder) for batch in batches]
 
 
 @dataclass

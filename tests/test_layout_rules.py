@@ -15,7 +15,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 JOBS = sorted((ROOT / "jobs").glob("*.py"))
 COVERED_BY = {
-    "constraints.py": "test_config.py",
     "schema.py": "test_config.py",
     "data/chat_template.py": "data/test_processor.py",
     "data/clip.py": "data/test_video.py",

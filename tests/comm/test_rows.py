@@ -74,8 +74,8 @@ def test_exchange_equals_indexing_the_whole(num_ranks: int, transport_name: str)
 
 
 def exact_ways(rank: int, num_seeds: int) -> bool:
-    """Whether rows and their gradients are, bit for bit, those of the whole matrix; members that exchange nothing are in
-    neither map."""
+    """Whether rows and their gradients are, bit for bit, those of the whole matrix; members that exchange nothing are
+    in neither map."""
     world = dist.get_world_size()
     transport = open_transport("parent", rank, world, CPU, 2, TIMEOUT)
     equal = True

@@ -1,0 +1,81 @@
+"""Batches and costs of benchmarks/encoder.py."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.config import CONF
+from dhp_ray.model.families import FAMILIES
+from dhp_ray.planner import ClusterSpec, CostModel, Sample
+from dhp_ray.planner.derived_cost import Device, derived_cost
+from dhp_ray.planner.encoder_memory import with_encoder_apart
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.plan import Grid
+from dhp_ray.runtime.driver.modes import MEMORY_SHARE
+from tests.published_configs import published_config
+
+NODE_RANKS = 8
+KINDS = {"text": (0.90, 0.08, 0.01, 0.01), "image": (0.20, 0.55, 0.20, 0.05), "video": (0.35, 0.15, 0.10, 0.40),
+         "mixed": (0.40, 0.30, 0.20, 0.10)}
+"""Shares of samples without an image, with one, with five to forty, and with a video of 16 to 128 frames."""
+MODELS = {"3B": ("3B", "3B"), "7B": ("7B", "7B"), "7B with 6B encoder": ("7B", "InternVL3-38B")}
+"""Whose language model, and whose encoder."""
+
+
+def batch(kind: str, num_samples: int, seed: int) -> list[Sample]:
+    """Samples of a mix: text of a median of 300 tokens, images of 256 to 4,096 patches."""
+    random_ = random.Random(f"{kind} {seed}")
+    found = []
+    for index in range(num_samples):
+        what = random_.choices(("text", "image", "many", "video"), KINDS[kind])[0]
+        grids: list[Grid] = []
+        if what in ("image", "many"):
+            for _ in range(1 if what == "image" else random_.randint(5, 40)):
+                side = 2 * random_.randint(8, 32)
+                grids.append((1, side, 2 * random_.randint(8, 32)))
+        elif what == "video":  # cut in time, four steps a piece
+            height, width = 2 * random_.randint(8, 16), 2 * random_.randint(8, 16)
+            grids = [(4, height, width)] * random_.randint(2, 16)
+        text = int(min(20_000, random_.lognormvariate(5.7, 1.2))) + 1
+        found.append(Sample(str(index), text, sum(time * height * width for time, height, width in grids) // 4,
+                            tuple(grids)))
+    return found
+
+
+def four_images_each(num_samples: int) -> list[Sample]:
+    """Text of 20 to 2,000 tokens and four images of 1,024 patches a sample."""
+    random_ = random.Random(num_samples)
+    return [Sample(str(index), int(20 * 100 ** random_.random()), 4 * 256, ((1, 32, 32),) * 4)
+            for index in range(num_samples)]
+
+
+def shape_of(model: str) -> ModelShape:
+    language, vision = (config_shape(name) for name in MODELS[model])
+    return replace(language, vision=vision.vision, vision_rest=vision.vision_rest, patch_dim=vision.patch_dim,
+                   merger_width=vision.merger_width, vision_one_row=vision.vision_one_row)
+
+
+def config_shape(name: str) -> ModelShape:
+    config = published_config(name)
+    return FAMILIES[config.model_type].shape(config)
+
+
+def cluster_and_cost(
+    model: str, num_ranks: int, device_name: str = "h100", kind: str = "cuda", gibibytes: int = 80,
+    recomputes: bool = False,
+) -> tuple[ClusterSpec, CostModel]:
+    """A cluster of such devices, 8 a node, in `train.precision=bf16`, and what a run there would plan with."""
+    device, memory_bytes = Device.load(CONF / "device" / f"{device_name}.yaml"), gibibytes * 2**30
+    accelerator = ACCELERATORS[kind]
+    memory = MemoryModel(shape_of(model), MemorySettings(
+        sync="step", world_size=num_ranks, precision="bf16", recomputes=recomputes, device=kind,
+        communicators_bytes=accelerator.pool_groups("auto", memory_bytes) * accelerator.group_bytes))
+    tokens = memory.tokens_that_fit(MEMORY_SHARE * memory_bytes)
+    pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
+    cost = replace(derived_cost(memory, device, num_ranks // NODE_RANKS), memory_bytes_per_token=pack_bytes / tokens,
+                   resident_bytes=sum(memory.resident().values()))
+    return ClusterSpec(num_ranks, NODE_RANKS, tokens), with_encoder_apart(cost, memory, tokens)
