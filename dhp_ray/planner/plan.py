@@ -9,7 +9,7 @@ RankPlan -> RankPack ... the slice of a plan that one rank walks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -247,6 +247,21 @@ class Plan:
             raise PlanError(f"plan file: damaged ({error.__class__.__name__}: {error})") from None
         plan.validate()
         return plan
+
+
+def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
+    """For every sample of the pack, whether `rank` encodes each of its images."""
+    encoders = iter(pack.encoders)
+    return [tuple(next(encoders) == rank for _ in sample.vision_grids) for sample in pack.samples]
+
+
+def planned_samples(plan: RankPlan) -> Iterator[Sample]:
+    """The samples that a rank needs rows of: those of its packs, and those with an image that it encodes apart from
+    them, which may be among the former."""
+    for pack in plan.packs:
+        yield from pack.samples
+    for pack in plan.encoded:
+        yield from (sample for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if any(here))
 
 
 def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:

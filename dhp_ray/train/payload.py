@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.loss import IGNORED
-from dhp_ray.planner.plan import RankPack, RankPlan, Sample
+from dhp_ray.planner.plan import Sample
 
 
 @dataclass(kw_only=True)
@@ -45,21 +44,6 @@ class Payload:
         whole = grids[first]
         whole[:, 0] = np.add.reduceat(grids[:, 0], first) if len(first) else 0
         return whole, np.asarray(self.seconds, np.float64)[first]
-
-
-def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
-    """For every sample of the pack, whether `rank` encodes each of its images."""
-    encoders = iter(pack.encoders)
-    return [tuple(next(encoders) == rank for _ in sample.vision_grids) for sample in pack.samples]
-
-
-def planned_samples(plan: RankPlan) -> Iterator[Sample]:
-    """The samples that a rank needs rows of: those of its packs, and those with an image that it encodes apart from
-    them, which may be among the former."""
-    for pack in plan.packs:
-        yield from pack.samples
-    for pack in plan.encoded:
-        yield from (sample for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if any(here))
 
 
 def placeholder(sample: Sample) -> Payload:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPack, RankPlan, Sample
+from dhp_ray.planner.plan import RankPack, RankPlan, Sample, encoded_images
 from dhp_ray.train.collate import PackInputs, collate, with_tiny_image
 from dhp_ray.train.engine import COMPUTE_TYPES
-from dhp_ray.train.payload import Payload, encoded_images, placeholder
+from dhp_ray.train.payload import Payload, placeholder
 from dhp_ray.train.vision_inputs import VisionInputs, vision_inputs
 
 IDLE = Sample("", 1)

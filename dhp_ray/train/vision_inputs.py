@@ -20,9 +20,9 @@ from torch import Tensor
 from dhp_ray.model.adapter import EncoderArguments, ModelAdapter
 from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import PackLayout
-from dhp_ray.planner.plan import Grid, RankPlan
+from dhp_ray.planner.plan import Grid, RankPlan, encoded_images
 from dhp_ray.train.collate import joined
-from dhp_ray.train.payload import Payload, check_payload, encoded_images, image_tokens
+from dhp_ray.train.payload import Payload, check_payload, image_tokens
 
 
 @dataclass(kw_only=True)

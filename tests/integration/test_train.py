@@ -118,7 +118,7 @@ def test_a_run_leaves_the_files_of_the_contract(one_worker: Path) -> None:
             "ledger.jsonl", "cluster.json"} <= names
     metrics = lines(one_worker, "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
-    assert all(set(line) == METRICS for line in metrics)
+    assert all(set(line) - {"encoder"} == METRICS for line in metrics)  # of steps with images encoded apart
     assert [path.name for path in (one_worker / "checkpoints").iterdir()] == [f"step_{STEPS:06d}"]
     plans = {path.name for path in (one_worker / "plans").iterdir()}
     assert plans == {f"step_{step:06d}.json" for step in range(1, STEPS + 1)}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPlan, Sample
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPlan, Sample, planned_samples
 from dhp_ray.train.encoder_phases import received_rows
-from dhp_ray.train.payload import Payload, planned_samples
+from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import StepInputs, collated
 from dhp_ray.train.vision_inputs import passes_of, vision_inputs
 from tests.packs import TOKEN_IDS, Film, make_sample, own_payloads, rough_model, with_images_apart

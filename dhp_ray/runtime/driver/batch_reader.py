@@ -11,8 +11,7 @@ from dhp_ray.data.blocks import BlockRows
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
-from dhp_ray.planner.plan import RankPlan
-from dhp_ray.train.payload import planned_samples
+from dhp_ray.planner.plan import RankPlan, planned_samples
 
 
 class BatchReader:

@@ -17,11 +17,10 @@ from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel, warm_up
-from dhp_ray.planner.plan import ClusterSpec, RankPack, RankPlan, Sample
+from dhp_ray.planner.plan import ClusterSpec, RankPack, RankPlan, Sample, encoded_images
 from dhp_ray.runtime.driver.batch_reader import blocks_of
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.train.payload import encoded_images
 
 SAMPLES = [Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9), Sample("c", 7, 8, ((1, 4, 4), (1, 4, 4)))]
 
