@@ -36,7 +36,7 @@ class EncoderPhases:
         self._passes, self._keeps = inputs.passes, keeps
         self._trains = torch.is_grad_enabled() and adapter.trains("vision")
         self._send_index = {rank: rows.to(device, non_blocking=True) for rank, rows in inputs.send_index.items()}
-        self._receive_counts, self._rows_of = received_rows(received_from)
+        self._receive_counts, self._rows_of = received_rows(received_from, device)
         self._encoded: list[Tensor] = []
         self._features: list[Tensor] = []
 
@@ -51,8 +51,7 @@ class EncoderPhases:
         received = send_rows(mine, self._send_index, self._receive_counts, link)
         del mine
         self._encoded = self._encoded if self._trains and self._keeps else []
-        self._features = [received[rows.to(self._device, non_blocking=True)].requires_grad_(self._trains)
-                          for rows in self._rows_of]
+        self._features = [received[rows].requires_grad_(self._trains) for rows in self._rows_of]
         return self._features
 
     def backward(self, link: Link) -> None:
@@ -75,7 +74,7 @@ class EncoderPhases:
             sum(self._receive_counts.values()), self._adapter.feature_width)
         for features, rows in zip(self._features, self._rows_of, strict=True):
             if features.grad is not None:
-                gradient.index_copy_(0, rows.to(self._device, non_blocking=True), features.grad)
+                gradient.index_copy_(0, rows, features.grad)
         self._features = []
         return gradient
 
@@ -84,8 +83,10 @@ class EncoderPhases:
         return self._adapter.encode(there.pixels, there.encoder)
 
 
-def received_rows(received_from: Sequence[Mapping[int, int]]) -> tuple[dict[int, int], list[Tensor]]:
-    """(the rows that come from each rank, in order of ranks, for each pack its rows among them)
+def received_rows(
+    received_from: Sequence[Mapping[int, int]], device: torch.device
+) -> tuple[dict[int, int], list[Tensor]]:
+    """(the rows that come from each rank, in order of ranks, for each pack its rows among them: made on the device)
 
     They come rank by rank, and from each rank pack by pack.
     """
@@ -97,9 +98,9 @@ def received_rows(received_from: Sequence[Mapping[int, int]]) -> tuple[dict[int,
     following = dict(zip(counts, accumulate(counts.values(), initial=0)))
     rows = []
     for of_pack in received_from:
-        pieces = [torch.empty(0, dtype=torch.int64)]
+        pieces = [torch.empty(0, dtype=torch.int64, device=device)]
         for rank, count in sorted(of_pack.items()):
-            pieces.append(torch.arange(following[rank], following[rank] + count))
+            pieces.append(torch.arange(following[rank], following[rank] + count, device=device))
             following[rank] += count
         rows.append(torch.cat(pieces))
     return counts, rows

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dhp_ray.config import CONF, load
-from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, starts_of
+from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts
+from dhp_ray.planner.timeline import apart_timeline
 from dhp_ray.runtime.driver.measures import step_metrics
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.storage import Folder
@@ -31,20 +32,26 @@ def batch(step: int, num_samples: int = 16, prefix: str = "row") -> list[Sample]
     return samples
 
 
-def plan_of(step: int, num_ranks: int = 4, sync: str = "step", **more: Any) -> Plan:
-    return plan_batch(batch(step, **more), ClusterSpec(num_ranks, 8, 480), COST, sync=sync)
+def plan_of(step: int, num_ranks: int = 4, sync: str = "step", encoder: str = "group", **more: Any) -> Plan:
+    return plan_batch(batch(step, **more), ClusterSpec(num_ranks, 8, 480), COST, sync=sync, encoder=encoder)
 
 
 def results_of(plan: Plan, step: int) -> list[StepResult]:
     """As the ranks would report, a tenth slower than planned, with a fifth of each exchange spent waiting."""
-    starts, makespan = starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, 0.0)
+    starts, makespan = plan_starts(plan)
+    starts, makespan = [start - plan.fixed_s for start in starts], makespan - plan.fixed_s
+    apart = apart_timeline(plan)
     results = []
     for rank in range(plan.cluster.num_ranks):
         times = [PackTime(index, 1.1 * start, 1.1 * (start + group.predicted_time_s),
                           0.2 * group.predicted_time_s if group.degree > 1 else 0.0)
                  for index, (group, start) in enumerate(zip(plan.groups, starts)) if rank in group.ranks]
         results.append(StepResult(step, rank, 200.0 / step, 100, 1.0, 1e-3, True, step, 1.1 * makespan + 0.01, 0.0,
-                                  tuple(times), {"hits": step}))
+                                  tuple(times), {"hits": step}, encoder_times=() if apart is None else (
+                                      PackTime(-1, 0.0, 1.1 * apart.ready_s[rank],
+                                               1.1 * (apart.ready_s[rank] - apart.encoded_s[rank])),
+                                      PackTime(-1, 1.1 * apart.backward_s[rank], 1.1 * apart.end_s[rank], 0.0)),
+                                  exchanged_bytes=0 if apart is None else 1000))
     return results
 
 

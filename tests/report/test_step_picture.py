@@ -27,6 +27,19 @@ def test_plan_and_measured_times_are_drawn(sync: str) -> None:
         assert (saturation > 60).mean() > 0.2, "boxes in colour cover a good part"
 
 
+def test_images_encoded_apart_are_orange() -> None:
+    stream, shares = BytesIO(), []
+    for encoder in ("group", "world"):
+        plan = plan_of(3, encoder=encoder)
+        stream = BytesIO()
+        draw_step(plan, results_of(plan, 3), stream)
+        picture = np.asarray(Image.open(stream).convert("RGB")).astype(int)
+        orange = (abs(picture - np.array([255, 127, 14])).max(axis=2) < 8).mean(axis=1)
+        shares.append([half.mean() for half in np.array_split(orange, 2)])
+    assert max(shares[0]) == 0.0
+    assert min(shares[1]) > 0.001
+
+
 def test_no_results_leave_the_lower_half_empty() -> None:
     stream = BytesIO()
     draw_step(plan_of(1), [], stream)

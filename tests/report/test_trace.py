@@ -35,6 +35,23 @@ def test_each_rank_shows_what_it_measured(sync: str) -> None:
         assert sum(event["dur"] for event in row) == pytest.approx(1e6 * result.step_time_s, rel=0.01)
 
 
+def test_images_encoded_apart_are_slices_of_their_own() -> None:
+    plan = plan_of(3, encoder="world")
+    results = results_of(plan, 3)
+    trace = trace_of(plan, results)
+    for result in results:
+        before, after = slices(trace, result.rank, "encoder", "encoder,")
+        assert (before["name"], after["name"]) == ("encoder", "encoder, backward")
+        packs = slices(trace, result.rank, "pack")
+        assert all(before["ts"] + before["dur"] <= pack["ts"] + 1e-3 for pack in packs)
+        assert all(pack["ts"] + pack["dur"] <= after["ts"] + 1e-3 for pack in packs)
+        encoded = sum(group.encoders.count(result.rank) for group in plan.groups)
+        assert (before["args"]["num_images"], before["args"]["sent_bytes"]) == (encoded, 1000)
+        row = sorted(slices(trace, result.rank, "pack", "wait", "update", "encoder", "encoder,"),
+                     key=lambda event: event["ts"])
+        assert all(first["ts"] + first["dur"] <= second["ts"] + 1e-3 for first, second in pairwise(row))
+
+
 def test_the_parts_of_a_pack_lie_inside_it() -> None:
     plan = plan_of(3)
     trace = trace_of(plan, results_of(plan, 3))

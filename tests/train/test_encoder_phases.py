@@ -39,7 +39,7 @@ def phases_of(adapter: ModelAdapter, keeps: bool, pass_patches: int, engine: Pas
 
 
 def test_rows_come_rank_by_rank_and_pack_by_pack() -> None:
-    counts, rows = received_rows([{2: 2, 0: 1}, {}, {2: 1}, {0: 2}])
+    counts, rows = received_rows([{2: 2, 0: 1}, {}, {2: 1}, {0: 2}], CPU)
     assert counts == {0: 3, 2: 3}
     assert [of_pack.tolist() for of_pack in rows] == [[0, 3, 4], [], [5], [1, 2]]
 

@@ -58,7 +58,8 @@ def test_every_image_token_gets_its_own_feature(adapter: ModelAdapter, pass_patc
     inputs = [inputs_of(plan, rank, adapter) for rank in range(4)]
     features = [features_of(plan.rank_plan(1, rank)) for rank in range(4)]
     for receiver, own in enumerate(inputs):
-        counts, rows_of = received_rows([pack.received_from for pack in own.inputs])
+        counts, rows_of = received_rows([pack.received_from for pack in own.inputs],
+                                        torch.device("cpu"))
         received = []
         for sender, count in counts.items():
             assert inputs[sender].vision is not None

@@ -1,6 +1,8 @@
+import dataclasses
+
 import pytest
 
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample, VisionPlan
 from dhp_ray.runtime.driver.measures import TimeScale, makespan_s, measured_idle_fraction, step_metrics
 from dhp_ray.train.results import PackTime, StepResult
 
@@ -47,6 +49,25 @@ def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
     assert (metrics["predicted_makespan_s"], metrics["measured_makespan_s"]) == (2.0, 2.0)
     assert (metrics["learning_rate"], metrics["gradient_norm"], metrics["planner"],
             metrics["late"]) == (1e-3, 1.0, "dhp", True)
+
+
+def test_metrics_of_images_encoded_apart() -> None:
+    plan = Plan("dhp", "step", ClusterSpec(2, 2, 20), (Sample("a", 10, 4, ((1, 4, 4),)),),
+                (GroupPlan((0,), Pack((0,)), 1.0, encoders=(1,)),), 1.0, 0.9, vision=VisionPlan("world", False))
+    results = [with_phases(result(0, PackTime(0, 1.0, 2.0, 0.0)), (0.0, 1.0, 1.0), (2.0, 4.0, 2.0), 0),
+               with_phases(result(1), (0.0, 1.0, 0.0), (2.5, 4.0, 0.5), 640)]
+    assert step_metrics(plan, results, 5.0, 1.0, 1)["encoder"] == {
+        "layout": "world", "keeps": False, "encode_s": 1.0, "backward_s": 1.0, "imbalance": 2.0, "exchanged_bytes": 640}
+    assert makespan_s(results) == 4.0
+    assert measured_idle_fraction(results) == pytest.approx(1 - (1.0 + 2.0) / (2 * 4.0))
+    assert "encoder" not in step_metrics(dataclasses.replace(plan, vision=VisionPlan()), results, 5.0, 1.0, 1)
+
+
+def with_phases(
+    found: StepResult, before: tuple[float, float, float], after: tuple[float, float, float], num_bytes: int
+) -> StepResult:
+    """With phases of the encoder: begin, end, blocked."""
+    return found._replace(encoder_times=(PackTime(-1, *before), PackTime(-1, *after)), exchanged_bytes=num_bytes)
 
 
 def test_a_batch_without_a_valid_token_has_loss_zero() -> None:

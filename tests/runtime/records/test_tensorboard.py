@@ -40,8 +40,12 @@ def points(path: Path, tag: str) -> list[tuple[int, float]]:
 def test_a_step_makes_a_point_on_every_curve(tmp_path: Path) -> None:
     log = ScalarLog(Folder(str(tmp_path)), first_step=1)
     log.step(metrics(1), EXTRA)
-    log.step(metrics(2, eval_loss=3.0, degrees={"2": 4}), EXTRA | {"pool_hits": 9})
+    log.step(metrics(2, eval_loss=3.0, degrees={"2": 4}, encoder={
+        "layout": "world", "keeps": True, "encode_s": 0.25, "backward_s": 0.5, "imbalance": 1.1,
+        "exchanged_bytes": 640}), EXTRA | {"pool_hits": 9})
     log.close()
+    assert points(tmp_path, "encoder/encode_s") == [(2, 0.25)]
+    assert points(tmp_path, "encoder/exchanged_bytes") == [(2, 640.0)]
     assert points(tmp_path, "loss/train") == [(1, 10.0), (2, 5.0)]
     assert points(tmp_path, "loss/eval") == [(2, 3.0)]
     assert points(tmp_path, "loss/learning_rate") == [(1, 1e-3), (2, 1e-3)]
@@ -53,7 +57,7 @@ def test_a_step_makes_a_point_on_every_curve(tmp_path: Path) -> None:
     assert points(tmp_path, "plan/degree_3") == [(1, 1.0), (2, 0.0)]
     assert points(tmp_path, "comm/pool_hits") == [(1, 5.0), (2, 9.0)]
     groups = {tag.split("/")[0] for tag in read_back(tmp_path).Tags()["scalars"]}
-    assert groups == {"loss", "throughput", "balance", "plan", "data", "elastic", "comm"}
+    assert groups == {"loss", "throughput", "balance", "plan", "data", "elastic", "comm", "encoder"}
 
 
 def test_every_metric_has_a_curve() -> None:
