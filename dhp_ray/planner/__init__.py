@@ -118,8 +118,10 @@ def _shortest(problem: Problem, planner: str) -> Plan:
     """The plan with images in the packs or apart from them; the former of two that take as long."""
     bound_s, found = lower_bound_s(problem), list[Plan]()
     if problem.encoder != "group" and len(problem.all_image_s) and problem.sync == "step":
-        apart, order = _in_node_order(encoded_apart(problem))
-        found += _priced_apart(replace(problem, lower_bound_s=bound_s), planner, PLANNERS[planner](apart), order)
+        apart = encoded_apart(problem)
+        seen, order = _in_node_order(apart)
+        bounded = replace(problem, lower_bound_s=bound_s)
+        found += _priced_apart(bounded, apart, planner, PLANNERS[planner](seen), order)
     if problem.encoder != "world" or not found:
         grouped = replace(problem, encoder="group")
         grouped = replace(grouped, lower_bound_s=lower_bound_s(grouped) if problem.encoder != "group" else bound_s)
@@ -144,10 +146,13 @@ def _priced(problem: Problem, planner: str, schedule: Schedule, order: np.ndarra
                  VisionPlan())
 
 
-def _priced_apart(problem: Problem, planner: str, schedule: Schedule, order: np.ndarray | None) -> list[Plan]:
-    """The same with images encoded apart from the packs; none where the ranks have no memory for that."""
+def _priced_apart(
+    problem: Problem, apart: Problem, planner: str, schedule: Schedule, order: np.ndarray | None
+) -> list[Plan]:
+    """The same with images encoded apart from the packs, which are those of `apart`; none where the ranks have no
+    memory for that."""
     schedule = schedule if order is None else renamed(schedule, order)
-    times = times_of(encoded_apart(problem), schedule)
+    times = times_of(apart, schedule)
     world = world_of(problem, schedule, times)
     if world is None:
         return []

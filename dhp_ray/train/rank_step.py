@@ -77,8 +77,9 @@ class RankStep:
     def run(self, inputs: StepInputs, learning_rate_factor: float, data_wait_s: float = 0.0) -> StepResult:
         """Compute losses and gradients of this rank's packs, and update once.
 
-        Between `prepare` and `totals` the only collectives are each pack's own exchanges, so ranks run free of one
-        another; `totals` and `update` are entered by every rank, also by one without a pack.
+        Between `prepare` and `totals` ranks exchange only with those of their packs and, where images are encoded apart
+        from packs, with those that encode for them or that they encode for; so they run free of one another. `totals`
+        and `update` are entered by every rank, also by one without a pack.
         """
         start, plan = Moment(self.device), inputs.plan
         self.engine.progress.stage = f"step {plan.step}"
@@ -115,8 +116,8 @@ class RankStep:
         return [run.loss for run in self._run_packs(inputs)[0]]
 
     def _run_packs(self, inputs: StepInputs) -> tuple[list[PackRun], list[PhaseRun]]:
-        """In their order; a pack that is not of the plan has index -1. Between the phases that encode images, where
-        these are encoded apart from the packs."""
+        """The packs in their order, one that is not of the plan with index -1, and the phases around them in which
+        images are encoded apart from them."""
         phases, encoder_runs = self._phases(inputs), []
         features: list[Tensor | None] = [None] * len(inputs.packs)
         if phases:
