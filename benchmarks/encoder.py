@@ -1,6 +1,7 @@
 """Images encoded in their packs or apart from them: balance, times, what `auto` costs and gains. All modelled.
 
-    python benchmarks/encoder.py balance     the fullest rank over the least that there can be
+    python benchmarks/encoder.py balance     the fullest rank over the mean or the largest image, whichever is more
+    python benchmarks/encoder.py rows        feature rows that are encoded on another rank than the one that needs them
     python benchmarks/encoder.py timeline    predicted makespans beside a plain-Python timeline
     python benchmarks/encoder.py regret      auto's plan where executed costs differ from planned ones by up to 20 %
     python benchmarks/encoder.py planning    milliseconds of a plan
@@ -14,7 +15,9 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +25,19 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.encoder_cases import KINDS, MODELS, batch, cluster_and_cost, four_images_each
-from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, warm_up
+from dhp_ray.config import CONF
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.layout import PackLayout
+from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts, warm_up
+from dhp_ray.planner.plan import VisionPlan
+from dhp_ray.train.payload import Payload
+from dhp_ray.train.vision_inputs import vision_inputs
+from tests.packs import Film, make_sample, rough_model
 from tests.planner.reference_encoder import timeline
 
 LAYOUTS = ("group", "world")
 VARIATION = 0.2
+MERGE_AREA = 4  # patches of a token, in all models here
 
 
 def fullest(plan: Plan, cost: CostModel) -> float:
@@ -39,28 +50,101 @@ def fullest(plan: Plan, cost: CostModel) -> float:
     return float(loads.max() / max(loads.mean(), largest)) if largest else 1.0
 
 
-def balance(rank_counts: Sequence[int] = (8, 64, 512)) -> Iterator[list[str]]:
-    """Largest of three batches of 16 samples a rank, of a 3B on H100."""
-    yield ["mix", "ranks", "group", "world"]
+def balance(rank_counts: Sequence[int] = (8, 64, 512), sizes: Sequence[int] = (1, 8, 16)) -> Iterator[list[str]]:
+    """Largest of three batches of so many samples a rank, of a 3B on H100."""
+    yield ["mix", "ranks", *(f"{layout}, {size} a rank" for size in sizes for layout in LAYOUTS)]
     for kind in KINDS:
         for num_ranks in rank_counts:
             cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
-            found = {layout: max(fullest(plan_batch(batch(kind, 16 * num_ranks, seed), cluster, cost, encoder=layout),
-                                         cost) for seed in range(3)) for layout in LAYOUTS}
-            yield [kind, str(num_ranks), *(f"{found[layout]:.3f}" for layout in LAYOUTS)]
+            found = [max(fullest(plan_batch(batch(kind, size * num_ranks, seed), cluster, cost, encoder=layout), cost)
+                         for seed in range(3)) for size in sizes for layout in LAYOUTS]
+            yield [kind, str(num_ranks), *(f"{ratio:.3f}" for ratio in found)]
+
+
+def rows_elsewhere(plan: Plan, marks: int = 0) -> int:
+    """Image tokens that lie on another rank than the one that encodes them. Of a sample images come first, with so many
+    tokens before and after each, and then text."""
+    found = 0
+    for group in plan.groups:
+        samples = [plan.samples[row] for row in group.pack.sequences]
+        layout = PackLayout(tuple(sample.num_tokens for sample in samples), group.degree)
+        encoder_of, start, encoders = np.full(sum(layout.lengths), -1), 0, iter(group.encoders)
+        for sample in samples:
+            place = start
+            for grid in sample.vision_grids:
+                stop = place + marks + prod(grid) // MERGE_AREA
+                encoder_of[place + marks : stop] = next(encoders)
+                place = stop + marks
+            start += sample.num_tokens
+        for member, rank in enumerate(group.ranks):
+            here = encoder_of[layout.index(member).numpy()]
+            found += int(((here >= 0) & (here != rank)).sum())
+    return found
+
+
+def rows_sent(plan: Plan, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> int:
+    """The same from what the ranks of a plan with images apart send one another."""
+    sent = {rank: vision_inputs(plan.rank_plan(1, rank), payloads, adapter).send_index
+            for rank in range(plan.cluster.num_ranks)}
+    return sum(len(rows) for rank, index in sent.items() for other, rows in index.items() if other != rank)
+
+
+def tiny_batch(seed: int, num_samples: int = 12) -> tuple[list[Sample], dict[str, Payload]]:
+    """Samples of the tiny model, images and pieces of videos first."""
+    random_, made = random.Random(seed), []
+    for index in range(num_samples):
+        images = [(1, 2 * random_.randint(2, 6), 2 * random_.randint(2, 6)) for _ in range(random_.choice((0, 1, 5)))]
+        films = [Film(0.5, ((2, 4, 2 * random_.randint(2, 5)),)) for _ in range(random_.choice((0, 0, 2)))]
+        made.append(make_sample(f"{seed} {index}", [*images, *films, random_.randint(5, 60)]))
+    return [sample for sample, _ in made], {sample.id: payload for sample, payload in made}
+
+
+def rows(rank_counts: Sequence[int] = (8, 64), tiny_counts: Sequence[int] = (2, 3, 5)) -> Iterator[list[str]]:
+    """Sums over three batches; of the tiny model also what its ranks' inputs send."""
+    yield ["batch", "ranks", "rows", "elsewhere: group", "world", "sent in world"]
+    adapter, cost = rough_model(), CostModel.load(CONF / "cost" / "cpu.yaml")
+    for num_ranks in tiny_counts:
+        made = [tiny_batch(seed) for seed in range(3)]
+        tiny = ClusterSpec(num_ranks, num_ranks, 128)
+        plans = {layout: [plan_batch(samples, tiny, cost, encoder=layout) for samples, _ in made] for layout in LAYOUTS}
+        sent = sum(rows_sent(plan, payloads, adapter) for plan, (_, payloads) in zip(plans["world"], made))
+        yield ["tiny", str(num_ranks), *elsewhere(plans, marks=1), f"{sent:,}"]
+    for kind in KINDS:
+        for num_ranks in rank_counts:
+            cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
+            plans = {layout: [plan_batch(batch(kind, 8 * num_ranks, seed), cluster, cost, encoder=layout)
+                              for seed in range(3)] for layout in LAYOUTS}
+            yield [kind, str(num_ranks), *elsewhere(plans), "-"]
+
+
+def elsewhere(plans: Mapping[str, Sequence[Plan]], marks: int = 0) -> list[str]:
+    """Rows of all plans of a layout, and those elsewhere in each layout."""
+    total = sum(sample.vision_tokens for plan in plans["world"] for sample in plan.samples)
+    found = [sum(rows_elsewhere(plan, marks) for plan in plans[layout]) for layout in LAYOUTS]
+    return [f"{total:,}", *(f"{count:,} ({100 * count / total:.0f} %)" for count in found)]
 
 
 def timelines(rank_counts: Sequence[int] = (8, 64)) -> Iterator[list[str]]:
-    """Largest relative difference over three batches, speeds of 0.5 to 1 on every fourth rank."""
-    yield ["mix", "ranks", "group", "world"]
+    """Largest relative difference over three batches, speeds of 0.5 to 1 on every fourth rank. Encoded again: the same
+    plan whose activations are not kept. Frozen: nothing of the encoder is trained."""
+    yield ["mix", "ranks", *LAYOUTS, "world, encoded again", "world, frozen"]
     for kind in KINDS:
         for num_ranks in rank_counts:
             cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
             speeds = tuple(0.5 + 0.25 * (rank % 3) if rank % 4 == 0 else 1.0 for rank in range(num_ranks))
             slowed = ClusterSpec(num_ranks, cluster.ranks_per_node, cluster.tokens_per_rank, speeds)
-            found = {layout: max(difference(plan_batch(batch(kind, 8 * num_ranks, seed), slowed, cost, encoder=layout),
-                                            cost) for seed in range(3)) for layout in LAYOUTS}
-            yield [kind, str(num_ranks), *(f"{found[layout]:.1e}" for layout in LAYOUTS)]
+            found = [differences(batch(kind, 8 * num_ranks, seed), slowed, cost) for seed in range(3)]
+            yield [kind, str(num_ranks), *(f"{max(column):.1e}" for column in zip(*found))]
+
+
+def differences(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel) -> list[float]:
+    """Of the four columns."""
+    group, world = (plan_batch(samples, cluster, cost, encoder=layout) for layout in LAYOUTS)
+    frozen_cost = replace(cost, vision_forward=1.0)
+    frozen = plan_batch(samples, cluster, frozen_cost, encoder="world")
+    again = replace(world, vision=VisionPlan("world", keeps=False))
+    again = replace(again, predicted_time_s=plan_starts(again)[1])
+    return [difference(group, cost), difference(world, cost), difference(again, cost), difference(frozen, frozen_cost)]
 
 
 def difference(plan: Plan, cost: CostModel) -> float:
@@ -84,7 +168,8 @@ def regret(num_ranks: int = 64, num_batches: int = 3, num_draws: int = 5) -> Ite
 
 
 def executed(plan: Plan, cost: CostModel, seed: int) -> float:
-    """Seconds of a plan whose costs differ from the planned ones: of an image by its sample, of a pack by its place."""
+    """Seconds of a plan whose costs differ from the planned ones: an image's alike in every plan, a pack's by its first
+    row of the batch."""
     def varied(kind: str, number: int) -> float:
         return 1 + VARIATION * (2 * random.Random(f"{kind} {number} {seed}").random() - 1)
 
@@ -128,12 +213,15 @@ def gain(batches: Sequence[Sequence[Sample]], cluster: ClusterSpec, cost: CostMo
             f"{100 * (total['auto'] / bound - 1):.1f} %", kept]
 
 
-TABLES = {"balance": balance, "timeline": timelines, "regret": regret, "planning": planning, "gains": gains}
+TABLES = {"balance": balance, "rows": rows, "timeline": timelines, "regret": regret, "planning": planning, "gains": gains}
 
 
 def main(argv: Sequence[str]) -> int:
-    if len(argv) != 1 or argv[0] not in TABLES:
+    if {"-h", "--help"} & set(argv):
         print(__doc__)
+        return 0
+    if len(argv) != 1 or argv[0] not in TABLES:
+        print(f"encoder.py: {' '.join(argv) or 'nothing'}: allowed: one of {', '.join(TABLES)}", file=sys.stderr)
         return 2
     for number, row in enumerate(TABLES[argv[0]]()):  # type: ignore[operator]
         print(f"| {' | '.join(row)} |", flush=True)

@@ -25,7 +25,7 @@ from tests.packs import make_sample
 from tests.ranks import run_processes
 
 NUM_PAIRS, UNCOUNTED = 12, 2
-MADE = [make_sample("images", [20, *[(1, 24, 24)] * 24, 20]),
+MADE = [make_sample("images", [20, *[(1, 48, 48)] * 6, 20]),
         *(make_sample(f"text {index}", [900]) for index in range(4))]
 
 

@@ -4,44 +4,51 @@ reference of `encoder_timeline` and of the prices of packs."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from dhp_ray.planner import CostModel, Plan
+from tests.planner.reference_cost import Batch
 
 Factor = Callable[[str, int], float]
-"""What an image's or a pack's seconds (`image`, `pack`; its number in the plan) are multiplied by."""
+"""What an image's or a pack's seconds (`image`, `pack`) are multiplied by. Numbers say the same in every plan of a
+batch: an image's is its place among the batch's images, a pack's is the first row of the batch that is in it."""
 
 
-def timeline(plan: Plan, cost: CostModel, varied: Factor = lambda kind, number: 1.0) -> float:
+def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float:
     """Seconds of the step, with `sync=step`."""
     cluster, ranks = plan.cluster, range(plan.cluster.num_ranks)
+    factor = varied or (lambda kind, number: 1.0)
+    batch = Batch([replace(sample, vision_grids=()) for sample in plan.samples], cluster, cost)
+    first_image = [0]
+    for sample in plan.samples:
+        first_image.append(first_image[-1] + len(sample.vision_grids))
     free = dict.fromkeys(ranks, 0.0)
     busy = dict.fromkeys(ranks, 0.0)  # of encoding, at the ranks' own speeds
     meets = {rank: {rank} for rank in ranks}
     sent, received = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
-    packs_s, number = [], 0
-    for index, group in enumerate(plan.groups):
-        samples = [plan.samples[row] for row in group.pack.sequences]
+    packs_s = []
+    for group in plan.groups:
         encode_s = dict.fromkeys(group.ranks, 0.0)
         encoders = iter(group.encoders)
-        for sample in samples:
+        for row in group.pack.sequences:
+            sample = plan.samples[row]
             patches = sum(time * height * width for time, height, width in sample.vision_grids)
-            for (time, height, width), seconds in zip(sample.vision_grids, cost.image_s(sample)):
-                encoder = next(encoders)
-                seconds *= varied("image", number) / cluster.speeds[encoder]
-                number += 1
+            for image, (time, height, width) in enumerate(sample.vision_grids, first_image[row]):
+                encoder, frame = next(encoders), height * width
+                seconds = time * (cost.vision_quadratic_s * frame**2 + cost.vision_linear_s * frame)
+                seconds *= factor("image", image) / cluster.speeds[encoder]
                 if not plan.vision.apart:
                     encode_s[encoder] += seconds
                     continue
                 busy[encoder] += seconds
-                rows = sample.vision_tokens * time * height * width / patches / len(group.ranks)
+                rows = sample.vision_tokens * time * frame / patches / len(group.ranks)
                 for rank in group.ranks:
                     meets[rank].add(encoder)
                     meets[encoder].add(rank)
                     if rank != encoder:
                         sent[encoder] += rows
                         received[rank] += rows
-        lengths = [sample.num_tokens for sample in samples]
-        language_s = cost.pack_time_s(lengths, group.ranks, cluster) * varied("pack", index)
+        language_s = batch.pack_time_s(group.pack.sequences, group.ranks) * factor("pack", min(group.pack.sequences))
         packs_s.append(language_s + max(encode_s.values()))
     exchange_s = {rank: max(sent[rank], received[rank]) * cost.feature_bytes / cost.slowest_bytes_per_s
                   for rank in ranks}

@@ -77,7 +77,8 @@ def test_a_step_reads_nothing_before_its_totals(
 
 
 @pytest.mark.parametrize(("transport", "freeze", "keeps"), [
-    ("pool", [], True), ("parent", [], False), ("pool", ["vision"], True)])
+    pytest.param("pool", [], True, marks=pytest.mark.slow), ("parent", [], False),
+    pytest.param("pool", ["vision"], True, marks=pytest.mark.slow)])
 def test_nor_does_one_that_encodes_images_apart_from_its_packs(transport: str, freeze: list[str], keeps: bool) -> None:
     plan, payloads = make_plan(3, LAYOUT, masked=("2.1",))
     plan = with_images_apart(plan, keeps, pass_patches=40)
