@@ -213,7 +213,8 @@ def gain(batches: Sequence[Sequence[Sample]], cluster: ClusterSpec, cost: CostMo
             f"{100 * (total['auto'] / bound - 1):.1f} %", kept]
 
 
-TABLES = {"balance": balance, "rows": rows, "timeline": timelines, "regret": regret, "planning": planning, "gains": gains}
+TABLES = {"balance": balance, "rows": rows, "timeline": timelines, "regret": regret, "planning": planning,
+          "gains": gains}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,120 @@
+"""benchmarks/encoder.py: what its tables are made of, in small cases."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.encoder import (
+    LAYOUTS,
+    VARIATION,
+    differences,
+    executed,
+    fullest,
+    rows_elsewhere,
+    rows_sent,
+    tiny_batch,
+)
+from benchmarks.encoder_cases import KINDS, batch, cluster_and_cost
+from dhp_ray.config import CONF
+from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
+from dhp_ray.planner.plan import GroupPlan, Pack, VisionPlan
+from tests.packs import rough_model
+from tests.planner.reference_encoder import timeline
+from tests.readme import ROOT
+
+ALONE = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9}, vision_linear_s=1.0)
+"""A second a token and a patch."""
+SAMPLES = (Sample("a", 4, 6, ((1, 4, 4), (1, 2, 4))), Sample("b", 5, 1, ((1, 2, 2),)))
+
+
+def listed(encoders_of_a: tuple[int, int], encoder_of_b: int, b_first: bool = False) -> Plan:
+    """Sample a on ranks 0 and 1, b on rank 2."""
+    groups = (GroupPlan((0, 1), Pack((0,)), 5.0, encoders=encoders_of_a),
+              GroupPlan((2,), Pack((1,)), 6.0, encoders=(encoder_of_b,)))
+    plan = Plan("listed", "step", ClusterSpec(3, 3, 10), SAMPLES, groups[::-1] if b_first else groups, 6.0, 6.0,
+                vision=VisionPlan("world"))
+    plan.validate()
+    return plan
+
+
+def test_the_fullest_rank() -> None:
+    """Images of 16, 8 and 4 seconds: the mean is 9.3, the largest 16."""
+    assert fullest(listed((0, 1), 2), ALONE) == 1.0
+    assert fullest(listed((2, 2), 2), ALONE) == 28 / 16
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "mixed"])
+def test_images_apart_are_balanced(kind: str) -> None:
+    cluster, cost = cluster_and_cost("3B", 8, recomputes=True)
+    assert fullest(plan_batch(batch(kind, 128, 0), cluster, cost, encoder="world"), cost) <= 1.05
+
+
+def test_rows_that_another_rank_encodes() -> None:
+    """a's tokens are 4 and 2 of images, then 4 of text; rank 0 holds tokens 0 to 2, 8 and 9, or one more, rank 1 the
+    others."""
+    assert rows_elsewhere(listed((0, 1), 2)) == 4 - 3
+    assert rows_elsewhere(listed((1, 0), 2)) == 3 + 2
+    assert rows_elsewhere(listed((2, 2), 0)) == 4 + 2 + 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_rows_that_are_sent(num_ranks: int) -> None:
+    samples, payloads = tiny_batch(0)
+    cost = CostModel.load(CONF / "cost" / "cpu.yaml")
+    plan = plan_batch(samples, ClusterSpec(num_ranks, num_ranks, 128), cost, encoder="world")
+    assert plan.vision.apart
+    assert max(plan.degrees()) > 1
+    assert rows_elsewhere(plan, marks=1) == rows_sent(plan, payloads, rough_model()) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_predicted_makespans_are_those_of_the_plain_timeline(kind: str) -> None:
+    cluster, cost = cluster_and_cost("3B", 8, recomputes=True)
+    slowed = ClusterSpec(8, 4, cluster.tokens_per_rank, (0.5, 1.0, 0.75, 1.0) * 2)
+    assert plan_batch(batch(kind, 64, 0), slowed, cost, encoder="world").vision.apart
+    assert max(differences(batch(kind, 64, 0), slowed, cost)) <= 1e-12
+
+
+def test_a_plain_timeline() -> None:
+    """Rank 0 encodes 16 s, rank 1 8 s, rank 2 4 s, a third of it before packs of 5 and 6 s."""
+    plan = listed((0, 1), 2)
+    assert timeline(plan, ALONE) == pytest.approx(16 / 3 + 5 + 2 * 16 / 3)
+    assert timeline(plan, ALONE, lambda kind, number: 2.0 if (kind, number) == ("image", 0) else 1.0) == pytest.approx(
+        32 / 3 + 5 + 2 * 32 / 3)
+    assert timeline(plan, ALONE, lambda kind, number: 10.0 if (kind, number) == ("pack", 1) else 1.0) == pytest.approx(
+        4 / 3 + 60 + 2 * 4 / 3)
+
+
+def test_costs_vary_alike_in_every_plan() -> None:
+    """Whatever the order of its groups."""
+    asked: dict[bool, dict[tuple[str, int], int]] = {False: {}, True: {}}
+    for b_first, counts in asked.items():
+        def varied(kind: str, number: int, counts: dict[tuple[str, int], int] = counts) -> float:
+            counts[kind, number] = counts.get((kind, number), 0) + 1
+            return 1.0 + number / 10 if kind == "image" else 1.0
+
+        assert timeline(listed((0, 1), 2, b_first), ALONE, varied) == pytest.approx(16 / 3 + 5 + 2 * 16 / 3)
+    assert asked[False] == asked[True] == {("image", 0): 1, ("image", 1): 1, ("image", 2): 1, ("pack", 0): 1,
+                                           ("pack", 1): 1}
+    times = [executed(listed((0, 1), 2, b_first), ALONE, 7) for b_first in (False, True)]
+    assert times[0] == times[1] != timeline(listed((0, 1), 2), ALONE)
+    assert 1 - VARIATION <= times[0] / timeline(listed((0, 1), 2), ALONE) <= 1 + VARIATION
+
+
+def test_costs_that_do_not_vary_leave_the_prediction() -> None:
+    cluster, cost = cluster_and_cost("3B", 8, recomputes=True)
+    for layout in LAYOUTS:
+        plan = plan_batch(batch("mixed", 32, 0), cluster, cost, encoder=layout)
+        assert timeline(plan, cost, lambda kind, number: 1.0) == pytest.approx(plan.predicted_time_s)
+
+
+def test_the_command_runs_in_a_checkout() -> None:
+    found = [subprocess.run([sys.executable, "benchmarks/encoder.py", word], cwd=ROOT, capture_output=True, text=True)
+             for word in ("--help", "sometimes")]
+    assert found[0].returncode == 0
+    assert "python benchmarks/encoder.py gains" in found[0].stdout
+    assert (found[1].returncode, found[1].stderr) == (
+        2, "encoder.py: sometimes: allowed: one of balance, rows, timeline, regret, planning, gains\n")
