@@ -47,7 +47,6 @@ COVERED_BY = {
     "runtime/driver/evaluation.py": "integration/test_evaluation.py",
     "runtime/driver/nodes.py": "integration/test_drain.py",
     "runtime/driver/recovery.py": "integration/test_faults.py",
-    "runtime/driver/session.py": "runtime/driver/test_large_groups.py",
     "runtime/driver/stages.py": "runtime/driver/test_large_groups.py",
     "runtime/driver/start.py": "integration/test_train.py",
     "runtime/driver/takeover.py": "integration/test_faults.py",

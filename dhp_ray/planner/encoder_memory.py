@@ -72,5 +72,5 @@ def world_within_memory(problem: Problem, schedule: Schedule, images: EncodedIma
     if (held + pack > limit).any() or (held + cost.encoder_bytes_per_patch * largest > limit).any():
         return None
     keeps = bool((held + pack + cost.encoder_bytes_per_patch * patches <= limit).all())
-    pass_patches = int((limit - held.max()) / cost.encoder_bytes_per_patch)
+    pass_patches = max(1, int((limit - held.max()) / cost.encoder_bytes_per_patch))
     return VisionPlan("world", keeps or cost.vision_forward == 1.0, pass_patches)

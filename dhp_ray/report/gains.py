@@ -115,7 +115,8 @@ def compared(step: int, plan: Plan) -> Compared:
 def problem_of_plan(plan: Plan) -> Problem:
     """The batch of a plan file, on its cluster, under its cost."""
     return checked_problem(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), sync=plan.sync,
-                           pool=[tuple(ranks) for ranks in plan.inputs["pool"]])
+                           pool=[tuple(ranks) for ranks in plan.inputs["pool"]],
+                           encoder=plan.inputs.get("encoder", "group"))
 
 
 def other_mode(plan: Plan) -> tuple[str, int]:
@@ -126,8 +127,8 @@ def other_mode(plan: Plan) -> tuple[str, int]:
 
 
 def _planned(problem: Problem, name: str) -> Plan:
-    return plan_batch(problem.samples, problem.cluster, problem.cost, planner=name, sync=problem.sync,
-                      pool=problem.pool)
+    return plan_batch(problem.samples, problem.cluster, problem.cost, planner=name, sync=problem.sync, pool=problem.pool,
+                      encoder=problem.encoder)
 
 
 def _on_equal_clusters(problems: Sequence[Problem]) -> list[list[int]]:

@@ -48,7 +48,7 @@ def _rank_events(plan: Plan, result: StepResult, last_s: float) -> Iterator[dict
         blocked_s = min(time.blocked_s, time.end_s - time.start_s)
         if time.index < 0:
             name = "encoder, backward" if time in after else "encoder"
-            yield _slice(rank, name, "encoder", time.start_s, time.end_s, _images(plan, rank, result, time))
+            yield _slice(rank, name, "encoder", time.start_s, time.end_s, _images(plan, result, time in after, time))
         else:
             yield _slice(rank, *_words(plan, time), time.start_s, time.end_s, _pack(plan, time))
         yield _slice(rank, "compute", "compute", time.start_s, time.end_s - blocked_s)
@@ -77,9 +77,11 @@ def _words(plan: Plan, time: PackTime) -> tuple[str, str]:
     return f"pack {time.index}: {len(group.pack.sequences)} sequences, degree {group.degree}", "pack"
 
 
-def _images(plan: Plan, rank: int, result: StepResult, time: PackTime) -> dict[str, Any]:
-    num_images = sum(encoder == rank for group in plan.groups for encoder in group.encoders)
-    return {"num_images": num_images, "sent_bytes": result.exchanged_bytes, "blocked_s": time.blocked_s}
+def _images(plan: Plan, result: StepResult, after: bool, time: PackTime) -> dict[str, Any]:
+    """`sent_bytes`: of features; what gradients take after the packs is not reported."""
+    num_images = sum(encoder == result.rank for group in plan.groups for encoder in group.encoders)
+    sent = {} if after else {"sent_bytes": result.exchanged_bytes}
+    return {"num_images": num_images, "blocked_s": time.blocked_s, **sent}
 
 
 def _pack(plan: Plan, time: PackTime) -> dict[str, Any]:

@@ -73,34 +73,77 @@ def test_exchange_equals_indexing_the_whole(num_ranks: int, transport_name: str)
         assert max(errors) < 1e-6
 
 
-def exact_ways(rank: int, num_seeds: int) -> bool:
-    """Whether rows and their gradients are, bit for bit, those of the whole matrix; members that exchange nothing are
-    in neither map."""
-    world = dist.get_world_size()
-    transport = open_transport("parent", rank, world, CPU, 2, TIMEOUT)
-    equal = True
+def uneven_needs(num_members: int, seed: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """As `random_needs`: by turns one member owns nothing and another needs nothing, one does neither, and all do both.
+    """
+    generator, member = torch.Generator().manual_seed(seed), seed // 3 % num_members
+    owns_none, needs_none = [(member, (member + 1) % num_members), (member, member), (-1, -1)][seed % 3]
+    rows = [torch.randn(0 if owner == owns_none else 3 + owner, WIDTH, generator=generator)
+            for owner in range(num_members)]
+    sizes = torch.randint(1, 6, (num_members, num_members), generator=generator).tolist()
+    return rows, [[torch.randint(0, max(1, len(owned)), (
+        size if len(owned) and reader != needs_none else 0,), generator=generator)
+        for reader, size in enumerate(of_owner)] for owned, of_owner in zip(rows, sizes)]
+
+
+def exact_ways(rank: int, transport_name: str, dtype: torch.dtype, num_seeds: int) -> set[tuple[bool, bool]]:
+    """Rows and their gradients are, bit for bit, those of the whole matrix; members that exchange nothing are in
+    neither map. Returns the kinds of part that this rank had: (sends to others, receives of others).
+    """
+    world, kinds = dist.get_world_size(), set()
+    transport = open_transport(transport_name, rank, world, CPU, 2, TIMEOUT)
+    ranks = tuple((place + 1) % world for place in range(world))
+    transport.prepare([ranks])
     for seed in range(num_seeds):
-        link = transport.link(range(world), seed)
-        rows, needs = random_needs(world, seed)
-        send = {reader: index for reader, index in enumerate(needs[rank]) if len(index)}
-        counts = {owner: len(needs[owner][rank]) for owner in range(world) if len(needs[owner][rank])}
-        received = send_rows(rows[rank], send, counts, link)
-        equal &= torch.equal(received, torch.cat([rows[owner][needs[owner][rank]] for owner in range(world)]))
+        link = transport.link(ranks, seed)
+        me = link.index
+        rows, needs = uneven_needs(world, seed)
+        rows = [owned.to(dtype) for owned in rows]
+        send = {reader: index for reader, index in enumerate(needs[me]) if len(index)}
+        counts = {owner: len(needs[owner][me]) for owner in range(world) if len(needs[owner][me])}
+        kinds.add((any(reader != me for reader in send), any(owner != me for owner in counts)))
+        places = torch.tensor([0, *map(len, rows)]).cumsum(0)[:-1]
+        wanted = [torch.cat([needs[owner][reader] + places[owner] for owner in range(world)])
+                  for reader in range(world)]
+        received = send_rows(rows[me], send, counts, link)
+        assert torch.equal(received, torch.cat(rows)[wanted[me]])
         generator = torch.Generator().manual_seed(seed)
-        gradients = [torch.randn(sum(len(needs[owner][reader]) for owner in range(world)), WIDTH, generator=generator)
-                     for reader in range(world)]
-        total = torch.zeros_like(rows[rank])
-        for reader, gradient in enumerate(gradients):
-            of_mine = gradient.split([len(needs[owner][reader]) for owner in range(world)])[rank]
-            total.index_add_(0, needs[rank][reader], of_mine)
-        equal &= torch.equal(return_rows(gradients[rank], send, counts, len(rows[rank]), link), total)
+        gradients = [torch.randn(len(index), WIDTH, generator=generator).to(dtype) for index in wanted]
+        total = torch.zeros_like(torch.cat(rows))
+        for index, gradient in zip(wanted, gradients):
+            total.index_add_(0, index, gradient)
+        found = return_rows(gradients[me], send, counts, len(rows[me]), link)
+        assert torch.equal(found, total.split([len(owned) for owned in rows])[me])
     transport.close()
-    return equal
+    return kinds
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-def test_both_ways_equal_indexing_the_whole_bit_for_bit(num_ranks: int) -> None:
-    assert all(run_ranks(exact_ways, num_ranks, 12))
+@pytest.mark.parametrize(("num_ranks", "transport_name", "dtype"), [
+    (1, "parent", torch.float32), (2, "pool", torch.float32), (3, "parent", torch.bfloat16),
+    (5, "pool", torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (2, "parent", torch.bfloat16), (3, "pool", torch.float32), (5, "parent", torch.float32)))])
+def test_both_ways_equal_indexing_the_whole_bit_for_bit(
+    num_ranks: int, transport_name: str, dtype: torch.dtype
+) -> None:
+    found = run_ranks(exact_ways, num_ranks, transport_name, dtype, 12)
+    kinds = {(False, False)} if num_ranks == 1 else {(True, True), (True, False), (False, True), (False, False)}
+    assert set().union(*found) == kinds
+
+
+def two_of_three(rank: int) -> list[float]:
+    """Rank 2 is in no map of the others, nor they in its own: it does not call, and nobody waits for it."""
+    transport = open_transport("parent", rank, 3, CPU, 2, TIMEOUT)
+    received = torch.zeros(0, WIDTH)
+    if rank < 2:
+        link, index = transport.link(range(3), 0), {1 - rank: torch.tensor([1, 1])}
+        received = send_rows(torch.full((2, WIDTH), float(rank)), index, {1 - rank: 2}, link)
+        received = torch.cat([received, return_rows(received, index, {1 - rank: 2}, 2, link)])
+    transport.close()
+    return received[:, 0].tolist()
+
+
+def test_a_rank_that_exchanges_nothing_need_not_call() -> None:
+    assert run_ranks(two_of_three, 3) == [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 2.0], []]
 
 
 def test_exchange_recomputed_in_the_backward() -> None:

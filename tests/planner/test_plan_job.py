@@ -4,11 +4,12 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dhp_ray.planner import PLANNERS
+from dhp_ray.planner import PLANNERS, ClusterSpec, CostModel, Sample, plan_batch
 
 JOB = Path(__file__).parents[2] / "jobs" / "plan.py"
 spec = importlib.util.spec_from_file_location("plan_job", JOB)
@@ -38,6 +39,29 @@ def test_a_plan_is_printed_written_drawn_and_replayed(lengths, tmp_path, capsys)
     again = tmp_path / "again.json"
     assert job.main([f"replay={out}", f"out={again}"]) == 0
     assert json.loads(again.read_text())["groups"] == tree["groups"]
+
+
+@pytest.mark.parametrize(("encoder", "words"), [
+    ("world", "4, apart from the packs: 1.0000 s before them, 2.0000 s after, activations kept"),
+    ("recomputed", "4, apart from the packs: 1.0000 s before them, 3.0000 s after, activations computed again"),
+    ("frozen", "4, apart from the packs: 3.0000 s before them, 0.0000 s after, activations kept"),
+    ("group", "4, encoded in the packs"), ("", "")])
+def test_where_images_are_encoded_is_printed(tmp_path, capsys, encoder, words):
+    cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9}, vision_linear_s=1.0,
+                     vision_forward=1.0 if encoder == "frozen" else 1 / 3)
+    if encoder == "recomputed":
+        cost = replace(cost, memory_bytes_per_token=1.0, encoder_bytes_per_patch=8.0)  # of three patches 24, over 20
+    grids = ((1, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 2)) if encoder else ()
+    samples = [Sample("a", 8, 4, grids[:2]), Sample("b", 8, 4, grids[2:])]
+    plan = plan_batch(samples, ClusterSpec(2, 2, 20), cost, encoder="group" if encoder in ("", "group") else "world")
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
+    again = tmp_path / "again.json"
+    assert job.main([f"replay={tmp_path / 'plan.json'}", f"out={again}", f"picture={tmp_path / 'plan.png'}"]) == 0
+    text = capsys.readouterr().out
+    assert [line.split(None, 1)[1] for line in text.splitlines() if line.startswith("images:")] == [words] * bool(words)
+    before, after = (json.loads(path.read_text()) for path in (tmp_path / "plan.json", again))
+    assert (after["groups"], after["vision"]) == (before["groups"], before["vision"])
+    assert "idle:            0.0 % of rank time" in text
 
 
 def test_nodes_of_unequal_size(lengths, tmp_path, capsys):

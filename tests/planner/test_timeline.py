@@ -1,11 +1,15 @@
-"""Fixed seconds in a plan's timeline: every rank is busy with them, once a step or once a micro-batch."""
+"""Fixed seconds in a plan's timeline: every rank is busy with them, once a step or once a micro-batch; and images that
+are encoded apart from the packs."""
 
+import json
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, idle_fraction, plan_batch
-from dhp_ray.planner.plan import VisionPlan
+from dhp_ray.planner.plan import Plan, VisionPlan
 from dhp_ray.planner.timeline import apart_timeline, fixed_starts, plan_starts, starts_of
 
 COST = CostModel(0.0, 1e-2, 1.0, 3.0, {2: 1e9})
@@ -47,3 +51,41 @@ def test_images_encoded_apart_come_before_and_after_the_packs(keeps):
         assert plan.predicted_time_s == pytest.approx(makespan)
         assert idle_fraction(plan) == pytest.approx(0.0)
     assert apart_timeline(plan_batch(samples, ClusterSpec(2, 2, 4), cost)) is None
+
+
+def test_a_frozen_encoder_has_one_phase():
+    cost = CostModel(0.0, 1.0, 0.0, 3.0, {2: 1e9}, vision_linear_s=1.0, vision_forward=1.0)
+    plan = plan_batch([Sample("a", 4, 0, ((1, 1, 1),) * 4)], ClusterSpec(2, 2, 4), cost, encoder="world")
+    apart = apart_timeline(plan)
+    assert apart.encoded_s.tolist() == [2.0, 2.0]
+    assert apart.backward_s.tolist() == apart.end_s.tolist() == apart.ended_s.tolist()
+    assert plan.predicted_time_s == pytest.approx(3.0 + apart.makespan_s)
+
+
+@pytest.mark.parametrize("speeds", [(), (1.0, 0.5, 1.0, 0.75)])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_that_is_read_takes_the_seconds_that_were_predicted(seed, speeds):
+    """Rows travel at a price, images have costs of their own; every rank's phases and packs follow each other."""
+    random = np.random.default_rng(seed)
+    cost = CostModel(1e-3, 1e-2, 1e3, 3.0, {2: 1e6, 4: 5e5}, vision_linear_s=1e-2, vision_quadratic_s=1e-4,
+                     feature_bytes=1e4, latency_s=1e-3)
+    samples = [Sample(str(row), int(random.integers(1, 90)), 0, tuple(
+        (1, 2, int(random.integers(1, 20))) for _ in range(random.integers(0, 4)))) for row in range(12)]
+    samples = [replace(sample, vision_tokens=sum(2 * grid[2] for grid in sample.vision_grids) // 4)
+               for sample in samples]
+    plan = plan_batch(samples, ClusterSpec(4, 2, 100, speeds), cost, encoder="world")
+    read = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    apart = apart_timeline(read)
+    starts, makespan = plan_starts(read)
+    assert makespan == pytest.approx(plan.predicted_time_s)
+    assert 0.0 <= idle_fraction(read) < 1.0
+    for rank in range(4):
+        times = [(start - 3.0, start - 3.0 + group.predicted_time_s) for start, group in zip(starts, read.groups)
+                 if rank in group.ranks]
+        edges = [0.0, apart.encoded_s[rank], apart.ready_s[rank], *(edge for pair in sorted(times) for edge in pair),
+                 apart.ended_s[rank], apart.backward_s[rank], apart.end_s[rank]]
+        assert all(first <= second + 1e-9 for first, second in pairwise(edges))
+    if not speeds:
+        images_s = cost.images_s(np.array([grid for sample in samples for grid in sample.vision_grids], float))
+        busy_s = 4 * 3.0 + images_s.sum() + sum(group.predicted_time_s * group.degree for group in read.groups)
+        assert idle_fraction(read) == pytest.approx(1.0 - busy_s / (4 * makespan))

@@ -129,3 +129,10 @@ def test_steps_are_spread(count: int, limit: int, cut: int) -> None:
     first = sorted(chosen[:cut])
     if len(chosen) > 8 and cut >= 5:  # cut short, what is left reaches over the run
         assert first[0] <= count / 2
+
+
+@pytest.mark.parametrize("encoder", ["group", "world", "auto"])
+def test_a_plan_of_dhp_is_as_long_as_dhp_s_wherever_its_images_are_encoded(encoder: str) -> None:
+    plan = plan_of(1, encoder=encoder)
+    times_s = compare([1], lambda step: plan.to_json()).steps[0].times_s
+    assert times_s[RUN] == pytest.approx(times_s["dhp"])

@@ -67,6 +67,18 @@ def test_scores_of_answers_are_shown(tmp_path: Path) -> None:
     assert "<dt>last answers</dt><dd>exact match 0.500, ANLS 0.625, F1 0.750</dd>" in shown
 
 
+def test_steps_whose_images_were_encoded_apart_are_counted(content: str, tmp_path: Path) -> None:
+    write_run(tmp_path, 3, encoder="world")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line, imbalance in zip(lines, (1.25, None, 1.75)):
+        line["encoder"]["imbalance"] = imbalance
+    lines[1].pop("encoder")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = page(read_run(Folder(str(tmp_path))))
+    assert "<dt>images encoded apart from packs</dt><dd>2 of 3 steps, fullest rank 1.50 x the mean</dd>" in shown
+    assert "encoded apart" not in content
+
+
 def test_modelled_and_measured_are_told_apart(tmp_path: Path) -> None:
     """Late steps stand in both: in the run's own row of what is modelled, and in a row of their own of what is
     measured.

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
+from dhp_ray.planner.timeline import apart_timeline
 from dhp_ray.report.plan_picture import draw_plan, draw_planned
 from dhp_ray.report.step_picture import draw_step
 from tests.report.runs import plan_of, results_of
@@ -55,11 +56,33 @@ def test_a_plan_goes_to_a_file_and_to_a_stream(tmp_path: Path) -> None:
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize("sync", ["step", "micro_batch"])
-def test_fixed_seconds_are_drawn(sync: str) -> None:
+@pytest.mark.parametrize("vision_forward", [1 / 3, 1.0])
+def test_phases_of_the_encoder_are_drawn_where_the_plan_has_them(vision_forward: float) -> None:
+    cost = CostModel(0.0, 1.0, 0.0, 3.0, {2: 1e9}, vision_linear_s=1.0, vision_forward=vision_forward,
+                     feature_bytes=1e9)
+    plan = plan_batch([Sample("a", 1, 3, ((1, 1, 1), (1, 1, 2)))], ClusterSpec(2, 2, 4), cost, encoder="world")
+    axes = Figure().subplots()
+    draw_planned(axes, plan, lambda tokens: "red")
+    apart = apart_timeline(plan)
+    assert apart is not None
+    (phases,) = [collection for collection in axes.collections if collection.get_label() == "encoder"]
+    drawn = sorted((path.vertices[:, 1].min() + 0.5, path.vertices[:, 0].min(), path.vertices[:, 0].max())
+                   for path in phases.get_paths())
+    spans = [(rank, 3.0 + begin, 3.0 + end) for begins, ends in (((0.0, 0.0), apart.encoded_s),
+                                                                 (apart.backward_s, apart.end_s))
+             for rank, (begin, end) in enumerate(zip(begins, ends))]
+    assert np.array(drawn).ravel() == pytest.approx(np.array(sorted(spans)).ravel())
+    assert sum(end - begin for _, begin, end in drawn) == pytest.approx(3.0)
+    assert max(apart.backward_s - apart.ended_s) > 0 or vision_forward == 1.0
+
+
+@pytest.mark.parametrize(("sync", "encoder"), [("step", "group"), ("micro_batch", "group"), ("step", "world")])
+def test_fixed_seconds_are_drawn(sync: str, encoder: str) -> None:
     """What stays blank in the picture is idle: of a rank that always works nothing is."""
-    cost = CostModel(0.0, 1e-2, 1.0, 3.0, {2: 1e9})
-    plan = plan_batch([Sample("a", 100), Sample("b", 90)], ClusterSpec(1, 1, 100), cost, sync=sync)
+    cost = CostModel(0.0, 1e-2, 1.0, 3.0, {2: 1e9}, vision_linear_s=1e-2)
+    samples = [Sample("a", 100, 0, ((1, 10, 10),) * 2), Sample("b", 90)]
+    plan = plan_batch(samples, ClusterSpec(1, 1, 100), cost, sync=sync, encoder=encoder)
+    assert plan.vision.layout == encoder
     drawn: list[tuple[float, float]] = []
     figure = Figure()
     draw_planned(figure.subplots(), plan, lambda tokens: "red")

@@ -52,11 +52,35 @@ def test_images_encoded_apart_are_slices_of_their_own() -> None:
         assert all(first["ts"] + first["dur"] <= second["ts"] + 1e-3 for first, second in pairwise(row))
 
 
-def test_the_parts_of_a_pack_lie_inside_it() -> None:
-    plan = plan_of(3)
-    trace = trace_of(plan, results_of(plan, 3))
+def test_a_frozen_encoder_has_one_slice() -> None:
+    plan = plan_of(3, encoder="world")
+    results = [result._replace(encoder_times=result.encoder_times[:1]) for result in results_of(plan, 3)]
+    trace = trace_of(plan, results)
     for rank in range(4):
-        packs = [(event["ts"], event["ts"] + event["dur"]) for event in slices(trace, rank, "pack")]
+        assert [event["name"] for event in slices(trace, rank, "encoder", "encoder,")] == ["encoder"]
+
+
+def test_a_rank_that_only_encodes_waits_between_its_phases() -> None:
+    plan = plan_of(3, encoder="world")
+    result = results_of(plan, 3)[0]
+    before, after = result.encoder_times
+    trace = trace_of(plan, [result._replace(pack_times=())])
+    row = slices(trace, result.rank, "encoder", "encoder,", "wait", "update", "pack")
+    assert [event["name"] for event in row] == ["encoder", "wait", "encoder, backward", "update"]
+    assert row[1]["dur"] == pytest.approx(1e6 * (after.start_s - before.end_s), abs=0.01)
+
+
+@pytest.mark.parametrize("encoder", ["group", "world"])
+def test_the_parts_of_a_pack_lie_inside_it(encoder: str) -> None:
+    """And those of the encoder's phases, of which every second is one or the other."""
+    plan = plan_of(3, encoder=encoder)
+    results = results_of(plan, 3)
+    trace = trace_of(plan, results)
+    for rank in range(4):
+        assert sum(event["dur"] for event in slices(trace, rank, "compute", "exchange")) == pytest.approx(sum(
+            event["dur"] for event in slices(trace, rank, "pack", "encoder", "encoder,")))
+        packs = [(event["ts"], event["ts"] + event["dur"])
+                 for event in slices(trace, rank, "pack", "encoder", "encoder,")]
         for part in slices(trace, rank, "compute", "exchange"):
             assert any(start <= part["ts"] and part["ts"] + part["dur"] <= end + 1e-9 for start, end in packs)
 

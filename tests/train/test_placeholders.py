@@ -14,7 +14,7 @@ import torch
 from benchmarks.cases import SYNCS
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, encoded_images
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.payload import Payload, placeholder
@@ -41,6 +41,7 @@ class Situation:
 
 SITUATIONS = {
     "text beside others in its pack": Situation(((((0, 1), ("text", "image")), ((2,), ("words",))),), ("text",)),
+    "images beside a rank without a pack": Situation(((((0, 1), ("images", "image")),),), ("images",)),
     "images beside an image": Situation(((((2, 0, 1), ("images", "image", "words")),),), ("images",)),
     "the only images of its pack": Situation(((((0, 1), ("images", "text")), ((2,), ("image",))),), ("images",)),
     "the only images of all": Situation(((((0, 1), ("images", "text")), ((2,), ("words",))), (((1, 2), ("short",)),)),
@@ -88,10 +89,13 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
         own: dict[str, Payload] = {}
         for pack in (*rank_plan.packs, *rank_plan.encoded):
             own |= own_payloads(pack, payloads, rank)
-        # as the rank knows it that could not decode, and as one that only heard
+        # as the rank knows it that could not decode, as one that only heard, and as one that hears it later
         for place, name in enumerate(sorted(own.keys() & set(bad))):
-            own[name] = placeholder(SAMPLES[name][0]) if (place + rank) % 2 else replace(own[name], masked=True)
-        result = member.stepper.run(collated(rank_plan, own, member.adapter), 0.0)
+            if (place + rank) % 3 < 2:
+                own[name] = placeholder(SAMPLES[name][0]) if (place + rank) % 3 else replace(own[name], masked=True)
+        inputs = collated(rank_plan, own, member.adapter)
+        inputs.mask(bad, member.adapter)
+        result = member.stepper.run(inputs, 0.0)
         assert result.applied
         return result.loss_sum, result.num_valid_tokens, whole(member.engine, "exp_avg")
 
@@ -106,6 +110,13 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
                        "size": max(float(gradient.abs().max()) for gradient in wanted.values()), "count": count}
     member.close()
     return found
+
+
+def test_a_rank_without_a_pack_encodes_images_of_a_placeholder() -> None:
+    plan = with_images_apart(plan_of(SITUATIONS["images beside a rank without a pack"], "step")).rank_plan(1, 2)
+    assert plan.packs == ()
+    assert [[sample.id for sample, here in zip(pack.samples, encoded_images(pack, 2)) if any(here)]
+            for pack in plan.encoded] == [["images"]]
 
 
 @pytest.mark.parametrize("freeze", ["", pytest.param("language", marks=pytest.mark.slow)])

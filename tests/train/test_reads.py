@@ -20,6 +20,7 @@ from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.results import StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import collated
 from tests.packs import Film, rough_model, with_images_apart
@@ -36,8 +37,10 @@ LAYOUT: list[Groups] = [
 
 def reads_of(
     rank: int, sync: str, transport: str, freeze: list[str], recomputes: bool, plan: Plan, payloads: dict[str, Payload]
-) -> tuple[list[Place], int]:
-    """Where a step read the device before its totals, and how often it did in all."""
+) -> tuple[list[Place], int, StepResult, int]:
+    """Where a step read the device before its totals, how often it did in all, what it reports, and bytes of features
+    that came from other ranks before the packs.
+    """
     adapter, progress = rough_model(), Progress(CPU)
     adapter.freeze(freeze)
     if recomputes:
@@ -58,9 +61,10 @@ def reads_of(
     before = Counter[Place]()
     with counted(CPU) as found:
         step.before_update = lambda: before.update(found)
-        step.run(inputs, 1.0)
+        result = step.run(inputs, 1.0)
     opened.close()
-    return list(before), found.total()
+    received = sum(count for own in inputs.inputs for other, count in own.received_from.items() if other != rank)
+    return list(before), found.total(), result, 4 * adapter.feature_width * received
 
 
 @pytest.mark.parametrize(("sync", "transport", "freeze", "recomputes"), [
@@ -71,16 +75,27 @@ def test_a_step_reads_nothing_before_its_totals(
     sync: str, transport: str, freeze: list[str], recomputes: bool
 ) -> None:
     plan, payloads = make_plan(3, LAYOUT, masked=("2.1",), sync=sync)
-    for reads, in_all in run_ranks(reads_of, 3, sync, transport, freeze, recomputes, plan, payloads):
+    for reads, in_all, result, _ in run_ranks(reads_of, 3, sync, transport, freeze, recomputes, plan, payloads):
         assert reads == []
         assert in_all > 0, "the totals are read, and so found"
+        assert (result.encoder_times, result.exchanged_bytes) == ((), 0)
 
 
-@pytest.mark.parametrize(("transport", "freeze", "keeps"), [
-    pytest.param("pool", [], True, marks=pytest.mark.slow), ("parent", [], False),
-    pytest.param("pool", ["vision"], True, marks=pytest.mark.slow)])
-def test_nor_does_one_that_encodes_images_apart_from_its_packs(transport: str, freeze: list[str], keeps: bool) -> None:
+@pytest.mark.parametrize(("transport", "freeze", "keeps", "recomputes"), [
+    ("parent", [], False, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("pool", [], True, False), ("pool", ["vision"], True, False), ("parent", ["language"], False, True)))])
+def test_nor_does_one_that_encodes_images_apart_from_its_packs(
+    transport: str, freeze: list[str], keeps: bool, recomputes: bool
+) -> None:
     plan, payloads = make_plan(3, LAYOUT, masked=("2.1",))
     plan = with_images_apart(plan, keeps, pass_patches=40)
-    for reads, _ in run_ranks(reads_of, 3, "step", transport, freeze, False, plan, payloads):
+    assert any(encoder not in group.ranks for group in plan.groups for encoder in group.encoders)
+    found = run_ranks(reads_of, 3, "step", transport, freeze, recomputes, plan, payloads)
+    for reads, in_all, result, _ in found:
         assert reads == []
+        assert in_all > 0, "the totals are read, and so found"
+        before, *after = result.encoder_times
+        assert len(after) == ("vision" not in freeze)
+        edges = [edge for time in (before, *result.pack_times, *after) for edge in (time.start_s, time.end_s)]
+        assert edges == sorted(edges)
+    assert sum(result.exchanged_bytes for *_, result, _ in found) == sum(came for *_, came in found) > 0

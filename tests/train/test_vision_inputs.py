@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -9,17 +10,19 @@ import pytest
 import torch
 
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPlan, Sample, planned_samples
+from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan, RankPlan, Sample, planned_samples
 from dhp_ray.train.encoder_phases import received_rows
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import StepInputs, collated
 from dhp_ray.train.vision_inputs import passes_of, vision_inputs
-from tests.packs import TOKEN_IDS, Film, make_sample, own_payloads, rough_model, with_images_apart
+from tests.packs import PATCH_DIMS, TOKEN_IDS, Film, make_sample, own_payloads, rough_model, with_images_apart
 
-MADE = [make_sample("a", [20, (1, 4, 8), 30, (1, 8, 6), 7]), make_sample("b", [33]),
-        make_sample("c", [5, Film(0.5, ((2, 4, 4), (1, 4, 4))), 30]), make_sample("d", [9, (1, 4, 4), 11])]
-SAMPLES = tuple(sample for sample, _ in MADE)
-PAYLOADS = {sample.id: payload for sample, payload in MADE}
+PARTS: dict[str, list[int | Grid | Film]] = {
+    "a": [20, (1, 4, 8), 30, (1, 8, 6), 7], "b": [33], "c": [5, Film(0.5, ((2, 4, 4), (1, 4, 4))), 30],
+    "d": [9, (1, 4, 4), 11]}
+MADE = {preset: [make_sample(name, parts, preset=preset) for name, parts in PARTS.items()] for preset in PATCH_DIMS}
+SAMPLES = tuple(sample for sample, _ in MADE["tiny"])
+PAYLOADS = {sample.id: payload for sample, payload in MADE["tiny"]}
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +30,25 @@ def adapter() -> ModelAdapter:
     return rough_model()
 
 
-def three_packs(pass_patches: int = 0) -> Plan:
+def three_packs(pass_patches: int = 0, preset: str = "tiny") -> Plan:
     """Five images on four ranks, one of which runs no pack; two packs share ranks."""
     groups = (GroupPlan((2, 0), Pack((0, 1)), 1.0, encoders=(2, 0)), GroupPlan((0,), Pack((3,)), 1.0, encoders=(0,)),
               GroupPlan((2, 1), Pack((2,)), 1.0, encoders=(2, 1)))
-    plan = Plan("listed", "step", ClusterSpec(4, 4, 200), SAMPLES, groups, 1.0, 1.0)
+    samples = tuple(sample for sample, _ in MADE[preset])
+    plan = Plan("listed", "step", ClusterSpec(4, 4, 200), samples, groups, 1.0, 1.0)
     plan = with_images_apart(plan, True, pass_patches)
     plan.validate()
     return plan
 
 
-def inputs_of(plan: Plan, rank: int, adapter: ModelAdapter) -> StepInputs:
+def inputs_of(
+    plan: Plan, rank: int, adapter: ModelAdapter, masked: Sequence[str] = (), preset: str = "tiny"
+) -> StepInputs:
+    """Of one rank, which knows from the start that `masked` cannot be used."""
     rank_plan = plan.rank_plan(1, rank)
+    payloads = {sample.id: replace(payload, masked=sample.id in masked) for sample, payload in MADE[preset]}
     own = {name: payload for pack in (*rank_plan.packs, *rank_plan.encoded)
-           for name, payload in own_payloads(pack, PAYLOADS, rank).items()}
+           for name, payload in own_payloads(pack, payloads, rank).items()}
     return collated(rank_plan, own, adapter)
 
 
@@ -51,53 +59,92 @@ def test_passes_are_as_long_as_they_may_be(patches: list[int], most: int, expect
     assert passes_of(patches, most) == expected
 
 
-@pytest.mark.parametrize("pass_patches", [0, 40])
-def test_every_image_token_gets_its_own_feature(adapter: ModelAdapter, pass_patches: int) -> None:
-    """A feature stands for itself: the sample's number, its image, the token of that image."""
-    plan = three_packs(pass_patches)
-    inputs = [inputs_of(plan, rank, adapter) for rank in range(4)]
-    features = [features_of(plan.rank_plan(1, rank)) for rank in range(4)]
+@pytest.mark.parametrize(("preset", "pass_patches"), [
+    ("tiny", 0), ("tiny", 40), ("tiny_qwen3_vl", 40), ("tiny_internvl", 20)])
+def test_every_image_token_gets_its_own_feature(preset: str, pass_patches: int) -> None:
+    adapter, plan = rough_model(preset=preset), three_packs(pass_patches, preset)
+    inputs = [inputs_of(plan, rank, adapter, preset=preset) for rank in range(4)]
+    check_exchange(plan, inputs, (), preset)
+    assert any(encoder == 3 for group in plan.groups for encoder in group.encoders)
+    passes = [len(own.vision.passes) for own in inputs if own.vision]
+    assert max(passes) == (1 if pass_patches == 0 else 2)
+
+
+@pytest.mark.parametrize("masked", ["a", "c", "d", "ac", "acd"])
+def test_nor_do_features_of_others_change_places_where_samples_cannot_be_used(
+    adapter: ModelAdapter, masked: str
+) -> None:
+    """Known to some ranks from the start, and told to the others later."""
+    plan = three_packs()
+    inputs = [inputs_of(plan, rank, adapter, masked if rank % 2 else ()) for rank in range(4)]
+    for own in inputs:
+        own.mask(masked, adapter)
+    check_exchange(plan, inputs, masked)
+
+
+def check_exchange(plan: Plan, inputs: Sequence[StepInputs], masked: Sequence[str], preset: str = "tiny") -> None:
+    """Exchange features that stand for themselves: the sample's name, its image, the token of that image."""
+    features = [features_of(plan.rank_plan(1, rank), masked) for rank in range(4)]
+    payloads = {sample.id: payload for sample, payload in MADE[preset]}
+    for own, mine in zip(inputs, features):
+        assert own.vision is not None
+        assert sum(images.num_rows for images in own.vision.passes) == len(mine)
+        images_of = list(dict.fromkeys((name, image) for name, image, _ in mine))
+        assert [grid for images in own.vision.passes for grid in images.grids] == [
+            tuple(payloads[name].grids[image]) for name, image in images_of]
+        assert [patches for images in own.vision.passes for patches in images.pixels.tolist()] == [
+            patches for name, image in images_of for patches in torch.as_tensor(payloads[name].pixels[image]).tolist()]
     for receiver, own in enumerate(inputs):
-        counts, rows_of = received_rows([pack.received_from for pack in own.inputs],
-                                        torch.device("cpu"))
-        received = []
-        for sender, count in counts.items():
-            assert inputs[sender].vision is not None
-            rows = inputs[sender].vision.send_index[receiver]  # type: ignore[union-attr]
-            assert len(rows) == count
-            received += [features[sender][row] for row in rows.tolist()]
+        counts, rows_of = received_rows([pack.received_from for pack in own.inputs], torch.device("cpu"))
+        sent = {sender: other.vision.send_index[receiver] for sender, other in enumerate(inputs)
+                if other.vision and receiver in other.vision.send_index}
+        assert {sender: len(rows) for sender, rows in sent.items()} == counts
+        received = [features[sender][row] for sender in counts for row in sent[sender].tolist()]
         for pack, part, rows in zip(own.packs, own.inputs, rows_of, strict=True):
             places = part.layout.index(part.member)[part.vision_token_index].tolist()
-            wanted = tokens_of(pack.samples)
-            assert [received[row] for row in rows.tolist()] == [wanted[place] for place in places]
-            assert len(places) == int(sum((part.token_ids == TOKEN_IDS[name]).sum() for name in ("image", "video")))
-    assert all(sum(images.num_rows for images in own.vision.passes) == len(mine)  # type: ignore[union-attr]
-               for own, mine in zip(inputs, features))
-    assert any(rank not in {0, 1, 2} for rank in {encoder for group in plan.groups for encoder in group.encoders})
+            placed = {place: found for place, found in tokens_of(pack.samples, payloads, masked).items()
+                      if place in part.layout.index(part.member).tolist()}
+            assert dict(zip(places, [received[row] for row in rows.tolist()], strict=True)) == placed
 
 
-def features_of(plan: RankPlan) -> list[tuple[str, int, int]]:
+def features_of(plan: RankPlan, masked: Sequence[str]) -> list[tuple[str, int, int]]:
     """Rows that a rank encodes, in plan order."""
     found = []
     for pack in plan.encoded:
         encoders = iter(pack.encoders)
         for sample in pack.samples:
             for image, grid in enumerate(sample.vision_grids):
-                if next(encoders) == plan.rank:
+                if next(encoders) == plan.rank and sample.id not in masked:
                     found += [(sample.id, image, token) for token in range(prod(grid) // 4)]
     return found
 
 
-def tokens_of(samples: tuple[Sample, ...]) -> dict[int, tuple[str, int, int]]:
+def tokens_of(
+    samples: Sequence[Sample], payloads: Mapping[str, Payload], masked: Sequence[str]
+) -> dict[int, tuple[str, int, int]]:
     """What each image token of a pack stands for, by its place."""
-    found, start = {}, 0
+    found: dict[int, tuple[str, int, int]] = {}
+    start = 0
     for sample in samples:
-        ids = torch.from_numpy(PAYLOADS[sample.id].input_ids)
+        ids = torch.from_numpy(payloads[sample.id].input_ids)
         places = iter(((ids == TOKEN_IDS["image"]) | (ids == TOKEN_IDS["video"])).nonzero()[:, 0].tolist())
-        for image, grid in enumerate(sample.vision_grids):
+        for image, grid in enumerate(sample.vision_grids if sample.id not in masked else ()):
             found |= {start + next(places): (sample.id, image, token) for token in range(prod(grid) // 4)}
         start += sample.num_tokens
     return found
+
+
+def test_patches_lie_in_the_inputs_alone(adapter: ModelAdapter) -> None:
+    """Also those of a sample whose other images are encoded elsewhere, and after another sample is made anew."""
+    inputs = inputs_of(three_packs(40), 3, adapter)
+    for masked in ((), ("a",)):
+        inputs.mask(masked, adapter)
+        assert inputs.vision is not None
+        held = [pixels for payload in inputs.payloads.values() for pixels in payload.pixels if pixels is not None]
+        assert all(isinstance(pixels, torch.Tensor) for pixels in held)
+        assert ({pixels.untyped_storage().data_ptr() for pixels in held}  # type: ignore[union-attr]
+                == {images.pixels.untyped_storage().data_ptr() for images in inputs.vision.passes})
+        assert sum(map(len, held)) == sum(len(images.pixels) for images in inputs.vision.passes) > 0
 
 
 def test_a_rank_needs_the_samples_that_it_runs_or_encodes_of() -> None:
@@ -122,10 +169,16 @@ def test_a_sample_that_cannot_be_used_is_not_encoded(adapter: ModelAdapter) -> N
 
 def test_a_payload_that_is_missing_or_wrong_is_refused(adapter: ModelAdapter) -> None:
     plan = three_packs().rank_plan(1, 3)
-    with pytest.raises(ValueError, match="sample a: no payload for the images that rank 3 encodes"):
+    with pytest.raises(ValueError, match=r"^sample a: no payload for the images that rank 3 encodes$"):
         vision_inputs(plan, {}, adapter)
-    short = PAYLOADS["a"].pixels[0]
+    good = PAYLOADS["a"]
+    short = good.pixels[0]
     assert short is not None
-    wrong: Payload = replace(PAYLOADS["a"], pixels=[short[:-1], short[:-1]])
-    with pytest.raises(ValueError, match=r"sample a: image \d has patches"):
-        vision_inputs(plan, {**PAYLOADS, "a": wrong}, adapter)
+    for wrong, message in (
+        (replace(good, pixels=[short[:-1], None]), r"image 0 has patches \(31, 1176\); its grid takes \(32, 1176\)"),
+        (replace(good, pixels=[None, None]), r"image 0 has patches None; its grid takes \(32, 1176\)"),
+        (replace(good, grids=good.grids[::-1], pixels=good.pixels[::-1]), r"2 images of grids \(\(1, 8, 6\), .*"),
+        (replace(good, input_ids=good.input_ids[:-1]), r"80 token ids and 81 labels; planned: 81 of each"),
+    ):
+        with pytest.raises(ValueError, match=f"^sample a: {message}$"):
+            vision_inputs(plan, {**PAYLOADS, "a": wrong}, adapter)

@@ -15,6 +15,7 @@ from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import ClusterSpec, Plan
+from dhp_ray.planner.timeline import apart_timeline
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.elastic import Condition, Failures, replica_ranks_of
@@ -125,6 +126,8 @@ class Session:
         if not scale.ratios:
             return self.config.comm.timeout_s
         longest_s = max((group.predicted_time_s for group in plan.groups), default=0.0)
+        if apart := apart_timeline(plan):
+            longest_s = max(longest_s, float(apart.encoded_s.max()), float((apart.end_s - apart.backward_s).max()))
         layer_s = scale.value * longest_s / self.group.num_layers
         return STUCK_SHARE * max(elastic.hang_s, elastic.hang_factor * layer_s)
 

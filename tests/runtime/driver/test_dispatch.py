@@ -17,7 +17,7 @@ from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel, warm_up
-from dhp_ray.planner.plan import ClusterSpec, RankPack, RankPlan, Sample, encoded_images
+from dhp_ray.planner.plan import ClusterSpec, RankPack, RankPlan, Sample, VisionPlan, encoded_images, planned_samples
 from dhp_ray.runtime.driver.batch_reader import blocks_of
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
@@ -33,6 +33,8 @@ def test_each_block_is_sent_once_with_the_rows_that_a_rank_needs(ray_cluster: No
                                RankPack(1, (0, 1), (SAMPLES[1], SAMPLES[2]), (1, 0), 1.0)))
     blocks = blocks_of(plan, batch)
     assert [(block.reference, block.rows) for block in blocks] == [([second], [2, 5]), ([first], [0])]
+    apart = RankPlan(1, 1, (), (), vision=VisionPlan("world"), encoded=(plan.packs[1],))
+    assert [(block.reference, block.rows) for block in blocks_of(apart, batch)] == [([second], [2])]
 
 
 def test_a_rank_decodes_the_images_that_the_plan_gives_it() -> None:
@@ -45,14 +47,14 @@ class Listener:
     """Takes slices of plans as a worker does, and decodes nothing."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[int, str]] = []
+        self.sent: list[tuple[RankPlan, int]] = []
 
     def prefetch(self, plan: RankPlan, blocks: list[Any]) -> dict[str, str]:
-        self.sent.append((plan.step, plan.plan_id))
+        self.sent.append((plan, sum(len(block.rows) for block in blocks)))
         return {}
 
-    def plans(self) -> list[tuple[int, str]]:
-        return self.sent
+    def plans(self, whole: bool = False) -> list[Any]:
+        return self.sent if whole else [(plan.step, plan.plan_id) for plan, _ in self.sent]
 
 
 class Batches:
@@ -119,17 +121,22 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowPlanner]:
     planner.released.set()
 
 
-def test_a_plan_is_made_beside_the_step_and_written_before_it_is_sent(dispatcher: Dispatcher) -> None:
+@pytest.mark.parametrize("encoder", ["group", "world"])
+def test_a_plan_is_made_beside_the_step_and_written_before_it_is_sent(dispatcher: Dispatcher, encoder: str) -> None:
+    dispatcher.config.planner.encoder = encoder
     dispatcher.begin(1)
     finished(dispatcher)
     taken = dispatcher.take(1)
     assert taken is not None
     assert (taken.step, taken.plan.planner, taken.plan_id, taken.late) == (1, "dhp", "3.1.1", False)
     written = dispatcher.written[1]  # type: ignore[attr-defined]
-    assert (written["id"], written["late"],
-            written["batch"]) == ("3.1.1", False, {"epoch": 0, "cursor": {}, "skipped": []})
+    assert (written["id"], written["late"], written["vision"]["layout"],
+            written["batch"]) == ("3.1.1", False, encoder, {"epoch": 0, "cursor": {}, "skipped": []})
     assert dispatcher.failures(taken) == {}
     assert sent(dispatcher) == [[(1, "3.1.1")]] * 2
+    for (plan, num_rows), in dispatcher.group.call("plans", True):
+        assert plan == taken.plan.rank_plan(1, plan.rank, "3.1.1")
+        assert num_rows == len({sample.id for sample in planned_samples(plan)})
 
 
 def test_a_late_plan_is_replaced_by_a_fast_one(dispatcher: Dispatcher, slow: SlowPlanner) -> None:

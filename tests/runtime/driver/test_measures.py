@@ -63,6 +63,19 @@ def test_metrics_of_images_encoded_apart() -> None:
     assert "encoder" not in step_metrics(dataclasses.replace(plan, vision=VisionPlan()), results, 5.0, 1.0, 1)
 
 
+def test_of_a_frozen_encoder_and_of_no_image_there_is_less_to_measure() -> None:
+    """One phase; and a batch whose images cannot be used, so that nothing is encoded."""
+    plan = Plan("dhp", "step", ClusterSpec(2, 2, 20), (Sample("a", 10, 4, ((1, 4, 4),)),),
+                (GroupPlan((0,), Pack((0,)), 1.0, encoders=(1,)),), 1.0, 0.9, vision=VisionPlan("world"))
+    results = [result(0, PackTime(0, 1.0, 2.0, 0.0))._replace(encoder_times=(PackTime(-1, 0.0, 1.0, 0.75),)),
+               result(1)._replace(encoder_times=(PackTime(-1, 0.0, 0.75, 0.0),), exchanged_bytes=640)]
+    assert step_metrics(plan, results, 5.0, 1.0, 1)["encoder"] == {
+        "layout": "world", "keeps": True, "encode_s": 0.75, "backward_s": 0.0, "imbalance": 1.5, "exchanged_bytes": 640}
+    nothing = [found._replace(encoder_times=(), exchanged_bytes=0) for found in results]
+    assert step_metrics(plan, nothing, 5.0, 1.0, 1)["encoder"] == {
+        "layout": "world", "keeps": True, "encode_s": 0.0, "backward_s": 0.0, "imbalance": 1.0, "exchanged_bytes": 0}
+
+
 def with_phases(
     found: StepResult, before: tuple[float, float, float], after: tuple[float, float, float], num_bytes: int
 ) -> StepResult:

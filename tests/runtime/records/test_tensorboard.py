@@ -13,9 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from dhp_ray.config import load
+from dhp_ray.runtime.driver.measures import step_metrics
 from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text, scalars_of
 from dhp_ray.storage import Folder
 from tests.disks import fill
+from tests.report.runs import plan_of, results_of
 
 EXTRA = {"applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.01, "lower_bound_s": 0.3,
          "prefetch_wait_s": 0.0, "pool_hits": 5, "pool_creations": 2, "pool_evictions": 0, "pool_overflows": 0}
@@ -67,6 +69,15 @@ def test_every_metric_has_a_curve() -> None:
     for name, value in (whole | EXTRA).items():
         if name not in ("step", "degrees", "planner"):
             assert float(value) in drawn, name
+
+
+def test_every_figure_of_images_encoded_apart_has_a_curve() -> None:
+    plan = plan_of(3, encoder="world")
+    whole = step_metrics(plan, results_of(plan, 3), 0.5, 1.0, 1)
+    drawn = {tag: value for tag, value in scalars_of(whole, EXTRA).items() if tag.startswith("encoder/")}
+    assert drawn == {f"encoder/{name}": value for name, value in whole["encoder"].items()
+                     if name not in ("layout", "keeps")}
+    assert not [tag for tag in scalars_of(metrics(1), EXTRA) if tag.startswith("encoder/")]
 
 
 def test_speeds_of_ranks_are_curves_of_their_own_while_they_are_few() -> None:

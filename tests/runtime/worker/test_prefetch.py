@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,15 +17,25 @@ from dhp_ray.comm.link import Link
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
-from dhp_ray.planner.plan import RankPlan, Sample
+from dhp_ray.planner.plan import (
+    ClusterSpec,
+    GroupPlan,
+    Pack,
+    Plan,
+    RankPlan,
+    Sample,
+    encoded_images,
+    planned_samples,
+)
 from dhp_ray.runtime.messages import RunError
-from dhp_ray.runtime.worker.prefetch import Patches, futures_of, load_inputs, num_decoders, payload_of
+from dhp_ray.runtime.worker import prefetch
+from dhp_ray.runtime.worker.prefetch import Patches, encoded_grids, futures_of, load_inputs, num_decoders, payload_of
 from dhp_ray.schema import Cluster, Config, Data
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.payload import Payload, check_payload
 from tests.data.samples import picture, processor, talk, video, write_rows
-from tests.packs import TOKEN_IDS, make_pack, plain_copy, rough_model
+from tests.packs import TOKEN_IDS, make_pack, plain_copy, rough_model, with_images_apart
 
 PROCESSOR = processor()
 
@@ -38,11 +49,15 @@ def film_record(folder: Path, max_image_tokens: int) -> dict[str, Any]:
 
 
 def records_of(folder: Path, rows: list[dict[str, Any]], max_image_tokens: int = 0) -> list[dict[str, Any]]:
+    block = block_of(folder, rows, max_image_tokens)
+    return read_payloads(block, list(range(block.num_rows)))
+
+
+def block_of(folder: Path, rows: list[dict[str, Any]], max_image_tokens: int = 0) -> pa.Table:
     fragments = index_fragments(Data(format="llava", path=str(write_rows(folder / "rows.json", rows))))
     items = [{"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragments[0])}]
-    block = ReadFragments(ProcessorSpec("tiny"), str(folder), 0,
-                          max_image_tokens=max_image_tokens)(pa.Table.from_pylist(items))
-    return read_payloads(block, list(range(block.num_rows)))
+    return ReadFragments(ProcessorSpec("tiny"), str(folder), 0,
+                         max_image_tokens=max_image_tokens)(pa.Table.from_pylist(items))
 
 
 def sample_of(record: dict[str, Any]) -> Sample:
@@ -52,20 +67,33 @@ def sample_of(record: dict[str, Any]) -> Sample:
 
 def many_records(folder: Path) -> list[dict[str, Any]]:
     """Twelve samples with up to three images and a video; of three of them an image does not decode."""
-    rows = []
+    return read_payloads(*many_rows(folder))
+
+
+def many_rows(folder: Path) -> tuple[pa.Table, list[int]]:
+    """A block, and its rows in the order of `many_records`."""
+    rows, broken = [], {"2-1.png", "6-0.png", "7-2.png"}
     for number in range(12):
         pictures = [f"{number}-{image}.png" for image in range(number % 4)]
         for image, name in enumerate(pictures):
-            (folder / name).write_bytes(picture(60 + 20 * number, 60 + 30 * image))
+            whole = picture(60 + 20 * number, 60 + 30 * image)
+            (folder / name).write_bytes(whole[:-60] if name in broken else whole)
         film = {"video": "a.mp4"} if number % 5 == 1 else {}
         rows.append({"id": f"r{number}", "image": pictures, **film, "conversations": talk(
             "<image>" * len(pictures) + "<video>" * len(film) + "What?", "That.")})
     (folder / "a.mp4").write_bytes(video(30, 84, 56, rate=7))
-    records = sorted(records_of(folder, rows), key=lambda record: int(record["id"][1:]))
-    by_name = {record["id"]: record for record in records}
-    for name, image in (("r2", 1), ("r6", 0), ("r7", 2)):
-        by_name[name]["images"][image] = by_name[name]["images"][image][:-60]
-    return records
+    block = block_of(folder, rows)
+    return block, sorted(range(block.num_rows), key=lambda row: int(block["id"][row].as_py()[1:]))
+
+
+def plan_apart(samples: list[Sample]) -> Plan:
+    """Two packs on ranks 0 and 1 and one on rank 0, their images encoded apart from them by three ranks."""
+    packs = (((0, 1), range(5)), ((0,), range(5, 9)), ((1, 0), range(9, 12)))
+    groups = tuple(GroupPlan(ranks, Pack(tuple(rows)), 1.0, encoders=tuple(
+        ranks[0] for row in rows for _ in samples[row].vision_grids)) for ranks, rows in packs)
+    plan = with_images_apart(Plan("listed", "step", ClusterSpec(3, 3, 10**5), tuple(samples), groups, 1.0, 1.0))
+    plan.validate()
+    return plan
 
 
 def test_a_video_in_pieces_has_the_loss_of_plain_transformers(tmp_path: Path) -> None:
@@ -136,6 +164,78 @@ def test_any_number_of_decoders_gives_the_same_payloads(tmp_path: Path) -> None:
             assert_same(payload, one[name])
         for found, expected in zip(several.inputs, inputs.inputs, strict=True):
             assert torch.equal(found.pixels, expected.pixels)
+
+
+def test_of_images_apart_a_rank_decodes_its_own_and_reports_the_broken_among_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[bytes] = []
+    for name in ("decode", "decode_video"):
+        function = getattr(prefetch, name)
+        monkeypatch.setattr(prefetch, name, lambda data, *rest, function=function: (
+            decoded.append(data), function(data, *rest))[1])
+    block, rows = many_rows(tmp_path)
+    records, adapter = read_payloads(block, rows), rough_model()
+    plan = plan_apart([sample_of(record) for record in records])
+    bad, found, reported = {"r2": 1, "r6": 0, "r7": 2}, [], []
+    for rank in range(3):
+        rank_plan = plan.rank_plan(1, rank)
+        needed = {sample.id for sample in planned_samples(rank_plan)}
+        sent = {row["id"]: row for row in read_payloads(block, [rows[place] for place, record in enumerate(records)
+                                                                if record["id"] in needed], encoded_grids(rank_plan))}
+        mine = {sample.id: here for pack in rank_plan.encoded
+                for sample, here in zip(pack.samples, encoded_images(pack, rank)) if any(here)}
+        assert sent.keys() == {sample.id for pack in rank_plan.packs for sample in pack.samples} | mine.keys()
+        decoded.clear()
+        inputs, failed = load_inputs(rank_plan, sent.values(), PROCESSOR, adapter)
+        assert Counter(decoded) == Counter(data for row in sent.values() for data in row["images"] if data is not None)
+        assert failed.keys() == {name for name, image in bad.items() if name in mine and mine[name][image]}
+        assert inputs.payloads.keys() == sent.keys()
+        for name in sent.keys() - failed.keys():
+            here = mine.get(name, (False,) * len(sent[name]["grids"]))
+            assert_same(inputs.payloads[name], payload_of(sent[name], here, PROCESSOR))
+            assert [patches is not None for patches in inputs.payloads[name].pixels] == list(here)
+            assert {number for number, data in enumerate(sent[name]["images"]) if data is not None} == {
+                number for number, needs in zip(sent[name]["media"], here) if needs}
+        assert all(len(made.pixels) == 0 for made in inputs.inputs)
+        assert inputs.vision is not None
+        assert [grid for images in inputs.vision.passes for grid in images.grids] == [
+            grid for pack in rank_plan.encoded for sample in pack.samples if sample.id not in failed
+            for grid, here in zip(sample.vision_grids, mine.get(sample.id, ())) if here]
+        found.append(inputs)
+        reported += failed
+    assert sorted(reported) == sorted(bad), "each once"
+    assert not plan.rank_plan(1, 2).packs
+    for inputs in found:  # as the driver tells them
+        inputs.mask(reported, adapter)
+    for receiver, inputs in enumerate(found):
+        counts = Counter[int]()
+        for made in inputs.inputs:
+            counts.update(made.received_from)
+        assert counts == {sender: len(other.vision.send_index[receiver]) for sender, other in enumerate(found)
+                          if other.vision and receiver in other.vision.send_index}
+
+
+def test_any_number_of_decoders_gives_the_same_images_apart(tmp_path: Path) -> None:
+    records, adapter = many_records(tmp_path), rough_model()
+    plan = plan_apart([sample_of(record) for record in records]).rank_plan(1, 0)
+    one, failed = load_inputs(plan, records, PROCESSOR, adapter)
+    assert failed
+    for count in (2, 5):
+        several, reasons = load_inputs(plan, records, PROCESSOR, adapter, count)
+        assert list(reasons.items()) == list(failed.items())
+        assert list(several.payloads) == list(one.payloads)
+        for name, payload in several.payloads.items():
+            assert_same(payload, one.payloads[name])
+
+
+def test_a_row_of_an_image_alone_that_was_not_sent_is_named(tmp_path: Path) -> None:
+    records = many_records(tmp_path)
+    plan = plan_apart([sample_of(record) for record in records]).rank_plan(1, 2)
+    names = [sample.id for sample in planned_samples(plan)]
+    rows = [record for record in records if record["id"] in names[1:]]
+    with pytest.raises(RunError, match=rf"^step 1: sample {names[0]} is planned for rank 2, but is not among the "):
+        load_inputs(plan, rows, PROCESSOR, rough_model())
 
 
 def test_a_row_that_was_not_sent_is_named(tmp_path: Path) -> None:
