@@ -127,8 +127,8 @@ def other_mode(plan: Plan) -> tuple[str, int]:
 
 
 def _planned(problem: Problem, name: str) -> Plan:
-    return plan_batch(problem.samples, problem.cluster, problem.cost, planner=name, sync=problem.sync, pool=problem.pool,
-                      encoder=problem.encoder)
+    return plan_batch(problem.samples, problem.cluster, problem.cost, planner=name, sync=problem.sync,
+                      pool=problem.pool, encoder=problem.encoder)
 
 
 def _on_equal_clusters(problems: Sequence[Problem]) -> list[list[int]]:
