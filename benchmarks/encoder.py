@@ -84,7 +84,7 @@ def rows_elsewhere(plan: Plan, marks: int = 0) -> int:
 
 def rows_sent(plan: Plan, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> int:
     """The same from what the ranks of a plan with images apart send one another."""
-    sent = {rank: vision_inputs(plan.rank_plan(1, rank), payloads, adapter).send_index
+    sent = {rank: vision_inputs(plan.rank_plan(1, rank), payloads.__getitem__, adapter).send_index
             for rank in range(plan.cluster.num_ranks)}
     return sum(len(rows) for rank, index in sent.items() for other, rows in index.items() if other != rank)
 

@@ -23,8 +23,8 @@ from dhp_ray.train.payload import Payload
 
 PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}
 """A preset of each family, and the values of its patches."""
-KEY_BIAS = "attention.k_proj.bias"
-"""Of InternVL's encoder."""
+ROUNDING = 1e-6
+"""Of fp32 sums, as a share of the largest gradient."""
 TOKEN_IDS = {"bos": 256, "pad": 256, "eos": 258, "vision_start": 259, "vision_end": 260, "image": 261, "video": 262}
 
 
@@ -187,12 +187,14 @@ def plain_gradients(
 
 
 def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Largest difference over the largest element, of each tensor of `wanted`; the difference itself where that is
-    zero. What is rounding alone, the gradient of a key's bias where nothing is rotated (softmax cancels it), is held
-    against that of the query's.
+    """Largest difference over the largest element, of each tensor of `wanted`; where that is rounding alone, over the
+    largest of all tensors. (A key's bias where nothing is rotated, and a query that sees one key, have gradients of 0.)
     """
-    scales = {name: wanted[name.replace(KEY_BIAS, "attention.q_proj.bias")].abs().max().item() for name in wanted}
-    return {name: (found[name] - tensor).abs().max().item() / (scales[name] or 1.0) for name, tensor in wanted.items()}
+    sizes = {name: tensor.abs().max().item() for name, tensor in wanted.items()}
+    largest = max(sizes.values(), default=0.0) or 1.0
+    return {name: (found[name] - tensor).abs().max().item() / (sizes[name] if sizes[name] > ROUNDING * largest
+                                                               else largest)
+            for name, tensor in wanted.items()}
 
 
 def own_payloads(pack: RankPack, payloads: Mapping[str, Payload], rank: int) -> dict[str, Payload]:

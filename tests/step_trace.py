@@ -51,7 +51,7 @@ def traced_step(
         count = sum(len(grids) for _, grids in samples)
         rank_packs.append(RankPack(index, (0,), tuple(sample for sample, _ in made), (0,) * count, 1.0))
     plan = RankPlan(1, 0, (), tuple(rank_packs), (), "", vision, tuple(pack for pack in rank_packs if pack.encoders))
-    images = vision_inputs(plan, payloads, adapter)
+    images = vision_inputs(plan, payloads.__getitem__, adapter)
     inputs = [collate(pack, payloads, 0, adapter, apart=True) for pack in rank_packs]
     optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
     with memory_trace() as trace:

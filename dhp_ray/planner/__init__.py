@@ -19,7 +19,7 @@ from dhp_ray.planner.baselines.paper import dhp_paper
 from dhp_ray.planner.baselines.pow2 import pow2
 from dhp_ray.planner.baselines.static import best_layout, static, uniform
 from dhp_ray.planner.baselines.static_best import static_best
-from dhp_ray.planner.bound import lower_bound_s
+from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.checks import PlanError, SequenceTooLongError
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
@@ -30,7 +30,7 @@ from dhp_ray.planner.problem import ENCODERS, Problem, problem_of
 from dhp_ray.planner.quick import dhp_quick
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.timeline import idle_fraction, plan_starts, starts_of
-from dhp_ray.planner.world import encoded_apart, world_of
+from dhp_ray.planner.world import without_images, world_of
 
 __all__ = [
     "LAST_RESORT",
@@ -108,27 +108,40 @@ def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
     """The batches of a data set (`checked_problem`'s, on equal clusters) under one static layout, as static systems
     are run: the degree and the pack cap with the least sum of makespans. The name in these plans is `static`; they
     do not replay, as each depends on all batches."""
-    bounded = [replace(problem, lower_bound_s=lower_bound_s(problem)) for problem in problems]
-    seen = [_in_node_order(problem) for problem in bounded]
+    problems = [bounded(problem) for problem in problems]
+    seen = [_in_node_order(problem) for problem in problems]
     layout = best_layout([problem for problem, _ in seen])
-    return [_priced(problem, "static", uniform(there, layout), order) for problem, (there, order) in zip(bounded, seen)]
+    return [_priced(problem, "static", uniform(there, layout), order)
+            for problem, (there, order) in zip(problems, seen)]
 
 
 def _shortest(problem: Problem, planner: str) -> Plan:
     """The plan with images in the packs or apart from them; the former of two that take as long."""
-    bound_s, found = lower_bound_s(problem), list[Plan]()
+    problem, plans = bounded(problem), list[Plan]()
     if problem.encoder != "group" and len(problem.all_image_s) and problem.sync == "step":
-        apart = encoded_apart(problem)
-        seen, order = _in_node_order(apart)
-        bounded = replace(problem, lower_bound_s=bound_s)
-        found += _priced_apart(bounded, apart, planner, PLANNERS[planner](seen), order)
-    if problem.encoder != "world" or not found:
-        grouped = replace(problem, encoder="group")
-        grouped = replace(grouped, lower_bound_s=lower_bound_s(grouped) if problem.encoder != "group" else bound_s)
-        seen, order = _in_node_order(grouped)
-        in_packs = _priced(replace(grouped, encoder=problem.encoder), planner, PLANNERS[planner](seen), order)
-        found.insert(0, replace(in_packs, lower_bound_s=bound_s))
-    return min(found, key=lambda plan: plan.predicted_time_s)
+        plans += _apart(problem, planner)
+    if problem.encoder != "world" or not plans:
+        plans.insert(0, _in_packs(problem, planner))
+    return min(plans, key=lambda plan: plan.predicted_time_s)
+
+
+def _in_packs(problem: Problem, planner: str) -> Plan:
+    seen = problem if problem.encoder == "group" else bounded(replace(problem, encoder="group"))
+    seen, order = _in_node_order(seen)
+    return _priced(problem, planner, PLANNERS[planner](seen), order)
+
+
+def _apart(problem: Problem, planner: str) -> list[Plan]:
+    """The plan with images apart from the packs; none where the ranks have no memory for that."""
+    without = without_images(problem)
+    seen, order = _in_node_order(bounded(without))
+    schedule = PLANNERS[planner](seen)
+    schedule = schedule if order is None else renamed(schedule, order)
+    times = times_of(without, schedule)
+    world = world_of(problem, schedule, times)
+    if world is None:
+        return []
+    return [_plan(problem, planner, groups_of(problem, schedule, times, world.encoder), world.makespan_s, world.vision)]
 
 
 def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:
@@ -144,19 +157,6 @@ def _priced(problem: Problem, planner: str, schedule: Schedule, order: np.ndarra
     times = times_of(problem, schedule)
     return _plan(problem, planner, groups_of(problem, schedule, times), makespan_of(problem, schedule, times),
                  VisionPlan())
-
-
-def _priced_apart(
-    problem: Problem, apart: Problem, planner: str, schedule: Schedule, order: np.ndarray | None
-) -> list[Plan]:
-    """The same with images encoded apart from the packs, which are those of `apart`; none where the ranks have no
-    memory for that."""
-    schedule = schedule if order is None else renamed(schedule, order)
-    times = times_of(apart, schedule)
-    world = world_of(problem, schedule, times)
-    if world is None:
-        return []
-    return [_plan(problem, planner, groups_of(problem, schedule, times, world.encoder), world.makespan_s, world.vision)]
 
 
 def _plan(

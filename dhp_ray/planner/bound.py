@@ -26,6 +26,7 @@ on the sequence: O(sequences + ranks) memory, some 40 trials of O(sequences).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, TypeAlias, cast
 
 import numpy as np
@@ -85,6 +86,11 @@ def lower_bound_s(problem: Problem) -> float:
         float(_bound(problem.items, limits_of(problem), float(problem.speeds.sum())))
         + problem.cost.fixed_s * micro_batches
     )
+
+
+def bounded(problem: Problem) -> Problem:
+    """The problem with its lower bound."""
+    return replace(problem, lower_bound_s=lower_bound_s(problem))
 
 
 def limits_of(problem: Problem) -> Limits:

@@ -56,10 +56,10 @@ def check(plan: Plan) -> None:
         np.add.at(images, group_of_row, np.array([len(grid) for grid in grids])[rows])
     if plan.vision.layout not in ("group", "world"):
         raise PlanError(f"plan: images are encoded by {plan.vision.layout!r}; allowed: group, world")
-    everyone = range(plan.cluster.num_ranks)
+    everyone = frozenset(range(plan.cluster.num_ranks))
     for index, (group, count) in enumerate(zip(plan.groups, images.tolist())):
-        allowed = everyone if plan.vision.apart else group.ranks
-        if len(group.encoders) != count or not set(group.encoders).issubset(allowed):
+        allowed = everyone if plan.vision.apart else frozenset(group.ranks)
+        if len(group.encoders) != count or not allowed.issuperset(group.encoders):
             raise PlanError(f"plan: group {index} has {count} images and encoders {group.encoders}")
     if plan.sync == "micro_batch":
         micro_batch = np.array([group.micro_batch for group in plan.groups])

@@ -1,7 +1,7 @@
 """Plans that encode a batch's images apart from the packs, on any rank: packs are planned as if images were there
 already, then images are balanced over the ranks (`world_encoder`).
 
-    problem -> encoded_apart -> a planner of PLANNERS -> schedule of packs -> world_of -> who encodes what, the makespan
+    problem -> without_images -> a planner of PLANNERS -> schedule of packs -> world_of -> who encodes what, makespan
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.bound import lower_bound_s
 from dhp_ray.planner.encoder_memory import world_within_memory
 from dhp_ray.planner.encoder_timeline import EncodedImages, encoder_timeline
 from dhp_ray.planner.plan import VisionPlan
@@ -28,12 +27,11 @@ class World(NamedTuple):
     makespan_s: float
 
 
-def encoded_apart(problem: Problem) -> Problem:
+def without_images(problem: Problem) -> Problem:
     """The batch without what its images cost."""
     items = problem.items.copy()  # type: ignore[attr-defined]
     items.vision_s = items.image_s = 0.0
-    apart = replace(problem, items=items, all_image_s=np.zeros_like(problem.all_image_s))
-    return replace(apart, lower_bound_s=lower_bound_s(apart))
+    return replace(problem, items=items, all_image_s=np.zeros_like(problem.all_image_s))
 
 
 def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World | None:

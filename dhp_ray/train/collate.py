@@ -80,8 +80,7 @@ class PackInputs:
             vision_token_index=change(self.vision_token_index), send_index=[change(rows) for rows in self.send_index],
             segments=tuple(segments.map(change) for segments in self.segments),
             dropout_keys=None if self.dropout_keys is None else change(self.dropout_keys),
-            encoder={name: value.map(change) if isinstance(value, Segments) else change(value)
-                     for name, value in self.encoder.items()})
+            encoder=mapped(self.encoder, change))
 
     def to(self, device: torch.device) -> PackInputs:
         """The same inputs on a device."""
@@ -197,6 +196,12 @@ def _packed(
         owner_of=torch.cat(owner_of),
         feature_of=torch.cat(feature_of), patches=needed,
         grids=tuple(grids), num_images=num_images)
+
+
+def mapped(arguments: EncoderArguments, change: Callable[[Tensor], Tensor]) -> EncoderArguments:
+    """What the encoder takes from grids, with every tensor changed."""
+    return {name: value.map(change) if isinstance(value, Segments) else change(value)
+            for name, value in arguments.items()}
 
 
 def joined(patches: Sequence[np.ndarray | Tensor], patch_dim: int, pixel_type: torch.dtype, pinned: bool) -> Tensor:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,14 +41,19 @@ class StepInputs:
     payloads: dict[str, Payload] = field(default_factory=dict)
     vision: VisionInputs | None = None
 
-    def add_encoded(self, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> None:
-        """Collate the images that this rank encodes apart from the packs; before any pack is added.
+    def add_encoded(self, payload_of: Callable[[str], Payload], adapter: ModelAdapter) -> None:
+        """Collate the images that this rank encodes apart from the packs; before any pack is added. `payload_of` gives
+        the payload of a sample, by id, as `vision_inputs` asks for it.
 
         Raises:
             ValueError: see `add`.
         """
-        self.payloads |= payloads
-        self.vision = self._encoded(adapter)
+        def kept(sample_id: str) -> Payload:
+            payload = payload_of(sample_id)
+            self.payloads[sample_id] = replace(payload, pixels=list(payload.pixels))  # which become rows of a pass's
+            return self.payloads[sample_id]
+
+        self.vision = self._encoded(kept, adapter)
 
     def add(self, pack: RankPack, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> None:
         """Collate the next pack. What `payloads` hold of its pixels is needed no more.
@@ -70,30 +75,22 @@ class StepInputs:
             if any(sample.id in found for sample in pack.samples):
                 self.inputs[place] = self._collated(pack, adapter)
         if any(sample.id in found for pack in self.plan.encoded for sample in pack.samples):
-            self.vision = self._encoded(adapter)
+            self.vision = self._encoded(self.payloads.__getitem__, adapter)
 
-    def _encoded(self, adapter: ModelAdapter) -> VisionInputs:
-        inputs = vision_inputs(self.plan, self.payloads, adapter, COMPUTE_TYPES[self.precision], self.pinned)
-        patches = iter([pixels for images in inputs.passes
-                        for pixels in images.pixels.split([math.prod(grid) for grid in images.grids])])
-        for pack in self.plan.encoded:
-            self._keep_views(pack, patches)
+    def _encoded(self, payload_of: Callable[[str], Payload], adapter: ModelAdapter) -> VisionInputs:
+        inputs = vision_inputs(self.plan, payload_of, adapter, COMPUTE_TYPES[self.precision], self.pinned)
         return inputs.map(Tensor.pin_memory) if self.pinned else inputs
-
-    def _keep_views(self, pack: RankPack, patches: Iterator[Tensor]) -> None:
-        """Let the payloads hold the next `patches`, rows of what was collated, in place of what was decoded."""
-        for sample, encoded_here in zip(pack.samples, encoded_images(pack, self.plan.rank)):
-            payload = self.payloads.get(sample.id)
-            if payload and not payload.masked and any(encoded_here):
-                self.payloads[sample.id] = replace(payload, pixels=[next(patches) if here else None
-                                                                    for here in encoded_here])
 
     def _collated(self, pack: RankPack, adapter: ModelAdapter) -> PackInputs:
         apart = self.plan.vision.apart
         inputs = collate(pack, self.payloads, self.plan.rank, adapter, COMPUTE_TYPES[self.precision], self.pinned,
                          self.plan.step, apart)
-        if not apart and inputs.grids:
-            self._keep_views(pack, iter(inputs.pixels.split([math.prod(grid) for grid in inputs.grids])))
+        patches = iter(inputs.pixels.split([math.prod(grid) for grid in inputs.grids]) if inputs.grids else ())
+        for sample, encoded_here in zip(() if apart else pack.samples, encoded_images(pack, self.plan.rank)):
+            payload = self.payloads[sample.id]
+            if not payload.masked:
+                pixels = [next(patches) if here else None for here in encoded_here]
+                self.payloads[sample.id] = replace(payload, pixels=pixels)
         if self.plan.encodes and self.plan.encodes[pack.micro_batch] and not inputs.grids:
             inputs = with_tiny_image(inputs, adapter)
         return inputs.map(Tensor.pin_memory) if self.pinned else inputs
@@ -117,9 +114,7 @@ def collated(
     """The inputs of a whole plan. See `StepInputs.add`."""
     inputs = StepInputs(plan, precision, pinned)
     if plan.vision.apart:
-        encoded = {sample.id for pack in plan.encoded
-                   for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if any(here)}
-        inputs.add_encoded({name: payload for name, payload in payloads.items() if name in encoded}, adapter)
+        inputs.add_encoded(payloads.__getitem__, adapter)
     for pack in packs_of(plan):
         inputs.add(pack, {IDLE.id: placeholder(IDLE)} if pack.index < 0 else payloads, adapter)
     return inputs

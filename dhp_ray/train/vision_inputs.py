@@ -9,20 +9,22 @@ Both sides know the order of rows from the plan and the token ids alone, so noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dhp_ray.model.adapter import EncoderArguments, ModelAdapter
-from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.planner.plan import Grid, RankPlan, encoded_images
-from dhp_ray.train.collate import joined
+from dhp_ray.train.collate import joined, mapped
 from dhp_ray.train.payload import Payload, check_payload, image_tokens
+
+Pixels = list[np.ndarray | Tensor | None]
 
 
 @dataclass(kw_only=True)
@@ -36,9 +38,7 @@ class EncoderPass:
     num_rows: int
 
     def map(self, change: Callable[[Tensor], Tensor]) -> EncoderPass:
-        return replace(self, pixels=change(self.pixels),
-                       encoder={name: value.map(change) if isinstance(value, Segments) else change(value)
-                                for name, value in self.encoder.items()})
+        return replace(self, pixels=change(self.pixels), encoder=mapped(self.encoder, change))
 
     def to(self, device: torch.device) -> EncoderPass:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -57,16 +57,18 @@ class VisionInputs:
 
 
 def vision_inputs(
-    plan: RankPlan, payloads: Mapping[str, Payload], adapter: ModelAdapter, pixel_type: torch.dtype = torch.float32,
-    pinned: bool = False,
+    plan: RankPlan, payload_of: Callable[[str], Payload], adapter: ModelAdapter,
+    pixel_type: torch.dtype = torch.float32, pinned: bool = False,
 ) -> VisionInputs:
-    """What `plan.rank` encodes of `plan.encoded`, on the CPU. `payloads`: of the samples with an image that it encodes.
+    """What `plan.rank` encodes of `plan.encoded`, on the CPU.
+
+    `payload_of` is asked for each sample with an image that the rank encodes, by id, in plan order. Pixels of a payload
+    become rows of their pass's as soon as the pass is whole, so that of what was decoded one pass is held at a time.
 
     Raises:
-        ValueError: one line that names the sample whose payload is missing or not what was planned.
+        ValueError: one line that names the sample whose payload is not what was planned.
     """
-    patches: list[np.ndarray | Tensor] = []
-    grids: list[Grid] = []
+    passes = PassBuilder(adapter, plan.vision.pass_patches, pixel_type, pinned)
     send: dict[int, list[Tensor]] = {}
     num_rows = 0
     for pack in plan.encoded:
@@ -74,44 +76,54 @@ def vision_inputs(
         row_of = torch.full((sum(layout.lengths),), -1)  # of each token of the pack
         start = 0
         for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)):
-            if any(here) and sample.id not in payloads:
-                raise ValueError(f"sample {sample.id}: no payload for the images that rank {plan.rank} encodes")
-            if any(here) and not payloads[sample.id].masked:
-                payload = payloads[sample.id]
+            payload = payload_of(sample.id) if any(here) else None
+            if payload and not payload.masked:
                 check_payload(sample, payload, adapter, here)
-                for place, needed, pixels, grid in zip(image_tokens(payload, adapter), here, payload.pixels,
-                                                       sample.vision_grids):
-                    if needed:
-                        assert pixels is not None  # check_payload
-                        row_of[start + place] = torch.arange(num_rows, num_rows + len(place))
-                        num_rows += len(place)
-                        patches.append(pixels)
-                        grids.append(grid)
+                places = image_tokens(payload, adapter)
+                for image in [image for image, needed in enumerate(here) if needed]:
+                    row_of[start + places[image]] = torch.arange(num_rows, num_rows + len(places[image]))
+                    num_rows += len(places[image])
+                    passes.add(payload.pixels, image, sample.vision_grids[image])
             start += sample.num_tokens
         for member, rank in enumerate(pack.ranks):
             rows = row_of[layout.index(member)]
             send.setdefault(rank, []).append(rows[rows >= 0])
-    passes = []
-    for first, stop in passes_of([prod(grid) for grid in grids], plan.vision.pass_patches):
-        of_pass = tuple(grids[first:stop])
-        passes.append(EncoderPass(
-            pixels=joined(patches[first:stop], adapter.patch_dim, pixel_type, pinned), grids=of_pass,
-            encoder=adapter.encoder_arguments(of_pass),
-            num_rows=sum(prod(grid) // adapter.merge_area for grid in of_pass)))
     found = {rank: torch.cat(rows) for rank, rows in sorted(send.items())}
-    return VisionInputs(passes=passes, send_index={rank: rows for rank, rows in found.items() if len(rows)})
+    return VisionInputs(passes=passes.finished(),
+                        send_index={rank: rows for rank, rows in found.items() if len(rows)})
 
 
-def passes_of(patches: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Cut images into passes of at most `most` patches, or of one larger image: the first of each, and where it stops.
-    0: one pass.
-    """
-    found: list[tuple[int, int]] = []
-    total = 0
-    for image, count in enumerate(patches):
-        if not found or (most and total + count > most):
-            found.append((image, image))
-            total = 0
-        found[-1] = (found[-1][0], image + 1)
-        total += count
-    return found
+class PassBuilder:
+    """Cuts images into passes of at most `most` patches, or of one larger image (0: one pass), as they come."""
+
+    def __init__(
+        self, adapter: ModelAdapter, most: int, pixel_type: torch.dtype = torch.float32, pinned: bool = False
+    ) -> None:
+        self._adapter, self._most, self._pixel_type, self._pinned = adapter, most, pixel_type, pinned
+        self._passes: list[EncoderPass] = []
+        self._images: list[tuple[Pixels, int, Grid]] = []  # of the pass that is not whole yet
+
+    def add(self, pixels: Pixels, image: int, grid: Grid) -> None:
+        """Add `pixels[image]`, which becomes rows of its pass's pixels."""
+        if self._most and sum(prod(other) for *_, other in self._images) + prod(grid) > self._most:
+            self._end_pass()
+        self._images.append((pixels, image, grid))
+
+    def finished(self) -> list[EncoderPass]:
+        """All passes."""
+        self._end_pass()
+        return self._passes
+
+    def _end_pass(self) -> None:
+        if not self._images:
+            return
+        patches = [pixels[image] for pixels, image, _ in self._images]
+        grids = tuple(grid for *_, grid in self._images)
+        whole = joined(cast("list[np.ndarray | Tensor]", patches), self._adapter.patch_dim, self._pixel_type,
+                       self._pinned)
+        for (pixels, image, _), rows in zip(self._images, whole.split([prod(grid) for grid in grids])):
+            pixels[image] = rows
+        self._passes.append(EncoderPass(
+            pixels=whole, grids=grids, encoder=self._adapter.encoder_arguments(grids),
+            num_rows=sum(prod(grid) // self._adapter.merge_area for grid in grids)))
+        self._images = []

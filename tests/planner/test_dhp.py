@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, checked_problem, plan_batch
 from dhp_ray.planner.baselines.paper import paper_at
 from dhp_ray.planner.baselines.pow2 import packed_to_memory
-from dhp_ray.planner.bound import lower_bound_s
+from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.micro_batch.search import micro_batch_schedule
 from dhp_ray.planner.pricing import making_s, time_of
@@ -157,7 +157,7 @@ def test_new_groups_that_take_long_to_make_are_weighed_against_a_longer_plan():
         cost, known, paid[group_s] = replace(ALL_TO_ALL, group_s=group_s), [], 0.0
         for batch in range(8):
             problem = problem_of(bimodal(128, 64, batch), ClusterSpec(64, 8, 8192), cost, "step", known)
-            schedule = dhp(replace(problem, lower_bound_s=lower_bound_s(problem)))
+            schedule = dhp(bounded(problem))
             charged = replace(problem, cost=replace(cost, group_s=0.3))
             paid[group_s] += (batch >= 2) * (time_of(charged, schedule) + making_s(charged, schedule))
             new = plan_batch(bimodal(128, 64, batch), problem.cluster, cost, pool=known).process_groups()

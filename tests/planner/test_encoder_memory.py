@@ -12,7 +12,6 @@ from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.plan import Grid, VisionPlan
-from dhp_ray.train.vision_inputs import passes_of
 from tests.published_configs import published_config, shape_of
 from tests.step_trace import traced_step
 
@@ -44,7 +43,7 @@ def test_a_step_fits_what_is_counted_on(
     memory = MemoryModel(shape_of(name, 3), replace(settings, largest_image=max(patches) // area))
     cost = with_encoder_apart(COST, memory, max(tokens))
     pass_patches = 0 if keeps else max(patches)
-    largest = max(sum(patches[first:stop]) for first, stop in passes_of(patches, pass_patches))
+    largest = max(patches) if pass_patches else sum(patches)
     held = 2 * cost.feature_bytes * sum(patches) / area
     pack = cost.pack_bytes + cost.language_bytes_per_token * max(tokens)
     kept = cost.encoder_bytes_per_patch * sum(patches) if keeps and "vision" not in frozen else 0.0

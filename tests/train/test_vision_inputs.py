@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan, RankP
 from dhp_ray.train.encoder_phases import received_rows
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import StepInputs, collated
-from dhp_ray.train.vision_inputs import passes_of, vision_inputs
+from dhp_ray.train.vision_inputs import PassBuilder, vision_inputs
 from tests.packs import PATCH_DIMS, TOKEN_IDS, Film, make_sample, own_payloads, rough_model, with_images_apart
 
 PARTS: dict[str, list[int | Grid | Film]] = {
@@ -53,10 +54,27 @@ def inputs_of(
 
 
 @pytest.mark.parametrize(("patches", "most", "expected"), [
-    ([], 10, []), ([4, 4, 4], 0, [(0, 3)]), ([4, 4, 4], 8, [(0, 2), (2, 3)]), ([4, 4, 4], 1, [(0, 1), (1, 2), (2, 3)]),
-    ([3, 9, 3, 3], 6, [(0, 1), (1, 2), (2, 4)])])
-def test_passes_are_as_long_as_they_may_be(patches: list[int], most: int, expected: list[tuple[int, int]]) -> None:
-    assert passes_of(patches, most) == expected
+    ([], 40, []), ([16, 16, 16], 0, [[0, 1, 2]]), ([16, 16, 16], 32, [[0, 1], [2]]),
+    ([16, 16, 16], 4, [[0], [1], [2]]), ([12, 36, 12, 12], 24, [[0], [1], [2, 3]])])
+def test_passes_are_as_long_as_they_may_be_and_take_the_pixels(
+    patches: list[int], most: int, expected: list[list[int]], adapter: ModelAdapter
+) -> None:
+    passes = PassBuilder(adapter, most)
+    pixels: list[np.ndarray | torch.Tensor | None] = [np.full((count, adapter.patch_dim), image, np.float32)
+                                                      for image, count in enumerate(patches)]
+    for image, count in enumerate(patches):
+        passes.add(pixels, image, (1, 2, count // 2))
+    found = passes.finished()
+    assert [[round(grid_pixels[0, 0].item()) for grid_pixels in of_pass.pixels.split(
+        [prod(grid) for grid in of_pass.grids])] for of_pass in found] == expected
+    assert [of_pass.num_rows for of_pass in found] == [sum(patches[image] for image in images) // 4
+                                                       for images in expected]
+    for of_pass, images in zip(found, expected):
+        for image in images:
+            kept = pixels[image]
+            assert isinstance(kept, torch.Tensor)
+            assert bool((kept == image).all())
+            assert kept.untyped_storage().data_ptr() == of_pass.pixels.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize(("preset", "pass_patches"), [
@@ -167,10 +185,8 @@ def test_a_sample_that_cannot_be_used_is_not_encoded(adapter: ModelAdapter) -> N
     assert (inputs.vision.passes, inputs.vision.send_index) == ([], {})
 
 
-def test_a_payload_that_is_missing_or_wrong_is_refused(adapter: ModelAdapter) -> None:
+def test_a_payload_that_is_wrong_is_refused(adapter: ModelAdapter) -> None:
     plan = three_packs().rank_plan(1, 3)
-    with pytest.raises(ValueError, match=r"^sample a: no payload for the images that rank 3 encodes$"):
-        vision_inputs(plan, {}, adapter)
     good = PAYLOADS["a"]
     short = good.pixels[0]
     assert short is not None
@@ -181,4 +197,4 @@ def test_a_payload_that_is_missing_or_wrong_is_refused(adapter: ModelAdapter) ->
         (replace(good, input_ids=good.input_ids[:-1]), r"80 token ids and 81 labels; planned: 81 of each"),
     ):
         with pytest.raises(ValueError, match=f"^sample a: {message}$"):
-            vision_inputs(plan, {**PAYLOADS, "a": wrong}, adapter)
+            vision_inputs(plan, {**PAYLOADS, "a": wrong}.__getitem__, adapter)

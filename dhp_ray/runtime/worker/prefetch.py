@@ -63,35 +63,33 @@ def load_inputs(
                            f"but is not among the {len(row_of)} rows that were sent")
     inputs = StepInputs(plan, precision, pinned)
     failures: dict[str, str] = {}
-    apart = plan.vision.apart
-    encoded = [(sample, here, decodings(row_of[sample.id], here, processor)) for pack in plan.encoded
-               for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if any(here)]
+    encoded = {sample.id: (sample, here, decodings(row_of[sample.id], here, processor)) for pack in plan.encoded
+               for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if any(here)}
     packs = [(pack, [(sample, here, decodings(row_of[sample.id], here, processor))
                      for sample, here in zip(pack.samples, encoded_in_pack(plan, pack)) if pack.index >= 0])
              for pack in packs_of(plan)]
-    calls = [call for _, samples in [(None, encoded), *packs] for *_, decoded_by in samples for call in decoded_by]
+    taken = [encoded.values(), *(samples for _, samples in packs)]
+    calls = [call for samples in taken for *_, decoded_by in samples for call in decoded_by]
 
-    def take(samples: Sequence[tuple[Sample, tuple[bool, ...], list[Decoding]]]) -> dict[str, Payload]:
-        """The payloads of these samples, the next that are decoded."""
-        payloads = {}
-        for sample, here, decoded_by in samples:
-            own = list(islice(decoded, len(decoded_by)))
-            try:
-                payload = _payload(row_of[sample.id], [future.result() for future in own])
-                check_payload(sample, payload, adapter, here)
-            # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
-            except Exception as error:
-                payload = placeholder(sample)
-                failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
-            payloads[sample.id] = payload
-        return payloads
+    def take(sample: Sample, here: tuple[bool, ...], decoded_by: Sequence[Decoding]) -> Payload:
+        """The payload of the next sample of which images are decoded."""
+        own = list(islice(decoded, len(decoded_by)))
+        try:
+            payload = _payload(row_of[sample.id], [future.result() for future in own])
+            check_payload(sample, payload, adapter, here)
+        # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
+        except Exception as error:
+            failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
+            return placeholder(sample)
+        return payload
 
     with ThreadPoolExecutor(num_decoders, "decoding", partial(torch.set_num_threads, 1)) as decoders:
         decoded = futures_of(calls, decoders, DECODED_AHEAD * num_decoders)
-        if apart:
-            inputs.add_encoded(take(encoded), adapter)
+        if plan.vision.apart:
+            inputs.add_encoded(lambda sample_id: take(*encoded[sample_id]), adapter)
         for pack, samples in packs:
-            inputs.add(pack, {IDLE.id: placeholder(IDLE)} if pack.index < 0 else take(samples), adapter)
+            payloads = {sample.id: take(sample, here, decoded_by) for sample, here, decoded_by in samples}
+            inputs.add(pack, {IDLE.id: placeholder(IDLE)} if pack.index < 0 else payloads, adapter)
     return inputs, failures
 
 
