@@ -5,6 +5,7 @@ in any phase of a step.
     python benchmarks/soak.py --faults 6 --steps 24 --seed 2 the short one of make test
     python benchmarks/soak.py --sync micro_batch --seed 2
     python benchmarks/soak.py --sharding node                parameters once per node; in the end no process maps them
+    python benchmarks/soak.py --encoder world                images encoded apart from their packs
     python benchmarks/soak.py --churn                        one membership after the other, to see that nothing
                                                              piles up in a survivor
 
@@ -136,6 +137,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sync", choices=("step", "micro_batch"), default="step")
     parser.add_argument("--sharding", choices=("whole", "node"), default="whole")
+    parser.add_argument("--encoder", choices=("group", "world", "auto"), default="auto")
     parser.add_argument("--nodes", type=int, default=2, help="nodes of two workers each")
     parser.add_argument("--kinds", default=",".join(KINDS), help="faults to draw from")
     parser.add_argument("--samples", type=int, default=6, help="samples of a step")
@@ -148,7 +150,8 @@ def main(argv: list[str]) -> int:
         folder = Path(arguments.folder or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         common = [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), folder), *SETTINGS,
-                  f"batch.global_samples={arguments.samples}", f"train.sharding={arguments.sharding}"]
+                  f"batch.global_samples={arguments.samples}", f"train.sharding={arguments.sharding}",
+                  f"planner.encoder={arguments.encoder}"]
         with Nodes(HEAD_CPUS) as nodes:
             os.environ["RAY_ADDRESS"] = nodes.address
             what = churn if arguments.churn else soak

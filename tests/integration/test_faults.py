@@ -4,6 +4,7 @@ an undisturbed run.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from benchmarks.processes import mapped_by
 from tests.integration.faults import Start, check, children, end, kill, seconds_since
+from tests.integration.jobs import lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -98,6 +100,26 @@ def test_micro_batch_goes_on_too(start: Start, undisturbed: list[float], transpo
     run.wait_for_ranks(3)
     end(run)
     assert not run.events("rollback") or len(run.events("rollback")) == 1  # two of three that hold each other's shards
+    check(run, undisturbed)
+
+
+@pytest.mark.timeout(600)
+def test_workers_killed_at_any_time_of_steps_that_encode_images_apart(start: Start, undisturbed: list[float]) -> None:
+    """A kill in every fifth of a step: while ranks encode, exchange, run packs, run the encoder's backward pass."""
+    run = start("planner.encoder=world", "elastic.mirror_every_steps=1")
+    run.wait_for_step(3)
+    for fifth in range(5):
+        run.wait_for_ranks(3)
+        last = lines(run.folder, "metrics.jsonl")[-1]
+        time.sleep(fifth / 5 * last["step_time_s"])
+        moment = kill(run.pids[fifth % 3])
+        formed = run.wait_for_event(moment, "generation")
+        assert formed["version"] is not None
+    run.wait_for_ranks(3)
+    end(run)
+    plan = json.loads((run.folder / "plans" / f"step_{run.step:06d}.json").read_text())
+    assert plan["vision"]["layout"] == "world"
+    assert len({encoder for group in plan["groups"] for encoder in group["encoders"]}) > 1
     check(run, undisturbed)
 
 

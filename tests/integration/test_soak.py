@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,13 +26,22 @@ def test_a_soak_of_ranks_that_share_the_memory_of_their_node(reference: Path, tm
     assert "mappings of a node's memory that are left: 0" in soak(reference, tmp_path, "step", 6, 2, "node")
 
 
-def soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: int, sharding: str = "whole") -> str:
+def test_a_soak_with_images_encoded_apart(reference: Path, tmp_path: Path) -> None:
+    soak(reference, tmp_path, "step", 6, 4, encoder="world")
+    plans = [json.loads(path.read_text()) for path in (tmp_path / "soak" / "plans").iterdir()]
+    layouts = {plan["vision"]["layout"] for plan in plans if any(group["encoders"] for group in plan["groups"])}
+    assert layouts == {"world"}
+
+
+def soak(
+    reference: Path, tmp_path: Path, sync: str, faults: int, seed: int, sharding: str = "whole", encoder: str = "auto"
+) -> str:
     """Two nodes with two workers each, in a cluster of its own; all kinds of faults, among them a node that is lost and
     one that comes. Returns what the soak printed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run([sys.executable, "benchmarks/soak.py", "--sync", sync, "--faults", str(faults), "--seed",
-                           str(seed), "--steps", str(COMPARED), "--sharding", sharding,
+                           str(seed), "--steps", str(COMPARED), "--sharding", sharding, "--encoder", encoder,
                            "--reference", str(reference), "--folder", str(tmp_path)], cwd=ROOT, env=environment,
                           text=True, capture_output=True, check=False)
     print(done.stdout)
