@@ -47,7 +47,12 @@ class TrainSettings:
 class PlanningSettings:
     encoder: str = key("auto", "who encodes images", choices=("group", "world", "auto"))
     item_s: float = key(1e-5, "seconds that planning takes for each sequence and each image of a batch "
-                        "(benchmarks/README.md, Planning time: 3 to 9 microseconds)", minimum=0, maximum=1)
+                        "(benchmarks/README.md, Planning time: 3 to 9 microseconds, with unequal speeds up to 39)",
+                        minimum=0, maximum=1)
+    last_resort_item_s: float = key(5e-6, "the same of the planner that runs where a plan is late", minimum=0,
+                                    maximum=1)
+    between_s: float = key(0.0, "seconds from the end of a step to the begin of the next, where nothing is waited for",
+                           minimum=0, maximum=3600)
     measured: bool = key(False, "count the seconds that planning takes on this machine instead: then two runs differ")
 
 
