@@ -15,7 +15,6 @@ from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.planner.model_shape import ModelShape
 
-
 TEXT = {"3B": "qwen2_5_vl_3b", "7B": "qwen2_5_vl_7b", "32B": "qwen2_5_vl_32b", "72B": "qwen2_5_vl_72b"}
 QWEN3 = {f"Qwen3-VL-{size}": f"qwen3_vl_{size.lower()}" for size in ("2B", "4B", "8B", "32B")}
 INTERNVL = {f"InternVL3-{size}": f"internvl3_{size.lower()}" for size in ("1B", "2B", "8B", "38B")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dhp_ray.config import CONF, Layout, load_as
+from dhp_ray.config import CONF, Layout, help_text, load_as
 from dhp_ray.constraints import check_limits
 from dhp_ray.schema import MONTH_S, PLANNERS, ConfigError, key
 from dhp_ray.simulate.workload_settings import WorkloadSettings
@@ -161,6 +161,11 @@ def load_simulation(argv: list[str], default_file: Path = CONF / "simulate.yaml"
     settings: Simulation = load_as(LAYOUT, argv, default_file)
     check_simulation(settings)
     return settings
+
+
+def help_page(command: str, purpose: str) -> str:
+    """What `--help` prints."""
+    return help_text(command, purpose, layout=LAYOUT)
 
 
 def check_simulation(settings: Simulation) -> None:

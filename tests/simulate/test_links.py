@@ -46,13 +46,14 @@ def test_two_rings_over_one_link_have_half_of_it_each() -> None:
 
 
 def test_what_hides_under_attention_may_go_on_hiding() -> None:
-    hidden = [Group((0, 2), Fraction(5), Fraction(2), Fraction(4)), Group((1, 3), Fraction(5), Fraction(2), Fraction(4))]
+    hidden = [Group(ranks, Fraction(5), Fraction(2), Fraction(4)) for ranks in ((0, 2), (1, 3))]
     assert run(hidden, [0, 0, 1, 1], Links(np.array([1.0, 1.0]), 2.0)) == [(0.0, 5.0), (0.0, 5.0)]
 
 
 def test_links_that_groups_use() -> None:
     nodes = np.array([0, 0, 0, 1, 1, 2])
-    groups = [Group(ranks, Fraction(1), Fraction(1), Fraction(0)) for ranks in ((0, 1, 3, 5), (0, 3, 1, 4), (0, 1), (2,))]
+    groups = [Group(ranks, Fraction(1), Fraction(1), Fraction(0))
+              for ranks in ((0, 1, 3, 5), (0, 3, 1, 4), (0, 1), (2,))]
     ring = uses_of(work_of(groups, nodes.tolist()), nodes, True)
     assert ring.first.tolist() == [0, 3, 5, 5, 5]
     assert list(zip(ring.node.tolist(), ring.links.tolist())) == [(0, 1.0), (1, 1.0), (2, 1.0), (0, 2.0), (1, 2.0)]
@@ -63,7 +64,7 @@ def test_links_that_groups_use() -> None:
 
 def test_a_link_for_every_rank_is_never_shared() -> None:
     nodes = np.array([0, 0, 1, 1])
-    groups = [Group((0, 2), Fraction(1), Fraction(1), Fraction(0)), Group((1, 3), Fraction(1), Fraction(1), Fraction(0))]
+    groups = [Group(ranks, Fraction(1), Fraction(1), Fraction(0)) for ranks in ((0, 2), (1, 3))]
     uses = uses_of(work_of(groups, nodes.tolist()), nodes, True)
     assert not contended(uses, links_of(nodes, 0, 1.0))
     assert contended(uses, links_of(nodes, 1, 1.0))

@@ -124,7 +124,7 @@ def test_links_that_are_shared_make_a_step_longer() -> None:
     assert before.time_s == pytest.approx(plan.predicted_time_s)
     assert after.time_s > 1.2 * before.time_s
     assert after.shares()["exchange"] > before.shares()["exchange"]
-    # copies that keep all links busy, for as long as the step takes: a ring that has a link beside four copies has a fifth
+    # copies keep all links busy, for as long as the step takes: a ring beside four of them has a fifth of four links
     beside = Network(whole_network(plan.cluster.nodes).links, np.array([4.0, 4.0]), 1e6)
     assert simulate_step(plan, problem, beside).time_s > before.time_s
     for sync in ("step", "micro_batch"):
