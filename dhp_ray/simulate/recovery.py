@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from dhp_ray.planner.plan import PlanError
-from dhp_ray.runtime.driver.elastic import Condition, Form, GoOn, Stop, Wait, decide, surviving_state
+from dhp_ray.runtime.driver.elastic import Condition, Failures, Form, GoOn, Stop, Wait, decide, surviving_state
 from dhp_ray.simulate.faults import Fault
 from dhp_ray.simulate.membership import Generation, generation_of, held_by
 from dhp_ray.simulate.settings import FaultKind, FaultSettings
@@ -35,6 +35,7 @@ class Recovery:
     _coming: dict[int, float] = field(default_factory=dict)  # slots, and when each can join
     _evicted: set[int] = field(default_factory=set)
     _before: Generation | None = None  # whose state counts until the present one has taken a step
+    _failures: Failures = Failures()
 
     def changed(self, generation: Generation, now_s: float, slow: Collection[int]) -> Formed | None:
         """The generation that follows between two steps: those that are ready join, slow ones leave for others, each
@@ -60,7 +61,10 @@ class Recovery:
         Raises:
             PlanError: the run cannot go on.
         """
-        broken_s, survivors, seen = now_s, set(generation.slots), [fault.kind]
+        broken_s, survivors, seen, running = now_s, set(generation.slots), [fault.kind], generation.newest + 1
+        self._failures = self._failures.with_one(running, raised=False)
+        if self._failures.hopeless(running):
+            raise PlanError(f"step {running} has failed {self._failures.steps.count(running)} times")
         following: Fault | None = fault
         while following:
             kind: FaultKind = getattr(self.faults, following.kind)
