@@ -35,7 +35,7 @@ class Recovery:
     _coming: dict[int, float] = field(default_factory=dict)  # slots, and when each can join
     _evicted: set[int] = field(default_factory=set)
     _before: Generation | None = None  # whose state counts until the present one has taken a step
-    _failures: Failures = Failures()
+    _failures: Failures = field(default_factory=Failures)
 
     def changed(self, generation: Generation, now_s: float, slow: Collection[int]) -> Formed | None:
         """The generation that follows between two steps: those that are ready join, slow ones leave for others, each

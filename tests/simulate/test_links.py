@@ -78,7 +78,7 @@ def test_a_link_for_every_rank_is_never_shared() -> None:
 numbers = st.integers(0, 12).map(lambda number: Fraction(number, 4))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_as_the_slow_version(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(2, 6))

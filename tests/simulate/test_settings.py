@@ -56,7 +56,8 @@ def test_help_names_every_key() -> None:
     ("cluster=mine", "cluster: got 'mine'; allowed: a100, ascend_910b, h100, l40s"),
     ("workload=mine", "workload: got 'mine'; allowed: ai2d, "),
     ("faults=mine", "faults: got 'mine'; allowed: elastic, none, restart"),
-    ("planners=[dhp,best]", "planners: got 'best'; allowed: dhp, "), ("planners=[]", "planners: got []; allowed: some of"),
+    ("planners=[dhp,best]", "planners: got 'best'; allowed: dhp, "),
+    ("planners=[]", "planners: got []; allowed: some of"),
     ("num_batches=0", "num_batches: got 0; allowed: at least 1"), ("num_batches=many", "num_batches: got 'many' ("),
     ("global_samples=-3", "global_samples: got -3; allowed: at least 1"),
     ("cluster.num_ranks=0", "cluster.num_ranks: got 0; allowed: at least 1"),
@@ -71,10 +72,11 @@ def test_help_names_every_key() -> None:
     ("faults.min_workers=65", "faults.min_workers: got 65; allowed: at most cluster.num_ranks (64)"),
     ("faults.events=[{rank: 64}]", "faults.events[0].rank: got 64; allowed: less than cluster.num_ranks (64)"),
     ("faults.events=[{kind: fire}]", "faults.events[0].kind: got 'fire'; allowed: worker, stopped, node, driver, all"),
-    ("faults.events=[{when: 3}]", "faults.events: got [{'when': 3}] (the command line); allowed: a list of {time_s: ..."),
+    ("faults.events=[{when: 3}]", "faults.events: got [{'when': 3}] (the command line); allowed: a list of {time_s: "),
     ("faults.slow=[{ranks: '3,x'}]", "faults.slow[0].ranks: got 'x'; allowed: numbers below cluster.num_ranks (64)"),
     ("faults.slow=[{speed: 0}]", "faults.slow[0].speed: got 0.0; allowed: more than 0"),
-    ("sync=async", "sync: got 'async'; allowed: step, micro_batch, auto"), ("steps", "steps: not understood; allowed:")])
+    ("sync=async", "sync: got 'async'; allowed: step, micro_batch, auto"),
+    ("steps", "steps: not understood; allowed:")])
 def test_a_wrong_key_is_one_line(word: str, line: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_simulation([word])

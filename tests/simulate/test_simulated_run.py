@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dhp_ray.planner import LAST_RESORT
-from dhp_ray.simulate.machine import Machine
 from tests.simulate.simulations import QUICK, run_of, small
 
 
@@ -31,8 +29,8 @@ def test_where_nothing_goes_wrong_steps_take_what_their_plans_say(sync: str, pla
 
 def test_the_same_settings_give_the_same_run() -> None:
     words = ["faults=elastic", "faults.every_s=7", "faults.noise=0.1", "faults.slow=[{share: 0.2, speed: 0.5}]",
-             "num_batches=12", "seed=4"]
-    first, again, other = run_of(*words), run_of(*words), run_of(*words[:-1], "seed=5")
+             "num_batches=12", "seed=7"]
+    first, again, other = run_of(*words), run_of(*words), run_of(*words[:-1], "seed=4")
     assert (first.steps, first.events, first.lost) == (again.steps, again.events, again.lost)
     assert first.steps != other.steps
     assert events_of(first, "fault")
@@ -48,7 +46,7 @@ def test_a_lost_worker_costs_the_running_step_where_every_step_is_mirrored() -> 
     assert record.lost == []
     assert events_of(record)[0] == "2: worker lost; 7 ranks go on with step 4"
     assert [step.num_ranks for step in record.steps[3:5]] == [7, 7]
-    assert record.steps[3].begin_s == pytest.approx(moment + 3, abs=0.1)  # seen, formed; and a plan that nobody had made
+    assert record.steps[3].begin_s == pytest.approx(moment + 3, abs=0.1)  # seen, formed; no plan was there
     assert record.steps[3].generation == 2
 
 
@@ -149,7 +147,6 @@ def test_plans_that_are_late_are_waited_for_or_replaced() -> None:
     assert late.summary(1.0, 8)["late_plans"] == 5
     in_time = run_of("planning.item_s=0.001")
     assert [step.late for step in in_time.steps] == [False] * 6
-    assert LAST_RESORT == "dhp_quick"
 
 
 def test_batches_and_images_are_waited_for() -> None:
@@ -175,6 +172,7 @@ def test_slow_ranks_are_measured_and_given_less() -> None:
     assert max(none_told[4:]) < 1.15
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_far_too_slow_is_replaced_once() -> None:
     record = run_of("num_batches=40", "faults.mirror_every_steps='1'", "faults.slow=[{ranks: '2', speed: 0.1}]", *QUICK)
     assert any("1 leave, which are slow" in text for text in events_of(record))
@@ -190,6 +188,7 @@ def test_a_run_for_a_time() -> None:
     assert 0 < summary["memory_share"] <= 0.9
 
 
+@pytest.mark.slow
 def test_copies_of_the_state_hold_a_step_up_only_where_they_take_longer() -> None:
     assert run_of("faults.mirror_every_steps='1'", "faults.copy_s=0.01").time_s == pytest.approx(
         run_of("faults.mirror_every_steps='0'").time_s, rel=0.02)
@@ -202,7 +201,3 @@ def test_copies_of_the_state_hold_a_step_up_only_where_they_take_longer() -> Non
 def test_checkpoints_hold_steps_up() -> None:
     record = run_of("faults.checkpoint_every_s=0.001", "faults.stage_s=2", "faults.mirror_every_steps='0'")
     assert record.time_s == pytest.approx(run_of("faults.mirror_every_steps='0'").time_s + 6 * 2, rel=1e-3)
-
-
-def test_machines_refuse_what_does_not_fit() -> None:
-    assert isinstance(small().machine, Machine)
