@@ -42,6 +42,9 @@ TILE_PIXELS, TILE_TOKENS = 448, 256
 FRAMES_PER_SECOND = 30.0
 """Of a video, before frames are taken."""
 
+PIXELS, TENTH_S = 8, 0.1
+"""Images' sides and videos' lengths are drawn in such steps: then many are alike, and are cut once."""
+
 REDRAWS = 100
 """How often a sample that is too long is drawn again at most."""
 
@@ -119,12 +122,12 @@ class Workload:
                                   for numbers in (source.images, source.videos))
         width, height = (self._numbers(numbers, int(num_images.sum()), random)
                          for numbers in (source.image_width, source.image_height))
-        images: list[Size] = [(max(1, round(w)), max(1, round(h))) for w, h in zip(width.tolist(), height.tolist())]
+        images: list[Size] = list(zip(_in_steps(width, PIXELS), _in_steps(height, PIXELS)))
         seconds, wide, high = (self._numbers(numbers, int(num_videos.sum()), random)
                                for numbers in (source.video_seconds, source.video_width, source.video_height))
-        clips: list[Size] = [
-            Clip(max(1, round(w)), max(1, round(h)), max(1, round(s * FRAMES_PER_SECOND)), FRAMES_PER_SECOND)
-            for s, w, h in zip(seconds.tolist(), wide.tolist(), high.tolist())]
+        frames = _in_steps(seconds * FRAMES_PER_SECOND, round(TENTH_S * FRAMES_PER_SECOND))
+        clips: list[Size] = [Clip(*size, FRAMES_PER_SECOND)
+                             for size in zip(_in_steps(wide, PIXELS), _in_steps(high, PIXELS), frames)]
         image, clip = ([0, *accumulate(counts.tolist())] for counts in (num_images, num_videos))
         return (Drawn(tokens, (*images[image[place] : image[place + 1]], *clips[clip[place] : clip[place + 1]]))
                 for place, tokens in enumerate(text.tolist()))
@@ -185,6 +188,12 @@ def drawn_numbers(numbers: Numbers, bins: list[list[float]], count: int, random:
         chosen = random.choice(len(weight), count, p=weight / weight.sum())
         found = random.uniform(low[chosen], high[chosen])
     return np.clip(found, numbers.minimum, numbers.maximum)
+
+
+def _in_steps(values: np.ndarray, step: int) -> list[int]:
+    """The nearest multiples of a step, at least one."""
+    found: list[int] = (step * np.maximum(1, np.rint(values / step)).astype(np.int64)).tolist()
+    return found
 
 
 def _tiled(num_tiles: int) -> tuple[Size, ...]:
