@@ -18,8 +18,15 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.published_points import Point, Published, Rates, Source
+from benchmarks.published_ratios import DYNAMIC_CP_URL, ENCODER_URL, Ratio, dynamic_cp, encoder_apart
 
 WORST = 3
+
+NOT_YET = """
+Not predicted yet: ByteScale's activation offload at 64K (arXiv 2502.21231, figure 21), whose cost has no terms here.
+Not expressible: Mixtral 8x22B (experts), Qwen2.5-VL-72B by TP and PP alone, encoder layouts without a published row,
+and CORD-v2 and MedPix of Megatron-Bridge, whose sizes of images are not given.
+"""
 
 
 class Predicted(NamedTuple):
@@ -83,14 +90,34 @@ def main(words: Sequence[str]) -> int:
         cells = [f"{100 * value:.1f} %" for value in (medians[-1], statistics.fmean(errors), max(errors))]
         fits = "its other rows" if source.fits else "other sources"
         print(f"| {source.name} | {len(errors)} | {fits} | {' | '.join(cells)} |")
+    ratios = [("Megatron-LM's dynamic CP", DYNAMIC_CP_URL, dynamic_cp()),
+              ("Megatron-Bridge's encoder on a rank of its own, RDR", ENCODER_URL,
+               encoder_apart(**published.fit("h100", fitted_on(published, "h100"))))]
+    for name, _, found in ratios:
+        errors = [abs(ratio.error) for ratio in found]
+        medians.append(statistics.median(errors))
+        cells = [f"{100 * value:.1f} %" for value in (medians[-1], statistics.fmean(errors), max(errors))]
+        fits = "its other rows" if "dynamic" in name else "other sources"
+        print(f"| {name} | {len(errors)} | {fits} | {' | '.join(cells)} |")
     print(f"\nMedian over sources of their medians: {100 * statistics.median(medians):.1f} %")
+    for name, url, found in ratios:
+        print_ratios(name, url, found)
     for source in published.sources:
         rows = every[source.name] if words else sorted(every[source.name], key=lambda row: -abs(row.error))[:WORST]
         print(f"\n{source.name} ({source.url}): {source.note}\n\n| row | published | predicted | error |\n"
               "|---|---|---|---|")
         for row in rows:
             print(f"| {row.point.name} | {row.point.figure:,.0f} | {row.figure:,.0f} | {100 * row.error:+.1f} % |")
+    print(NOT_YET)
     return 0
+
+
+def print_ratios(name: str, url: str, ratios: Sequence[Ratio]) -> None:
+    print(f"\n{name} ({url}): times, one way over the other\n\n| row | published | predicted | points apart |\n"
+          "|---|---|---|---|")
+    for ratio in ratios:
+        print(f"| {ratio.name} | {ratio.published:.3f} | {ratio.predicted:.3f} | "
+              f"{100 * (ratio.predicted - ratio.published):+.1f} |")
 
 
 if __name__ == "__main__":
