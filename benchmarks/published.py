@@ -18,7 +18,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.published_points import Point, Published, Rates, Source
-from benchmarks.published_ratios import DYNAMIC_CP_URL, ENCODER_URL, Ratio, dynamic_cp, encoder_apart
+from benchmarks.published_ratios import DYNAMIC_CP_URL, ENCODER_URL, Ratio, dynamic_cp, encoder_apart, scatter
 
 WORST = 3
 
@@ -102,6 +102,7 @@ def main(words: Sequence[str]) -> int:
     print(f"\nMedian over sources of their medians: {100 * statistics.median(medians):.1f} %")
     for name, url, found in ratios:
         print_ratios(name, url, found)
+        print(f"\nThe straight line through all these rows misses one by {100 * scatter(found):.0f} points.")
     for source in published.sources:
         rows = every[source.name] if words else sorted(every[source.name], key=lambda row: -abs(row.error))[:WORST]
         print(f"\n{source.name} ({source.url}): {source.note}\n\n| row | published | predicted | error |\n"
