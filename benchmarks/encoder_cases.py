@@ -5,24 +5,20 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF
-from dhp_ray.model.families import FAMILIES
 from dhp_ray.planner import ClusterSpec, CostModel, Sample
-from dhp_ray.planner.derived_cost import Device, derived_cost
-from dhp_ray.planner.encoder_memory import with_encoder_apart
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.derived_cost import Device
 from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.nodes import regular_nodes
 from dhp_ray.planner.plan import Grid
-from dhp_ray.runtime.driver.modes import MEMORY_SHARE
-from tests.published_configs import published_config
+from dhp_ray.simulate.training import Ranks, Wanted, training_of
 
 NODE_RANKS = 8
 KINDS = {"text": (0.90, 0.08, 0.01, 0.01), "image": (0.20, 0.55, 0.20, 0.05), "video": (0.35, 0.15, 0.10, 0.40),
          "mixed": (0.40, 0.30, 0.20, 0.10)}
 """Shares of samples without an image, with one, with five to forty, and with a video of 16 to 128 frames."""
-MODELS = {"3B": ("3B", "3B"), "7B": ("7B", "7B"), "7B with 6B encoder": ("7B", "InternVL3-38B")}
+MODELS = {"3B": ("qwen2_5_vl_3b", "qwen2_5_vl_3b"), "7B": ("qwen2_5_vl_7b", "qwen2_5_vl_7b"),
+          "7B with 6B encoder": ("qwen2_5_vl_7b", "internvl3_38b")}
 """Whose language model, and whose encoder."""
 
 
@@ -54,14 +50,9 @@ def four_images_each(num_samples: int) -> list[Sample]:
 
 
 def shape_of(model: str) -> ModelShape:
-    language, vision = (config_shape(name) for name in MODELS[model])
+    language, vision = (ModelShape.load(CONF / "model_shape" / f"{name}.yaml") for name in MODELS[model])
     return replace(language, vision=vision.vision, vision_rest=vision.vision_rest, patch_dim=vision.patch_dim,
                    merger_width=vision.merger_width, vision_one_row=vision.vision_one_row)
-
-
-def config_shape(name: str) -> ModelShape:
-    config = published_config(name)
-    return FAMILIES[config.model_type].shape(config)
 
 
 def cluster_and_cost(
@@ -69,13 +60,7 @@ def cluster_and_cost(
     recomputes: bool = False,
 ) -> tuple[ClusterSpec, CostModel]:
     """A cluster of such devices, 8 a node, in `train.precision=bf16`, and what a run there would plan with."""
-    device, memory_bytes = Device.load(CONF / "device" / f"{device_name}.yaml"), gibibytes * 2**30
-    accelerator = ACCELERATORS[kind]
-    memory = MemoryModel(shape_of(model), MemorySettings(
-        sync="step", world_size=num_ranks, precision="bf16", recomputes=recomputes, device=kind,
-        communicators_bytes=accelerator.pool_groups("auto", memory_bytes) * accelerator.group_bytes))
-    tokens = memory.tokens_that_fit(MEMORY_SHARE * memory_bytes)
-    pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
-    cost = replace(derived_cost(memory, device, num_ranks // NODE_RANKS), memory_bytes_per_token=pack_bytes / tokens,
-                   resident_bytes=sum(memory.resident().values()))
-    return ClusterSpec(num_ranks, NODE_RANKS, tokens), with_encoder_apart(cost, memory, tokens)
+    ranks = Ranks(device=Device.load(CONF / "device" / f"{device_name}.yaml"), kind=kind,
+                  memory_bytes=gibibytes * 2**30, nodes=regular_nodes(num_ranks, NODE_RANKS))
+    training = training_of(shape_of(model), ranks, Wanted(recomputes=str(recomputes).lower()))
+    return ClusterSpec(num_ranks, NODE_RANKS, training.tokens_per_rank), training.cost

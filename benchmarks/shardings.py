@@ -19,46 +19,39 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.planner import bimodal
-from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF
-from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import ClusterSpec, Plan, Sample, plan_batch
-from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import Candidate, Mode, choose, reference_step_s
+from dhp_ray.planner.derived_cost import Device
+from dhp_ray.planner.mode import Candidate, choose
+from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.nodes import regular_nodes
 from dhp_ray.planner.timeline import starts_of
-from dhp_ray.runtime.driver.modes import MEMORY_SHARE
-from tests.published_configs import published_config
+from dhp_ray.simulate.training import Ranks, Training, Wanted, training_of
 
 NUM_RANKS, NODE_RANKS, BATCHES = 64, 8, 3
-CASES = (("7B", "ascend_910b", "npu", 64), ("7B", "a800", "cuda", 80), ("32B", "a800", "cuda", 80),
-         ("32B", "h100", "cuda", 80))
+CASES = (("qwen2_5_vl_7b", "ascend_910b", "npu", 64), ("qwen2_5_vl_7b", "a800", "cuda", 80),
+         ("qwen2_5_vl_32b", "a800", "cuda", 80), ("qwen2_5_vl_32b", "h100", "cuda", 80))
 COUNTS = (128, 512, 2048)
 KINDS = (("step", "whole"), ("step", "node"), ("micro_batch", "whole"))
-IMAGE_TOKENS = 4096
 
 
-class Trained(NamedTuple):
-    """A mode on devices of one kind: tokens a rank, and what plans cost."""
+def trained(name: str, device_name: str, kind: str, gibibytes: int, wanted: Wanted) -> Training:
+    ranks = Ranks(device=Device.load(CONF / "device" / f"{device_name}.yaml"), kind=kind,
+                  memory_bytes=gibibytes * 2**30, nodes=regular_nodes(NUM_RANKS, NODE_RANKS))
+    return training_of(ModelShape.load(CONF / "model_shape" / f"{name}.yaml"), ranks, wanted)
 
-    candidate: Candidate
-    memory: MemoryModel
-    device: Device
 
-    def seconds(self, batches: Sequence[Sequence[Sample]]) -> float:
-        """Infinite where a sequence does not fit."""
-        mode, tokens = self.candidate.mode, self.candidate.tokens_per_rank
-        if tokens < 1 or max(sample.num_tokens for batch in batches for sample in batch) > tokens * NUM_RANKS:
-            return math.inf
-        cost, least = (make(self.memory, self.device, NUM_RANKS // NODE_RANKS) for make in (derived_cost, gather_s))
-        return sum(with_gathers_s(plan_batch(batch, ClusterSpec(NUM_RANKS, NODE_RANKS, tokens), cost, sync=mode.sync),
-                                  least) for batch in batches)
+def seconds(training: Training, batches: Sequence[Sequence[Sample]]) -> float:
+    """Of the batches in a mode; infinite where a sequence does not fit."""
+    tokens = training.tokens_per_rank
+    if tokens < 1 or max(sample.num_tokens for batch in batches for sample in batch) > tokens * NUM_RANKS:
+        return math.inf
+    return sum(with_gathers_s(plan_batch(batch, ClusterSpec(NUM_RANKS, NODE_RANKS, tokens), training.cost,
+                                         sync=training.mode.sync), training.gather_s) for batch in batches)
 
 
 def with_gathers_s(plan: Plan, least_s: float) -> float:
@@ -67,42 +60,26 @@ def with_gathers_s(plan: Plan, least_s: float) -> float:
     return starts_of(groups, plan.cluster.num_ranks, plan.sync, plan.fixed_s)[1]
 
 
-def trained(name: str, device_name: str, kind: str, gibibytes: int, mode: Mode, num_samples: int) -> Trained:
-    accelerator, device = ACCELERATORS[kind], Device.load(CONF / "device" / f"{device_name}.yaml")
-    memory_bytes, shape = gibibytes * 2**30, Qwen25VL.shape(published_config(name))
-    memory = MemoryModel(shape, MemorySettings(
-        sync=mode.sync, world_size=NUM_RANKS, precision="bf16", recomputes=mode.recomputes, device=kind,
-        sharding=mode.sharding, node_ranks=NODE_RANKS,
-        communicators_bytes=accelerator.pool_groups("auto", memory_bytes) * accelerator.group_bytes))
-    tokens, nodes = memory.tokens_that_fit(MEMORY_SHARE * memory_bytes), NUM_RANKS // NODE_RANKS
-    step_s = reference_step_s(
-        derived_cost(memory, device, nodes), mode.sync, tokens, [rank // NODE_RANKS for rank in range(NUM_RANKS)],
-        math.ceil(num_samples / NUM_RANKS), IMAGE_TOKENS, shape.merge_area, gather_s(memory, device, nodes))
-    return Trained(Candidate(mode, tokens, step_s), memory, device)
-
-
-def cell(one: Trained, seconds: float) -> str:
-    again = ", again" if one.candidate.mode.recomputes else ""
-    return f"{seconds:.2f} ({one.candidate.tokens_per_rank:,}{again})" if seconds < math.inf else "does not fit"
+def cell(training: Training, taken_s: float) -> str:
+    again = ", again" if training.mode.recomputes else ""
+    return f"{taken_s:.2f} ({training.tokens_per_rank:,}{again})" if taken_s < math.inf else "does not fit"
 
 
 def row(name: str, device_name: str, kind: str, gibibytes: int, count: int) -> str:
     batches = [[Sample(str(place), int(length)) for place, length in enumerate(bimodal(count, NUM_RANKS, seed))]
                for seed in range(BATCHES)]
-    needed = math.ceil(max(sample.num_tokens for batch in batches for sample in batch) / NUM_RANKS)
-    found, every = [], []
-    for sync, sharding in KINDS:
-        both = [trained(name, device_name, kind, gibibytes, Mode(sync, again, sharding), count)
-                for again in (False, True)]
-        every += both
-        mode = choose([one.candidate for one in both], needed).mode
-        found.append(next(one for one in both if one.candidate.mode == mode))
-    seconds = [one.seconds(batches) for one in found]
-    auto = choose([one.candidate for one in every], needed).mode
-    of_auto = next(one for one in every if one.candidate.mode == auto).seconds(batches)
-    cells = [cell(one, its_s) for one, its_s in zip(found, seconds)]
-    return (f"| {name}, {device_name} {gibibytes} GiB, {count} | {' | '.join(cells)} | {auto} | "
-            f"{of_auto / min(seconds):.3f} | {seconds[1] / seconds[2]:.3f} |")
+    base = Wanted(longest_tokens=max(sample.num_tokens for batch in batches for sample in batch),
+                  samples_per_rank=math.ceil(count / NUM_RANKS))
+    machine = (name, device_name, kind, gibibytes)
+    found = [trained(*machine, replace(base, sync=sync, sharding=sharding)) for sync, sharding in KINDS]
+    taken_s = [seconds(training, batches) for training in found]
+    # as auto would take it, were the ranks able to share memory: the fastest of those that hold the longest sequence
+    needed = math.ceil(base.longest_tokens / NUM_RANKS)
+    every = [Candidate(training.mode, training.tokens_per_rank, training.step_s) for training in found]
+    place = every.index(choose(every, needed))
+    return (f"| {name}, {device_name} {gibibytes} GiB, {count} | "
+            f"{' | '.join(cell(training, its_s) for training, its_s in zip(found, taken_s))} | {found[place].mode} | "
+            f"{taken_s[place] / min(taken_s):.3f} | {taken_s[1] / taken_s[2]:.3f} |")
 
 
 def main(words: Sequence[str]) -> int:

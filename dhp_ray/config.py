@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,13 +21,27 @@ from dhp_ray.credentials import concealed
 from dhp_ray.errors import first_line
 from dhp_ray.schema import Config, ConfigError
 
-__all__ = ["CHOICES", "CONF", "Config", "ConfigError", "check", "check_device", "check_evaluation", "dump",
-           "help_text", "load"]
+__all__ = ["CHOICES", "CONF", "Config", "ConfigError", "Layout", "check", "check_device", "check_evaluation", "dump",
+           "help_text", "load", "load_as"]
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("model", "data", "cluster")
-EITHER = (("model.preset", "model.path"), ("data.path", "data.sources"))
-"""Pairs of keys that exclude each other: one given on the command line takes the place of the other in a file."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The keys that a file may have, as a dataclass of sections, and the folder of conf/ for each key that takes a file
+    by its name. `either`: pairs of keys that exclude each other: one given on the command line takes the place of the
+    other in a file.
+    """
+
+    schema: type
+    choices: Mapping[str, str]
+    either: Sequence[tuple[str, str]] = ()
+
+
+TRAINING = Layout(Config, {group: group for group in CHOICES},
+                  (("model.preset", "model.path"), ("data.path", "data.sources")))
 
 
 def load(argv: list[str], default_file: Path = CONF / "train.yaml", checked: Callable[[Config], None] = check
@@ -38,29 +52,35 @@ def load(argv: list[str], default_file: Path = CONF / "train.yaml", checked: Cal
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
     """
+    config: Config = load_as(TRAINING, argv, default_file)
+    checked(config)
+    return config
+
+
+def load_as(layout: Layout, argv: list[str], default_file: Path) -> Any:
+    """The same in another layout, an object of its schema: of the values only the types have been checked."""
     path, overrides = split_arguments(argv, default_file)
     tree = _read(path)
-    names = _choices(tree.pop("choices", None))
+    names = _choices(layout, tree.pop("choices", None))
     pairs = [_pair(text) for text in overrides]
-    names |= {name: value for name, value in pairs if name in CHOICES}
+    names |= {name: value for name, value in pairs if name in layout.choices}
     layers = [(str(path), tree)]
-    layers += [(f"{group}={names[group]}", _read(_choice_file(group, names[group])))
-               for group in CHOICES if group in names]
-    config = OmegaConf.structured(Config)
+    layers += [(f"{group}={names[group]}", _read(_choice_file(layout, group, names[group])))
+               for group in layout.choices if group in names]
+    config = OmegaConf.structured(layout.schema)
     for origin, layer in layers:
         for dotted, value in _leaves(layer):
-            _set(config, dotted, value, origin)
-    given = {name: text for name, text in pairs if name not in CHOICES}
-    for first, second in EITHER:
+            _set(layout, config, dotted, value, origin)
+    given = {name: text for name, text in pairs if name not in layout.choices}
+    for first, second in layout.either:
         for name, other in ((first, second), (second, first)):
             if given.get(name) and other not in given:
                 given = {other: ""} | given
     for name, text in given.items():
-        _set(config, name, _value(name, text), "the command line")
+        _set(layout, config, name, _value(layout, name, text), "the command line")
     result = OmegaConf.to_object(config)
-    assert isinstance(result, Config)
+    assert isinstance(result, layout.schema)
     _conceal(result)
-    checked(result)
     return result
 
 
@@ -87,13 +107,14 @@ def dump(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def help_text(command: str, purpose: str, keys: str = "") -> str:
+def help_text(command: str, purpose: str, keys: str = "", layout: Layout = TRAINING) -> str:
     """The page that `--help` prints, with the keys that the pattern `keys` finds."""
-    lines = [f"usage: {command} [--config FILE] [model=NAME] [data=NAME] [cluster=NAME] [key=value ...]", "", purpose,
-             ""]
-    for group in CHOICES:
-        lines.append(f"  {group}=NAME  one of: {', '.join(_choice_names(group)) or '(none)'}")
-    for dotted, value, spec in walk(Config()):
+    groups = " ".join(f"[{group}=NAME]" for group in layout.choices)
+    lines = [f"usage: {command} [--config FILE] {groups} [key=value ...]", "", purpose, ""]
+    for group in layout.choices:
+        names = f"one of: {', '.join(_choice_names(layout, group)) or '(none)'}"
+        lines += textwrap.wrap(names, 118, initial_indent=f"  {group}=NAME  ", subsequent_indent=" " * 10)
+    for dotted, value, spec in walk(layout.schema()):
         if not re.match(keys, dotted):
             continue
         allowed = f" ({'|'.join(spec['choices'])})" if spec["choices"] else ""
@@ -117,26 +138,26 @@ def _read(path: Path) -> dict[str, Any]:
     return {str(name): value for name, value in tree.items()}
 
 
-def _choices(tree: Any) -> dict[str, Any]:
+def _choices(layout: Layout, tree: Any) -> dict[str, Any]:
     """The `choices:` of a file, {group: name}."""
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"choices: got {tree!r}; allowed: {', '.join(CHOICES)}, each with a name")
+        raise ConfigError(f"choices: got {tree!r}; allowed: {', '.join(layout.choices)}, each with a name")
     for group in tree:
-        if group not in CHOICES:
-            raise ConfigError(f"choices.{group}: no such choice; allowed: {', '.join(CHOICES)}")
+        if group not in layout.choices:
+            raise ConfigError(f"choices.{group}: no such choice; allowed: {', '.join(layout.choices)}")
     return dict(tree)
 
 
-def _choice_names(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+def _choice_names(layout: Layout, group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / layout.choices[group]).glob("*.yaml"))
 
 
-def _choice_file(group: str, name: Any) -> Path:
-    if str(name) not in _choice_names(group):
-        raise ConfigError(f"{group}: got {name!r}; allowed: {', '.join(_choice_names(group))}")
-    return CONF / group / f"{name}.yaml"
+def _choice_file(layout: Layout, group: str, name: Any) -> Path:
+    if str(name) not in _choice_names(layout, group):
+        raise ConfigError(f"{group}: got {name!r}; allowed: {', '.join(_choice_names(layout, group))}")
+    return CONF / layout.choices[group] / f"{name}.yaml"
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -146,9 +167,9 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _value(name: str, text: str) -> Any:
+def _value(layout: Layout, name: str, text: str) -> Any:
     """The value of an override, read as YAML, so that lists and numbers work; text for a string is taken as it is."""
-    kind = _types().get(name)
+    kind = _types(layout.schema).get(name)
     if not text:
         return [] if kind not in (int, float, str, bool) else "" if kind is str else None
     try:
@@ -173,8 +194,8 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def _set(config: Any, dotted: str, value: Any, origin: str) -> None:
-    types = _types()
+def _set(layout: Layout, config: Any, dotted: str, value: Any, origin: str) -> None:
+    types, choices = _types(layout.schema), _choices_of(layout, dotted)
     if dotted not in types:
         inside = [name for name in types if name.startswith(f"{dotted}.")]
         if inside:
@@ -184,10 +205,10 @@ def _set(config: Any, dotted: str, value: Any, origin: str) -> None:
                 and name.rpartition(".")[0] == section] or sorted({name.split(".")[0] for name in types})
         raise ConfigError(f"{dotted}: no such key ({origin}); allowed: {', '.join(near)}")
     kind = types[dotted]
-    allowed = _allowed(dotted, kind)
+    allowed = _allowed(choices, kind)
     if value is None:
         raise ConfigError(f"{dotted}: got nothing ({origin}); allowed: {allowed}")
-    if str(value).lower() in ("true", "false") and "true" in _choices_of(dotted):
+    if str(value).lower() in ("true", "false") and "true" in choices:
         value = str(value).lower()  # as YAML writes them, and Python
     if any("${" in text or text == "???" for text in texts(value)):
         raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: a plain value, without ${{...}} or ???")
@@ -210,16 +231,21 @@ def _types(owner: Any = Config, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _allowed(dotted: str, kind: Any) -> str:
-    if choices := _choices_of(dotted):
+def _allowed(choices: tuple[str, ...], kind: Any) -> str:
+    if choices:
         return ", ".join(choices)
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false",
              list[str]: "a list of names"}
-    return names.get(kind, "a list of {path: ..., weight: ..., format: ...}")
+    if kind in names:
+        return names[kind]
+    inner = get_args(kind)[0]
+    keys = [item.name for item in fields(inner)] if is_dataclass(inner) else []
+    return f"a list of {{{', '.join(f'{name}: ...' for name in keys)}}}" if keys else "a list of numbers"
 
 
-def _choices_of(dotted: str) -> tuple[str, ...]:
-    found: tuple[str, ...] = {name: spec["choices"] for name, _, spec in walk(Config())}[dotted]
+def _choices_of(layout: Layout, dotted: str) -> tuple[str, ...]:
+    specs = {name: spec for name, _, spec in walk(layout.schema())}
+    found: tuple[str, ...] = specs[dotted]["choices"] if dotted in specs else ()
     return found
 
 

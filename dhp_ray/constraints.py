@@ -107,11 +107,8 @@ def check_evaluation(config: Config) -> None:
 
 def _check_values(config: Config) -> None:
     """Refuse values beyond their limits, sources without a path, and a `data.min_pixels` above `data.max_pixels`."""
-    for dotted, value, spec in walk(config):
-        _check_value(dotted, value, spec)
+    check_limits(config)
     for index, source in enumerate(config.data.sources):
-        for dotted, value, spec in walk(source, f"data.sources[{index}]."):
-            _check_value(dotted, value, spec)
         if not source.path:
             raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
     if config.data.min_pixels > config.data.max_pixels:
@@ -119,6 +116,15 @@ def _check_values(config: Config) -> None:
             f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "
             f"({config.data.max_pixels})"
         )
+
+
+def check_limits(node: Any, prefix: str = "") -> None:
+    """Refuse values of any schema that are beyond their limits, those of lists of sections included."""
+    for dotted, value, spec in walk(node, prefix):
+        _check_value(dotted, value, spec)
+        for index, inner in enumerate(value if isinstance(value, list) else ()):
+            if is_dataclass(inner):
+                check_limits(inner, f"{dotted}[{index}].")
 
 
 def check_device(config: Config) -> None:

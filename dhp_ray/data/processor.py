@@ -23,6 +23,7 @@ from dhp_ray.data.conversation import Turn, check_counts, offering, turns_of
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import family_of, folder_image_settings, preset_image_settings
 from dhp_ray.data.families.base import Bounds, Family
+from dhp_ray.data.grids import SLICE_TOKENS, VIDEO_PIXELS, Size, grid_of, pieces_of
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import chat_template_of, video_pixels_of, write_json
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
@@ -32,16 +33,6 @@ from dhp_ray.planner.plan import Grid
 from dhp_ray.schema import Data, Model
 
 IGNORE = -100
-VIDEO_PIXELS = 25_165_824
-"""Of all frames of a video at most, where the family bounds them and the folder does not say: Qwen3-VL's as published.
-"""
-SLICE_TOKENS = 4096
-"""A longer video is cut in time into entries of at most so many tokens, for several members to encode: a frame pair's
-patches see no other's.
-"""
-
-Size = tuple[int, int] | Clip
-"""Of an image (width, height) in pixels, or of a video."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +131,7 @@ class Processor:
         Raises:
             RowError: an image or video that the family refuses.
         """
-        if not isinstance(size, Clip):
-            return self.family.image_grid(*size, self.image_settings, self.bounds)
-        rows, columns = self.frame_size(size)
-        steps = -(-self.num_frames(size) // self.temporal_patch_size)
-        return (steps, rows // self.patch_size, columns // self.patch_size)
+        return grid_of(self.family, size, self.image_settings, self.bounds, self.limits)
 
     def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
         """The turns of a conversation, whose texts spell no special token. `tools` are those that the assistant may
@@ -242,12 +229,9 @@ class Processor:
 
     def _pieces(self, number: int, size: Size, grid: Grid, slice_tokens: int) -> list[tuple[Grid, int, float]]:
         """(grid, number, seconds a step) of each entry that an image or video becomes."""
-        if not isinstance(size, Clip):
-            return [(grid, number, 0.0)]
-        steps, rows, columns = grid
-        length = max(1, slice_tokens * self.merge_size**2 // (rows * columns))
-        seconds = self.family.seconds_per_step(size, self.limits, self.temporal_patch_size)
-        return [((min(length, steps - first), rows, columns), number, seconds) for first in range(0, steps, length)]
+        seconds = (self.family.seconds_per_step(size, self.limits, self.temporal_patch_size)
+                   if isinstance(size, Clip) else 0.0)
+        return [(piece, number, seconds) for piece in pieces_of(size, grid, self.merge_size**2, slice_tokens)]
 
     def save(self, folder: str | Path) -> None:
         """Write every file that `AutoProcessor`, `AutoTokenizer` and `AutoImageProcessor` read from a model's folder.

@@ -21,10 +21,11 @@ from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.grids import SLICE_TOKENS, Size
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
 from dhp_ray.data.order import row_order
-from dhp_ray.data.processor import IGNORE, SLICE_TOKENS, Encoded, Processor, ProcessorSpec, Size
+from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
 from dhp_ray.data.video_decoder import clip_of
 from dhp_ray.errors import first_line
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from dhp_ray.planner.baselines.paper import dhp_paper
 from dhp_ray.planner.baselines.pow2 import pow2
-from dhp_ray.planner.baselines.static import best_layout, static, uniform
+from dhp_ray.planner.baselines.static import Layout, best_layout, static, uniform
 from dhp_ray.planner.baselines.static_best import static_best
 from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.checks import PlanError, SequenceTooLongError
@@ -46,9 +46,11 @@ __all__ = [
     "plan_batch",
     "plan_data_set",
     "plan_starts",
+    "plan_uniform",
     "recorded_inputs",
     "replay",
     "starts_of",
+    "static_layout",
     "warm_up",
 ]
 
@@ -109,10 +111,20 @@ def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
     are run: the degree and the pack cap with the least sum of makespans. The name in these plans is `static`; they
     do not replay, as each depends on all batches."""
     problems = [bounded(problem) for problem in problems]
-    seen = [_in_node_order(problem) for problem in problems]
-    layout = best_layout([problem for problem, _ in seen])
-    return [_priced(problem, "static", uniform(there, layout), order)
-            for problem, (there, order) in zip(problems, seen)]
+    layout = static_layout(problems)
+    return [plan_uniform(problem, layout) for problem in problems]
+
+
+def static_layout(problems: Sequence[Problem]) -> Layout:
+    """The one layout that is best for all of these batches together."""
+    return best_layout([_in_node_order(problem)[0] for problem in problems])
+
+
+def plan_uniform(problem: Problem, layout: Layout) -> Plan:
+    """The plan of a batch under a layout that was chosen before."""
+    problem = problem if problem.lower_bound_s else bounded(problem)
+    seen, order = _in_node_order(problem)
+    return _priced(problem, "static", uniform(seen, layout), order)
 
 
 def _shortest(problem: Problem, planner: str) -> Plan:

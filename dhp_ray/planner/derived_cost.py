@@ -10,11 +10,15 @@ Per token of a layer with P parameters, H heads (K of keys and values) of width 
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
 
 A step's fixed part is its reduction, update and gather (`sync=step`), or what FSDP cannot hide of a micro-batch: the
-root's gather and reduction. Where a node has parameters once (`train.sharding=node`, G ranks), a rank exchanges at a
-step's end its slices alone, 1 / G of the model's; a pack pays for that: it reads the head's parameters and adds their
-gradients, which nothing hides, and starts 3 G copies a unit (two reads and an add). Its other reads and adds are taken
-to go on beside compute, as on a device that has a stream for each (`gather_s`, which `CostModel` does not hold: a plan
-of packs that are shorter takes longer than predicted). The CPU's adds do not; its costs are measured.
+root's gather and reduction. In a collective of all ranks each node sends and receives once what all of its ranks want,
+over the links of them all: the rings of NCCL and HCCL each leave a node by another one (benchmarks/published.py: 13 to
+70 B parameters on 16 to 512 GPUs).
+
+Where a node has parameters once (`train.sharding=node`, G ranks), a rank exchanges at a step's end its slices alone, 1
+/ G of the model's; a pack pays for that: it reads the head's parameters and adds their gradients, which nothing hides,
+and starts 3 G copies a unit (two reads and an add). Its other reads and adds are taken to go on beside compute, as on a
+device that has a stream for each (`gather_s`, which `CostModel` does not hold: a plan of packs that are shorter takes
+longer than predicted). The CPU's adds do not; its costs are measured.
 """
 
 from __future__ import annotations
@@ -112,8 +116,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
     windows = sum(layer.count * layer.window * attention("vision", layer, 4) for layer in shape.vision)
     language_layers = sum(layer.count for layer in shape.language)
     key_values = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in shape.language)
-    link = device.intra_bytes_per_s if num_nodes == 1 else device.inter_bytes_per_s
-    fixed_s = {sync: _fixed_s(memory, device, link, sync) for sync in SYNCS}
+    fixed_s = {sync: _fixed_s(memory, device, num_nodes, sync) for sync in SYNCS}
     return CostModel(
         name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
         source=f"derived from the model's shape and the published figures of {device.name}; not measured",
@@ -140,14 +143,29 @@ def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
     rank has all parameters."""
     shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
     if settings.sync == "micro_batch":
-        ranks, one_node = settings.world_size, num_nodes == 1
+        ranks, link = settings.world_size, collective_bytes_per_s(device, settings.world_size, num_nodes)
     elif settings.sharding == "node":
-        ranks, one_node = settings.node_ranks, True
+        ranks, link = settings.node_ranks, device.intra_bytes_per_s
     else:
         return 0.0
     layers = shape.units()[:-1]
     moved = sum(unit.num_parameters * unit.count * (2 * c + 4 * settings.trains_weights(unit.part)) for unit in layers)
-    return (ranks - 1) / ranks * moved / (device.intra_bytes_per_s if one_node else device.inter_bytes_per_s)
+    return (ranks - 1) / ranks * moved / link
+
+
+def collective_bytes_per_s(device: Device, num_ranks: int, num_nodes: int) -> float:
+    """Bytes a second of each rank in a gather or reduction over all ranks, by the links of a node together or by those
+    inside it, whichever are slower."""
+    if num_nodes == 1:
+        return device.intra_bytes_per_s
+    return min(device.intra_bytes_per_s, device.inter_bytes_per_s * max(1, num_ranks // num_nodes))
+
+
+def update_s(memory: MemoryModel, device: Device) -> float:
+    """Seconds of AdamW on a rank's shard, once a step: it reads two versions' worth and writes one, and reads the
+    gradient. With `sync=micro_batch` it is in no cost, as it is the same under all plans."""
+    trained = memory.settings.num_trained(memory.shape) / memory.settings.world_size
+    return trained * (4 * 3 * 2 + 4) / device.memory_bytes_per_s
 
 
 def _reads_s(memory: MemoryModel, device: Device) -> float:
@@ -159,15 +177,18 @@ def _reads_s(memory: MemoryModel, device: Device) -> float:
     return (among - 1) / among * head_bytes / device.intra_bytes_per_s + copies * device.launch_s
 
 
-def _fixed_s(memory: MemoryModel, device: Device, link: float, sync: str) -> float:
+def _fixed_s(memory: MemoryModel, device: Device, num_nodes: int, sync: str) -> float:
     """Seconds once a step, or once a micro-batch."""
+    link = collective_bytes_per_s(device, memory.settings.world_size, num_nodes)
     shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
     trained, ranks = settings.num_trained(shape), settings.world_size
     moved = (ranks - 1) / ranks
     if sync == "micro_batch":
         root = shape.units()[-1].num_parameters
         return moved * root * (c + 4 * settings.trains_weights("language")) / link
-    # AdamW reads two versions' worth and writes one, and reads the gradient
-    update = trained / ranks * (4 * 3 * 2 + 4) / device.memory_bytes_per_s
-    exchanged = moved * trained / (settings.node_ranks if settings.sharding == "node" else 1)
-    return exchanged * (4 + c) / link + update
+    if settings.sharding == "node":  # with the ranks of other nodes that have the same slice
+        exchanged = moved * trained / settings.node_ranks
+        link = device.intra_bytes_per_s if num_nodes == 1 else device.inter_bytes_per_s
+    else:
+        exchanged = moved * trained
+    return exchanged * (4 + c) / link + update_s(memory, device)

@@ -22,6 +22,8 @@ LOCKSTEP = 1.04
 """`sync=micro_batch` over this step of equal sequences, for the waits at the end of each micro-batch: the most by which
 `step` was shorter on mixed batches at equal memory (benchmarks/README.md), modelled."""
 
+MEMORY_SHARE = 0.9
+"""Share of a device's memory that is planned with; the rest is the allocator's and the libraries'."""
 
 SHARDING = "train.sharding"
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dhp_ray.errors import first_line
+from dhp_ray.planner.checks import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,29 @@ class ModelShape:
     position_rows: int = 0
     vision_one_row: int = 0
 
+    @classmethod
+    def load(cls, path: str | Path) -> ModelShape:
+        """The shape in a YAML file with these names (`conf/model_shape`).
+
+        Raises:
+            PlanError: one line that names the file and the key.
+        """
+        try:
+            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path}: cannot be read: {error.__class__.__name__}") from None
+        except yaml.YAMLError as error:
+            raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
+        found = _checked(cls, tree, f"{path}: ")
+        for part in ("language", "vision"):
+            if not isinstance(found[part], list):
+                raise PlanError(f"{path}: {part}: got {found[part]!r}; allowed: a list of layers")
+            found[part] = tuple(LayerShape(**_checked(LayerShape, layer, f"{path}: {part}[{place}]."))
+                                for place, layer in enumerate(found[part]))
+        if not found["language"]:
+            raise PlanError(f"{path}: language: got no layers; allowed: at least one")
+        return cls(**found)
+
     @property
     def width(self) -> int:
         """Of the language model's hidden states."""
@@ -95,3 +125,22 @@ class ModelShape:
 
     def parameters_by_part(self) -> Mapping[str, int]:
         return {part: self.num_parameters(without={"vision", "language"} - {part}) for part in ("vision", "language")}
+
+
+def _checked(kind: type, tree: Any, where: str) -> dict[str, Any]:
+    """The values of a mapping in a file, where it has every field of `kind` that needs one, and each of its type."""
+    known = {item.name: item for item in fields(kind)}
+    if not isinstance(tree, dict):
+        raise PlanError(f"{where}got {tree!r}; allowed: a mapping with {', '.join(known)}")
+    for name, value in tree.items():
+        if name not in known:
+            raise PlanError(f"{where}{name}: no such key; allowed: {', '.join(known)}")
+        number = type(value) is int and value >= 0
+        fits = {"int": number, "bool": isinstance(value, bool), "str": isinstance(value, str)}
+        if not fits.get(str(known[name].type), True):
+            allowed = {"int": "a whole number of at least 0", "bool": "true or false", "str": "a name"}
+            raise PlanError(f"{where}{name}: got {value!r}; allowed: {allowed[str(known[name].type)]}")
+    for name, item in known.items():
+        if name not in tree and item.default is MISSING:
+            raise PlanError(f"{where}{name}: missing")
+    return dict(tree)

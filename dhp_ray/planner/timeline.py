@@ -16,7 +16,7 @@ from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.encoder_timeline import EncodedImages, EncoderTimeline, encoder_timeline
 from dhp_ray.planner.plan import GroupPlan, Plan
 from dhp_ray.planner.primitives.list_schedule import list_schedule
-from dhp_ray.planner.problem import problem_of
+from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.schedule import firsts_of, flat
 
 
@@ -64,6 +64,11 @@ def apart_timeline(plan: Plan) -> EncoderTimeline | None:
     if not plan.vision.apart:
         return None
     problem = problem_of(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), plan.sync)
+    return timeline_apart(plan, problem, np.array([group.predicted_time_s for group in plan.groups]))
+
+
+def timeline_apart(plan: Plan, problem: Problem, times_s: np.ndarray) -> EncoderTimeline:
+    """The same for groups that take so long, under the costs and on the ranks of `problem`."""
     encoder, group_of = np.zeros((2, len(problem.all_image_s)), dtype=np.int64)
     for index, group in enumerate(plan.groups):
         first = 0
@@ -73,8 +78,8 @@ def apart_timeline(plan: Plan) -> EncoderTimeline | None:
             first += end - begin
     ranks, degrees = flat([group.ranks for group in plan.groups])
     images = EncodedImages(problem.all_image_s, problem.all_image_patches, problem.all_image_rows, encoder, group_of)
-    return encoder_timeline(images, ranks, firsts_of(degrees), np.array(
-        [group.predicted_time_s for group in plan.groups]), problem.speeds, problem.cost, plan.vision.keeps)
+    return encoder_timeline(images, ranks, firsts_of(degrees), times_s, problem.speeds,
+                            problem.cost, plan.vision.keeps)
 
 
 def idle_fraction(plan: Plan) -> float:

@@ -51,13 +51,18 @@ def page(run: RunFiles) -> str:
     parts = [summary(run, gains), curves(run), planning(run, gains), degrees(run, plans),
              data(run, samples, len(plans)), events(run),
              section("Configuration", f"<pre>{text(run.config)}</pre>")]
-    title = text(f"Run {run.folder.uri}")
+    written = f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by dhp_ray's jobs/report.py."
+    return document(f"Run {run.folder.uri}", written, parts)
+
+
+def document(title: str, written: str, parts: Sequence[str]) -> str:
+    """A page of these parts. `written` says when and by what."""
+    title = text(title)
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     head = (f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{title}</title><style>{STYLE}</style>")
-    written = f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by dhp_ray's jobs/report.py."
-    body = f"<h1>{title}</h1>\n<p class=note>{written}</p>\n" + "\n".join(parts) + "\n"
+    body = f"<h1>{title}</h1>\n<p class=note>{text(written)}</p>\n" + "\n".join(parts) + "\n"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 

@@ -11,10 +11,13 @@ from dhp_ray.report.plan_picture import ENCODER, colours_of, draw_planned, line_
 from dhp_ray.train.results import StepResult
 
 
-def draw_step(plan: Plan, results: Sequence[StepResult], target: str | Path | IO[bytes], dpi: int = 100) -> None:
+def draw_step(
+    plan: Plan, results: Sequence[StepResult], target: str | Path | IO[bytes], dpi: int = 100, told: str = "measured"
+) -> None:
     """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG.
 
-    Each half has its own scale of time: the cost model's seconds, and the clock's.
+    Each half has its own scale of time: the cost model's seconds, and the clock's. `told`: how the times of the
+    results were come by.
     """
     from matplotlib.figure import Figure
 
@@ -22,12 +25,14 @@ def draw_step(plan: Plan, results: Sequence[StepResult], target: str | Path | IO
     above, below = figure.subplots(2, 1)
     scale = colours_of(plan)
     draw_planned(above, plan, scale.to_rgba)
-    draw_measured(below, plan, results, scale.to_rgba)
+    draw_measured(below, plan, results, scale.to_rgba, told)
     figure.colorbar(scale, ax=[above, below], label="longest sequence of the pack [tokens]")
     figure.savefig(target, dpi=dpi)
 
 
-def draw_measured(axes: Any, plan: Plan, results: Sequence[StepResult], colour: Any) -> None:
+def draw_measured(
+    axes: Any, plan: Plan, results: Sequence[StepResult], colour: Any, told: str = "measured"
+) -> None:
     """Measured times of each rank's packs, each on its own clock from its start of the step. The part of a pack that
     its rank spent waiting in exchanges is drawn pale, at the pack's end: only its length is known, not when it was."""
     from matplotlib.collections import PatchCollection
@@ -56,5 +61,5 @@ def draw_measured(axes: Any, plan: Plan, results: Sequence[StepResult], colour: 
     axes.set(xlim=(0, max(end_s, 1e-9) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]",
              ylabel="rank")
     axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_title("measured; pale: waiting in exchanges; orange: encoder", loc="left")
+    axes.set_title(f"{told}; pale: waiting in exchanges; orange: encoder", loc="left")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

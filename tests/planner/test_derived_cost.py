@@ -9,7 +9,7 @@ import pytest
 
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
-from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
+from dhp_ray.planner.derived_cost import Device, collective_bytes_per_s, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.plan import PlanError
@@ -35,7 +35,8 @@ def test_a_7b_by_hand() -> None:
     assert cost.quadratic_s == pytest.approx(28 * 7 * 3584 / 346e12, rel=1e-6)
     assert cost.vision_quadratic_s == pytest.approx(4 * 14 * 1280 / 346e12, rel=1e-6)
     assert cost.comm_bytes_per_token == 28 * 2 * 512 * (2 + 2 + 4)
-    assert cost.fixed_s == pytest.approx(63 / 64 * 6 * 8_292_166_656 / 50e9 + 8_292_166_656 / 64 * 28 / 3.35e12)
+    # over the eight links of a node together
+    assert cost.fixed_s == pytest.approx(63 / 64 * 6 * 8_292_166_656 / 400e9 + 8_292_166_656 / 64 * 28 / 3.35e12)
 
 
 def test_costs_follow_the_settings() -> None:
@@ -49,7 +50,8 @@ def test_costs_follow_the_settings() -> None:
     assert cost_of("7B", sync="micro_batch").fixed_s < plain.fixed_s / 4
     for sync in ("step", "micro_batch"):
         assert plain.in_mode(sync) == cost_of("7B", sync=sync)
-    assert cost_of("7B", num_nodes=1).fixed_s < plain.fixed_s / 5
+    assert plain.fixed_s > cost_of("7B", num_nodes=1).fixed_s > plain.fixed_s * 400 / 450
+    assert cost_of("7B", num_nodes=64).fixed_s > 7 * plain.fixed_s  # nodes of one rank have a link each
 
 
 def test_parameters_and_gradients_of_layers_travel_in_every_micro_batch() -> None:
@@ -57,14 +59,14 @@ def test_parameters_and_gradients_of_layers_travel_in_every_micro_batch() -> Non
     settings = MemorySettings(sync="micro_batch", world_size=8, precision="bf16", recomputes=False)
     shape = Qwen25VL.shape(published_config("7B"))
     layers, vision = shape.num_parameters() - 2 * 152064 * 3584 - 3584, shape.parameters_by_part()["vision"]
-    for nodes, link in ((1, 450e9), (2, 50e9)):
+    for nodes, link in ((1, 450e9), (2, 4 * 50e9), (8, 50e9)):
         assert gather_s(MemoryModel(shape, settings), H100, nodes) == pytest.approx(7 / 8 * 8 * layers / link)
     frozen = MemoryModel(shape, replace(settings, frozen=("vision",)))
     assert gather_s(frozen, H100, 1) == pytest.approx(7 / 8 * (8 * layers - 4 * vision) / 450e9)
     assert gather_s(MemoryModel(shape, replace(settings, sync="step")), H100, 1) == 0
 
 
-def test_where_a_node_has_parameters_once_packs_read_them_and_a_step_ends_sooner() -> None:
+def test_where_a_node_has_parameters_once_packs_read_them() -> None:
     settings = MemorySettings(sync="step", world_size=64, precision="bf16", recomputes=False, sharding="node",
                               node_ranks=8)
     shape, plain = Qwen25VL.shape(published_config("7B")), cost_of("7B")
@@ -75,7 +77,8 @@ def test_where_a_node_has_parameters_once_packs_read_them_and_a_step_ends_sooner
     copies = 3 * 8 * (32 + 28 + 2)  # of blocks, layers and the rest of each part
     assert shared.pack_s - plain.pack_s == pytest.approx(7 / 8 * 6 * 152064 * 3584 / 450e9 + copies * H100.launch_s)
     update = 8_292_166_656 / 64 * 28 / 3.35e12
-    assert shared.fixed_s - update == pytest.approx((plain.fixed_s - update) / 8)
+    # an eighth of what a rank has of its own, over its link alone in place of the eight of its node
+    assert shared.fixed_s - update == pytest.approx(plain.fixed_s - update)
     assert replace(shared, pack_s=0.0, fixed_s=0.0, fixed_s_by_sync={}) == replace(
         plain, pack_s=0.0, fixed_s=0.0, fixed_s_by_sync={})
 
@@ -101,6 +104,17 @@ def test_a_device_is_found_by_its_drivers_name(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("name: bad\n")
     with pytest.raises(PlanError, match=r"bad\.yaml: got \['name'\]; allowed: "):
         Device.load(tmp_path / "bad.yaml")
+
+
+def test_published_collectives_are_near() -> None:
+    """MPT-13B, 2 sequences of 2,048 tokens a micro-batch, takes as long on 64 H100 as on 8 (llm-foundry's benchmarks,
+    4,800 and 4,792 tokens/s a GPU): its layers travel beside 0.85 s of computing, over eight links of each node.
+    """
+    settings = MemorySettings(sync="micro_batch", world_size=64, precision="bf16", recomputes=False)
+    memory = MemoryModel(Qwen25VL.shape(published_config("7B")), settings)  # of 8.3 in place of 12.9 billion
+    assert gather_s(memory, H100, 8) * 12.9 / 8.3 < 0.85
+    assert collective_bytes_per_s(H100, 64, 8) == 400e9
+    assert collective_bytes_per_s(H100, 64, 1) == collective_bytes_per_s(H100, 640, 2) == 450e9
 
 
 def test_published_rates_are_near() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedConfig
 
+from dhp_ray.config import CONF
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.model.presets import preset_config
+from dhp_ray.planner import PlanError
+from dhp_ray.planner.model_shape import ModelShape
 from tests.packs import TOKEN_IDS
-from tests.published_configs import NUM_PARAMETERS, model_without_memory, published_config, shape_of
+from tests.published_configs import NUM_PARAMETERS, model_without_memory, published_config, shape_of, stored_shape
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -55,6 +59,30 @@ def test_parameters_of_every_part_and_unit_are_the_modules(name: str) -> None:
 @pytest.mark.parametrize("name", NUM_PARAMETERS)
 def test_published_models_have_as_many_parameters_as_their_files(name: str) -> None:
     assert shape_of(name).num_parameters() == NUM_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
+def test_the_shapes_that_users_may_name_are_those_of_the_models(name: str) -> None:
+    assert stored_shape(name) == shape_of(name)
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("family: qwen2_5_vl", "family: got 3; allowed: a name"), ("tied: false", "tied: got 3; allowed: true or false"),
+    ("merge_area: 4", "merge_area: missing"), ("patch_dim: 1176", "patch_dims: no such key; allowed: family, "),
+    ("language_rest: 3584", "language_rest: got -3584; allowed: a whole number of at least 0"),
+    ("- {count: 28, width: 3584, ", "language[0].count: missing")])
+def test_a_wrong_shape_is_one_line(tmp_path: Path, line: str, words: str) -> None:
+    changed = {"family: qwen2_5_vl": "family: 3", "tied: false": "tied: 3", "merge_area: 4": "",
+               "patch_dim: 1176": "patch_dims: 1176", "language_rest: 3584": "language_rest: -3584",
+               "- {count: 28, width: 3584, ": "- {width: 3584, "}[line]
+    file = tmp_path / "shape.yaml"
+    file.write_text((CONF / "model_shape" / "qwen2_5_vl_7b.yaml").read_text().replace(line, changed))
+    with pytest.raises(PlanError) as raised:
+        ModelShape.load(file)
+    assert str(raised.value).startswith(f"{file}: {words}")
+    assert "\n" not in str(raised.value)
+    with pytest.raises(PlanError, match="cannot be read: FileNotFoundError"):
+        ModelShape.load(tmp_path / "none.yaml")
 
 
 def test_layers_by_kind() -> None:

@@ -12,7 +12,6 @@ of its own: workers run the plan that the driver names.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,11 +29,8 @@ from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan
 from dhp_ray.runtime.driver.batch_reader import BatchReader, blocks_of
 from dhp_ray.runtime.driver.group import STOP_POLL_S, WorkerGroup
-from dhp_ray.runtime.driver.planning import Patience, Planning, patience_s
+from dhp_ray.runtime.driver.planning import Expectation, Patience, Planning, patience_s
 from dhp_ray.runtime.driver.stages import DispatchedStep
-
-RECENT = 50
-"""Plans whose distance from the lower bound says what the next one will be."""
 
 ANSWERS_S = 0.1
 """How long the driver waits for the thread that takes the prefetches' answers; then it asks itself, and finds out who
@@ -85,8 +81,7 @@ class Dispatcher:
         self._planning: Planning | None = None
         self._failure: Exception | None = None  # of a planner whose plan nobody waits for any more
         self._num_sent = 0
-        # of the planner's plans: predicted makespan over lower bound
-        self._over_bound: deque[float] = deque(maxlen=RECENT)
+        self._expectation = Expectation()
 
     @property
     def batches(self) -> dict[int, Batch]:
@@ -141,7 +136,7 @@ class Dispatcher:
             return planning.ahead.result()
         begun_s = monotonic()
         last_resort = self._plan(planning, batch, LAST_RESORT)
-        expected_s = last_resort.lower_bound_s * (statistics.median(self._over_bound) if self._over_bound else 1.0)
+        expected_s = self._expectation.makespan_s(last_resort.lower_bound_s)
         patience = Patience(begun_s, patience_s(last_resort.predicted_time_s, expected_s, self.scale()))
         with self.group.waits.on(self._named("the plan", step)):
             self.group.wait(planning.ahead, lambda: patience.over() or self._ends())
@@ -233,7 +228,7 @@ class Dispatcher:
         if batch is None or self.needed_ranks > self.cluster.num_ranks or planning.claimed:
             return None
         plan = self._plan(planning, batch, self.config.planner.name)
-        self._over_bound.append(plan.predicted_time_s / plan.lower_bound_s)
+        self._expectation.observe(plan)
         return self._send(planning.step, batch, plan, late=False) if planning.claim(ahead=True) else None
 
     def _plan(self, planning: Planning, batch: Batch, planner: str) -> Plan:

@@ -14,17 +14,14 @@ from typing import NamedTuple
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF, Config
-from dhp_ray.data.processor import SLICE_TOKENS
+from dhp_ray.data.grids import SLICE_TOKENS
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import SHARDING, Candidate, Mode, choose, reason, reference_step_s
+from dhp_ray.planner.mode import MEMORY_SHARE, SHARDING, Candidate, Mode, choose, reason, reference_step_s
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.driver.group import WorkerGroup
-
-MEMORY_SHARE = 0.9
-"""Share of a device's memory that is planned with; the rest is the allocator's and the libraries'."""
 
 STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
 """What a device of each kind is reckoned as that no file of conf/device describes."""

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Lock
@@ -14,10 +16,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dhp_ray.data.stream import Batch
+    from dhp_ray.planner.plan import Plan
     from dhp_ray.runtime.driver.stages import DispatchedStep
 
 LATE_S = 0.01
 """A plan is waited for so long at least."""
+
+RECENT = 50
+"""Plans whose distance from the lower bound says what the next one will be."""
 
 
 @dataclass
@@ -59,6 +65,20 @@ class Patience:
 
     def over(self) -> bool:
         return monotonic() - self.since_s >= self.seconds
+
+
+@dataclass
+class Expectation:
+    """What the planner's next plan will come to, by how far above their lower bounds the last ones did."""
+
+    over_bound: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def observe(self, plan: Plan) -> None:
+        self.over_bound.append(plan.predicted_time_s / plan.lower_bound_s)
+
+    def makespan_s(self, lower_bound_s: float) -> float:
+        """Predicted seconds of a plan of a batch with this bound."""
+        return lower_bound_s * (statistics.median(self.over_bound) if self.over_bound else 1.0)
 
 
 def patience_s(last_resort_s: float, expected_s: float, scale: float | None) -> float:

@@ -7,6 +7,7 @@ slowdown over its own, so a machine that is slow as a whole, or a cost file that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -24,7 +25,8 @@ NOMINAL_FROM = 0.85
 """From this speed on a rank counts as one of nominal speed: plans do not follow noise."""
 
 GRAIN = 0.05
-"""Speeds below are told to the planner in such steps."""
+"""Speeds below are told to the planner in such steps from a half on, in half of them from a quarter on, and so forth: a
+rank that is far too slow would hold up all others if it were taken to be a little faster than it is."""
 
 SLOW_BELOW = 0.7
 SLOW_STEPS = 5
@@ -83,8 +85,7 @@ class SpeedMeter:
 
     def planned(self) -> tuple[float, ...]:
         """The speeds to plan with."""
-        return tuple(1.0 if speed >= NOMINAL_FROM else max(GRAIN, round(speed / GRAIN) * GRAIN)
-                     for speed in self.measured())
+        return tuple(1.0 if speed >= NOMINAL_FROM else _told(speed) for speed in self.measured())
 
     def slow(self) -> set[int]:
         """Ranks that are slow and have been so for a while."""
@@ -100,6 +101,11 @@ class SpeedMeter:
         """Ranks that should be replaced."""
         return tuple(place for place, rank in enumerate(self._ranks)
                      if rank.below.get(self.evict_below, 0) >= self.patience)
+
+
+def _told(speed: float) -> float:
+    grain = GRAIN * 2.0 ** (1 + math.floor(math.log2(speed)))
+    return round(speed / grain) * grain
 
 
 def nominal_compute_s(plan: Plan, cost: CostModel) -> list[float]:

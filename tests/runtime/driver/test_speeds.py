@@ -56,6 +56,14 @@ def test_a_rank_at_a_third_is_seen_within_three_steps_and_so_is_its_recovery(num
     assert meter.planned() == (1.0,) * num_ranks
 
 
+@pytest.mark.parametrize(("speed", "told"), [(0.84, 0.85), (0.51, 0.5), (0.4, 0.4), (1 / 3, 0.325), (0.21, 0.2125),
+                                             (1 / 12.53, 0.08125), (0.01, 0.01015625)])
+def test_speeds_are_told_in_steps_of_a_tenth_of_them_at_most(speed: float, told: float) -> None:
+    meter = metered(3, [((1.0,) * 3, (1 / speed, 1.0, 1.0))] * 10)
+    assert meter.planned() == (pytest.approx(told), 1.0, 1.0)
+    assert abs(told / speed - 1) <= 0.05
+
+
 def test_of_two_the_faster_one_is_nominal() -> None:
     assert metered(2, [((1.0, 1.0), (1.0, 4.0))] * 10).planned() == pytest.approx((1.0, 0.25))
 

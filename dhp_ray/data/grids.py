@@ -1,0 +1,49 @@
+"""Images and videos to grids of patches, by the family's own rules; nothing is decoded, and no tokenizer is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dhp_ray.data.clip import Clip
+from dhp_ray.data.families.base import Bounds, Family
+from dhp_ray.data.media import MediaLimits
+from dhp_ray.planner.plan import Grid
+
+VIDEO_PIXELS = 25_165_824
+"""Of all frames of a video at most, where the family bounds them and the folder does not say: Qwen3-VL's as published.
+"""
+SLICE_TOKENS = 4096
+"""A longer video is cut in time into entries of at most so many tokens, for several members to encode: a frame pair's
+patches see no other's.
+"""
+
+Size = tuple[int, int] | Clip
+"""Of an image (width, height) in pixels, or of a video."""
+
+
+def grid_of(
+    family: Family, size: Size, settings: Mapping[str, Any], bounds: Bounds, limits: MediaLimits
+) -> Grid:
+    """Patches (time, height, width) of an image or of a whole video.
+
+    Raises:
+        RowError: an image or video that the family refuses.
+    """
+    if not isinstance(size, Clip):
+        return family.image_grid(*size, settings, bounds)
+    together = int(settings["temporal_patch_size"])
+    num_frames = family.num_frames(size, limits, together)
+    rows, columns = family.frame_size(size, num_frames, settings, bounds)
+    return (-(-num_frames // together), rows // bounds.patch_size, columns // bounds.patch_size)
+
+
+def pieces_of(size: Size, grid: Grid, merge_area: int, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:
+    """The grids that an image or video becomes: a video is cut in time, into at most `slice_tokens` tokens each or one
+    step in time.
+    """
+    if not isinstance(size, Clip):
+        return [grid]
+    steps, rows, columns = grid
+    length = max(1, slice_tokens * merge_area // (rows * columns))
+    return [(min(length, steps - first), rows, columns) for first in range(0, steps, length)]

@@ -1,0 +1,113 @@
+"""The described cluster: for any membership the ranks, their mode, tokens and costs, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.config import CONF
+from dhp_ray.planner.cluster import ClusterSpec
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.derived_cost import Device
+from dhp_ray.planner.mode import MEMORY_SHARE
+from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.nodes import numbered
+from dhp_ray.planner.plan import PlanError
+from dhp_ray.simulate.links import links_of
+from dhp_ray.simulate.settings import Simulation
+from dhp_ray.simulate.step import Network
+from dhp_ray.simulate.training import Ranks, Training, Wanted, training_of
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a membership runs. `copy_s`: what a copy of the state to another rank takes, as a rule."""
+
+    cluster: ClusterSpec
+    training: Training
+    network: Network
+    copying: Network
+    copy_s: float
+
+
+class Machine:
+    """The cluster of a simulation's settings, with a model on it."""
+
+    def __init__(self, settings: Simulation, longest_tokens: int) -> None:
+        """`longest_tokens`: of the longest sequence.
+
+        Raises:
+            PlanError: a file is damaged; the state does not fit on a device, or the sequence on all of them.
+        """
+        cluster = settings.cluster
+        self.settings = settings
+        self.shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
+        self.device = Device.load(CONF / "device" / f"{cluster.device}.yaml")
+        self.memory_bytes = cluster.memory_gib * 2**30
+        self.pool_groups = ACCELERATORS[cluster.kind].pool_groups("auto", int(self.memory_bytes))
+        self._cost = CostModel.load(cluster.cost) if cluster.cost else None
+        self._longest_tokens = longest_tokens
+        self._made = cache(self._place)
+        first = self._training(self._nodes(cluster.num_ranks))
+        if first.tokens_per_rank < 1:
+            needed = sum(first.memory.resident().values())
+            raise PlanError(
+                f"model: {settings.model} keeps {needed / 2**30:.1f} GiB on each of {cluster.num_ranks} ranks in "
+                f"{first.mode}, and a device has {cluster.memory_gib:g} GiB ({MEMORY_SHARE:.0%} of it is planned "
+                "with); use more or larger devices, sync=micro_batch or a smaller model")
+        if longest_tokens > first.tokens_per_rank * cluster.num_ranks:
+            raise PlanError(
+                f"workload: the longest sequence has {longest_tokens:,} tokens, and the cluster holds at most "
+                f"{first.tokens_per_rank * cluster.num_ranks:,} in one ({first.tokens_per_rank:,} on each of "
+                f"{cluster.num_ranks} ranks, in {first.mode}); allowed: a smaller workload.max_tokens, more ranks, or "
+                "train.activation_checkpointing=auto")
+        self.first = first
+
+    @property
+    def sync(self) -> str:
+        return self.first.mode.sync
+
+    def place(self, nodes: tuple[int, ...]) -> Place:
+        """Of ranks on these nodes."""
+        return self._made(numbered(nodes))
+
+    def holds(self, num_ranks: int, num_tokens: int) -> bool:
+        """Whether so many ranks hold a sequence."""
+        place = self.place(self._nodes(num_ranks))
+        return place.training.tokens_per_rank * num_ranks >= num_tokens
+
+    def _nodes(self, num_ranks: int) -> tuple[int, ...]:
+        return tuple(rank // self.settings.cluster.ranks_per_node for rank in range(num_ranks))
+
+    def _training(self, nodes: tuple[int, ...], tokens_per_rank: str = "", sync: str = "") -> Training:
+        settings = self.settings
+        wanted = Wanted(
+            sync=sync or settings.sync, recomputes=settings.train.activation_checkpointing,
+            sharding=settings.train.sharding, precision=settings.train.precision, frozen=tuple(settings.train.freeze),
+            tokens_per_rank=tokens_per_rank or settings.train.tokens_per_rank, longest_tokens=self._longest_tokens,
+            samples_per_rank=math.ceil(settings.global_samples / len(nodes)))
+        ranks = Ranks(device=self.device, kind=settings.cluster.kind, memory_bytes=self.memory_bytes, nodes=nodes)
+        return training_of(self.shape, ranks, wanted, self._cost)
+
+    def _place(self, nodes: tuple[int, ...]) -> Place:
+        settings = self.settings
+        if len(nodes) == settings.cluster.num_ranks:
+            training = self.first
+        else:  # no more than at the start, or than the longest sequence asks of so few
+            most = max(self.first.tokens_per_rank, math.ceil(self._longest_tokens / len(nodes)))
+            training = self._training(nodes, str(most), self.sync)
+            training = replace(training, tokens_per_rank=max(1, training.tokens_per_rank))
+        cluster = ClusterSpec.of_nodes(nodes, training.tokens_per_rank)
+        links = links_of(np.array(nodes), settings.cluster.links_per_node, settings.cluster.oversubscription)
+        sizes = np.bincount(nodes).astype(np.float64)
+        several = len(sizes) > 1
+        rate = self.device.inter_bytes_per_s if several else self.device.intra_bytes_per_s
+        shared = max(1.0, float((sizes / links.of_node).max()), float(sizes.sum() / links.of_all)) if several else 1.0
+        trained = training.memory.settings.num_trained(self.shape)
+        copy_s = settings.faults.copy_s or 12 * trained / len(nodes) / rate * shared
+        none, copies = np.zeros(len(sizes)), sizes if several else np.zeros(len(sizes))
+        return Place(cluster, training, Network(links, none), Network(links, copies, copy_s), copy_s)

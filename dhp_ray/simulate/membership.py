@@ -1,0 +1,78 @@
+"""Who is in the group of a simulated run, and what they hold of its state: what `runtime/driver/elastic.py` decides
+from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dhp_ray.runtime.driver.elastic import replica_ranks_of
+from dhp_ray.runtime.messages import HeldShards
+from dhp_ray.simulate.faults import Fault
+
+KEPT = 2
+"""Versions of its own shard that a rank holds, and those that were mirrored last (`train/state/mirror.py`)."""
+
+
+@dataclass
+class Generation:
+    """One membership: the slot of each rank and its node, in rank order. Its state after `newest` steps began as that
+    after `first`. `mirrored`: (steps, when their copies had arrived) of the versions that are held twice."""
+
+    number: int
+    slots: tuple[int, ...]
+    nodes: tuple[int, ...]
+    first: int
+    newest: int
+    ranks_per_node: int
+    mirrors: bool = False
+    mirrored: list[tuple[int, float]] = field(default_factory=list)
+    _replica_ranks: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return len(self.slots)
+
+    def replica_ranks(self) -> tuple[int, ...]:
+        if self.mirrors and not self._replica_ranks:
+            self._replica_ranks = replica_ranks_of([str(node) for node in self.nodes])
+        return self._replica_ranks
+
+    def struck(self, fault: Fault) -> set[int]:
+        """The slots that a fault takes."""
+        if fault.kind == "driver":
+            return set()
+        if fault.kind == "all":
+            return set(self.slots)
+        rank = min(int(fault.place * self.size + 1e-9), self.size - 1)
+        if fault.kind == "node":
+            return {slot for slot, node in zip(self.slots, self.nodes) if node == self.nodes[rank]}
+        return {self.slots[rank]}
+
+
+def generation_of(number: int, slots: Sequence[int], ranks_per_node: int, step: int, mirrors: bool) -> Generation:
+    """The group of these slots, in whose order nodes follow one another."""
+    ordered = tuple(sorted(slots))
+    return Generation(number, ordered, tuple(slot // ranks_per_node for slot in ordered), step, step, ranks_per_node,
+                      mirrors)
+
+
+def held_by(
+    survivors: Sequence[int], generations: Sequence[Generation], now_s: float
+) -> list[list[HeldShards]]:
+    """What each of these slots holds of the state of some generations."""
+    found: list[list[HeldShards]] = [[] for _ in survivors]
+    for generation in generations:
+        rank_of = {slot: rank for rank, slot in enumerate(generation.slots)}
+        own = set(range(max(generation.first, generation.newest - KEPT + 1), generation.newest + 1))
+        twice = {step for step, arrived_s in generation.mirrored if arrived_s <= now_s}
+        twice = set(sorted(twice)[-KEPT:])
+        replicas: dict[int, list[int]] = {}
+        for owner, rank in enumerate(generation.replica_ranks() if twice else ()):
+            replicas.setdefault(rank, []).append(owner)
+        for place, slot in enumerate(survivors):
+            if slot in rank_of:
+                rank = rank_of[slot]
+                versions = {rank: sorted(own | twice)} | {owner: sorted(twice) for owner in replicas.get(rank, ())}
+                found[place].append(HeldShards(generation.number, generation.size, versions))
+    return found

@@ -1,0 +1,133 @@
+"""The plans of a simulated run: made by the planners themselves, and in time or late as `runtime/driver/dispatch.py`
+and `runtime/driver/planning.py` decide.
+
+    step n        |------------------------------------| results |
+    step n + 1    | read | plan | decode ... |                   launch         in time: nobody waits
+                  | read ......... | plan .................. |                  late: waited for, or the last resort
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.comm.book import PoolBook
+from dhp_ray.planner import LAST_RESORT, ClusterSpec, Plan, checked_problem, plan_batch, plan_uniform, static_layout
+from dhp_ray.planner.baselines.static import Layout
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.plan import Sample
+from dhp_ray.runtime.driver.planning import Expectation, patience_s
+from dhp_ray.simulate.settings import DataSettings, PlanningSettings
+
+LAYOUT_BATCHES = 8
+"""Batches by which `static` chooses its one layout, the one with the longest sequence of all among them."""
+
+
+@dataclass
+class Planner:
+    """A planner in one membership: makes the plan of a batch. `layout_batches`: those that `static` is tuned by."""
+
+    name: str
+    sync: str
+    encoder: str
+    cluster: ClusterSpec
+    cost: CostModel
+    layout_batches: Callable[[], Sequence[Sequence[Sample]]]
+    _layout: Layout | None = None
+
+    def plan(self, samples: Sequence[Sample], speeds: tuple[float, ...], pool: Sequence[tuple[int, ...]],
+             name: str = "") -> Plan:
+        """`name`: of another planner than this one.
+
+        Raises:
+            PlanError: it cannot plan the batch on these ranks.
+        """
+        cluster = replace(self.cluster, speeds=speeds)
+        if (name or self.name) == "static":
+            if self._layout is None:
+                self._layout = static_layout([checked_problem(batch, self.cluster, self.cost, sync=self.sync)
+                                              for batch in self.layout_batches()])
+            problem = checked_problem(samples, cluster, self.cost, sync=self.sync, pool=pool)
+            return plan_uniform(problem, self._layout)
+        return plan_batch(samples, cluster, self.cost, planner=name or self.name, sync=self.sync, pool=pool,
+                          encoder=self.encoder)
+
+
+class Prepared(NamedTuple):
+    """A batch whose plan is being made: when it has been read, and when its plan is there; with what the planner was
+    told."""
+
+    step: int
+    samples: Sequence[Sample]
+    plan: Plan
+    speeds: tuple[float, ...]
+    pool: list[tuple[int, ...]]
+    read_s: float
+    planned_s: float
+
+
+class Dispatched(NamedTuple):
+    """A plan and when all ranks have it and have decoded their images. Of the waiting from when the ranks were free,
+    `data_wait_s` is for the batch and images, `plan_wait_s` for the plan. `late`: the last resort's."""
+
+    plan: Plan
+    ready_s: float
+    late: bool
+    data_wait_s: float
+    plan_wait_s: float
+
+
+@dataclass
+class Dispatcher:
+    """Plans batch after batch for one membership, a step ahead. Times are simulated seconds."""
+
+    planner: Planner
+    book: PoolBook
+    planning: PlanningSettings
+    data: DataSettings
+    expectation: Expectation = field(default_factory=Expectation)
+
+    def begin(self, step: int, samples: Sequence[Sample], speeds: tuple[float, ...], now_s: float, is_read: bool
+              ) -> Prepared:
+        """Read a batch (where it has not been) and plan it, from `now_s` on."""
+        rate = self.data.samples_per_s
+        read_s = now_s + (len(samples) / rate if rate and not is_read else 0.0)
+        pool = self.book.held()
+        plan = self.planner.plan(samples, speeds, pool)
+        self.expectation.observe(plan)
+        return Prepared(step, samples, plan, speeds, pool, read_s, read_s + self._planning_s(plan,
+                                                                                             self.planning.item_s))
+
+    def take(self, prepared: Prepared, free_s: float, scale: float | None) -> Dispatched:
+        """What the ranks, free from `free_s` on, are sent; `scale`: measured over predicted seconds, once known."""
+        asked_s = max(free_s, prepared.read_s)
+        sent_s, plan, late = max(asked_s, prepared.planned_s), prepared.plan, False
+        if prepared.planned_s > asked_s:
+            resort = self.planner.plan(prepared.samples, prepared.speeds, prepared.pool, LAST_RESORT)
+            resort_s = asked_s + self._planning_s(resort, self.planning.last_resort_item_s)
+            expected_s = self.expectation.makespan_s(resort.lower_bound_s)
+            given_up_s = max(resort_s, asked_s + patience_s(resort.predicted_time_s, expected_s, scale))
+            late = prepared.planned_s > given_up_s
+            sent_s, plan = (given_up_s, resort) if late else (max(resort_s, prepared.planned_s), plan)
+        decoded_s = (sent_s if late else prepared.planned_s) + self._decoding_s(plan)
+        ready_s = max(sent_s, decoded_s)
+        return Dispatched(plan, ready_s, late, max(0.0, asked_s - free_s) + ready_s - sent_s, sent_s - asked_s)
+
+    def _planning_s(self, plan: Plan, item_s: float) -> float:
+        if self.planning.measured:
+            return plan.planning_time_s
+        return item_s * (len(plan.samples) + sum(len(sample.vision_grids) for sample in plan.samples))
+
+    def _decoding_s(self, plan: Plan) -> float:
+        """Of the rank that decodes most."""
+        if not self.data.patches_per_s:
+            return 0.0
+        patches = np.zeros(plan.cluster.num_ranks)
+        for group in plan.groups:
+            grids = [grid for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
+            for encoder, (time, height, width) in zip(group.encoders, grids, strict=True):
+                patches[encoder] += time * height * width
+        return float(patches.max()) / self.data.patches_per_s

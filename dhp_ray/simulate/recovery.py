@@ -1,0 +1,135 @@
+"""From one generation of a simulated run to the next: who is left, from which step they go on, and when.
+
+The decisions are those of `runtime/driver/elastic.py`; what takes time is given (`FaultSettings`):
+
+    fault ---- seen_s ----| ---- form_s ----| the group stands        a fault in between begins it anew
+                          | ---- return_s --------------| what was lost can join, between two steps (join_s)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from dhp_ray.planner.plan import PlanError
+from dhp_ray.runtime.driver.elastic import Condition, Failures, Form, GoOn, Stop, Wait, decide, surviving_state
+from dhp_ray.simulate.faults import Fault
+from dhp_ray.simulate.membership import Generation, generation_of, held_by
+from dhp_ray.simulate.settings import FaultKind, FaultSettings
+
+Formed = tuple[Generation, float, str]
+"""A generation, when it stands, and why it was formed."""
+
+
+@dataclass
+class Recovery:
+    """What a run has to go on from: workers that come back, and checkpoints.
+
+    `saves`: steps, and when their checkpoints are whole. `holds`: whether so many ranks hold the sequences that wait.
+    """
+
+    faults: FaultSettings
+    num_ranks: int
+    holds: Callable[[int], bool]
+    saves: list[tuple[int, float]] = field(default_factory=list)
+    _coming: dict[int, float] = field(default_factory=dict)  # slots, and when each can join
+    _evicted: set[int] = field(default_factory=set)
+    _before: Generation | None = None  # whose state counts until the present one has taken a step
+    _failures: Failures = field(default_factory=Failures)
+
+    def changed(self, generation: Generation, now_s: float, slow: Collection[int]) -> Formed | None:
+        """The generation that follows between two steps: those that are ready join, slow ones leave for others, each
+        place once. None: nobody does."""
+        leaving = set(slow) - self._evicted
+        joining = self._ready(now_s)
+        if not leaving and not joining:
+            return None
+        self._evicted |= leaving
+        stay = [slot for slot in generation.slots if slot not in leaving]
+        for slot in leaving:
+            self._coming[slot] = now_s + self.faults.worker.return_s
+        why = [f"{len(joining)} join"] * bool(joining) + [f"{len(leaving)} leave, which are slow"] * bool(leaving)
+        formed = self._formed(generation, stay, now_s, generation.newest, generation.mirrors)
+        return formed, now_s + self.faults.join_s, " and ".join(why)
+
+    def recovered(
+        self, generation: Generation, fault: Fault, now_s: float, mirrors: bool,
+        another: Callable[[float], Fault | None],
+    ) -> Formed:
+        """The generation that follows a fault. `another` gives the next one, if it strikes before a time.
+
+        Raises:
+            PlanError: the run cannot go on.
+        """
+        broken_s, survivors, seen, running = now_s, set(generation.slots), [fault.kind], generation.newest + 1
+        self._failures = self._failures.with_one(running, raised=False)
+        if self._failures.hopeless(running):
+            raise PlanError(f"step {running} has failed {self._failures.steps.count(running)} times")
+        following: Fault | None = fault
+        while following:
+            kind: FaultKind = getattr(self.faults, following.kind)
+            struck = generation.struck(following) & survivors
+            if self.faults.policy == "restart" and following.kind != "driver":
+                struck = set(generation.slots)
+            survivors -= struck
+            begun_s = max(now_s, following.time_s)
+            for slot in struck:
+                self._coming[slot] = begun_s + kind.seen_s + kind.return_s
+            now_s, following = self._stands_s(begun_s + kind.seen_s + kind.form_s, survivors, len(struck), another)
+            if following:
+                seen.append(following.kind)
+        self.saves = [(step, whole_s) for step, whole_s in self.saves if whole_s <= broken_s]  # others are given up
+        saved = max((step for step, _ in self.saves), default=0)
+        step = self._surviving_step(generation, survivors, broken_s)
+        if step < saved:
+            step, now_s = saved, now_s + self.faults.load_s
+        formed = self._formed(generation, sorted(survivors), now_s, step, mirrors)
+        return formed, now_s, f"{', '.join(seen)} lost"
+
+    def _surviving_step(self, generation: Generation, survivors: Collection[int], broken_s: float) -> int:
+        """The newest step whose state survives in memory; -1: none does."""
+        if len(survivors) == generation.size:
+            return generation.newest
+        states = [generation]
+        if generation.newest == generation.first and self._before:  # what came before counts until the first step
+            states.append(self._before)
+        state = surviving_state(held_by(sorted(survivors), states, broken_s))
+        return state.version if state else -1
+
+    def _stands_s(
+        self, time_s: float, survivors: Collection[int], num_lost: int, another: Callable[[float], Fault | None]
+    ) -> tuple[float, Fault | None]:
+        """When there are enough ranks to go on with, or the fault that strikes before."""
+        while True:
+            fault = another(time_s)
+            if fault:
+                return fault.time_s, fault
+            size = len(survivors) + len(self._ready(time_s))
+            needed = self.num_ranks if self.faults.policy == "restart" else self.faults.min_workers
+            if size < self.num_ranks and not self.holds(max(1, size)):
+                needed = max(needed, size + 1)
+            conditions = [Condition.WELL] * len(survivors) + [Condition.DEAD] * num_lost
+            match decide(conditions, len(self._ready(time_s)), needed, self.num_ranks, True):
+                case Form() | GoOn():
+                    return time_s, None
+                case Stop(reason):
+                    raise PlanError(reason)
+                case Wait():
+                    later = [ready_s for ready_s in self._coming.values() if ready_s > time_s]
+                    if not later:
+                        raise PlanError(f"{size} ranks are left, the run needs {needed}, and none comes back")
+                    time_s = min(later)
+
+    def _ready(self, now_s: float) -> list[int]:
+        return [slot for slot, ready_s in self._coming.items() if ready_s <= now_s]
+
+    def _formed(self, generation: Generation, stay: list[int], now_s: float, step: int, mirrors: bool) -> Generation:
+        """The next generation, of those that stay and those that are ready."""
+        joining = self._ready(now_s)
+        for slot in joining:
+            del self._coming[slot]
+        if generation.newest > generation.first or self._before is None:
+            self._before = generation
+        slots = [*stay, *joining]
+        return generation_of(generation.number + 1, slots, generation.ranks_per_node, step,
+                             mirrors and len(slots) > 1)

@@ -1,0 +1,107 @@
+"""What a simulation leaves in its folder: results.json, a picture of a step, a trace for Perfetto, and a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from dhp_ray.report.figures import svg
+from dhp_ray.report.page import document, picture, section, table, text
+from dhp_ray.report.step_picture import draw_step
+from dhp_ray.report.trace import trace_of_steps
+from dhp_ray.simulate.records import RunRecord
+from dhp_ray.simulate.simulation import Simulated
+from dhp_ray.simulate.table import HEAD, rows_of
+
+MAX_EVENTS = 100
+COLOURS = {"compute": "tab:green", "exchange": "tab:red", "update": "gray", "groups": "tab:purple", "idle": "gainsboro"}
+
+
+def write_results(simulation: Simulated, folder: Path) -> list[Path]:
+    """Write everything; returns the files.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(simulation.to_json(), indent=1))
+    files = [folder / "results.json"]
+    drawn = next((record for record in simulation.records if record.kept), None)
+    if drawn:
+        (folder / "step.png").write_bytes(step_picture(drawn))
+        steps = [(begin_s, step.plan, step.results(number)) for number, (begin_s, step) in drawn.kept.items()]
+        details = {"simulated": True, "planner": drawn.planner, "steps": sorted(drawn.kept)}
+        (folder / "trace.json").write_text(json.dumps(trace_of_steps(steps, details)))
+        files += [folder / "step.png", folder / "trace.json"]
+    (folder / "page.html").write_text(page(simulation))
+    return [*files, folder / "page.html"]
+
+
+def step_picture(record: RunRecord) -> bytes:
+    """The first step of a run as a PNG: its plan above, what was simulated below."""
+    number, (_, step) = next(iter(record.kept.items()))
+    stream = BytesIO()
+    draw_step(step.plan, step.results(number), stream, told="simulated")
+    return stream.getvalue()
+
+
+def page(simulation: Simulated) -> str:
+    """One HTML page with everything in it, no script, and nothing fetched."""
+    settings, training = simulation.settings, simulation.machine.first
+    summaries = simulation.summaries()
+    cluster = settings.cluster
+    words = (f"{settings.model} on {cluster.num_ranks} {simulation.machine.device.name} of {cluster.memory_gib:g} GiB, "
+             f"{cluster.ranks_per_node} a node; {training.mode}, {training.tokens_per_rank:,} tokens a rank; "
+             f"{settings.global_samples} samples a batch, seed {settings.seed}. Every planner has the same batches, "
+             "memory, speeds and faults; baselines are at their best pack cap, static at the best layout for all "
+             "batches. All of it is modelled, nothing measured.")
+    parts = [section("Planners", f"<p>{text(words)}</p>" + table(HEAD, rows_of(summaries), range(1, len(HEAD)))
+                     + "".join(f"<p class=note>{text(row['planner'])}: {text(row['error'])}</p>"
+                               for row in summaries if row["error"])
+                     + picture(shares_picture(simulation), "what the ranks' time went into, by planner"))]
+    parts.append(section("Steps", picture(steps_picture(simulation.records), "seconds of each step, by planner")))
+    drawn = next((record for record in simulation.records if record.kept), None)
+    if drawn:
+        note = f"<p>The first step under {text(drawn.planner)}:</p>"
+        parts.append(section("A step", note + picture(step_picture(drawn), "ranks down, time across, packs as boxes")))
+    for record in simulation.records:
+        if record.events:
+            rows = [(f"{event.time_s:.1f}", event.kind, event.text, f"{event.seconds:.1f}")
+                    for event in record.events[:MAX_EVENTS]]
+            more = len(record.events) - MAX_EVENTS
+            parts.append(section(f"Events under {record.planner}",
+                                 table(("second", "event", "details", "seconds lost"), rows, (0, 3))
+                                 + (f"<p class=note>and {more} more</p>" if more > 0 else "")))
+    parts.append(section("Settings", f"<pre>{text(yaml.safe_dump(simulation.to_json()['settings']))}</pre>"))
+    return document(f"Simulation of {settings.model}", "Written by dhp_ray's jobs/simulate.py.", parts)
+
+
+def shares_picture(simulation: Simulated) -> bytes:
+    """A bar a planner: what its ranks' time went into."""
+    summaries = [summary for summary in simulation.summaries() if summary["shares"]]
+    with svg(10, 0.6 + 0.4 * max(1, len(summaries))) as (axes, stream):
+        left = np.zeros(len(summaries))
+        for name, colour in COLOURS.items():
+            widths = np.array([100 * summary["shares"][name] for summary in summaries])
+            axes.barh([summary["planner"] for summary in summaries], widths, left=left, label=name, color=colour)
+            left = left + widths
+        axes.invert_yaxis()
+        axes.set(xlabel="share of the ranks' time in steps [%]", xlim=(0, 100))
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=5, frameon=False)
+    return stream.getvalue()
+
+
+def steps_picture(records: Sequence[RunRecord]) -> bytes:
+    """Seconds of every step that counts, a line a planner."""
+    with svg(10, 3.5) as (axes, stream):
+        for record in records:
+            axes.plot([step.step for step in record.steps], [step.end_s - step.begin_s for step in record.steps],
+                      label=record.planner, linewidth=1)
+        axes.set(xlabel="step", ylabel="seconds", ylim=(0, None))
+        axes.legend()
+    return stream.getvalue()

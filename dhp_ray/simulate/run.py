@@ -1,0 +1,224 @@
+"""A simulated run of one planner: batch after batch, through faults, as `runtime/driver/driver.py` and `recovery.py`
+run them. What they decide by pure functions, these very functions decide here.
+
+    generation 1   | step 1 | step 2 | step 3 ..x fault          what ran of step 3 is lost, and with it the steps since
+                                                | seen | form |  the state was copied last
+    generation 2                                              | step 2 | step 3 | join |     those that were lost return
+    generation 3                                                                       | step 4 | ...
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from dhp_ray.comm.book import PoolBook
+from dhp_ray.planner.plan import Plan, PlanError, Sample
+from dhp_ray.planner.problem import problem_of
+from dhp_ray.runtime.driver.measures import TimeScale
+from dhp_ray.runtime.driver.mirroring import Mirroring
+from dhp_ray.runtime.driver.speeds import SpeedMeter, nominal_compute_s
+from dhp_ray.schema import Elastic
+from dhp_ray.simulate.batches import Batches
+from dhp_ray.simulate.faults import Fault, Speeds, faults_of
+from dhp_ray.simulate.machine import Machine
+from dhp_ray.simulate.membership import Generation, generation_of
+from dhp_ray.simulate.planning import LAYOUT_BATCHES, Dispatched, Dispatcher, Planner, Prepared
+from dhp_ray.simulate.records import RunEvent, RunRecord, StepRecord
+from dhp_ray.simulate.recovery import Recovery
+from dhp_ray.simulate.step import SimulatedStep, simulate_step
+
+RECENT = 8
+"""Steps whose time says what a step takes (`History.step_times_s`)."""
+
+KEPT_STEPS = 3
+"""Steps that are kept in full, for pictures: the first ones."""
+
+
+class SimulatedRun:
+    """One planner on a machine, with the batches, speeds and faults of a simulation's settings."""
+
+    def __init__(
+        self, planner: str, machine: Machine, batches: Batches,
+        progress: Callable[[int, float], None] = lambda step, now_s: None,
+    ) -> None:
+        """`progress` hears of every step that has ended, and when."""
+        self.settings, self.machine, self.batches, self.progress = machine.settings, machine, batches, progress
+        self.record, self.scale, faults = RunRecord(planner), TimeScale(), self.settings.faults
+        num_ranks, seed = self.settings.cluster.num_ranks, self.settings.seed
+        self.speeds, self.faults = Speeds(faults, num_ranks, seed), faults_of(faults, num_ranks, seed)
+        self.next_fault = next(self.faults, None)
+        self.mirroring = Mirroring("0" if faults.policy == "restart" else faults.mirror_every_steps)
+        self.step_times_s: deque[float] = deque(maxlen=RECENT)
+        self.now_s, self.saved_s, self.last_read, self.attempts = 0.0, 0.0, 0, 0
+        self.recovery = Recovery(faults, self.settings.cluster.num_ranks, self._holds)
+        self.generation = self._entered(generation_of(1, range(num_ranks), self._node_size, 0, self._mirrors))
+
+    def simulate(self) -> RunRecord:
+        """Run to the end. A run that cannot go on ends early, with `error` in its record."""
+        try:
+            while not self._done():
+                self._steps()
+        except PlanError as error:
+            self.record.error = str(error)
+        self.record.time_s = self.now_s
+        return self.record
+
+    @property
+    def _node_size(self) -> int:
+        return self.settings.cluster.ranks_per_node
+
+    @property
+    def _mirrors(self) -> bool:
+        return self.mirroring.auto or self.mirroring.every > 0
+
+    def _done(self) -> bool:
+        if self.settings.duration_s:
+            return self.now_s >= self.settings.duration_s
+        return self.generation.newest >= self.settings.num_batches
+
+    def _entered(self, generation: Generation) -> Generation:
+        """A membership, with what belongs to it: its planner, meter and pool of groups."""
+        self.place = self.machine.place(generation.nodes)
+        planner = Planner(self.record.planner, self.machine.sync, self.settings.planning.encoder, self.place.cluster,
+                          self.place.training.cost, self._layout_batches)
+        self.dispatcher = Dispatcher(planner, PoolBook(self.machine.pool_groups), self.settings.planning,
+                                     self.settings.data)
+        self.meter = SpeedMeter(generation.size, Elastic().evict_below, Elastic().patience)
+        self.mirroring.enter()
+        return generation
+
+    def _layout_batches(self) -> list[list[Sample]]:
+        total = self.settings.num_batches if not self.settings.duration_s else LAYOUT_BATCHES
+        steps = {*range(1, min(total, LAYOUT_BATCHES) + 1), self.batches.longest_step}
+        return [self.batches(step) for step in sorted(steps)]
+
+    def _steps(self) -> None:
+        """Run steps until the membership changes or the run is done."""
+        prepared, free_s = self._begin(self.generation.newest + 1, self.now_s), self.now_s
+        while True:
+            sent = self.dispatcher.take(prepared, free_s, self.scale.known())
+            fault = self._fault_before(sent.ready_s)
+            if fault:
+                return self._broken(fault)
+            step = self._run(prepared.step, sent)
+            end_s = self._end_s(sent.ready_s + step.time_s)
+            is_last = not self.settings.duration_s and prepared.step == self.settings.num_batches
+            following = prepared if is_last else self._begin(prepared.step + 1, sent.ready_s)
+            fault = self._fault_before(end_s)
+            if fault and fault.kind != "driver":  # workers finish their step without it
+                return self._broken(fault)
+            if self.settings.duration_s and end_s > self.settings.duration_s:
+                self.now_s = self.settings.duration_s
+                return None
+            self._commit(prepared, sent, step, free_s, end_s)
+            if fault:
+                return self._broken(fault)
+            if self._done() or self._changed():
+                return None
+            prepared, free_s = following, self.now_s
+
+    def _begin(self, step: int, now_s: float) -> Prepared:
+        is_read, self.last_read = step <= self.last_read, max(step, self.last_read)
+        speeds = (1.0,) * self.generation.size if self.speeds.even else self.meter.planned()
+        return self.dispatcher.begin(step, self.batches(step), speeds, now_s, is_read)
+
+    def _fault_before(self, time_s: float) -> Fault | None:
+        """The next fault, if it strikes before then."""
+        fault = self.next_fault
+        if fault is None or fault.time_s >= time_s:
+            return None
+        self.next_fault = next(self.faults, None)
+        return fault
+
+    def _run(self, number: int, sent: Dispatched) -> SimulatedStep:
+        """A step on the ranks as they are."""
+        plan, place = sent.plan, self.place
+        made = [key for change, key in self.dispatcher.book.take(plan.process_groups()) if change == "create"]
+        cluster = plan.cluster
+        if not self.speeds.even:
+            speeds = self.speeds.at(number)[list(self.generation.slots)]
+            cluster = replace(cluster, speeds=tuple(speeds.tolist()))
+        problem = problem_of(plan.samples, cluster, place.training.cost, plan.sync)
+        copied = self.generation.mirrored[-1:]  # after the step before: its copies travel beside this one
+        copies = bool(copied) and copied[0][0] == number - 1
+        self.attempts += 1
+        step = simulate_step(plan, problem, place.copying if copies else place.network, made=made,
+                             stretch=self.speeds.stretch(number, self.attempts, len(plan.groups)),
+                             least_s=place.training.gather_s)
+        self.record.planning_s.append(plan.planning_time_s)
+        return step
+
+    def _end_s(self, end_s: float) -> float:
+        """When a step has ended that is done then: where every step is mirrored, the copies before must be there."""
+        if self.mirroring.every == 1 and self.generation.mirrored:
+            return max(end_s, self.generation.mirrored[-1][1])
+        return end_s
+
+    def _commit(self, prepared: Prepared, sent: Dispatched, step: SimulatedStep, free_s: float, end_s: float) -> None:
+        """Write a step down, and decide what follows from it: speeds, copies of the state, a checkpoint."""
+        number, plan, faults = prepared.step, sent.plan, self.settings.faults
+        record = StepRecord(
+            number, free_s, sent.ready_s, end_s, step.packs_end_s, plan.predicted_time_s, plan.lower_bound_s,
+            sum(sample.num_tokens for sample in plan.samples), len(plan.samples), self.generation.size,
+            self.generation.number, sent.late, sent.data_wait_s, sent.plan_wait_s, float(step.memory_bytes().max()),
+            step.shares(), dict(plan.degrees()))
+        self.record.steps.append(record)
+        if len(self.record.kept) < KEPT_STEPS:
+            self.record.kept[number] = (sent.ready_s, step)
+        self._observe(plan, step)
+        self.generation.newest, self.now_s = number, end_s + self.settings.planning.between_s
+        self.step_times_s.append(end_s - sent.ready_s)
+        if self._mirrors and self.mirroring.due(number) and self.generation.size > 1:
+            self.mirroring.begun(number)
+            self.generation.mirrored.append((number, end_s + self.place.copy_s))
+            self.mirroring.observe([[self.place.copy_s]] * self.generation.size, statistics.median(self.step_times_s))
+        if faults.checkpoint_every_s and end_s - self.saved_s >= faults.checkpoint_every_s:
+            self.saved_s = end_s
+            self.now_s += faults.stage_s
+            self.recovery.saves.append((number, self.now_s + faults.write_s))
+            self.record.events.append(RunEvent(end_s, "checkpoint", f"after step {number}", faults.stage_s))
+        self.progress(number, self.now_s)
+
+    def _observe(self, plan: Plan, step: SimulatedStep) -> None:
+        makespan_s = step.packs_end_s - float(step.made_s.max())
+        self.scale.observe(makespan_s, plan.predicted_time_s - step.fixed_s)
+        if not self.speeds.even:
+            self.meter.observe(nominal_compute_s(plan, self.place.training.cost), step.busy_s().tolist())
+
+    def _changed(self) -> bool:
+        """Whether ranks join or leave between two steps, and the next generation stands."""
+        slow = {} if self.speeds.even else {self.generation.slots[rank] for rank in self.meter.no_good()}
+        formed = self.recovery.changed(self.generation, self.now_s, slow)
+        return formed is not None and self._formed(*formed)
+
+    def _broken(self, fault: Fault) -> None:
+        """Go on from a fault: with those that are left, once enough of them are there."""
+        self.record.events.append(RunEvent(fault.time_s, "fault", fault.kind))
+        begun_s = max(self.now_s, fault.time_s)
+
+        def another(time_s: float) -> Fault | None:
+            found = self._fault_before(time_s)
+            if found:
+                self.record.events.append(RunEvent(found.time_s, "fault", found.kind))
+            return found
+
+        generation, now_s, why = self.recovery.recovered(self.generation, fault, begun_s, self._mirrors, another)
+        self._formed(generation, now_s, why)
+
+    def _formed(self, generation: Generation, now_s: float, why: str) -> bool:
+        """Enter a generation that stands from `now_s` on. Always true."""
+        undone = self.record.undo(generation.first)
+        self.record.events.append(RunEvent(
+            self.now_s, "generation", f"{generation.number}: {why}; {generation.size} ranks go on with step "
+            f"{generation.first + 1}" + (f", {undone} steps run again" if undone else ""), now_s - self.now_s))
+        self.now_s, self.generation = now_s, self._entered(generation)
+        return True
+
+    def _holds(self, num_ranks: int) -> bool:
+        """Whether so many ranks hold the sequences that wait."""
+        step = self.generation.newest + 1
+        longest = max(sample.num_tokens for number in (step, step + 1) for sample in self.batches(number))
+        return self.machine.holds(num_ranks, longest)

@@ -1,0 +1,218 @@
+"""The keys of a simulation: for each its default, its meaning and the values that it admits.
+
+Section and field names are those of files and of the command line: `Faults.every_s` is `faults.every_s`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dhp_ray.config import CONF, Layout, help_text, load_as
+from dhp_ray.constraints import check_limits
+from dhp_ray.schema import MONTH_S, PLANNERS, ConfigError, key
+from dhp_ray.simulate.workload_settings import WorkloadSettings
+
+YEARS_S = 100 * MONTH_S
+"""Longest simulated time of anything."""
+
+
+@dataclass(kw_only=True)
+class ClusterSettings:
+    num_ranks: int = key(64, "ranks, a device each", minimum=1, maximum=100_000)
+    ranks_per_node: int = key(8, "ranks of a node", minimum=1, maximum=100_000)
+    kind: str = key("cuda", "what the devices are to torch", choices=("cpu", "cuda", "npu"))
+    device: str = key("h100", "description of the device, a file of conf/device")
+    memory_gib: float = key(80.0, "memory of a device", above=0, maximum=1e6)
+    links_per_node: int = key(0, "links of a node to the others, each as fast as the device's inter_bytes_per_s; 0: "
+                              "one for each of its ranks", minimum=0, maximum=100_000)
+    oversubscription: float = key(1.0, "what all nodes can send at a time over what the network between them carries",
+                                  minimum=1, maximum=1000)
+    cost: str = key("", "cost file; empty: derived from the model and the device")
+
+
+@dataclass(kw_only=True)
+class TrainSettings:
+    precision: str = key("bf16", "computing type", choices=("fp32", "bf16"))
+    activation_checkpointing: str = key("auto", "recompute activations in the backward pass; auto: what fits and is "
+                                        "fastest", choices=("true", "false", "auto"))
+    sharding: str = key("whole", "where parameters and gradient sums lie with sync=step",
+                        choices=("auto", "whole", "node"))
+    freeze: list[str] = key([], "parts left as they are: vision, language")
+    tokens_per_rank: str = key("auto", "most tokens of one pack on one rank: a number, or auto (from the device's "
+                               "memory)")
+
+
+@dataclass(kw_only=True)
+class PlanningSettings:
+    encoder: str = key("auto", "who encodes images", choices=("group", "world", "auto"))
+    item_s: float = key(1e-5, "seconds that planning takes for each sequence and each image of a batch "
+                        "(benchmarks/README.md, Planning time: 3 to 9 microseconds, with unequal speeds up to 39)",
+                        minimum=0, maximum=1)
+    last_resort_item_s: float = key(5e-6, "the same of the planner that runs where a plan is late", minimum=0,
+                                    maximum=1)
+    between_s: float = key(0.0, "seconds from the end of a step to the begin of the next, where nothing is waited for",
+                           minimum=0, maximum=3600)
+    measured: bool = key(False, "count the seconds that planning takes on this machine instead: then two runs differ")
+
+
+@dataclass(kw_only=True)
+class DataSettings:
+    samples_per_s: float = key(0.0, "samples that are read and tokenized in a second; 0: as fast as they are wanted",
+                               minimum=0)
+    patches_per_s: float = key(0.0, "patches that a rank decodes in a second, those of its own images; 0: likewise",
+                               minimum=0)
+
+
+@dataclass(kw_only=True)
+class FaultKind:
+    """A kind of fault: how often it is among others, and what recovery takes."""
+
+    share: float = key(0.0, "how often this kind is drawn, beside the others", minimum=0)
+    seen_s: float = key(0.0, "seconds until it is noticed", minimum=0, maximum=MONTH_S)
+    form_s: float = key(0.0, "seconds from then until the ranks that are left stand as a group, their state moved",
+                        minimum=0, maximum=MONTH_S)
+    return_s: float = key(0.0, "seconds from then until what was lost has been replaced and can join", minimum=0,
+                          maximum=YEARS_S)
+
+
+@dataclass(kw_only=True)
+class Event:
+    """A fault at a time of one's choice."""
+
+    time_s: float = key(0.0, "seconds after the first step began", minimum=0, maximum=YEARS_S)
+    kind: str = key("worker", "what is lost", choices=("worker", "stopped", "node", "driver", "all"))
+    rank: int = key(0, "the rank, or one of the node", minimum=0, maximum=100_000)
+
+
+@dataclass(kw_only=True)
+class Slow:
+    """Ranks that are slow for a while."""
+
+    ranks: str = key("", "their numbers, comma-separated; empty: drawn")
+    share: float = key(0.0, "share of the ranks that is drawn, where no numbers are given", minimum=0, maximum=1)
+    speed: float = key(1.0, "their speed; 1: nominal", above=0, maximum=100)
+    first_step: int = key(1, "from this step on", minimum=1)
+    last_step: int = key(0, "up to this step; 0: to the end", minimum=0)
+
+
+@dataclass(kw_only=True)
+class FaultSettings:
+    every_s: float = key(0.0, "mean time from one fault to the next, drawn; 0: only `events` happen", minimum=0,
+                         maximum=YEARS_S)
+    worker: FaultKind = field(default_factory=FaultKind)
+    stopped: FaultKind = field(default_factory=FaultKind)
+    node: FaultKind = field(default_factory=FaultKind)
+    driver: FaultKind = field(default_factory=FaultKind)
+    all: FaultKind = field(default_factory=FaultKind)
+    events: list[Event] = key([], "faults at given times: [{time_s: 60, kind: node, rank: 3}, ...]")
+    policy: str = key("elastic", "what a fault makes of the run: elastic: those that are left go on, from memory; "
+                      "restart: all begin again from the last checkpoint, once all ranks are there",
+                      choices=("elastic", "restart"))
+    min_workers: int = key(1, "ranks below which the run waits for others", minimum=1)
+    join_s: float = key(0.0, "seconds that a change takes by which nothing was lost: ranks that join, or leave for "
+                        "being slow", minimum=0, maximum=MONTH_S)
+    load_s: float = key(0.0, "seconds to load a checkpoint, beside forming", minimum=0, maximum=MONTH_S)
+    mirror_every_steps: str = key("auto", "copy each rank's state to another rank after so many steps: a number, or "
+                                  "auto; 0: never")
+    copy_s: float = key(0.0, "seconds that a copy of the state takes; 0: its bytes over a link between nodes",
+                        minimum=0, maximum=MONTH_S)
+    checkpoint_every_s: float = key(0.0, "a checkpoint so often, after the next step; 0: never", minimum=0,
+                                    maximum=YEARS_S)
+    stage_s: float = key(0.0, "seconds for which a checkpoint holds up the steps", minimum=0, maximum=MONTH_S)
+    write_s: float = key(0.0, "seconds until it is written, beside steps", minimum=0, maximum=MONTH_S)
+    slow: list[Slow] = key([], "ranks that are slow: [{share: 0.1, speed: 0.5}, ...]")
+    spread: float = key(0.0, "spread of every rank's speed (sigma of its logarithm), drawn once", minimum=0, maximum=2)
+    noise: float = key(0.0, "spread of the time of each pack's computing (sigma of its logarithm)", minimum=0,
+                       maximum=2)
+
+
+@dataclass(kw_only=True)
+class Simulation:
+    """Everything that a simulation is made from."""
+
+    model: str = key("qwen2_5_vl_7b", "shape of the model, a file of conf/model_shape")
+    planners: list[str] = key(["dhp", "static", "static_best", "pow2", "dhp_paper"], "planners that are compared")
+    sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch; auto: what fits and is "
+                    "fastest", choices=("step", "micro_batch", "auto"))
+    num_batches: int = key(20, "global batches", minimum=1, maximum=10**7)
+    duration_s: float = key(0.0, "simulate for so long instead, with batches as long as there is time", minimum=0,
+                            maximum=YEARS_S)
+    global_samples: int = key(512, "samples of a batch", minimum=1, maximum=10**7)
+    seed: int = key(0, "seed of samples, faults and speeds", minimum=0, maximum=2**32 - 1)
+    out: str = key("", "folder for results.json, a picture, a trace and a page; empty: only the table is printed")
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    planning: PlanningSettings = field(default_factory=PlanningSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    workload: WorkloadSettings = field(default_factory=WorkloadSettings)
+    faults: FaultSettings = field(default_factory=FaultSettings)
+
+
+LAYOUT = Layout(Simulation, {"cluster": "cluster/simulated", "workload": "workload", "faults": "faults"})
+
+
+def load_simulation(argv: list[str], default_file: Path = CONF / "simulate.yaml") -> Simulation:
+    """The simulation that `argv` (`--config FILE` and `key=value`) asks for.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is allowed.
+    """
+    settings: Simulation = load_as(LAYOUT, argv, default_file)
+    check_simulation(settings)
+    return settings
+
+
+def help_page(command: str, purpose: str) -> str:
+    """What `--help` prints."""
+    return help_text(command, purpose, layout=LAYOUT)
+
+
+def check_simulation(settings: Simulation) -> None:
+    """Refuse values that the types admit and a simulation cannot use."""
+    check_limits(settings)
+    _named("model", settings.model, "model_shape")
+    _named("cluster.device", settings.cluster.device, "device")
+    if not settings.planners:
+        raise ConfigError(f"planners: got []; allowed: some of {', '.join(PLANNERS)}")
+    for name in settings.planners:
+        if name not in PLANNERS:
+            raise ConfigError(f"planners: got {name!r}; allowed: {', '.join(PLANNERS)}")
+    for part in settings.train.freeze:
+        if part not in ("vision", "language"):
+            raise ConfigError(f"train.freeze: got {part!r}; allowed: vision, language")
+    if len(set(settings.train.freeze)) == 2:
+        raise ConfigError("train.freeze: got vision and language; allowed: at most one of the two")
+    for name, text, least, also in (
+        ("train.tokens_per_rank", settings.train.tokens_per_rank, 1, "auto"),
+        ("faults.mirror_every_steps", settings.faults.mirror_every_steps, 0, "auto")):
+        if text != also and not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) >= least):
+            raise ConfigError(f"{name}: got {text!r}; allowed: {also}, or a whole number of at least {least}")
+    _check_faults(settings)
+
+
+def _check_faults(settings: Simulation) -> None:
+    faults, num_ranks = settings.faults, settings.cluster.num_ranks
+    shares = [faults.worker.share, faults.stopped.share, faults.node.share, faults.driver.share, faults.all.share]
+    if faults.every_s and not sum(shares):
+        raise ConfigError("faults.every_s: got a time while no kind has a share; allowed: 0, or faults.worker.share "
+                          "and the like above 0")
+    if faults.min_workers > num_ranks:
+        raise ConfigError(f"faults.min_workers: got {faults.min_workers}; allowed: at most cluster.num_ranks "
+                          f"({num_ranks})")
+    for index, event in enumerate(faults.events):
+        if event.rank >= num_ranks:
+            raise ConfigError(f"faults.events[{index}].rank: got {event.rank}; allowed: less than cluster.num_ranks "
+                              f"({num_ranks})")
+    for index, slow in enumerate(faults.slow):
+        for word in filter(None, slow.ranks.split(",")):
+            if not (word.strip().isdigit() and int(word) < num_ranks):
+                raise ConfigError(f"faults.slow[{index}].ranks: got {word!r}; allowed: numbers below "
+                                  f"cluster.num_ranks ({num_ranks}), comma-separated")
+
+
+def _named(dotted: str, name: str, folder: str) -> None:
+    """Refuse a name that no file of a folder of conf/ has."""
+    names = sorted(path.stem for path in (CONF / folder).glob("*.yaml"))
+    if name not in names:
+        raise ConfigError(f"{dotted}: got {name!r}; allowed: {', '.join(names)}")

@@ -1,0 +1,162 @@
+"""One step of a plan on ranks, nodes and links as they really are.
+
+sync=step         | make groups | (encode, features) | packs, each as soon as its ranks are free | (backward) | update |
+sync=micro_batch  | make groups | root | packs | root | packs |                       ranks meet after each micro-batch
+
+Where images are encoded apart from the packs, the phases before and after them are those of
+`planner/encoder_timeline.py`. A pack (in `micro_batch`: a micro-batch) takes at least what its layers' parameters and
+gradients take to travel (`least_s`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.planner.encoder_timeline import EncoderTimeline
+from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.primitives.list_schedule import list_schedule, list_schedule_from
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import firsts_of, flat
+from dhp_ray.planner.timeline import timeline_apart
+from dhp_ray.simulate.links import Links, contended, run_groups, uses_of
+from dhp_ray.simulate.pack_work import PackWork, work_of
+from dhp_ray.train.results import PackTime, StepResult
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """When everything of a step happens, in seconds from its begin. `made_s`: by rank, its groups are made; `starts_s`,
+    `ends_s`: of each group; `encoder`: of the phases apart from the packs, counted from when all groups are made;
+    `packs_end_s`: the last pack or image is done; `fixed_s`: what all ranks pay once, or in each micro-batch.
+    """
+
+    plan: Plan
+    work: PackWork
+    made_s: np.ndarray
+    starts_s: np.ndarray
+    ends_s: np.ndarray
+    encoder: EncoderTimeline | None
+    packs_end_s: float
+    fixed_s: float
+    time_s: float
+
+    def shares(self) -> dict[str, float]:
+        """What the ranks' time went into, as shares of it: computing; exchanges that nothing hides; the reduction,
+        update and gather; making groups; the rest is idle, waiting for a slower member included."""
+        num_ranks = len(self.made_s)
+        whole_s = num_ranks * self.time_s
+        exposed_s = self.ends_s - self.starts_s - self.work.compute_s
+        exchange_s = float((self.work.degrees * (np.maximum(0.0, exposed_s) + self.work.latency_s)).sum())
+        found = {"compute": float(self.busy_s().sum()) / whole_s, "exchange": exchange_s / whole_s,
+                 "update": num_ranks * self.fixed_s / whole_s, "groups": float(self.made_s.sum()) / whole_s}
+        return found | {"idle": max(0.0, 1.0 - sum(found.values()))}
+
+    def memory_bytes(self) -> np.ndarray:
+        """Bytes that each rank holds at most, by the plan's own reckoning."""
+        found = np.zeros(len(self.made_s))
+        of_group = np.array([group.predicted_memory_bytes for group in self.plan.groups])
+        np.maximum.at(found, self.work.ranks, np.repeat(of_group, self.work.degrees))
+        return found
+
+    def busy_s(self) -> np.ndarray:
+        """Seconds that each rank computes, waits for others left out."""
+        own: np.ndarray = np.bincount(self.work.ranks, self.work.own_s, len(self.made_s))
+        if apart := self.encoder:
+            own = own + apart.encoded_s + apart.end_s - apart.backward_s
+        return own
+
+    def results(self, step: int) -> list[StepResult]:
+        """What the ranks would report of the step: times, and nothing of losses."""
+        times: list[list[PackTime]] = [[] for _ in self.made_s]
+        blocked_s = np.maximum(0.0, np.repeat(self.ends_s - self.starts_s, self.work.degrees) - self.work.own_s)
+        starts, ends, blocked = self.starts_s.tolist(), self.ends_s.tolist(), blocked_s.tolist()
+        ranks, first = self.work.ranks.tolist(), self.work.first_rank.tolist()
+        for group in range(len(starts)):
+            for member in range(first[group], first[group + 1]):
+                times[ranks[member]].append(PackTime(group, starts[group], ends[group], blocked[member]))
+        apart = self._encoder_times()
+        return [StepResult(step, rank, 0.0, 0, 0.0, 0.0, True, step, self.time_s, 0.0, tuple(packs), {},
+                           encoder_times=apart[rank] if apart else ()) for rank, packs in enumerate(times)]
+
+    def _encoder_times(self) -> list[tuple[PackTime, PackTime]]:
+        if self.encoder is None:
+            return []
+        apart, begin = self.encoder, float(self.made_s.max())
+        return [(PackTime(-1, begin, begin + ready, ready - encoded), PackTime(-1, begin + backward, begin + end, 0.0))
+                for ready, encoded, backward, end in zip(apart.ready_s.tolist(), apart.encoded_s.tolist(),
+                                                         apart.backward_s.tolist(), apart.end_s.tolist())]
+
+
+class Network(NamedTuple):
+    """The links that packs share, and what else keeps them busy: `beside` of each node, for the first `beside_s`
+    seconds of a step."""
+
+    links: Links
+    beside: np.ndarray
+    beside_s: float = 0.0
+
+
+def simulate_step(
+    plan: Plan, problem: Problem, network: Network, *, made: Sequence[tuple[int, ...]] = (),
+    stretch: np.ndarray | None = None, least_s: float = 0.0,
+) -> SimulatedStep:
+    """Run a plan on the ranks of `problem`, its batch under the costs and speeds that are true.
+
+    `made`: its process groups that do not exist yet, in plan order. `stretch`: as for `work_of`.
+    """
+    work, made_s = work_of(plan, problem, stretch), _made_s(made, problem)
+    if plan.sync == "micro_batch":
+        return _in_micro_batches(plan, problem, work, network, made_s, least_s)
+    work = work._replace(compute_s=work.compute_s + np.maximum(0.0, least_s - work.times_s()))
+    begin_s, fixed_s = float(made_s.max()), problem.cost.fixed_s
+    if not plan.vision.apart:
+        starts_s, ends_s = _run(made_s, problem, work, network)
+        end_s = float(ends_s.max())
+        return SimulatedStep(plan, work, made_s, starts_s, ends_s, None, end_s, fixed_s, end_s + fixed_s)
+    apart = timeline_apart(plan, problem, work.times_s())
+    starts_s, ends_s = _run(apart.ready_s, problem, work, network)  # when features are there, packs do not change
+    apart = timeline_apart(plan, problem, ends_s - starts_s)
+    end_s = begin_s + apart.makespan_s
+    return SimulatedStep(plan, work, made_s, begin_s + starts_s, begin_s + ends_s, apart, end_s, fixed_s,
+                         end_s + fixed_s)
+
+
+def _run(ready_s: np.ndarray, problem: Problem, work: PackWork, network: Network) -> tuple[np.ndarray, np.ndarray]:
+    """(start, end) of each group on ranks that are ready then."""
+    uses = uses_of(work, np.array(problem.cluster.nodes), problem.cost.communication == "ring")
+    if contended(uses, network.links, network.beside if network.beside_s else None):
+        return run_groups(ready_s, work, uses, network.links, network.beside, network.beside_s)
+    times_s = work.times_s()
+    starts_s, _ = list_schedule_from(ready_s, work.ranks, work.first_rank, times_s)
+    return starts_s, starts_s + times_s
+
+
+def _in_micro_batches(
+    plan: Plan, problem: Problem, work: PackWork, network: Network, made_s: np.ndarray, least_s: float
+) -> SimulatedStep:
+    """All groups of a micro-batch begin together, once all ranks are done with the one before."""
+    cuts = [0, *(np.flatnonzero(np.diff(work.micro_batch)) + 1).tolist(), len(work.micro_batch)]
+    (starts_s, ends_s), now = np.zeros((2, len(work.micro_batch))), float(made_s.max())
+    for begin, end in pairwise(cuts):
+        now += problem.cost.fixed_s
+        groups = slice(begin, end)
+        rest = network._replace(beside_s=max(0.0, network.beside_s - now))
+        starts, ends = _run(np.zeros(len(made_s)), problem, work.part(groups), rest)
+        starts_s[groups], ends_s[groups] = now + starts, now + ends
+        now += max(least_s, float(ends.max()))
+    return SimulatedStep(plan, work, made_s, starts_s, ends_s, None, float(ends_s.max()),
+                         problem.cost.fixed_s * (len(cuts) - 1), now)
+
+
+def _made_s(made: Sequence[tuple[int, ...]], problem: Problem) -> np.ndarray:
+    """When each rank has made the groups that it is in, one after the other, the ranks of each together."""
+    if not made or problem.cost.group_s == 0.0:
+        return np.zeros(problem.cluster.num_ranks)
+    members, degrees = flat(made)
+    times = np.full(len(made), problem.cost.group_s)
+    return list_schedule(members, firsts_of(degrees), times, problem.cluster.num_ranks)[1]

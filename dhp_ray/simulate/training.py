@@ -1,0 +1,128 @@
+"""How the ranks of a described cluster train a model: the mode, tokens a rank, costs and memory that a run there would
+plan with (`runtime/driver/modes.py` and `room.py`, from settings in place of workers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
+from dhp_ray.planner.encoder_memory import with_encoder_apart
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.mode import MEMORY_SHARE, Candidate, Mode, choose, reference_step_s
+from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.nodes import sizes_of
+
+IMAGE_TOKENS = 4096
+"""Of the largest image or piece of a video, which one rank encodes (`data.max_pixels` allows fewer)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks that there are, one a device: what each device is, how much memory it has, and the node of each rank.
+    """
+
+    device: Device
+    kind: str
+    memory_bytes: float
+    nodes: tuple[int, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a run's configuration asks for; `auto` leaves a choice open (`train.*`, `planner.sync`)."""
+
+    sync: str = "step"
+    recomputes: str = "auto"
+    sharding: str = "whole"
+    precision: str = "bf16"
+    frozen: tuple[str, ...] = ()
+    tokens_per_rank: str = "auto"
+    longest_tokens: int = 1
+    """The longest sequence, which all ranks together must hold."""
+    samples_per_rank: int = 1
+    largest_image: int = IMAGE_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """`tokens_per_rank`: at most, of a pack. `gather_s`: what a pack's layers take to travel beside its compute."""
+
+    mode: Mode
+    tokens_per_rank: int
+    step_s: float
+    memory: MemoryModel
+    cost: CostModel
+    gather_s: float
+
+
+def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel | None = None) -> Training:
+    """The mode that `wanted` and the memory of the ranks come to, with all that follows from it.
+
+    `cost`: measured, in place of the one that is derived. `tokens_per_rank` is below 1 where the state alone does not
+    fit in any of the modes.
+    """
+    syncs = SYNCS if wanted.sync == "auto" else (wanted.sync,)
+    found = [_training(shape, ranks, wanted, Mode(sync, again, sharding), cost)
+             for sync in syncs for sharding in _shardings(wanted, sync, ranks.kind)
+             for again in {"true": (True,), "false": (False,), "auto": (False, True)}[wanted.recomputes]]
+    needed = math.ceil(wanted.longest_tokens / len(ranks.nodes))
+    chosen = choose([Candidate(one.mode, one.tokens_per_rank, one.step_s) for one in found], needed)
+    best = next(one for one in found if one.mode == chosen.mode)
+    return replace(best, cost=_with_memory(shape, ranks, wanted, best))
+
+
+def memory_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode) -> MemoryModel:
+    """What each of these ranks needs in a mode."""
+    accelerator, world_size = ACCELERATORS[ranks.kind], len(ranks.nodes)
+    groups = min(accelerator.pool_groups("auto", int(ranks.memory_bytes)), 2**min(world_size, 60) - world_size - 1)
+    return MemoryModel(shape, MemorySettings(
+        sync=mode.sync, world_size=world_size, precision=wanted.precision, recomputes=mode.recomputes,
+        frozen=wanted.frozen, device=ranks.kind, largest_image=wanted.largest_image,
+        communicators_bytes=groups * accelerator.group_bytes, sharding=mode.sharding,
+        node_ranks=min(sizes_of(ranks.nodes))))
+
+
+def _shardings(wanted: Wanted, sync: str, kind: str) -> tuple[str, ...]:
+    if sync == "micro_batch":
+        return ("whole",)
+    if wanted.sharding != "auto":
+        return (wanted.sharding,)
+    return ("whole", "node") if ACCELERATORS[kind].shares_memory else ("whole",)
+
+
+def _training(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode, measured: CostModel | None) -> Training:
+    memory = memory_of(shape, ranks, wanted, mode)
+    tokens = memory.tokens_that_fit(MEMORY_SHARE * ranks.memory_bytes)
+    if wanted.tokens_per_rank != "auto":
+        tokens = min(tokens, int(wanted.tokens_per_rank))
+    cost = measured.in_mode(mode.sync) if measured else derived_cost(memory, ranks.device, ranks.num_nodes)
+    travels_s = gather_s(memory, ranks.device, ranks.num_nodes)
+    sequence_tokens = min(wanted.largest_image, wanted.longest_tokens)
+    step_s = reference_step_s(cost, mode.sync, tokens, ranks.nodes, wanted.samples_per_rank, sequence_tokens,
+                              shape.merge_area, travels_s)
+    return Training(mode=mode, tokens_per_rank=tokens, step_s=step_s, memory=memory, cost=cost, gather_s=travels_s)
+
+
+def _with_memory(shape: ModelShape, ranks: Ranks, wanted: Wanted, training: Training) -> CostModel:
+    """The cost with the bytes that this model's packs and state take, in both modes."""
+    memory, tokens = training.memory, max(1, training.tokens_per_rank)
+    modes = [training.mode if sync == training.mode.sync else Mode(sync, training.mode.recomputes) for sync in SYNCS]
+    resident = {mode.sync: sum(memory_of(shape, ranks, wanted, mode).resident().values()) for mode in modes}
+    pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
+    cost = replace(training.cost, memory_bytes_per_token=pack_bytes / tokens, resident_bytes=resident)
+    return with_encoder_apart(cost, memory, tokens)
+
+
+def fixed_nodes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The node of each rank, where nodes have so many ranks."""
+    return tuple(node for node, size in enumerate(sizes) for _ in range(size))

@@ -1,0 +1,231 @@
+"""Batches of samples drawn from a workload: text, images and videos by published distributions, cut into patches by the
+rules of a model's family.
+
+    source -> tokens of text, sizes of images, seconds and sizes of videos -> grids (data/grids.py) -> Sample
+
+A batch depends on the seed and on its own number alone, so runs of other lengths have the same batches.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dhp_ray.data.clip import Clip
+from dhp_ray.data.errors import RowError
+from dhp_ray.data.families import FAMILIES
+from dhp_ray.data.families.base import Bounds, Family
+from dhp_ray.data.grids import VIDEO_PIXELS, Size, grid_of, pieces_of
+from dhp_ray.data.media import MediaLimits
+from dhp_ray.errors import first_line
+from dhp_ray.planner.plan import Grid, Sample
+from dhp_ray.schema import ConfigError, Data
+from dhp_ray.simulate.workload_settings import (
+    Numbers,
+    SourceSettings,
+    WorkloadSettings,
+    check_bins,
+    file_of,
+    sources_of,
+)
+
+TILE_PIXELS, TILE_TOKENS = 448, 256
+"""Of the tiles that CSV files count: InternVL's."""
+
+FRAMES_PER_SECOND = 30.0
+"""Of a video, before frames are taken."""
+
+PIXELS, TENTH_S = 8, 0.1
+"""Images' sides and videos' lengths are drawn in such steps: then many are alike, and are cut once."""
+
+REDRAWS = 100
+"""How often a sample that is too long is drawn again at most."""
+
+
+class Drawn(NamedTuple):
+    """A sample before its images and videos are cut into patches."""
+
+    text_tokens: int
+    sizes: tuple[Size, ...]
+
+
+class Rows(NamedTuple):
+    """A CSV file's columns."""
+
+    num_tokens: np.ndarray
+    num_tiles: np.ndarray
+
+
+class Workload:
+    """Samples of a workload for the models of a family."""
+
+    def __init__(self, settings: WorkloadSettings, family: str) -> None:
+        """`family`: of a ModelShape; one that is not known has no images.
+
+        Raises:
+            ConfigError: one line with the key, its value and what is allowed.
+        """
+        shares, self._sources = zip(*sources_of(settings))
+        self._shares = np.array(shares)
+        self._settings = settings
+        self._family = FAMILIES.get(family)
+        self._files: dict[str, Any] = {}
+        for source in self._sources:
+            if source.path:
+                self._files[source.path] = _rows(file_of(settings, source.path))
+            for name, numbers in vars(source).items():
+                if isinstance(numbers, Numbers) and numbers.path:
+                    self._files[numbers.path] = _bins(file_of(settings, numbers.path), f"{source.name}: {name}")
+        self._cut = cache(self._cut_up)
+
+    def batch(self, number: int, num_samples: int, seed: int = 0) -> list[Sample]:
+        """The samples of a batch.
+
+        Raises:
+            ConfigError: samples are longer than `max_tokens`, however often they are drawn, or have images that the
+            family refuses.
+        """
+        random = np.random.default_rng([seed, number])
+        found: list[Sample] = []
+        for _ in range(REDRAWS):
+            wanted = num_samples - len(found)
+            chosen = random.choice(len(self._sources), wanted, p=self._shares)
+            by_source = [self._drawn(source, int((chosen == place).sum()), random)
+                         for place, source in enumerate(self._sources)]
+            for place in chosen.tolist():
+                sample = self._sample(self._sources[place], next(by_source[place]), number, len(found))
+                if not self._settings.max_tokens or sample.num_tokens <= self._settings.max_tokens:
+                    found.append(sample)
+            if len(found) == num_samples:
+                return found
+        raise ConfigError(f"workload.max_tokens: got {self._settings.max_tokens}; allowed: more, or 0 (of "
+                          f"{REDRAWS} draws too few were short enough)")
+
+    def batches(self, count: int, num_samples: int, seed: int = 0) -> Iterator[list[Sample]]:
+        return (self.batch(number, num_samples, seed) for number in range(count))
+
+    def _drawn(self, source: SourceSettings, count: int, random: np.random.Generator) -> Iterator[Drawn]:
+        if source.path:
+            rows: Rows = self._files[source.path]
+            chosen = random.integers(len(rows.num_tokens), size=count)
+            return (Drawn(max(1, tokens - TILE_TOKENS * tiles), _tiled(tiles)) for tokens, tiles in
+                    zip(rows.num_tokens[chosen].tolist(), rows.num_tiles[chosen].tolist()))
+        text = np.maximum(1, np.rint(self._numbers(source.text_tokens, count, random))).astype(np.int64)
+        num_images, num_videos = (np.rint(self._numbers(numbers, count, random)).astype(np.int64)
+                                  for numbers in (source.images, source.videos))
+        width, height = (self._numbers(numbers, int(num_images.sum()), random)
+                         for numbers in (source.image_width, source.image_height))
+        images: list[Size] = list(zip(_in_steps(width, PIXELS), _in_steps(height, PIXELS)))
+        seconds, wide, high = (self._numbers(numbers, int(num_videos.sum()), random)
+                               for numbers in (source.video_seconds, source.video_width, source.video_height))
+        frames = _in_steps(seconds * FRAMES_PER_SECOND, round(TENTH_S * FRAMES_PER_SECOND))
+        clips: list[Size] = [Clip(*size, FRAMES_PER_SECOND)
+                             for size in zip(_in_steps(wide, PIXELS), _in_steps(high, PIXELS), frames)]
+        image, clip = ([0, *accumulate(counts.tolist())] for counts in (num_images, num_videos))
+        return (Drawn(tokens, (*images[image[place] : image[place + 1]], *clips[clip[place] : clip[place + 1]]))
+                for place, tokens in enumerate(text.tolist()))
+
+    def _numbers(self, numbers: Numbers, count: int, random: np.random.Generator) -> np.ndarray:
+        return drawn_numbers(numbers, self._files.get(numbers.path, numbers.bins), count, random)
+
+    def _sample(self, source: SourceSettings, drawn: Drawn, batch: int, place: int) -> Sample:
+        name = f"{source.name}-{batch}-{place}"
+        if not drawn.sizes:
+            return Sample(name, drawn.text_tokens)
+        if self._family is None:
+            raise ConfigError(f"workload: source {source.name} has images, and the model takes text alone; allowed: "
+                              "a workload of text")
+        cut = [self._cut(size) for size in drawn.sizes]
+        return Sample(name, drawn.text_tokens, sum(tokens for tokens, _ in cut),
+                      tuple(grid for _, grids in cut for grid in grids))
+
+    def _cut_up(self, size: Size) -> tuple[int, tuple[Grid, ...]]:
+        """Vision tokens and grids of an image or video."""
+        family, settings, limits = self._family, self._settings, self._limits
+        assert family is not None
+        is_video = isinstance(size, Clip)
+        bounds = bounds_of(family, settings.frame_pixels if is_video else settings.max_pixels)
+        try:
+            grid = grid_of(family, size, family.image_settings, bounds, limits)
+        except RowError as error:
+            raise ConfigError(f"workload: {error}") from None
+        area = bounds.merge_size**2
+        runs = family.video_runs(grid, area) if is_video else (math.prod(grid) // area,)
+        return sum(runs), tuple(pieces_of(size, grid, area))
+
+    @property
+    def _limits(self) -> MediaLimits:
+        return MediaLimits(video_fps=self._settings.video_fps, max_frames=self._settings.max_frames)
+
+
+def bounds_of(family: Family, max_pixels: int) -> Bounds:
+    """What the family's images are cut into, at so many pixels of one at most."""
+    settings: Mapping[str, Any] = family.image_settings
+    return Bounds(int(settings["patch_size"]), int(settings["merge_size"]), Data().min_pixels, max_pixels,
+                  VIDEO_PIXELS)
+
+
+def drawn_numbers(numbers: Numbers, bins: list[list[float]], count: int, random: np.random.Generator) -> np.ndarray:
+    """So many numbers of a distribution, inside its bounds. `bins` are those that it names."""
+    if numbers.kind == "constant":
+        found = np.full(count, numbers.mean)
+    elif numbers.kind == "uniform":
+        found = random.uniform(numbers.minimum, numbers.maximum, count)
+    elif numbers.kind == "normal":
+        found = random.normal(numbers.mean, numbers.deviation, count)
+    elif numbers.kind == "lognormal":  # whose own mean and deviation these are
+        variance = math.log1p((numbers.deviation / numbers.mean) ** 2)
+        found = random.lognormal(math.log(numbers.mean) - variance / 2, math.sqrt(variance), count)
+    else:
+        low, high, weight = np.array(bins, dtype=np.float64).T
+        chosen = random.choice(len(weight), count, p=weight / weight.sum())
+        found = random.uniform(low[chosen], high[chosen])
+    return np.clip(found, numbers.minimum, numbers.maximum)
+
+
+def _in_steps(values: np.ndarray, step: int) -> list[int]:
+    """The nearest multiples of a step, at least one."""
+    found: list[int] = (step * np.maximum(1, np.rint(values / step)).astype(np.int64)).tolist()
+    return found
+
+
+def _tiled(num_tiles: int) -> tuple[Size, ...]:
+    """The size of an image that InternVL cuts into so many tiles, the whole of it as one among them if it is cut."""
+    if not num_tiles:
+        return ()
+    cells = max(1, num_tiles - 1)
+    rows = next(rows for rows in range(math.isqrt(cells), 0, -1) if cells % rows == 0)
+    return ((TILE_PIXELS * (cells // rows), TILE_PIXELS * rows),)
+
+
+def _rows(path: str) -> Rows:
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            lines = list(csv.DictReader(file))
+        tokens = np.array([int(line["num_tokens"]) for line in lines], dtype=np.int64)
+        tiles = np.array([int(line.get("num_image_tiles") or 0) for line in lines], dtype=np.int64)
+    except (OSError, UnicodeDecodeError, KeyError, ValueError, TypeError, csv.Error) as error:
+        raise ConfigError(f"workload: {path} cannot be read: {error.__class__.__name__}: {first_line(error)}; allowed: "
+                          "a CSV file with whole numbers in the column num_tokens") from None
+    if not len(tokens) or tokens.min() < 1 or tiles.min() < 0:
+        raise ConfigError(f"workload: {path} has no rows, or less than 1 token in one; allowed: rows with num_tokens "
+                          "of at least 1")
+    return Rows(tokens, tiles)
+
+
+def _bins(path: str, where: str) -> list[list[float]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            bins: list[list[float]] = json.load(file)["bins_s"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"workload: {path} cannot be read: {error.__class__.__name__}: {first_line(error)}; allowed: "
+                          "a JSON file with bins_s") from None
+    check_bins(bins, f"{where}: {path}")
+    return bins

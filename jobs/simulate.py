@@ -1,0 +1,96 @@
+"""Simulates training on a described cluster, planner beside planner: `python jobs/simulate.py key=value ...`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from dhp_ray.simulate.settings import Simulation
+    from dhp_ray.simulate.simulation import Simulated
+
+PURPOSE = (
+    "Simulate many batches on a described cluster, with each planner's own plans: throughput, idle time,\n"
+    "communication, memory, and what faults and slow ranks cost. All of it is modelled; the same settings give the\n"
+    "same result."
+)
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0 on success, 2 on a bad configuration, 1 on failure."""
+    from dhp_ray.config import ConfigError
+    from dhp_ray.simulate.settings import help_page, load_simulation
+
+    if {"--help", "-h"} & set(argv):
+        print(help_page("python jobs/simulate.py", PURPOSE))
+        return 0
+    try:
+        settings = load_simulation(argv)
+        from dhp_ray.planner import PlanError, warm_up  # takes half a second to import
+        from dhp_ray.simulate.simulation import prepared
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        simulation = prepared(settings)
+    except (ConfigError, PlanError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    warm_up()
+    try:
+        run(simulation, settings)
+        return report(simulation, settings)
+    except (PlanError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: out: {settings.out} cannot be written: {error.strerror or error}", file=sys.stderr)
+    return 1
+
+
+def run(simulation: Simulated, settings: Simulation) -> None:
+    """Run all planners, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from dhp_ray.simulate.simulation import simulated
+
+    total = settings.duration_s or settings.num_batches
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"),
+               TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        tasks = {planner: progress.add_task(planner, total=total, words="", start=False)
+                 for planner in settings.planners}
+
+        def tell(planner: str, step: int, now_s: float) -> None:
+            progress.start_task(tasks[planner])
+            progress.update(tasks[planner], completed=now_s if settings.duration_s else step,
+                            words=f"step {step}, {now_s:,.0f} s")
+
+        for record in simulated(simulation, tell):
+            progress.update(tasks[record.planner], completed=total)
+
+
+def report(simulation: Simulated, settings: Simulation) -> int:
+    """Print the table and write the files."""
+    from dhp_ray.simulate.results_page import write_results
+    from dhp_ray.simulate.table import text_of
+
+    machine, cluster = simulation.machine, settings.cluster
+    print(f"{settings.model} on {cluster.num_ranks} {machine.device.name}, {cluster.ranks_per_node} a node: "
+          f"{machine.first.mode}, {machine.first.tokens_per_rank:,} tokens a rank; longest sequence "
+          f"{simulation.batches.longest_tokens:,} tokens. All modelled, nothing measured.")
+    summaries = simulation.summaries()
+    print(text_of(summaries))
+    if left_out := len(simulation.batches.left_out):
+        print(f"{left_out} samples of later batches are longer than that, and were left out")
+    if settings.out:
+        for file in write_results(simulation, Path(settings.out)):
+            print(file)
+    return 1 if all(summary["error"] for summary in summaries) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""Small simulations for tests."""
+
+from __future__ import annotations
+
+from dhp_ray.simulate.records import RunRecord
+from dhp_ray.simulate.run import SimulatedRun
+from dhp_ray.simulate.settings import load_simulation
+from dhp_ray.simulate.simulation import Simulated, prepared
+
+SMALL = ["model=qwen3_vl_2b", "workload=llava_video", "cluster.num_ranks=8", "cluster.ranks_per_node=4",
+         "global_samples=24", "num_batches=6", "planners=[dhp]", "planning.encoder=group"]
+"""Eight ranks on two nodes, six batches of 24 samples with a video each: steps of some seconds."""
+
+QUICK = ["faults.worker.seen_s=1", "faults.worker.form_s=2", "faults.worker.return_s=50", "faults.node.seen_s=2",
+         "faults.node.form_s=4", "faults.node.return_s=70", "faults.all.seen_s=3", "faults.all.form_s=6",
+         "faults.all.return_s=5", "faults.driver.seen_s=4", "faults.driver.form_s=3", "faults.join_s=0.5",
+         "faults.load_s=8"]
+"""What recovery takes."""
+
+
+def small(*overrides: str) -> Simulated:
+    return prepared(load_simulation([*SMALL, *overrides]))
+
+
+def run_of(*overrides: str, planner: str = "dhp") -> RunRecord:
+    simulation = small(*overrides)
+    return SimulatedRun(planner, simulation.machine, simulation.batches).simulate()

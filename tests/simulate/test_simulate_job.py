@@ -1,0 +1,104 @@
+"""jobs/simulate.py from the command line: table, files, exit statuses; and what it imports."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dhp_ray.simulate.settings import load_simulation
+from dhp_ray.simulate.simulation import prepared, simulated
+from dhp_ray.simulate.table import text_of
+from tests.simulate.simulations import SMALL
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("simulate_job", ROOT / "jobs" / "simulate.py")
+assert spec
+assert spec.loader
+job = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(job)
+WORDS = [*SMALL, "num_batches=4", "planners=[dhp,static]"]
+
+
+def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fault = "faults.events=[{time_s: 2, kind: worker, rank: 2}]"
+    assert job.main([*WORDS, f"out={tmp_path}", fault, "faults.worker.return_s=50"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("qwen3_vl_2b on 8 h100, 4 a node: step, ")
+    assert lines[0].endswith("All modelled, nothing measured.")
+    assert [line.split()[0] for line in lines[1:4]] == ["planner", "dhp", "static"]
+    tree = json.loads((tmp_path / "results.json").read_text())
+    assert [row["planner"] for row in tree["planners"]] == ["dhp", "static"]
+    assert len(tree["steps"]["dhp"]) == 4
+    assert tree["settings"]["cluster"]["num_ranks"] == 8
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["otherData"] == {"simulated": True, "planner": "dhp", "steps": [1, 2, 3]}
+    packs = [event for event in trace["traceEvents"] if event.get("cat") == "pack"]
+    assert min(event["ts"] for event in packs) >= 0
+    assert max(event["ts"] for event in packs) > 1e6 * tree["steps"]["dhp"][2]["begin_s"]
+    page = (tmp_path / "page.html").read_text()
+    assert "<script" not in page
+    assert "All of it is modelled, nothing measured." in page
+    assert "worker lost; 7 ranks go on with step" in page
+    again = tmp_path / "again"
+    assert job.main([*WORDS, f"out={again}", fault, "faults.worker.return_s=50"]) == 0
+    other = json.loads((again / "results.json").read_text())
+    for one in (tree, other):
+        del one["planning_s_here"], one["settings"]["out"]
+    assert other == tree
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["model=gpt"], "error: model: got 'gpt'; allowed: internvl3_1b, "),
+    (["workload.max_tokens=10"], "error: workload.max_tokens: got 10; allowed: more, or 0"),
+    (["model=qwen2_5_vl_72b"], "error: model: qwen2_5_vl_72b keeps 653.5 GiB on each of 8 ranks in step"),
+    (["workload=long_documents", "train.tokens_per_rank=100"], "error: workload: the longest sequence has "),
+    (["cluster.cost=none.yaml"], "error: none.yaml: cannot be read: FileNotFoundError"),
+    (["cluster.cost=FOLDER/cost.yaml"], "error: FOLDER/cost.yaml: linear_s: got -1; allowed: a number of at least 0")])
+def test_bad_input_is_one_line(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "lengths").mkdir()
+    (tmp_path / "lengths" / "wikipedia_sample.csv").write_text("num_tokens\n5000\n")
+    monkeypatch.setenv("DHP_RAY_TEST_DATA", str(tmp_path))
+    (tmp_path / "cost.yaml").write_text("quadratic_s: 0\nlinear_s: -1\ncomm_bytes_per_token: 0\nfixed_s: 0\n"
+                                        "bandwidth_bytes_per_s: 1\n")
+    assert job.main([*SMALL, *(word.replace("FOLDER", str(tmp_path)) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(line.replace("FOLDER", str(tmp_path)))
+    assert error.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert job.main([*SMALL, "num_batches=1", f"out={tmp_path / 'file' / 'folder'}"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: out: ")
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert job.main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python jobs/simulate.py [--config FILE]")
+
+
+def test_a_planner_that_cannot_go_on_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    simulation = prepared(load_simulation([*SMALL, "faults.every_s=1", "faults.all.share=1"]))
+    assert [record.error for record in simulated(simulation)] == ["step 1 has failed 9 times"]
+    assert text_of(simulation.summaries()).splitlines()[-1] == (
+        "dhp could not go on after step 0: step 1 has failed 9 times")
+    assert job.main([*SMALL, "faults.every_s=1", "faults.all.share=1"]) == 1
+
+
+def test_neither_torch_nor_ray_is_imported() -> None:
+    words = ", ".join(repr(word) for word in [*SMALL, "num_batches=1"])
+    code = ("import sys, runpy\n"
+            f"sys.argv = ['jobs/simulate.py', {words}]\n"
+            "try:\n    runpy.run_path('jobs/simulate.py', run_name='__main__')\nexcept SystemExit as end:\n"
+            "    assert end.code == 0\n"
+            "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,175 @@
+"""A step as it is simulated: as planned where everything is as the planner thinks, and what changes where it is not."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, idle_fraction, plan_batch, plan_starts
+from dhp_ray.planner.problem import Problem, problem_of
+from dhp_ray.planner.timeline import apart_timeline
+from dhp_ray.runtime.driver.measures import makespan_s, measured_idle_fraction
+from dhp_ray.runtime.driver.speeds import busy_s, nominal_compute_s
+from dhp_ray.simulate.links import Links, links_of
+from dhp_ray.simulate.step import Network, SimulatedStep, simulate_step
+
+COST = CostModel(1e-8, 1e-3, 1e5, 0.2, {"intra": 1e9, "inter": 2e8}, communication="ring", overlap=0.9, latency_s=1e-3,
+                 pack_s=0.01, vision_linear_s=2e-4, vision_quadratic_s=1e-8, feature_bytes=1e4)
+
+
+def batch(seed: int, count: int, longest: int) -> list[Sample]:
+    random_ = random.Random(seed)
+    samples = []
+    for index in range(count):
+        grids = tuple((1, random_.randint(2, 40), random_.randint(2, 40)) for _ in range(random_.choice([0, 0, 1, 5])))
+        tokens = min(longest, int(random_.lognormvariate(6.5, 1.2)) + 1)
+        vision = min(tokens - 1, sum(t * h * w for t, h, w in grids) // 4)
+        samples.append(Sample(str(index), tokens - vision, vision, grids if vision else ()))
+    return samples
+
+
+def whole_network(nodes: tuple[int, ...]) -> Network:
+    links = links_of(np.array(nodes), 0, 1.0)
+    return Network(links, np.zeros(len(links.of_node)))
+
+
+def true_problem(plan: Plan, cost: CostModel = COST, speeds: tuple[float, ...] = ()) -> Problem:
+    cluster = replace(plan.cluster, speeds=speeds or plan.cluster.speeds)
+    return problem_of(plan.samples, cluster, cost, plan.sync)
+
+
+def simulated(plan: Plan, **true: object) -> SimulatedStep:
+    return simulate_step(plan, true_problem(plan, **true), whole_network(plan.cluster.nodes))  # type: ignore[arg-type]
+
+
+CASES = [(seed, sync, encoder) for seed in range(12) for sync, encoder in
+         (("step", "group"), ("step", "world"), ("micro_batch", "group"))]
+
+
+@pytest.mark.parametrize(("seed", "sync", "encoder"), CASES)
+def test_where_all_is_as_planned_the_makespan_is_the_plans(seed: int, sync: str, encoder: str) -> None:
+    random_ = random.Random(seed)
+    num_ranks = random_.choice([1, 3, 8, 13, 32])
+    nodes = tuple(sorted(random_.randrange(4) for _ in range(num_ranks))) if seed % 2 else ()
+    speeds = tuple(random_.choice([1.0, 0.8, 0.3]) for _ in range(num_ranks)) if seed % 3 == 0 else ()
+    communication = random_.choice(["ring", "all_to_all"])
+    cost = replace(COST, communication=communication)
+    cluster = ClusterSpec(num_ranks, 4, 2000, speeds, nodes)
+    planner = random_.choice(["dhp", "static_best", "pow2", "dhp_paper"])
+    plan = plan_batch(batch(seed, 4 * num_ranks, min(20_000, cluster.max_tokens)), cluster, cost, sync=sync,
+                      encoder=encoder, planner=planner)
+    step = simulated(plan, cost=cost)
+    assert step.time_s == pytest.approx(plan.predicted_time_s, rel=1e-9)
+    starts, end = plan_starts(plan)
+    shift = plan.fixed_s if sync == "step" else 0.0  # what is paid once comes after the packs
+    assert step.starts_s + shift == pytest.approx(np.array(starts), rel=1e-9, abs=1e-12)
+    assert step.time_s == pytest.approx(end, rel=1e-9)
+    if apart := apart_timeline(plan):
+        assert step.encoder is not None
+        assert step.encoder.end_s == pytest.approx(apart.end_s)
+    assert sum(step.shares().values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_where_the_time_of_ranks_went(sync: str) -> None:
+    samples = [replace(sample, vision_tokens=0, vision_grids=()) for sample in batch(2, 60, 9000)]
+    plan = plan_batch(samples, ClusterSpec(8, 4, 2000), COST, sync=sync)
+    step = simulated(plan)
+    shares, rank_s = step.shares(), 8 * step.time_s
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["idle"] == pytest.approx(idle_fraction(plan), abs=1e-9)
+    assert shares["compute"] * rank_s == pytest.approx(sum(nominal_compute_s(plan, COST)))
+    assert shares["update"] * rank_s == pytest.approx(8 * COST.fixed_s * len({g.micro_batch for g in plan.groups}))
+
+
+def test_ranks_report_what_the_drivers_own_measures_understand() -> None:
+    plan = plan_batch(batch(3, 40, 8000), ClusterSpec(8, 4, 2000), COST)
+    speeds = (1.0,) * 7 + (0.5,)
+    step = simulated(plan, speeds=speeds)
+    results = step.results(7)
+    assert [result.rank for result in results] == list(range(8))
+    assert makespan_s(results) == pytest.approx(step.packs_end_s)
+    busy, nominal = busy_s(results, 8), nominal_compute_s(plan, COST)
+    assert busy == pytest.approx(step.busy_s().tolist())
+    seen = [wanted / took for wanted, took in zip(nominal, busy)]  # what is paid once a pack is no slower there
+    assert seen[:7] == pytest.approx([1.0] * 7)
+    assert 0.5 <= seen[7] < 0.6
+    assert measured_idle_fraction(results) == pytest.approx(1 - sum(busy) / 8 / step.packs_end_s)
+    world = plan_batch(batch(3, 40, 8000), ClusterSpec(8, 4, 2000), COST, encoder="world")
+    step = simulated(world)
+    assert busy_s(step.results(1), 8) == pytest.approx(step.busy_s().tolist())
+    assert makespan_s(step.results(1)) == pytest.approx(step.packs_end_s)
+
+
+def test_a_slow_rank_holds_up_those_that_it_runs_with() -> None:
+    plan = plan_batch([Sample("a", 3000), Sample("b", 1500)], ClusterSpec(3, 8, 1500), COST)
+    assert [group.degree for group in plan.groups] == [2, 1]
+    speeds = tuple(0.5 if rank == plan.groups[0].ranks[0] else 1.0 for rank in range(3))
+    alone, step = simulated(plan), simulated(plan, speeds=speeds)
+    assert step.ends_s[0] > 1.6 * alone.ends_s[0]
+    assert step.ends_s[1] == alone.ends_s[1]
+
+
+def test_links_that_are_shared_make_a_step_longer() -> None:
+    cost = replace(COST, overlap=0.0)
+    plan = plan_batch([Sample(str(index), 3500) for index in range(4)], ClusterSpec(8, 4, 500), cost)
+    crossing = sum(plan.cluster.crosses(group.ranks) for group in plan.groups)
+    assert crossing  # or there is nothing to share
+    problem = true_problem(plan, cost)
+    few = Network(Links(np.array([0.5, 0.5]), 1.0), np.zeros(2))
+    before, after = (simulate_step(plan, problem, network) for network in (whole_network(plan.cluster.nodes), few))
+    assert before.time_s == pytest.approx(plan.predicted_time_s)
+    assert after.time_s > 1.2 * before.time_s
+    assert after.shares()["exchange"] > before.shares()["exchange"]
+    # copies keep all links busy, for as long as the step takes: a ring beside four of them has a fifth of four links
+    beside = Network(whole_network(plan.cluster.nodes).links, np.array([4.0, 4.0]), 1e6)
+    assert simulate_step(plan, problem, beside).time_s > before.time_s
+    for sync in ("step", "micro_batch"):
+        plan = plan_batch(plan.samples, plan.cluster, cost, sync=sync)
+        problem = true_problem(plan, cost)
+        assert simulate_step(plan, problem, beside).time_s > simulate_step(plan, problem, few).time_s * 0.5
+        assert (simulate_step(plan, problem, beside._replace(beside_s=0.0)).time_s
+                == pytest.approx(plan.predicted_time_s))
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_groups_that_are_new_are_made_first(sync: str) -> None:
+    cost = replace(COST, group_s=0.5)
+    samples = [Sample(str(index), 3500) for index in range(2)]
+    plan = plan_batch(samples, ClusterSpec(4, 4, 2000), cost, sync=sync)
+    groups = plan.process_groups()
+    assert groups
+    problem, network = true_problem(plan, cost), whole_network(plan.cluster.nodes)
+    known, new = (simulate_step(plan, problem, network, made=made) for made in ((), groups))
+    assert known.time_s == pytest.approx(plan.predicted_time_s)
+    assert new.made_s.max() == 0.5 * max(sum(rank in group for group in groups) for rank in range(4))
+    assert new.time_s == pytest.approx(known.time_s + new.made_s.max())
+    assert new.shares()["groups"] > 0
+
+
+def test_a_pack_takes_what_its_parameters_take_to_travel() -> None:
+    plan = plan_batch([Sample("a", 100), Sample("b", 100)], ClusterSpec(2, 2, 200), COST)
+    problem, network = true_problem(plan), whole_network(plan.cluster.nodes)
+    assert simulate_step(plan, problem, network, least_s=3.0).time_s == pytest.approx(3.0 + COST.fixed_s)
+    plan = plan_batch([Sample("a", 100), Sample("b", 300)], ClusterSpec(2, 2, 200), COST, sync="micro_batch")
+    rounds = len({group.micro_batch for group in plan.groups})
+    step = simulate_step(plan, true_problem(plan), network, least_s=3.0)
+    assert step.time_s == pytest.approx(rounds * (3.0 + COST.fixed_s))
+    assert step.shares()["idle"] > 0.5
+
+
+def test_packs_that_take_longer_than_their_cost() -> None:
+    plan = plan_batch(batch(5, 30, 4000), ClusterSpec(4, 4, 2000), COST)
+    problem, network = true_problem(plan), whole_network(plan.cluster.nodes)
+    twice = simulate_step(plan, problem, network, stretch=np.full(len(plan.groups), 2.0))
+    assert twice.busy_s().sum() > 1.9 * simulate_step(plan, problem, network).busy_s().sum()
+
+
+def test_memory_is_the_plans() -> None:
+    cost = replace(COST, memory_bytes_per_token=10.0, resident_bytes=100.0)
+    plan = plan_batch([Sample("a", 100)], ClusterSpec(2, 2, 200), cost)
+    used = plan.groups[0].ranks
+    assert [value > 100.0 for value in simulated(plan, cost=cost).memory_bytes()] == [rank in used for rank in (0, 1)]

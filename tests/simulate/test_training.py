@@ -1,0 +1,71 @@
+"""How simulated ranks train: as a run on workers of the same devices decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dhp_ray.config import CONF
+from dhp_ray.planner import CostModel
+from dhp_ray.planner.derived_cost import Device
+from dhp_ray.planner.mode import Mode
+from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.runtime.driver.modes import memory_of as run_memory_of
+from dhp_ray.runtime.driver.modes import mode_of
+from dhp_ray.runtime.driver.room import within_memory
+from dhp_ray.runtime.driver.start import resolve_limits
+from dhp_ray.simulate.training import Ranks, Wanted, memory_of, training_of
+from tests.runtime.driver.groups import GIB, config_of, group_of
+
+H100 = Device.load(CONF / "device" / "h100.yaml")
+
+
+@pytest.mark.parametrize(("sync", "longest", "gib"), [("auto", 0, 3.0), ("step", 40_000, 3.0), ("micro_batch", 0, 2.0),
+                                                      ("step", 0, 5.0)])
+def test_as_a_run_on_such_workers(tmp_path: Path, sync: str, longest: int, gib: float) -> None:
+    words = [f"planner.sync={sync}", "train.activation_checkpointing=auto", "planner.tokens_per_rank=auto",
+             "train.precision=bf16", "batch.global_samples=64", f"planner.max_sequence_tokens={longest}"]
+    config = config_of(str(tmp_path), *words)
+    group = group_of(4, gib, config)
+    choice = resolve_limits(config, {}, group)
+    mode = mode_of(config, group, auto_tokens=True).mode if sync != "auto" else choice.mode
+    config = replace(config, train=replace(config.train, activation_checkpointing=str(mode.recomputes).lower()))
+    tokens, cost = within_memory(config, group, mode, auto=True)
+    ranks = Ranks(device=H100, kind="cuda", memory_bytes=gib * GIB, nodes=(0,) * 4)
+    wanted = Wanted(sync=sync, longest_tokens=longest or 4096 * 4, samples_per_rank=16)
+    training = training_of(group.members[0].described["shape"], ranks, wanted)
+    assert training.mode == mode
+    assert training.tokens_per_rank >= tokens  # of a run, at most what its longest sequence asks of so few ranks
+    limited = training_of(group.members[0].described["shape"], ranks, replace(
+        wanted, tokens_per_rank=str(tokens), sync=mode.sync, recomputes=str(mode.recomputes).lower()))
+    assert limited.cost.in_mode(mode.sync).to_json() == cost.in_mode(mode.sync).to_json()
+    there = run_memory_of(config, group, mode).settings
+    assert replace(there, mirror_every_steps="0", image_limit=None) == memory_of(
+        training.memory.shape, ranks, wanted, mode).settings
+
+
+def shape() -> ModelShape:
+    return ModelShape.load(CONF / "model_shape" / "qwen2_5_vl_32b.yaml")
+
+
+def test_a_large_model_needs_micro_batches() -> None:
+    ranks = Ranks(device=H100, kind="cuda", memory_bytes=80 * GIB, nodes=tuple(rank // 8 for rank in range(64)))
+    assert training_of(shape(), ranks, Wanted(sync="step")).tokens_per_rank < 1
+    found = training_of(shape(), ranks, Wanted(sync="auto", longest_tokens=100_000))
+    assert found.mode.sync == "micro_batch"
+    assert found.tokens_per_rank * 64 >= 100_000
+    assert found.gather_s > 0
+    assert training_of(shape(), ranks, Wanted(sync="step", sharding="node", longest_tokens=9)).mode == Mode(
+        "step", False, "node")
+
+
+def test_a_cost_file_takes_the_place_of_the_derived_cost() -> None:
+    ranks = Ranks(device=H100, kind="cuda", memory_bytes=80 * GIB, nodes=(0,) * 8)
+    measured = CostModel(1e-9, 1e-5, 1e5, 0.3, {2: 1e10}, fixed_s_by_sync={"step": 0.3, "micro_batch": 0.1})
+    found = training_of(ModelShape.load(CONF / "model_shape" / "qwen2_5_vl_3b.yaml"), ranks,
+                        Wanted(sync="micro_batch", longest_tokens=2000), measured)
+    assert (found.cost.quadratic_s, found.cost.fixed_s) == (1e-9, 0.1)
+    assert found.cost.memory_bytes_per_token > 0
+    assert found.cost.memory_bytes(found.tokens_per_rank, 1, "micro_batch") <= 0.9 * 80 * GIB * (1 + 1e-9)
