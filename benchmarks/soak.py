@@ -154,8 +154,7 @@ def main(argv: list[str]) -> int:
                   f"planner.encoder={arguments.encoder}"]
         with Nodes(HEAD_CPUS) as nodes:
             os.environ["RAY_ADDRESS"] = nodes.address
-            what = churn if arguments.churn else soak
-            return what(nodes, folder, common, arguments)
+            return (churn if arguments.churn else soak)(nodes, folder, common, arguments)
 
 
 def soak(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
@@ -239,9 +238,8 @@ def report(state: Soak, calm: list[Path], steps: int, seconds: float) -> int:
     kinds = [event["kind"] for folder in calm for event in lines(folder, "events.jsonl")]
     alarms = [kind for kind in kinds if kind in ALARMS]
     calm_steps = sum(len(losses(folder)) for folder in calm)
-    words = (f"false alarms in {calm_steps} undisturbed steps: {len(alarms)} "
-             f"(ranks called slow for a while: {kinds.count('slow')})")
-    checks[words] = not alarms
+    checks[f"false alarms in {calm_steps} undisturbed steps: {len(alarms)} "
+           f"(ranks called slow for a while: {kinds.count('slow')})"] = not alarms
     for words, passed in checks.items():
         print("ok  " if passed else "FAIL", words)
     if not all(checks.values()):

@@ -292,8 +292,9 @@ def test_the_files_that_cluster_chooses_are_configuration(path: Path) -> None:
 
 
 def test_each_file_is_of_one_kind() -> None:
-    """conf/cluster/*.yaml are chosen by cluster=NAME; launch/ holds what starts clusters."""
+    """conf/cluster/*.yaml are chosen by cluster=NAME; launch/ holds what starts clusters, simulated/ what
+    jobs/simulate.py knows."""
     launch = {"nvidia.yaml", "aws_spot.yaml", "kuberay_cluster.yaml", "kuberay_job.yaml"}
     assert {path.name for path in LAUNCH} == launch
     folder = CONF / "cluster"
-    assert {*folder.rglob("*.yaml")} == {*folder.glob("*.yaml"), *LAUNCH}
+    assert {*folder.rglob("*.yaml")} == {*folder.glob("*.yaml"), *LAUNCH, *(folder / "simulated").glob("*.yaml")}

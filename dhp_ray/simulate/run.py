@@ -19,7 +19,7 @@ from dhp_ray.planner.plan import Plan, PlanError, Sample
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.runtime.driver.measures import TimeScale
 from dhp_ray.runtime.driver.mirroring import Mirroring
-from dhp_ray.runtime.driver.speeds import SpeedMeter, nominal_compute_s
+from dhp_ray.runtime.driver.speeds import SpeedMeter, nominal_compute_s, paid_once_s
 from dhp_ray.schema import Elastic
 from dhp_ray.simulate.batches import Batches
 from dhp_ray.simulate.faults import Fault, Speeds, faults_of
@@ -186,7 +186,8 @@ class SimulatedRun:
         makespan_s = step.packs_end_s - float(step.made_s.max())
         self.scale.observe(makespan_s, plan.predicted_time_s - step.fixed_s)
         if not self.speeds.even:
-            self.meter.observe(nominal_compute_s(plan, self.place.training.cost), step.busy_s().tolist())
+            cost = self.place.training.cost
+            self.meter.observe(nominal_compute_s(plan, cost), step.busy_s().tolist(), paid_once_s(plan, cost))
 
     def _changed(self) -> bool:
         """Whether ranks join or leave between two steps, and the next generation stands."""

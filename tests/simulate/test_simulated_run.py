@@ -7,6 +7,12 @@ import pytest
 from tests.simulate.simulations import QUICK, run_of, small
 
 
+def within(record: object, step: int) -> float:
+    """A moment in the middle of a step."""
+    found = next(one for one in record.steps if one.step == step)  # type: ignore[attr-defined]
+    return 0.5 * (found.begin_s + found.end_s)
+
+
 def events_of(record: object, kind: str = "generation") -> list[str]:
     return [event.text for event in record.events if event.kind == kind]  # type: ignore[attr-defined]
 
@@ -101,30 +107,33 @@ def test_a_fault_while_the_group_forms_begins_it_anew() -> None:
 
 
 def test_what_was_lost_joins_between_two_steps() -> None:
-    record = run_of("num_batches=12", "faults.mirror_every_steps='1'", *QUICK, "faults.worker.return_s=8",
-                    "faults.events=[{time_s: 6, kind: worker, rank: 2}]")
+    words = ["num_batches=24", "faults.mirror_every_steps='1'", *QUICK, "faults.worker.return_s=4"]
+    moment = within(run_of(*words), 4)
+    record = run_of(*words, f"faults.events=[{{time_s: {moment}, kind: worker, rank: 2}}]")
     assert events_of(record)[1].startswith("3: 1 join; 8 ranks go on with step")
     joined = next(event for event in record.events if "join" in event.text)
     assert joined.seconds == pytest.approx(0.5)
-    assert joined.time_s >= 6 + 1 + 8
+    assert joined.time_s >= moment + 1 + 4
     assert {step.num_ranks for step in record.steps} == {7, 8}
 
 
 def test_too_few_wait_for_others() -> None:
-    fault = "faults.events=[{time_s: 6, kind: node, rank: 2}]"
-    record = run_of("faults.mirror_every_steps='1'", fault, *QUICK, "faults.min_workers=5")
+    words = ["faults.mirror_every_steps='1'", *QUICK, "faults.min_workers=5"]
+    moment = within(run_of(*words), 4)
+    record = run_of(*words, f"faults.events=[{{time_s: {moment}, kind: node, rank: 2}}]")
     assert events_of(record)[0].startswith("2: node lost; 8 ranks go on")
     waited = next(event for event in record.events if event.kind == "generation")
-    assert waited.time_s + waited.seconds == pytest.approx(6 + 2 + 70)
+    assert waited.time_s + waited.seconds == pytest.approx(moment + 2 + 70)
 
 
 def test_a_restart_needs_all_ranks_and_goes_back() -> None:
-    fault = "faults.events=[{time_s: 6, kind: worker, rank: 2}]"
     words = ["faults.policy=restart", "faults.checkpoint_every_s=2", "faults.write_s=1", *QUICK]
-    record, calm = run_of(fault, *words), run_of(*words)
+    calm = run_of(*words)
+    moment = within(calm, 5)
+    record = run_of(f"faults.events=[{{time_s: {moment}, kind: worker, rank: 2}}]", *words)
     assert events_of(record)[0].startswith("2: worker lost; 8 ranks go on with step")
     restarted = next(event for event in record.events if event.kind == "generation")
-    assert restarted.time_s + restarted.seconds == pytest.approx(6 + 1 + 50 + 8)
+    assert restarted.time_s + restarted.seconds == pytest.approx(moment + 1 + 50 + 8)
     assert len(record.lost) >= 1 or "step 1" in events_of(record)[0]
     assert record.time_s > calm.time_s + 59
     assert record.summary(1.0, 8)["steps_run_again"] == len(record.lost)

@@ -11,7 +11,7 @@ import ray
 
 from dhp_ray.runtime.driver.measures import step_extra, step_metrics
 from dhp_ray.runtime.driver.session import Session
-from dhp_ray.runtime.driver.speeds import busy_s, nominal_compute_s
+from dhp_ray.runtime.driver.speeds import busy_s, nominal_compute_s, paid_once_s
 from dhp_ray.runtime.driver.stages import FinishedStep
 from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
 from dhp_ray.runtime.records.checkpoints import Manifest
@@ -127,8 +127,9 @@ class Commits:
 
     def _observe_speeds(self, finished: FinishedStep) -> Iterator[Message]:
         session = self.session
-        session.current.meter.observe(nominal_compute_s(finished.plan, session.current.dispatcher.cost),
-                                      busy_s(finished.results, session.group.size))
+        cost = session.current.dispatcher.cost
+        session.current.meter.observe(nominal_compute_s(finished.plan, cost),
+                                      busy_s(finished.results, session.group.size), paid_once_s(finished.plan, cost))
         for rank, slow in session.current.meter.news().items():
             speed, place = session.current.meter.measured()[rank], session.group.members[rank].place
             session.records.event("slow" if slow else "no_longer_slow", rank=rank, step=finished.step,

@@ -3,6 +3,10 @@
 A rank's slowdown is its unblocked seconds over the nominal compute seconds of the packs that it ran: long packs and
 waiting for others change neither. Slowdowns are smoothed over a few steps; a rank's speed is the group's typical
 slowdown over its own, so a machine that is slow as a whole, or a cost file that is off, makes nobody slow.
+
+The planner divides a pack's work by the speed, but not what each pack pays once (`pack_s`: launches). The speed that it
+is told is therefore that of the work: a rank with 5 s of work and 1 s paid once that is busy for 11 s has speed 6/11 as
+people see it, and 5/10 in a plan.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ FORGET_AFTER = 10
 class _Rank:
     nominal_s: float = 0.0
     busy_s: float = 0.0
+    once_s: float = 0.0
     unseen: int = 0
     below: dict[float, int] = field(default_factory=dict)
 
@@ -54,25 +59,28 @@ class SpeedMeter:
     patience: int = 1
     _ranks: list[_Rank] = field(init=False, repr=False)
     _measured: tuple[float, ...] = field(init=False, repr=False)
+    _typical: float = field(init=False, repr=False, default=1.0)
     _reported: set[int] = field(init=False, repr=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank() for _ in range(self.num_ranks)]
         self._measured = (1.0,) * self.num_ranks
 
-    def observe(self, nominal_s: Sequence[float], busy_s: Sequence[float]) -> None:
-        """One step: seconds by rank."""
-        for rank, nominal, busy in zip(self._ranks, nominal_s, busy_s, strict=True):
+    def observe(self, nominal_s: Sequence[float], busy_s: Sequence[float], once_s: Sequence[float] = ()) -> None:
+        """One step: seconds by rank. `once_s`: those of `nominal_s` that packs pay once (none where it is empty)."""
+        for rank, nominal, busy, once in zip(self._ranks, nominal_s, busy_s, once_s or [0.0] * len(busy_s),
+                                             strict=True):
             if nominal > 0 and busy > 0:
                 rank.nominal_s = DECAY * rank.nominal_s + nominal
                 rank.busy_s = DECAY * rank.busy_s + busy
+                rank.once_s = DECAY * rank.once_s + once
                 rank.unseen = 0
             else:
                 rank.unseen += 1
                 if rank.unseen >= FORGET_AFTER:
-                    rank.nominal_s = rank.busy_s = 0.0
+                    rank.nominal_s = rank.busy_s = rank.once_s = 0.0
         slowdowns = sorted(rank.busy_s / rank.nominal_s for rank in self._ranks if rank.nominal_s > 0)
-        typical = slowdowns[(len(slowdowns) - 1) // 2] if slowdowns else 0.0  # the faster one of two
+        self._typical = typical = slowdowns[(len(slowdowns) - 1) // 2] if slowdowns else 0.0  # the faster one of two
         self._measured = tuple(
             typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0 for rank in self._ranks)
         for rank, speed in zip(self._ranks, self._measured):
@@ -84,8 +92,13 @@ class SpeedMeter:
         return self._measured
 
     def planned(self) -> tuple[float, ...]:
-        """The speeds to plan with."""
-        return tuple(1.0 if speed >= NOMINAL_FROM else _told(speed) for speed in self.measured())
+        """The speeds to plan with: those of the packs' work, without what they pay once."""
+        return tuple(1.0 if speed >= NOMINAL_FROM else _told(self._work_speed(rank))
+                     for rank, speed in zip(self._ranks, self.measured()))
+
+    def _work_speed(self, rank: _Rank) -> float:
+        """Speed of a rank that is slow: its busy seconds are more than what its packs pay once."""
+        return self._typical * (rank.nominal_s - rank.once_s) / (rank.busy_s - self._typical * rank.once_s)
 
     def slow(self) -> set[int]:
         """Ranks that are slow and have been so for a while."""
@@ -125,6 +138,15 @@ def nominal_compute_s(plan: Plan, cost: CostModel) -> list[float]:
             of_pack = [image_s for row in group.pack.sequences for image_s in images_s[first[row] : first[row + 1]]]
             for image_s, encoder in zip(of_pack, group.encoders, strict=True):
                 seconds[encoder] += image_s * again
+    return seconds
+
+
+def paid_once_s(plan: Plan, cost: CostModel) -> list[float]:
+    """Those of `nominal_compute_s` that each rank's packs pay once, however long they are."""
+    seconds = [0.0] * plan.cluster.num_ranks
+    for group in plan.groups:
+        for rank in group.ranks:
+            seconds[rank] += cost.pack_s
     return seconds
 
 

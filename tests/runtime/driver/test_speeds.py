@@ -9,7 +9,7 @@ import pytest
 
 from dhp_ray.planner import CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Sample
-from dhp_ray.runtime.driver.speeds import FORGET_AFTER, SpeedMeter, busy_s, nominal_compute_s
+from dhp_ray.runtime.driver.speeds import FORGET_AFTER, SpeedMeter, busy_s, nominal_compute_s, paid_once_s
 from dhp_ray.train.results import PackTime, StepResult
 
 
@@ -62,6 +62,23 @@ def test_speeds_are_told_in_steps_of_a_tenth_of_them_at_most(speed: float, told:
     meter = metered(3, [((1.0,) * 3, (1 / speed, 1.0, 1.0))] * 10)
     assert meter.planned() == (pytest.approx(told), 1.0, 1.0)
     assert abs(told / speed - 1) <= 0.05
+
+
+def test_plans_are_told_the_speed_of_the_work_without_what_packs_pay_once() -> None:
+    """5 s of work and 1 s paid once: at half the speed 11 s; a machine twice as slow as a whole changes nothing."""
+    for scale in (1.0, 2.0):
+        meter = SpeedMeter(3, evict_below=0.2, patience=3)
+        for _ in range(10):
+            meter.observe((6.0,) * 3, (11.0 * scale, 6.0 * scale, 6.0 * scale), (1.0,) * 3)
+        assert meter.measured() == pytest.approx((6 / 11, 1.0, 1.0))
+        assert meter.planned() == (0.5, 1.0, 1.0)
+
+
+def test_a_rank_that_mostly_pays_once_is_still_told_a_speed() -> None:
+    meter = SpeedMeter(3)
+    for _ in range(10):
+        meter.observe((6.0,) * 3, (7.5, 6.0, 6.0), (5.9,) * 3)
+    assert 0 < meter.planned()[0] < 0.1  # 0.1 s of work took 1.6 s
 
 
 def test_of_two_the_faster_one_is_nominal() -> None:
@@ -144,6 +161,8 @@ def test_nominal_seconds_are_the_packs_compute_without_communication() -> None:
             expected[rank] += sum(image_s for image_s, encoder in zip(images, group.encoders, strict=True)
                                   if encoder == rank)
     assert seconds == pytest.approx(expected)
+    assert paid_once_s(plan, cost) == pytest.approx(
+        [cost.pack_s * sum(rank in group.ranks for group in plan.groups) for rank in range(3)])
     assert max(group.degree for group in plan.groups) >= 2
     alone = plan_batch(samples, ClusterSpec(1, 1, 4096), cost)
     assert sum(nominal_compute_s(alone, cost)) == pytest.approx(
