@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,8 @@ def sleeping(arguments: argparse.Namespace) -> int:
     num_ranks, slow_rate = 4, 3.0
     ray.init("local", num_cpus=1, include_dashboard=False, configure_logging=False, log_to_driver=False)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    print(f"{num_ranks} ranks whose packs sleep, {arguments.samples} samples a step, {arguments.steps} steps; seconds of "
-          "a step, median (least to most)")
+    print(f"{num_ranks} ranks whose packs sleep, {arguments.samples} samples a step, {arguments.steps} steps; seconds "
+          "of a step, median (least to most)")
     medians = []
     for rates in ([1.0] * num_ranks, [1.0] * (num_ranks - 1) + [slow_rate]):
         times = step_times(rates, store.port, arguments)
@@ -147,7 +148,7 @@ def step_times(rates: list[float], port: int, arguments: argparse.Namespace) -> 
         commits = [time.perf_counter() for message in driver._steps(driver.session)
                    if isinstance(message, StepCommitted)]
         driver.session.current.dispatcher.stop()
-    return [after - before for before, after in zip(commits, commits[1:])][UNKNOWN:]
+    return [after - before for before, after in pairwise(commits)][UNKNOWN:]
 
 
 def sleeping_ranks(rates: list[float], port: int, plan: Any, num_steps: int) -> list[Any]:
