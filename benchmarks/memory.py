@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.runtime.driver.modes import MEMORY_SHARE
+from dhp_ray.planner.mode import MEMORY_SHARE
 from tests.published_configs import TEXT, shape_of
 
 MODELS = {f"Qwen2.5-VL-{name}": name for name in TEXT} | {

@@ -36,6 +36,7 @@ def check(config: Config) -> None:
     for name, number in (("planner.tokens_per_rank", tokens), ("comm.pool_groups", config.comm.pool_groups)):
         if number != "auto" and not re.fullmatch(r"[1-9][0-9]{0,17}", number):
             raise ConfigError(f"{name}: got {number!r}; allowed: auto, or a whole number of at least 1")
+    check_offload(config.train.activation_offload)
     every = config.elastic.mirror_every_steps
     if every != "auto" and not (re.fullmatch(r"0|[1-9][0-9]{0,3}", every) and int(every) <= MAX_MIRROR_STEPS):
         raise ConfigError(
@@ -125,6 +126,13 @@ def check_limits(node: Any, prefix: str = "") -> None:
         for index, inner in enumerate(value if isinstance(value, list) else ()):
             if is_dataclass(inner):
                 check_limits(inner, f"{dotted}[{index}].")
+
+
+def check_offload(setting: str) -> None:
+    """Refuse a `train.activation_offload` that is neither off, auto nor a share."""
+    if setting in ("off", "auto") or (re.fullmatch(r"[01](\.[0-9]{1,17})?", setting) and 0 < float(setting) <= 1):
+        return
+    raise ConfigError(f"train.activation_offload: got {setting!r}; allowed: off, auto, or a share above 0, up to 1")
 
 
 def check_device(config: Config) -> None:

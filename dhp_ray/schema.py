@@ -248,6 +248,10 @@ class Train:
     activation_checkpointing: str = key(
         "false", "recompute activations in the backward pass; auto: what fits and is fastest, for each generation",
         choices=("true", "false", "auto"))
+    activation_offload: str = key(
+        "off", "keep activations in host memory until the backward pass wants them: off; auto: of a pack that needs it "
+        "the least share of layers that makes it fit, where the planner finds that faster (CUDA, NPU); a number: this "
+        "share of every pack")
     sharding: str = key(
         "whole", "where parameters and gradient sums lie with planner.sync=step: whole: on every rank; node: once per "
         "node, sliced over its ranks (CPU); auto: what fits and is fastest, for each generation",

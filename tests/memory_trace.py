@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig
 
@@ -31,9 +32,11 @@ from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import cuda
 from dhp_ray.model.lora import LoraSettings
+from dhp_ray.planner.host_memory import CHUNK_BYTES
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from dhp_ray.planner.plan import Grid, RankPack, Sample
 from dhp_ray.train import node_engine
+from dhp_ray.train.activation_offload import Offload
 from dhp_ray.train.collate import PackInputs, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
@@ -55,6 +58,7 @@ class MemoryTrace(TorchDispatchMode):
         self._fake = FakeTensorMode()
         self.live_bytes = self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
+        self._on_host: set[int] = set()
 
     def begin(self) -> None:
         self.peak_bytes = self.live_bytes
@@ -83,12 +87,21 @@ class MemoryTrace(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(function, arguments))
         return result
 
+    def on_host(self, num_bytes: int) -> Tensor:
+        """Bytes that are not the device's."""
+        with _disable_current_modes(), self._fake:
+            made = torch.empty(num_bytes, dtype=torch.uint8)
+        self._on_host.add(made.untyped_storage()._cdata)
+        return made
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._sizes:
             self._count(storage)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
+        if key in self._on_host:
+            return
         if key not in self._sizes:
             weakref.finalize(storage, self._gone, key)
         self.live_bytes += storage.nbytes() - self._sizes.get(key, 0)
@@ -180,6 +193,16 @@ class SilentLink(Link):
         return Pending(self, [], [tensor for tensor, _ in (*sends, *receives)])
 
 
+class Traced(NamedTuple):
+    """Bytes that an engine holds between packs, the most that a pack adds, what of it is in host memory, and its load.
+    """
+
+    resident_bytes: int
+    pack_bytes: int
+    host_bytes: int
+    load: PackLoad
+
+
 def make_inputs(
     samples: Sequence[tuple[int, Sequence[Grid]]], adapter: ModelAdapter, degree: int = 1
 ) -> tuple[PackInputs, PackLoad]:
@@ -205,9 +228,9 @@ def make_inputs(
 
 def traced(
     config: PreTrainedConfig, samples: Sequence[tuple[int, Sequence[Grid]]], settings: MemorySettings, degree: int = 1,
-    lora: LoraSettings | None = None,
-) -> tuple[int, int, PackLoad]:
-    """Bytes that an engine holds between packs, the most that a pack adds, and the pack's load.
+    lora: LoraSettings | None = None, share: float = 0.0,
+) -> Traced:
+    """A pack of which the share `share` of layers is moved to host memory.
 
     In `sync=step` on one rank; in `micro_batch`, and where the ranks of a node share its memory, as rank 0 of
     `settings.world_size`, in a `fake_world`.
@@ -221,7 +244,10 @@ def traced(
         adapter.set_activation_checkpointing()
     optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
     link, encodes = SilentLink(degree), inputs.num_images > 0
+    inputs, load = replace(inputs, offload=share), load._replace(offload=share)
+    offload = Offload(adapter, torch.device("cpu"))
     with memory_trace() as trace:
+        offload.buffer._chunk = partial(trace.on_host, CHUNK_BYTES)  # type: ignore[method-assign]
         adapter.module.to_empty(device="cpu")
         adapter.module.tie_weights()
         if settings.sharding == "node":
@@ -245,14 +271,15 @@ def traced(
             gc.collect()
             before_bytes = trace.live_bytes - on_device.pixels.nbytes - following.nbytes
             trace.begin()
-            loss = (pack_loss(adapter, on_device, link) if settings.sync == "step"
-                    else engine.loss(on_device, link, encodes))
+            with offload.of_pack(on_device):
+                loss = (pack_loss(adapter, on_device, link) if settings.sync == "step"
+                        else engine.loss(on_device, link, encodes))
             loss.backward()
             engine.end_pack()
             del loss
         pack_bytes, resident_bytes = trace.peak_bytes - before_bytes, held_bytes(engine)
         engine.release()
-    return resident_bytes, pack_bytes, load
+    return Traced(resident_bytes, pack_bytes, offload.buffer.used_bytes, load)
 
 
 def held_bytes(engine: Any) -> int:

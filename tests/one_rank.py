@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.device import CPU
+from dhp_ray.comm.link import Link
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import npu
@@ -23,11 +24,14 @@ from tests.packs import Film, make_pack, make_sample, plain_copy, plain_gradient
 VIDEO = Film(1.5, ((2, 4, 4), (1, 4, 4)))
 
 
+def link_of_one_rank() -> Link:
+    return open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30)).link((0,), 0)
+
+
 def loss_of(adapter: ModelAdapter, sample: Sample, payload: Payload) -> Tensor:
     """The loss sum of one sample on one rank."""
-    transport = open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30))
     return pack_loss(adapter, collate(make_pack(0, [0], [sample]), {sample.id: payload}, 0, adapter),
-                     transport.link((0,), 0))
+                     link_of_one_rank())
 
 
 def errors_on_one_rank(

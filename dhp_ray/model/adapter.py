@@ -43,6 +43,13 @@ class NodeUnits(NamedTuple):
     embedding: Embedding
 
 
+class LayerStack(NamedTuple):
+    """Layers that run one after the other, and the module whose forward pass runs them."""
+
+    owner: Module
+    layers: Sequence[Module]
+
+
 class ModelAdapter(Protocol):
     """One model family. Shapes: L local tokens, N images, P patches, V vision tokens, F feature width, D hidden width.
     """
@@ -157,6 +164,10 @@ class ModelAdapter(Protocol):
         """The submodules whose parameters are gathered on their own where they are sharded, inner ones first; each is
         only used by calling it.
         """
+        ...
+
+    def stack(self, part: str) -> LayerStack:
+        """The layers of "vision" or of "language"."""
         ...
 
     def node_units(self) -> NodeUnits:

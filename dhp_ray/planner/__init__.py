@@ -89,8 +89,8 @@ def plan_batch(
         [(group.ranks, group.pack.sequences) for group in plan.groups]    # rows of `samples`; groups as they begin
 
     samples: in the batch's order; a sample's tokens are whole numbers, text and vision counted apart.
-    cluster: ranks, ranks of a node (or the node of each rank), tokens that a rank holds of one pack, and the ranks'
-    speeds (1.0: nominal; none: all nominal).
+    cluster: ranks, ranks of a node (or the node of each rank), tokens that a rank holds of one pack, the ranks' speeds
+    (1.0: nominal; none: all nominal), and what share of a larger pack's activations goes to host memory (`Offload`).
     cost: seconds and bytes of work and messages, of conf/cost/ or of your own measurements; every time of the plan
     is in seconds of it.
     planner: a name of PLANNERS. sync: `step`, ranks meet once a step, or `micro_batch`, all meet in every micro-batch.
@@ -196,6 +196,7 @@ def _plan(problem: Problem, planner: str, found: _Candidate) -> Plan:
         "cost": problem.cost.to_json(),
         "pool": [list(ranks) for ranks in problem.pool],
         "encoder": problem.encoder,
+        "offload": cluster.offload.to_json(),
     }
     groups = groups_of(problem, found.schedule, found.times, found.encoder)
     plan = Plan(planner, problem.sync, cluster, problem.samples, groups, found.makespan_s, problem.lower_bound_s, 0.0,

@@ -8,10 +8,11 @@ weighted by speed. All areas must fit under T:
 
 Both hold from some T on, and that T is the bound. The area of a sequence at degree d is its compute, plus its
 communication on the d slowest ranks, plus its share of what a pack pays once (latency, pack_s): a pack of degree d
-holds at most d * tokens_per_rank tokens, so each token carries 1 / that many. Members of a group are held to the
+holds at most d * most_tokens_per_rank tokens, so each token carries 1 / that many. Members of a group are held to the
 speed of its slowest, so with unequal speeds compute takes at least the area of d neighbours in speed. Where
 attention hides communication, a pack may hide more than its sequences do alone; the area then keeps compute only
-(times alone still hold: what the other sequences of a pack hide they also compute).
+(times alone still hold: what the other sequences of a pack hide they also compute). Waiting for copies to host memory
+is no area either, and a sequence alone waits no longer than with others: those add to compute and to what is moved.
 
 The share is little where packs are far from full. But a rank that runs anything runs a pack, and pays at least the
 least o that a pack pays once. It has T - o left for the rest, and a rank that runs nothing has no more:
@@ -42,17 +43,17 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from dhp_ray.planner.cost import Number
 from dhp_ray.planner.items import Item, Items, compiled_predicted_s
 from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.rates import Number, OverlapOf
 
 LIMIT = np.dtype(
     [
         (name, np.float64)
         for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "charge_s", "exchange_s",
-                     "stretch")
+                     "stretch", "moved", "from_tokens", "free_tokens", "forward")
     ]
 )
 """What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest (of all, where
@@ -64,14 +65,12 @@ members are held to the speed of its slowest.
 """
 
 
-class LimitOf(Protocol[Number]):
+class LimitOf(OverlapOf[Number], Protocol[Number]):
     """The fields of LIMIT: numbers of one record, arrays of many."""
 
     speed: Number
     encode_speed: Number
     transfer_s: Number
-    overlap: Number
-    overhead_s: Number
     charge_s: Number
     exchange_s: Number
     stretch: Number
@@ -128,9 +127,13 @@ def limits_of(problem: Problem) -> Limits:
         degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s)
     )
     limits.overlap, limits.overhead_s = rates.overlap, rates.overhead_s
+    limits.moved = np.zeros(len(degrees))
+    if cluster.offload.share:  # else nobody reads the others
+        limits.moved, limits.from_tokens, limits.free_tokens = rates.moved, rates.from_tokens, rates.free_tokens
+        limits.forward = rates.forward
     slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
     exchange = (0.0 if rates.overlap.any() else 1.0) * limits.transfer_s * slowest_sum
-    charge = exchange + rates.overhead_s * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
+    charge = exchange + rates.overhead_s * slowest_sum / (cluster.most_tokens_per_rank * np.maximum(degrees, 1))
     limits.exchange_s, limits.charge_s = (
         np.concatenate([[0.0], np.minimum.accumulate(each[:0:-1])[::-1]]) for each in (exchange, charge)
     )
@@ -170,12 +173,12 @@ def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
         item.language_s,
         item.attention_s,
         encode_s,
+        item.host_s,
         item.tokens,
         degree,
         limit.speed,
         limit.transfer_s,
-        limit.overlap,
-        limit.overhead_s,
+        limit,
     )
 
 

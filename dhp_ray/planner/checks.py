@@ -44,12 +44,18 @@ def check(plan: Plan) -> None:
     np.add.at(
         tokens, group_of_row, np.array([sample.text_tokens + sample.vision_tokens for sample in plan.samples])[rows]
     )
-    if (tokens > degrees * plan.cluster.tokens_per_rank).any():
-        index = int((tokens > degrees * plan.cluster.tokens_per_rank).argmax())
+    if (tokens > degrees * plan.cluster.most_tokens_per_rank).any():
+        index = int((tokens > degrees * plan.cluster.most_tokens_per_rank).argmax())
         raise PlanError(
             f"plan: group {index} holds {tokens[index]} tokens on {degrees[index]} ranks "
-            f"of {plan.cluster.tokens_per_rank} tokens"
+            f"of {plan.cluster.most_tokens_per_rank} tokens"
         )
+    needed, shares = plan.cluster.offload.share_of(tokens / degrees), np.array([group.offload for group in plan.groups])
+    wrong = (shares < needed - 1e-9) | (shares > 1.0)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise PlanError(f"plan: group {index} moves a share of {shares[index]:.3g} of its activations to host memory; "
+                        f"allowed: {needed[index]:.3g} to 1")
     grids = [sample.vision_grids for sample in plan.samples]
     images = np.zeros(len(pieces), dtype=np.int64)
     if any(grids):

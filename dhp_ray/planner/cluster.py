@@ -8,11 +8,14 @@ from typing import Any
 
 from dhp_ray.planner.checks import PlanError
 from dhp_ray.planner.nodes import numbered, regular_nodes, sizes_of
+from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
     """Ranks, nodes, the tokens that one rank holds at a time, and each rank's speed (1.0 = nominal).
+
+    `tokens_per_rank`: of packs that are made of several sequences. One with `offload` may have more on each rank.
 
     `nodes`: the node of each rank, in any order, of any size; empty: every `ranks_per_node` ranks are a node. Where
     both are given and differ, `nodes` counts, and `ranks_per_node` becomes the size of the largest one.
@@ -23,6 +26,7 @@ class ClusterSpec:
     tokens_per_rank: int
     speeds: tuple[float, ...] = ()
     nodes: tuple[int, ...] = ()
+    offload: Offload = NO_OFFLOAD
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1 or self.tokens_per_rank < 1:
@@ -45,21 +49,30 @@ class ClusterSpec:
             object.__setattr__(self, "ranks_per_node", max(sizes_of(self.nodes)))
 
     @classmethod
-    def of_nodes(cls, nodes: Sequence[Hashable], tokens_per_rank: int, speeds: tuple[float, ...] = ()) -> ClusterSpec:
+    def of_nodes(
+        cls, nodes: Sequence[Hashable], tokens_per_rank: int, speeds: tuple[float, ...] = (),
+        offload: Offload = NO_OFFLOAD,
+    ) -> ClusterSpec:
         """The cluster whose ranks are on these nodes, given by numbers or names."""
         numbers = numbered(nodes)
-        return cls(len(numbers), max(sizes_of(numbers), default=0), tokens_per_rank, speeds, numbers)
+        return cls(len(numbers), max(sizes_of(numbers), default=0), tokens_per_rank, speeds, numbers, offload)
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> ClusterSpec:
         """The cluster of a plan file; older files have no `inputs.nodes`."""
         speeds, nodes = tree["inputs"]["speeds"], tree["inputs"].get("nodes", ())
-        return cls(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"], tuple(speeds), tuple(nodes))
+        return cls(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"], tuple(speeds), tuple(nodes),
+                   Offload.from_json(tree["inputs"]))
 
     @property
     def max_tokens(self) -> int:
         """The longest admissible sequence."""
-        return self.num_ranks * self.tokens_per_rank
+        return self.num_ranks * self.most_tokens_per_rank
+
+    @property
+    def most_tokens_per_rank(self) -> int:
+        """Tokens of a pack that one rank holds, where a share of what they need is in host memory."""
+        return max(self.tokens_per_rank, self.offload.tokens_per_rank)
 
     def crosses(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are on more than one node."""

@@ -5,7 +5,7 @@ For a pack of sequences with lengths s (tokens) and images of p patches a frame,
 
     attention = quadratic_s * sum s^2                                        language = attention + linear_s * sum s
     vision    = vision_quadratic_s * sum p^2 + vision_linear_s * sum p       (an image's frames attend apart)
-    time      = language / (d v) + encode / v + exposed + pack_s
+    time      = language / (d v) + encode / v + exposed + waits + pack_s
     encode    = the fullest member's images; before they are dealt out: max(vision / d, largest image)
 
     exposed, communication: all_to_all   bytes / d / bandwidth
@@ -22,14 +22,21 @@ and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state o
 ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
 longer plans that need fewer new groups, and is not part of a plan's predicted time.
 
+Of a pack whose ranks have more tokens each than fit on their devices, t > `free_tokens`, the share s(t) of activations
+goes to host memory (`offload`): of all of them, `offload_bytes_per_token` and `_per_patch`, over `host_bytes_per_s` one
+way. The copies run beside compute, out while the forward pass takes its share `forward` of it, back while the backward
+pass takes the rest, so only what is left of either is waited for:
+
+    compute = language / (d v) + encode         moved = s(t) * (bytes of all activations) / d / host_bytes_per_s
+    waits   = max(0, moved - forward * compute) + max(0, moved - (1 - forward) * compute)
+
 Where images are encoded apart from the packs (`encoder_timeline`), `vision_forward` is the share of their time that the
 phase before the packs takes (1: there is no backward phase), and `feature_bytes` are those of a vision token's features
-on their way. In memory, a pack then takes `pack_bytes + language_bytes_per_token * sum s / d`, and a patch
-`encoder_bytes_per_patch` from its forward to its backward pass.
+on their way. In memory, a pack then takes `pack_bytes + language_bytes_per_token * sum s / d`, one of the most tokens
+that a rank holds with activations in host memory `most_pack_bytes`, and a patch `encoder_bytes_per_patch` from its
+forward to its backward pass.
 
-Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see;
-`overhead_s` holds latency and pack_s:
-    time = language / (d v) + encode / v + max(0, transfer_s * sum s - overlap * attention / v) + overhead_s
+`rates.py` has both kinds as one formula over a table by degree (`CostModel.rates`), which is all that schedulers see.
 """
 
 from __future__ import annotations
@@ -37,65 +44,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar, cast, overload
+from typing import Any, cast
 
 import numpy as np
 import yaml
 
 from dhp_ray.errors import first_line
 from dhp_ray.planner.bandwidth import by_degree, constant, links_of
+from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample
+from dhp_ray.planner.rates import RATE, Rates, predicted_s
 
 REQUIRED = ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "bandwidth_bytes_per_s")
 SYNCS = ("step", "micro_batch")
-
-Number = TypeVar("Number", float, np.ndarray)
-
-RATE = np.dtype([(name, np.float64) for name in ("inside_s", "across_s", "overlap", "overhead_s")])
-"""What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides
-of that, seconds once."""
-
-
-class RateOf(Protocol[Number]):
-    """The fields of RATE: numbers of one record, arrays of many."""
-
-    inside_s: Number
-    across_s: Number
-    overlap: Number
-    overhead_s: Number
-
-
-Rate: TypeAlias = RateOf[float]
-
-
-class Rates(RateOf[np.ndarray], Protocol):
-    """A numpy.recarray of RATE: one for each degree from 0 (unused) on, or for each of many packs."""
-
-    def __len__(self) -> int: ...
-    @overload
-    def __getitem__(self, degree: int) -> Rate: ...
-    @overload
-    def __getitem__(self, degree: np.ndarray) -> Rates: ...
-
-
-def predicted_s(
-    language_s: Number,
-    attention_s: Number,
-    encode_s: Number,
-    num_tokens: Number,
-    degree: Number,
-    speed: Number,
-    transfer_s: Number,
-    overlap: Number,
-    overhead_s: Number,
-) -> Number:
-    """Seconds of a pack by the last formula above, or of many at once: the one place where it stands.
-
-    `encode_s` is at the encoding member's own speed; `transfer_s` is `inside_s` or `across_s` of the degree's RATE.
-    """
-    exposed_s: Number = np.maximum(0.0, transfer_s * num_tokens - overlap * attention_s / speed)
-    return language_s / (degree * speed) + encode_s + exposed_s + overhead_s
-
 
 @dataclass(frozen=True)
 class CostModel:
@@ -120,23 +81,31 @@ class CostModel:
     encoder_bytes_per_patch: float = 0.0
     language_bytes_per_token: float = 0.0
     pack_bytes: float = 0.0
+    most_pack_bytes: float = 0.0
+    offload_bytes_per_token: float = 0.0
+    offload_bytes_per_patch: float = 0.0
+    host_bytes_per_s: float = 0.0
+    forward: float = 1 / 3
     resident_bytes: float | dict[str, float] = 0.0
     fixed_s_by_sync: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
     source: str = ""
-    _cache: dict[int, Rates] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cache: dict[tuple[int, Offload], Rates] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
                      "group_s", "vision_quadratic_s", "vision_linear_s", "vision_forward", "feature_bytes",
-                     "memory_bytes_per_token", "encoder_bytes_per_patch", "language_bytes_per_token", "pack_bytes"):
+                     "memory_bytes_per_token", "encoder_bytes_per_patch", "language_bytes_per_token", "pack_bytes",
+                     "most_pack_bytes", "offload_bytes_per_token", "offload_bytes_per_patch", "host_bytes_per_s",
+                     "forward"):
             object.__setattr__(self, name, constant(name, getattr(self, name)))
         if self.quadratic_s + self.linear_s == 0:
             raise PlanError("linear_s: got 0 with quadratic_s 0; a token must cost something")
         if self.overlap > 1:
             raise PlanError(f"overlap: got {self.overlap}; allowed: 0 to 1")
-        if not 0 < self.vision_forward <= 1:
-            raise PlanError(f"vision_forward: got {self.vision_forward}; allowed: above 0, up to 1")
+        for name in ("vision_forward", "forward"):
+            if not 0 < getattr(self, name) <= 1:
+                raise PlanError(f"{name}: got {getattr(self, name)}; allowed: above 0, up to 1")
         if self.communication not in ("ring", "all_to_all"):
             raise PlanError(f"communication: got {self.communication!r}; allowed: ring, all_to_all")
         for sync in SYNCS:
@@ -230,9 +199,16 @@ class CostModel:
         return self.images_s(np.array(sample.vision_grids,
                                       dtype=np.float64).reshape(-1, 3)).tolist()  # type: ignore[no-any-return]
 
-    def rates(self, max_degree: int) -> Rates:
+    def host_s(self, num_tokens: Any, num_patches: Any = 0.0) -> Any:
+        """Seconds that the host link of one rank takes, one way, for all activations of so many tokens and patches."""
+        if self.host_bytes_per_s == 0.0:
+            return 0.0 * num_tokens
+        return (self.offload_bytes_per_token * num_tokens
+                + self.offload_bytes_per_patch * num_patches) / self.host_bytes_per_s
+
+    def rates(self, max_degree: int, offload: Offload = NO_OFFLOAD) -> Rates:
         """The model by degree: a RATE for each degree from 0 (unused) to `max_degree`; made once."""
-        if max_degree not in self._cache:
+        if (max_degree, offload) not in self._cache:
             degrees = np.maximum(np.arange(max_degree + 1, dtype=np.float64), 1.0)
             steps, rates = degrees - 1, cast(Rates, np.recarray(max_degree + 1, dtype=RATE))
             rates.inside_s, rates.across_s = [
@@ -246,23 +222,29 @@ class CostModel:
                     self.overlap * steps / degrees / degrees,
                     self.latency_s * steps + self.pack_s,
                 )
-            self._cache[max_degree] = rates
-        return self._cache[max_degree]
+            rates.moved = offload.slope / degrees
+            rates.from_tokens, rates.free_tokens = offload.from_tokens * degrees, offload.free_tokens * degrees
+            rates.forward = np.full_like(degrees, self.forward)
+            self._cache[max_degree, offload] = rates
+        return self._cache[max_degree, offload]
 
     def pack_time_s(
-        self, lengths: Sequence[int], ranks: Sequence[int], cluster: ClusterSpec, encode_s: float = 0.0
+        self, lengths: Sequence[int], ranks: Sequence[int], cluster: ClusterSpec, encode_s: float = 0.0,
+        num_patches: float = 0.0,
     ) -> float:
         """Number of a pack of sequences of these lengths on these very ranks.
 
-        `encode_s` is the time that the fullest member takes to encode its images, at its own speed.
+        `encode_s` is the time that the fullest member takes to encode its images, which have `num_patches` in all, at
+        its own speed.
         """
         degree = len(ranks)
         speed = min(cluster.speeds[rank] for rank in ranks)
-        rate = self.rates(cluster.num_ranks)[degree]
+        rate = self.rates(cluster.num_ranks, cluster.offload)[degree]
         tokens = float(sum(lengths))
         attention = self.quadratic_s * sum(length * length for length in lengths)
         transfer_s = rate.across_s if cluster.crosses(ranks) else rate.inside_s
         language = attention + self.linear_s * tokens
         return float(
-            predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rate.overlap, rate.overhead_s)
+            predicted_s(language, attention, encode_s, self.host_s(tokens, num_patches), tokens, degree, speed,
+                        transfer_s, rate)
         )

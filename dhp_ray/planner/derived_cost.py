@@ -9,6 +9,9 @@ Per token of a layer with P parameters, H heads (K of keys and values) of width 
     other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
 
+A pack's forward pass is taken to have the share of its compute that its products have. All activations of its layers
+(`activation_memory.py`) may go to host memory and come back.
+
 A step's fixed part is its reduction, update and gather (`sync=step`), or what FSDP cannot hide of a micro-batch: the
 root's gather and reduction. In a collective of all ranks each node sends and receives once what all of its ranks want,
 over the links of them all: the rings of NCCL and HCCL each leave a node by another one (benchmarks/published.py: 13 to
@@ -31,7 +34,7 @@ import yaml
 
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import COMPUTE_BYTES
+from dhp_ray.planner.memory_terms import COMPUTE_BYTES, PackLoad
 from dhp_ray.planner.model_shape import LayerShape
 from dhp_ray.planner.plan import PlanError
 
@@ -44,7 +47,8 @@ PASSES_THROUGH_MEMORY = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a device can do, as published: operations and bytes a second, one way, of one device.
+    """What a device can do, as published: operations and bytes a second, one way, of one device. `host_bytes_per_s`: to
+    its node's memory and back, while the node's other devices copy as well.
 
     `matches`: parts of the names that drivers give it. `matrix_flops` and `attention_flops` are what bf16 products and
     attention reach, not peaks. `message_s`, `launch_s` and `group_s`: seconds of a short message, to launch a kernel,
@@ -58,6 +62,7 @@ class Device:
     memory_bytes_per_s: float
     intra_bytes_per_s: float
     inter_bytes_per_s: float
+    host_bytes_per_s: float
     message_s: float
     launch_s: float
     group_s: float
@@ -134,7 +139,10 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
         pack_s=(shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s
                 + (_reads_s(memory, device) if shared else 0.0)), group_s=device.group_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
-        bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s})
+        bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s},
+        host_bytes_per_s=device.host_bytes_per_s, forward=1 / (2 + settings.trains_weights("language") + again),
+        offload_bytes_per_token=memory.moved_bytes(PackLoad(1, offload=1.0)),
+        offload_bytes_per_patch=memory.moved_bytes(PackLoad(0, patches=1, offload=1.0)))
 
 
 def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:

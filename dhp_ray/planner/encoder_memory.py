@@ -4,7 +4,7 @@ Of a rank, beside its resident state, with E bytes of a patch from its forward t
 feature's row, and packs of `pack_bytes + language_bytes_per_token * t` for t tokens a rank:
 
     held    2 F rows        features of all its packs, and their gradients
-    packs   held + the largest pack's bytes
+    packs   held + the largest pack's bytes                  with activations in host memory up to `most_pack_bytes`
     kept    packs + E patches of its images                  where this fits on every rank, activations are kept
     pass    held + E patches of the pass                     else images are encoded again, in passes that fit
 
@@ -20,14 +20,18 @@ import numpy as np
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.encoder_timeline import EncodedImages
 from dhp_ray.planner.memory import LOGITS_HELD, MemoryModel
-from dhp_ray.planner.memory_terms import COMPUTE_BYTES
-from dhp_ray.planner.plan import VisionPlan
+from dhp_ray.planner.memory_terms import COMPUTE_BYTES, PackLoad
+from dhp_ray.planner.offload import NO_OFFLOAD, Offload
+from dhp_ray.planner.plan import ClusterSpec, VisionPlan
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 
 
-def with_encoder_apart(cost: CostModel, memory: MemoryModel, tokens: int) -> CostModel:
-    """A cost with what a model's memory says of images that are encoded apart from packs of at most `tokens` a rank.
+def with_encoder_apart(
+    cost: CostModel, memory: MemoryModel, tokens: int, offload: Offload = NO_OFFLOAD
+) -> CostModel:
+    """A cost with what a model's memory says of images that are encoded apart from packs of at most `tokens` a rank, or
+    more with activations in host memory.
 
     A pack's bytes are a maximum of straight lines over its tokens, but for logits, which grow up to two chunks. Between
     such places they are below the line through both ends, so a line that is above them there is above all.
@@ -36,19 +40,24 @@ def with_encoder_apart(cost: CostModel, memory: MemoryModel, tokens: int) -> Cos
     if not shape.vision:
         return cost
     patches, chunk = tokens * shape.merge_area, max(1, LOGITS_HELD // shape.vocabulary_size)
-    slope = (language_bytes(memory, tokens) - language_bytes(memory, 1)) / max(1, tokens - 1)
-    above = [language_bytes(memory, length) - slope * length for length in (1, chunk, 2 * chunk, tokens)
+    most, share = max(tokens, offload.tokens_per_rank), float(offload.share_of(tokens))
+    slope = (language_bytes(memory, tokens, share) - language_bytes(memory, 1, share)) / max(1, tokens - 1)
+    above = [language_bytes(memory, length, share) - slope * length for length in (1, chunk, 2 * chunk, tokens)
              if length <= tokens]
     return replace(
         cost, vision_forward=1 / (3 + settings.recomputes) if settings.trains("vision") else 1.0,
         feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
         encoder_bytes_per_patch=memory.encoder_bytes(patches) / patches,
-        language_bytes_per_token=slope, pack_bytes=max(0.0, *above))
+        language_bytes_per_token=slope, pack_bytes=max(0.0, *above),
+        most_pack_bytes=language_bytes(memory, most, offload.share),
+        offload_bytes_per_token=memory.moved_bytes(PackLoad(1, offload=1.0)),
+        offload_bytes_per_patch=memory.moved_bytes(PackLoad(0, patches=1, offload=1.0)))
 
 
-def language_bytes(memory: MemoryModel, tokens: int) -> float:
-    """What a pack of so many tokens a rank adds where its images are encoded apart from it."""
-    return sum(memory.memory(memory.worst_load(tokens)._replace(patches=0)).pack.values())
+def language_bytes(memory: MemoryModel, tokens: int, share: float = 0.0) -> float:
+    """What a pack of so many tokens a rank adds where its images are encoded apart from it, and a share of its
+    activations is in host memory."""
+    return sum(memory.memory(memory.worst_load(tokens, share)._replace(patches=0)).pack.values())
 
 
 def world_within_memory(problem: Problem, schedule: Schedule, images: EncodedImages) -> VisionPlan | None:
@@ -63,7 +72,7 @@ def world_within_memory(problem: Problem, schedule: Schedule, images: EncodedIma
     of_pack = np.bincount(images.group, images.rows, len(degrees))
     pack, features = np.zeros(cluster.num_ranks), np.zeros(cluster.num_ranks)
     group = np.repeat(np.arange(len(degrees)), degrees)
-    np.maximum.at(pack, schedule.ranks, (cost.pack_bytes + cost.language_bytes_per_token * share)[group])
+    np.maximum.at(pack, schedule.ranks, _packs_bytes(cost, cluster, share)[group])
     np.add.at(features, schedule.ranks, np.minimum(of_pack, share)[group])
     held = 2 * cost.feature_bytes * features
     patches = np.bincount(images.encoder, images.patches, cluster.num_ranks)
@@ -74,3 +83,14 @@ def world_within_memory(problem: Problem, schedule: Schedule, images: EncodedIma
     keeps = bool((held + pack + cost.encoder_bytes_per_patch * patches <= limit).all())
     pass_patches = max(1, int((limit - held.max()) / cost.encoder_bytes_per_patch))
     return VisionPlan("world", keeps or cost.vision_forward == 1.0, pass_patches)
+
+
+def _packs_bytes(cost: CostModel, cluster: ClusterSpec, tokens: np.ndarray) -> np.ndarray:
+    """Of packs with so many tokens a rank. Beyond what a rank holds without moving activations, what is left of them
+    grows evenly, up to that of the largest pack."""
+    held, most = cluster.tokens_per_rank, cluster.most_tokens_per_rank
+    plain: np.ndarray = cost.pack_bytes + cost.language_bytes_per_token * np.minimum(tokens, held)
+    if most == held:
+        return plain
+    full = cost.pack_bytes + cost.language_bytes_per_token * held
+    return plain + (cost.most_pack_bytes - full) * np.maximum(0, tokens - held) / (most - held)

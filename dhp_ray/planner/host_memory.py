@@ -9,6 +9,7 @@ With T trained parameters on N ranks a version of a shard is 12 T / N bytes: val
                    replica, and the 2 that were mirrored last where not every version is
     pixels         patches of a full pack of this step and of the next, in fp32, as they are decoded; a rank that
                    runs more packs in a step keeps theirs as well, which is not counted
+    activations    those that a pack moves there, pinned (not on the CPU), in chunks that stay (`train/host_buffer.py`)
 
 A rank is taken to keep one replica; on nodes of unequal size some keep more, and others none.
 
@@ -19,11 +20,18 @@ Ray's object store is not in it: it is bounded by itself, and spills to disk.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings, Terms
 from dhp_ray.planner.model_shape import ModelShape
 
 CHANGE = "change of members"
+ACTIVATIONS = "activations"
+
+CHUNK_BYTES = 64 * 2**20
+"""By which the memory for activations grows. A power of two: torch's allocator of pinned memory rounds each request up
+to one (CachingHostAllocator.h), so others would take up to twice their bytes."""
 
 LARGEST_FILE_BYTES = 5 * 10**9
 """Of a file of an exported model, but for a tensor that is larger."""
@@ -32,17 +40,36 @@ SMALLEST_FILE_BYTES = 64 * 2**20
 """Of a file of an exported model, but for the last: a rank has room for a bucket of this size anyway."""
 
 
-def host_terms(shape: ModelShape, settings: MemorySettings, tokens_per_rank: int) -> Terms:
-    """Bytes of each term, for packs of so many tokens a rank."""
+def host_terms(
+    shape: ModelShape, settings: MemorySettings, tokens_per_rank: int, moved_bytes: float = 0.0
+) -> Terms:
+    """Bytes of each term, for packs of so many tokens a rank, which move so many bytes of activations at most."""
     every = settings.mirror_every_steps if settings.world_size > 1 else "0"
     version = 12 * math.ceil(settings.num_trained(shape) / settings.world_size)
     on_device = settings.device != "cpu"
     own = {"0": 0, "1": int(on_device)}.get(every, 2)
     change = 0 if settings.world_size == 1 else 2 + 2 * (every != "0") + 2 * (own == 2)
     pixels = tokens_per_rank * shape.merge_area * shape.patch_dim * 4
+    activations = math.ceil(moved_bytes / CHUNK_BYTES) * CHUNK_BYTES
     return {"replicas": 2 * version if every != "0" else 0,
             "pinned, own shard" if on_device else "own shard": own * version,
-            "checkpoint being written": version, CHANGE: change * version, "pixels": 2 * pixels}
+            "checkpoint being written": version, CHANGE: change * version, "pixels": 2 * pixels,
+            **({ACTIVATIONS: activations} if activations else {})}
+
+
+def node_terms(memory: MemoryModel, tokens: int, count: int, share: float = 0.0) -> Terms:
+    """What `count` ranks keep in their node's memory, for packs of so many tokens a rank that move a share of their
+    activations there."""
+    settings = memory.settings
+    moved_bytes = memory.moved_bytes(memory.worst_load(tokens, share)) if share else 0.0
+    terms = {name: count * value for name, value in host_terms(memory.shape, settings, tokens, moved_bytes).items()}
+    export = export_bytes(memory.shape, settings, count)
+    if export > terms[CHANGE]:  # never at the same time
+        terms["model, exported"] = export - terms[CHANGE]
+    if settings.device == "cpu":  # what lies once per node is so too where others have more ranks or fewer
+        there = MemoryModel(memory.shape, replace(settings, node_ranks=count))
+        terms["state"] = count * sum(there.resident().values())
+    return terms
 
 
 def export_bytes(shape: ModelShape, settings: MemorySettings, count: int) -> int:

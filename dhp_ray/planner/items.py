@@ -7,19 +7,19 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 
-from dhp_ray.planner.cost import Number, Rate, Rates, predicted_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.primitives.packing import Packs
+from dhp_ray.planner.rates import Number, OverlapOf, Rate, Rates, held_s, moved_s, predicted_s, waits_s
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
 ITEM = np.dtype(
-    [(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s")]
+    [(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s", "host_s")]
     + [("tokens", np.int64), ("minimum_degree", np.int64)]
 )
 """One item; seconds are one nominal rank's. attention_s: a part of language_s. vision_s: all its images; image_s:
-the largest of them. minimum_degree: the fewest ranks that hold it. A pack's are the sums of its sequences',
-`image_s` their largest."""
+the largest of them. host_s: its activations over a rank's link to host memory, one way, were all of them moved.
+minimum_degree: the fewest ranks that hold it. A pack's are the sums of its sequences', `image_s` their largest."""
 
 
 class ItemOf(Protocol[Number, Whole]):
@@ -29,6 +29,7 @@ class ItemOf(Protocol[Number, Whole]):
     attention_s: Number
     vision_s: Number
     image_s: Number
+    host_s: Number
     tokens: Whole
     minimum_degree: Whole
 
@@ -48,7 +49,8 @@ class Items(ItemOf[np.ndarray, np.ndarray], Protocol):
 
 class Machine(NamedTuple):
     """The cluster and its costs (`CostModel.rates`). `uniform`: all ranks have speed 1. `slowest`, `fastest`: speeds
-    of these ranks.
+    of these ranks. `tokens_per_rank`: of packs of several sequences (`tokens_without_waits`); `most_tokens_per_rank`:
+    of one sequence, with activations in host memory.
 
     Rank r is on node `node[r]`; node n has the ranks from `first[n]` to `first[n + 1]` (`neighbours`), at most
     `ranks_per_node`.
@@ -59,6 +61,7 @@ class Machine(NamedTuple):
     first: np.ndarray
     ranks_per_node: int
     tokens_per_rank: int
+    most_tokens_per_rank: int
     uniform: bool
     slowest: float
     fastest: float
@@ -71,29 +74,32 @@ def items_of(
     attention_s: np.ndarray,
     vision_s: np.ndarray,
     image_s: np.ndarray,
-    tokens_per_rank: int,
+    host_s: np.ndarray,
+    most_tokens_per_rank: int,
 ) -> Items:
     """One item for each entry of the arrays."""
     items = cast(Items, np.recarray(len(tokens), dtype=ITEM))
-    items.tokens, items.language_s, items.attention_s, items.vision_s, items.image_s = (
+    items.tokens, items.language_s, items.attention_s, items.vision_s, items.image_s, items.host_s = (
         tokens,
         language_s,
         attention_s,
         vision_s,
         image_s,
+        host_s,
     )
-    items.minimum_degree = -(-tokens // tokens_per_rank)
+    items.minimum_degree = -(-tokens // most_tokens_per_rank)
     return items
 
 
-def packed(items: Items, packs: Packs, tokens_per_rank: int) -> Items:
+def packed(items: Items, packs: Packs, most_tokens_per_rank: int) -> Items:
     """Every pack an item."""
     inside, first = items[packs.rows], packs.first[:-1]
-    tokens, language, attention, vision = (
+    tokens, language, attention, vision, host = (
         np.add.reduceat(array, first)
-        for array in (inside.tokens, inside.language_s, inside.attention_s, inside.vision_s)
+        for array in (inside.tokens, inside.language_s, inside.attention_s, inside.vision_s, inside.host_s)
     )
-    return items_of(tokens, language, attention, vision, np.maximum.reduceat(inside.image_s, first), tokens_per_rank)
+    image = np.maximum.reduceat(inside.image_s, first)
+    return items_of(tokens, language, attention, vision, image, host, most_tokens_per_rank)
 
 
 def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
@@ -105,17 +111,36 @@ def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
         items.language_s,
         items.attention_s,
         encode_s,
+        items.host_s,
         items.tokens,
         degree,
         1.0,
         transfer_s,
-        rate.overlap,
-        rate.overhead_s,
+        rate,
     )
 
 
-compiled_predicted_s = inner(predicted_s)
-"""The same formula for compiled loops."""
+compiled_held_s, compiled_moved_s, compiled_waits_s = inner(held_s), inner(moved_s), inner(waits_s)
+
+
+@inner
+def compiled_predicted_s(
+    language_s: float,
+    attention_s: float,
+    encode_s: float,
+    host_s: float,
+    num_tokens: float,
+    degree: int,
+    speed: float,
+    transfer_s: float,
+    rate: OverlapOf[float],
+) -> float:
+    """`predicted_s` for compiled loops."""
+    seconds = compiled_held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
+    if rate.moved > 0.0:
+        copied_s = compiled_moved_s(host_s, num_tokens, rate)
+        seconds += compiled_waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
+    return seconds
 
 
 @inner
@@ -127,12 +152,12 @@ def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> 
         item.language_s,
         item.attention_s,
         encode_s,
+        item.host_s,
         item.tokens,
         degree,
         speed,
         transfer_s,
-        rate.overlap,
-        rate.overhead_s,
+        rate,
     )
 
 

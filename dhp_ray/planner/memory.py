@@ -9,18 +9,7 @@ type:
     micro_batch  4 T / N + c (P - T) / N       4 T / N       24 T / N
 
 A pack's pass is a row of moments; the one that needs most decides. Held over all of them are the activations that the
-backward pass wants, by token or by patch, for layers of width D, H heads and K of keys and values, each d wide, an MLP
-of F (trained: t = 1, else 0; recomputation keeps c D of each layer, and this for one layer at a time; adapters, LoRA,
-keep the inputs of their layers as trained weights do, and nothing of norms):
-
-    norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
-                   layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
-                   (4 + c t)
-    attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
-                   an encoder block also 2 c D (q and k before rotation)
-    MLP            c F (3 + t); without a gate c F (1 + t)
-
-Beside them at a time:
+backward pass wants (`activation_memory.py`). Beside them at a time, for layers of width D and an MLP of F:
 
     loss           (8 + c) V D, gradient of the head summed in fp32, scaled, and cast; logits of a chunk
     last norm      (2 c + 16) D, gradients in the computing type and in fp32
@@ -39,8 +28,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from dhp_ray.planner.memory_terms import COMPUTE_BYTES, Memory, MemorySettings, PackLoad, Terms
+from dhp_ray.planner.activation_memory import ActivationMemory
+from dhp_ray.planner.memory_terms import Memory, MemorySettings, PackLoad, Terms
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.offload import LEAST_LAYERS
 
 LOGITS_HELD = 1 << 25  # of a chunk: CHUNK_ELEMENTS of model/loss.py
 SHORTEST_MEAN = 32  # tokens of a pack's sequences, at least; each takes 128 rows more of a kernel's workspace
@@ -48,16 +39,13 @@ SMALLEST_IMAGE = 64  # patches of an image, in the mean, at least; each takes ro
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
 
 
-class MemoryModel:
+class MemoryModel(ActivationMemory):
     """The formulas above for a model and the settings of a run."""
 
     def __init__(self, shape: ModelShape, settings: MemorySettings) -> None:
-        self.shape, self.settings = shape, settings
-        self._c = COMPUTE_BYTES[settings.precision]
+        super().__init__(shape, settings)
         self._sharded = settings.sync == "micro_batch"
         self._shares = not self._sharded and settings.sharding == "node"
-        self._trains = {part: settings.trains(part) for part in ("vision", "language")}
-        self._trains_weights = {part: settings.trains_weights(part) for part in ("vision", "language")}
         self._root = shape.units()[-1].num_parameters
 
     def resident(self) -> Terms:
@@ -80,17 +68,17 @@ class MemoryModel:
         return {"parameters": parameters, "gradients": gradients, "state, version in force": 12 * share,
                 "state, version before": 12 * share, "communicators": self.settings.communicators_bytes}
 
-    def worst_load(self, tokens: int) -> PackLoad:
+    def worst_load(self, tokens: int, offload: float = 0.0) -> PackLoad:
         """The pack that needs most with so many tokens a rank: vision tokens throughout, all with labels.
 
         Images are dealt out whole, longest first: the fullest member has at most the mean and one image more.
         """
         degree = min(2, self.settings.world_size)  # from two on, a ring's buffers are as large
         if not self.shape.vision:
-            return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree)
+            return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload)
         more = min(self.settings.image_limit or tokens, self.settings.largest_image) * (degree > 1)
         return PackLoad(tokens, tokens, tokens, (tokens + more) * self.shape.merge_area, tokens // SHORTEST_MEAN + 1,
-                        degree)
+                        degree, offload)
 
     def memory(self, load: PackLoad) -> Memory:
         """What a rank needs while it runs this part of a pack."""
@@ -103,17 +91,18 @@ class MemoryModel:
         shape, load = self.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1)
         found = [sum(terms.values()) for name, terms in self.moments(load).items() if name.startswith("vision")]
         if self._trains["vision"]:  # before the backward pass
-            found.append(2 * self._c * shape.patch_dim * patches + self._kept("vision", patches))
+            found.append(2 * self._c * shape.patch_dim * patches + self._kept("vision", load))
         return max(found) + 2 * self._c * shape.width * shape.feature_levels * patches / shape.merge_area
 
-    def tokens_that_fit(self, memory_bytes: float) -> int:
-        """Tokens of a pack that a device of so many bytes holds beside the resident state; 0: not even one."""
+    def tokens_that_fit(self, memory_bytes: float, offload: float = 0.0) -> int:
+        """Tokens of a pack that a device of so many bytes holds beside the resident state, where a share of activations
+        goes to host memory; 0: not even one."""
         low, high = 0, 1
-        while self.memory(self.worst_load(high)).device_bytes <= memory_bytes and high < 2**40:
+        while self.memory(self.worst_load(high, offload)).device_bytes <= memory_bytes and high < 2**40:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self.memory(self.worst_load(middle)).device_bytes <= memory_bytes
+            fits = self.memory(self.worst_load(middle, offload)).device_bytes <= memory_bytes
             low, high = (middle, high) if fits else (low, middle)
         return low
 
@@ -125,9 +114,9 @@ class MemoryModel:
         keeps = self._trains["language"] or self._trains["vision"]
         # of this pack and of the next one, which is copied ahead: as large, at most
         inputs = 2 * (c * shape.patch_dim * load.patches + INPUT_BYTES * load.tokens)
-        vision = self._kept("vision", load.patches) if trains_vision else 0.0
+        vision = self._kept("vision", load) if trains_vision else 0.0
         features = c * shape.width * shape.feature_levels * load.vision_tokens
-        language = self._kept("language", load.tokens) if keeps else 0.0
+        language, in_backward = (self._kept("language", load, least) if keeps else 0.0 for least in (0, LEAST_LAYERS))
         held = {"inputs": inputs, "activations, vision": vision + features, "activations, language": language}
         embedding = c * shape.embedding_parameters if self._trains_weights["language"] else 0
         root = {"gathered: embedding, head": float(c * self._root)} if self._sharded else {}
@@ -146,11 +135,12 @@ class MemoryModel:
         found = {"loss, next chunk": loss | {"logits": both, "gradient of the head": 4 * embedding / c},
                  "loss, end of a chunk": loss | {"logits": logits, "gradient of the head": (4 + c) * embedding / c},
                  "loss, backward": rows | {"gradient of the head": (4 if self._shares else 8 + c) * embedding / c}}
+        held = held | {"activations, language": in_backward}
         if keeps:
             found["last norm, backward"] = held | root | {
                 "last norm": rows["last norm"], "gradient of the head": since_loss,
                 "gradients in the norm": (2 * c + 16) * shape.width * load.tokens}
-            for name, terms in self._layer("language", shape.language[0], load.tokens, load.sequences, load.degree):
+            for name, terms in self._layer("language", shape.language[0], load.tokens, load.sequences, load):
                 found[f"language, {name}"] = held | root | terms | {"gradient of the head": since_loss}
         found["embedding, backward"] = root | {
             "inputs": inputs, "activations, vision": vision + features,
@@ -159,9 +149,10 @@ class MemoryModel:
             "gradients reduced": self._gathered("language", 0, 1)}
         for block in shape.vision if trains_vision else ():
             pieces = load.patches // block.window if block.window else load.sequences
-            for name, terms in self._layer("vision", block, load.patches, pieces, 1):
+            for name, terms in self._layer("vision", block, load.patches, pieces, load._replace(degree=1)):
                 found[f"vision, {name}"] = root | terms | {
-                    "inputs": inputs, "activations, vision": vision - self._merger_bytes() * load.patches,
+                    "inputs": inputs, "activations, vision": (self._kept("vision", load, LEAST_LAYERS)
+                                                              - self._merger_bytes() * load.patches),
                     "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
                     "gradient of the head": c * self._root if self._sharded and embedding else 0}
         if shape.vision and not trains_vision:
@@ -191,47 +182,8 @@ class MemoryModel:
                                                     else (4 + 3 * c) / self.settings.world_size)}
         return found
 
-    def _norm(self, part: str, layer: LayerShape) -> int:
-        """Bytes that a norm of a layer's kind keeps for each value of its input."""
-        if layer.layer_norms:
-            return self._c * (1 + self._trains[part])
-        return 4 + self._c * (self._trains[part] + self._trains_weights[part])
-
-    def _mlp(self, part: str, layer: LayerShape) -> int:
-        """Bytes that an MLP keeps for each value of its width."""
-        return self._c * ((3 if layer.gated else 1) + self._trains[part])
-
-    def layer_bytes(self, part: str, layer: LayerShape) -> int:
-        """Bytes that a layer keeps of a token (or patch) for its backward pass."""
-        c = self._c
-        queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
-        own = 2 * c * layer.width if part == "vision" else 0
-        if layer.query_key_norms:  # and a number each head, where it is normed by itself
-            own += ((queries + key_values) * (4 + c * self._trains_weights[part])
-                    + 4 * (layer.heads + layer.key_value_heads))
-        return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
-                + layer.mlp_width * self._mlp(part, layer))
-
-    def _kept(self, part: str, positions: int) -> float:
-        """Bytes that the layers of a part and what comes beside them keep until their backward pass."""
-        shape, c = self.shape, self._c
-        layers = shape.vision if part == "vision" else shape.language
-        of_layers = sum(layer.count * (c * layer.width if self.settings.recomputes else self.layer_bytes(part, layer))
-                        for layer in layers)
-        if part == "language":
-            return positions * (of_layers + 2 * c * layers[0].head_width)  # cosines and sines
-        return positions * (of_layers + 8 * layers[0].head_width + self._merger_bytes())  # fp32 cosines and sines
-
-    def _merger_bytes(self) -> float:
-        """Bytes that the mergers keep of a patch: their norms, their first products and their activations."""
-        shape = self.shape
-        width, levels = shape.vision[0].width, shape.feature_levels
-        norm = self._norm("vision", shape.vision[0]) * width
-        shared = self._c * width * (levels - 1)  # a layer norm's input, which the next block has too
-        return levels * (norm + 2 * self._c * shape.merger_width / shape.merge_area) - shared
-
     def _layer(
-        self, part: str, layer: LayerShape, positions: int, pieces: int, degree: int
+        self, part: str, layer: LayerShape, positions: int, pieces: int, load: PackLoad
     ) -> Iterator[tuple[str, Terms]]:
         """The moments of the backward pass of the layer that comes first, while all activations are still there."""
         c, trained = self._c, self._trains[part]
@@ -253,7 +205,7 @@ class MemoryModel:
         gone = layer.mlp_width * self._mlp(part, layer) + layer.width * self._norm(part, layer)
         yield "attention backward", under_way | {
             "layer, recomputed": again * positions, "gradients of weights": 3 * weights,
-            "layer, backward": (gradient - gone) * positions + self._attention(part, layer, positions, degree),
+            "layer, backward": (gradient - gone) * positions + self._attention(part, layer, positions, load.degree),
             "attention workspace": self._workspace(layer, positions, pieces)}
         yield "end of a layer", {
             "gathered: a layer": self._gathered(part, 3, 1), "layer, backward": gradient * positions - (

@@ -5,7 +5,8 @@ Of the modes in which the ranks hold the longest sequence, the one whose modelle
 it, the one with the most room. The step by which they are compared has as many sequences a rank as the run's batch,
 each as large as the largest image, in packs as large as the mode's room. So recomputation is taken where it is needed
 to hold the longest sequence, or where packs are so short without it that launching kernels, exchanging keys and values
-and, where a rank has no parameters of its own, gathering them cost more than computing twice.
+and, where a rank has no parameters of its own, gathering them cost more than computing twice. Where activations may go
+to host memory, a rank holds more tokens; so that this is charged for, the step then has the longest sequence as well.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.plan import ClusterSpec
 
 LOCKSTEP = 1.04
@@ -23,7 +25,7 @@ LOCKSTEP = 1.04
 `step` was shorter on mixed batches at equal memory (benchmarks/README.md), modelled."""
 
 MEMORY_SHARE = 0.9
-"""Share of a device's memory that is planned with; the rest is the allocator's and the libraries'."""
+"""Share of a device's memory, and of a node's, that is planned with; the rest is the allocator's and the libraries'."""
 
 SHARDING = "train.sharding"
 
@@ -46,7 +48,8 @@ PLAIN = Mode("step", False)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mode, the tokens that each rank holds in it, and the seconds of the step by which modes are compared."""
+    """A mode, the tokens that each rank holds in it (at most, with activations in host memory where that is admitted),
+    and the seconds of the step by which modes are compared."""
 
     mode: Mode
     tokens_per_rank: int
@@ -58,25 +61,30 @@ class Candidate:
 
 def reference_step_s(
     cost: CostModel, sync: str, tokens_per_rank: int, nodes: Sequence[int], num_sequences: int, sequence_tokens: int,
-    merge_area: int, gather_s: float,
+    merge_area: int, gather_s: float, offload: Offload = NO_OFFLOAD, longest_tokens: int = 0,
 ) -> float:
     """Seconds of the step above, with `num_sequences` sequences a rank, on ranks of these nodes; infinite where a
     sequence does not fit on all of them.
 
     `merge_area`: patches of a vision token; `gather_s`: what a pack's (or micro-batch's) layers take to gather and to
-    reduce, which no compute shortens; 0 where a rank has all of them.
+    reduce, which no compute shortens; 0 where a rank has all of them. `longest_tokens`: of one sequence more, which all
+    ranks run; 0: there is none.
     """
-    if tokens_per_rank < 1 or sequence_tokens > tokens_per_rank * len(nodes):
+    most_tokens = max(tokens_per_rank, offload.tokens_per_rank)
+    if tokens_per_rank < 1 or max(sequence_tokens, longest_tokens) > most_tokens * len(nodes):
         return math.inf
-    cluster = ClusterSpec.of_nodes(nodes, tokens_per_rank)
-    degree = math.ceil(sequence_tokens / tokens_per_rank)
+    cluster = ClusterSpec.of_nodes(nodes, tokens_per_rank, offload=offload)
+    degree = min(math.ceil(sequence_tokens / tokens_per_rank), cluster.num_ranks)
     fitting = max(1, tokens_per_rank // sequence_tokens)
     # a group of several ranks runs the sequences of all its members, one after the other
-    packs = [fitting] * (num_sequences // fitting) + [num_sequences % fitting] * (num_sequences % fitting > 0)
+    counts = [fitting] * (num_sequences // fitting) + [num_sequences % fitting] * (num_sequences % fitting > 0)
+    packs = [([sequence_tokens] * count, degree) for count in counts * degree]
+    packs += [([longest_tokens], cluster.num_ranks)] * (longest_tokens > 0)
     found = []
-    for count in packs * degree:
-        encode_s = count * sequence_tokens * merge_area * cost.vision_linear_s / degree
-        found.append(cost.pack_time_s([sequence_tokens] * count, range(degree), cluster, encode_s))
+    for lengths, count in packs:
+        patches = sum(lengths) * merge_area
+        encode_s = patches * cost.vision_linear_s / count
+        found.append(cost.pack_time_s(lengths, range(count), cluster, encode_s, patches))
     if sync == "micro_batch":
         return LOCKSTEP * sum(max(time_s, gather_s) + cost.fixed_s for time_s in found)
     return sum(max(time_s, gather_s) for time_s in found) + cost.fixed_s

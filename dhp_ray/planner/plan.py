@@ -69,7 +69,8 @@ class GroupPlan:
     """A pack and the ranks that run it, in ring order.
 
     `encoders` has one entry for every image of the pack (sequences in order, then their images in order): the rank
-    that encodes it, one of `ranks` unless `VisionPlan.apart`.
+    that encodes it, one of `ranks` unless `VisionPlan.apart`. `offload`: the share of its layers whose activations go
+    to host memory until the backward pass wants them.
     """
 
     ranks: tuple[int, ...]
@@ -78,6 +79,7 @@ class GroupPlan:
     predicted_memory_bytes: float = 0.0
     micro_batch: int = 0
     encoders: tuple[int, ...] = ()
+    offload: float = 0.0
 
     @property
     def degree(self) -> int:
@@ -95,6 +97,7 @@ class RankPack:
     encoders: tuple[int, ...]
     predicted_time_s: float
     micro_batch: int = 0
+    offload: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,8 @@ class Plan:
         for index, group in enumerate(self.groups):
             samples = tuple([self.samples[row] for row in group.pack.sequences])
             pack = RankPack(
-                index, group.ranks, samples, group.encoders, group.predicted_time_s, place.get(group.micro_batch, 0)
+                index, group.ranks, samples, group.encoders, group.predicted_time_s, place.get(group.micro_batch, 0),
+                group.offload,
             )
             for rank in group.ranks:
                 packs[rank].append(pack)
@@ -203,6 +207,7 @@ class Plan:
                     "sequences": list(group.pack.sequences),
                     "predicted_time_s": group.predicted_time_s,
                     "encoders": list(group.encoders),
+                    "offload": group.offload,
                 }
                 for group in self.groups
             ],
@@ -228,6 +233,7 @@ class Plan:
                     group["micro_batch"],
                     tuple(group.get("encoders", ()) if "vision" in tree
                           else [group["ranks"][member] for member in group.get("encoders", ())]),
+                    group.get("offload", 0.0),
                 )
                 for group in tree["groups"]
             )

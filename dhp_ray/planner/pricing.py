@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from dhp_ray.planner.cost import predicted_s
 from dhp_ray.planner.encoders import encoders_of
 from dhp_ray.planner.plan import GroupPlan, Pack
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.rates import predicted_s
 from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
 
 
@@ -20,15 +20,14 @@ def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
     items, first_rank, degree = problem.items[schedule.rows], schedule.first_rank[:-1], np.diff(schedule.first_rank)
     rates = problem.machine.rates[degree]
     speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
-    tokens, language, attention = (
-        np.add.reduceat(array, schedule.first_row[:-1]) for array in (items.tokens, items.language_s, items.attention_s)
+    tokens, language, attention, host = (
+        np.add.reduceat(array, schedule.first_row[:-1])
+        for array in (items.tokens, items.language_s, items.attention_s, items.host_s)
     )
     crosses = crosses_nodes(schedule, np.array(problem.cluster.nodes))
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s)
     encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
-    return predicted_s(
-        language, attention, encode_s, tokens, degree, speed, transfer_s, rates.overlap, rates.overhead_s
-    )
+    return predicted_s(language, attention, encode_s, host, tokens, degree, speed, transfer_s, rates)
 
 
 def makespan_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> float:
@@ -67,9 +66,11 @@ def groups_of(
     """The groups of a plan; `encoder`: the rank of each image of the batch, where images are encoded apart from packs.
     Without vision costs images are dealt out by their patches."""
     tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
-    memory = problem.cost.resident(problem.sync) + problem.cost.memory_bytes_per_token * tokens / np.diff(
-        schedule.first_rank
-    )
+    tokens = tokens / np.diff(schedule.first_rank)
+    # beyond that, so much is moved that it fits
+    memory = problem.cost.resident(problem.sync) + problem.cost.memory_bytes_per_token * np.minimum(
+        tokens, problem.cluster.tokens_per_rank)
+    offload = problem.cluster.offload.share_of(tokens)
     rows, ranks = schedule.rows.tolist(), schedule.ranks.tolist()
     row, rank = schedule.first_row.tolist(), schedule.first_rank.tolist()
     encoders, image = ([], [0] * len(row))
@@ -87,9 +88,10 @@ def groups_of(
                 bytes_,
                 micro_batch,
                 tuple(encoders[image[group] : image[group + 1]]),
+                share,
             )
-            for group, (seconds, bytes_, micro_batch) in enumerate(
-                zip(times.tolist(), memory.tolist(), schedule.micro_batch.tolist())
+            for group, (seconds, bytes_, micro_batch, share) in enumerate(
+                zip(times.tolist(), memory.tolist(), schedule.micro_batch.tolist(), offload.tolist())
             )
         ]
     )

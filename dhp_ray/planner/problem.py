@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -55,17 +55,51 @@ class Problem:
             np.array(nodes),
             firsts_of(sizes_of(nodes)),
             self.cluster.ranks_per_node,
-            self.cluster.tokens_per_rank,
+            tokens_without_waits(self.cost, self.cluster),
+            self.cluster.most_tokens_per_rank,
             bool((speeds == 1.0).all()),
             float(speeds.min()),
             float(speeds.max()),
-            self.cost.rates(len(speeds)),
+            self.cost.rates(len(speeds), self.cluster.offload),
         )
 
     @cached_property
     def nominal_machine(self) -> Machine:
         """The cluster as planners see it that know nothing of speeds."""
         return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True, slowest=1.0, fastest=1.0)
+
+
+def tokens_without_waits(cost: CostModel, cluster: ClusterSpec) -> int:
+    """Tokens a rank up to which copies to host memory take no longer than the forward pass of as much text: so far
+    sequences are packed together. `cluster.tokens_per_rank`, where nothing is moved.
+
+    t tokens compute for at least linear_s t, `forward` of it forward, and copy for slope host_s(1) (t - from_tokens).
+    """
+    if not cluster.offload.share:
+        return cluster.tokens_per_rank
+    copied_s = cluster.offload.slope * float(cost.host_s(1.0))
+    hidden_s = cost.forward * cost.linear_s
+    if copied_s <= hidden_s:
+        return cluster.most_tokens_per_rank
+    hidden = copied_s * cluster.offload.from_tokens / (copied_s - hidden_s)
+    return int(min(max(hidden, cluster.tokens_per_rank), cluster.most_tokens_per_rank))
+
+
+def without_waits(problem: Problem) -> list[Problem]:
+    """The batch with each sequence on so many ranks, or on all, that none of them has more than
+    `tokens_without_waits`; nothing where that is so already. Where all sequences fit so, packs are no larger either:
+    where any that moves activations waits, that is the batch as it is without host memory."""
+    cluster, limit = problem.cluster, problem.machine.tokens_per_rank
+    if limit == cluster.most_tokens_per_rank:
+        return []
+    items = problem.items.copy()  # type: ignore[attr-defined]
+    degrees = -(-items.tokens // limit)
+    items.minimum_degree = np.minimum(degrees, cluster.num_ranks)
+    if not (items.minimum_degree > problem.items.minimum_degree).any():
+        return []
+    if degrees.max() <= cluster.num_ranks:
+        cluster = replace(cluster, offload=cluster.offload.up_to(limit))
+    return [replace(problem, cluster=cluster, items=items)]
 
 
 def problem_of(
@@ -96,8 +130,10 @@ def problem_of(
     owner, vision, image = np.repeat(np.arange(len(samples)), counts), np.zeros(len(samples)), np.zeros(len(samples))
     np.add.at(vision, owner, seconds)
     np.maximum.at(image, owner, seconds)
-    items = items_of(tokens, attention + cost.linear_s * tokens, attention, vision, image, cluster.tokens_per_rank)
-    rows = patches * (np.array([sample.vision_tokens for sample in samples])
-                      / np.maximum(np.bincount(owner, patches, len(samples)), 1.0))[owner]
+    of_sample = np.bincount(owner, patches, len(samples))
+    host = cost.host_s(tokens.astype(np.float64), of_sample)
+    items = items_of(tokens, attention + cost.linear_s * tokens, attention, vision, image, host,
+                     cluster.most_tokens_per_rank)
+    rows = patches * (np.array([sample.vision_tokens for sample in samples]) / np.maximum(of_sample, 1.0))[owner]
     return Problem(tuple(samples), cluster, cost, sync, tuple(pool), items, firsts_of(counts), seconds, patches, rows,
                    encoder)

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from dhp_ray.planner import ClusterSpec, CostModel, PlanError, checked_problem, idle_fraction, plan_batch, plan_data_set
+from dhp_ray.planner.offload import NO_OFFLOAD
 from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.problem import Problem
 
@@ -105,7 +106,7 @@ def compared(step: int, plan: Plan) -> Compared:
                 continue  # shown as missing: not every baseline can plan every batch
     other, tokens = other_mode(plan)
     try:
-        there = replace(problem, sync=other, cluster=replace(plan.cluster, tokens_per_rank=tokens))
+        there = replace(problem, sync=other, cluster=replace(plan.cluster, tokens_per_rank=tokens, offload=NO_OFFLOAD))
         found.other_mode_s = _planned(there, "dhp").predicted_time_s
     except PlanError:
         found.other_mode_s = None  # the other mode's resident state leaves too little room

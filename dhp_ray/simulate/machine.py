@@ -59,12 +59,12 @@ class Machine:
                 f"model: {settings.model} keeps {needed / 2**30:.1f} GiB on each of {cluster.num_ranks} ranks in "
                 f"{first.mode}, and a device has {cluster.memory_gib:g} GiB ({MEMORY_SHARE:.0%} of it is planned "
                 "with); use more or larger devices, sync=micro_batch or a smaller model")
-        if longest_tokens > first.tokens_per_rank * cluster.num_ranks:
+        if longest_tokens > first.most_tokens * cluster.num_ranks:
             raise PlanError(
                 f"workload: the longest sequence has {longest_tokens:,} tokens, and the cluster holds at most "
-                f"{first.tokens_per_rank * cluster.num_ranks:,} in one ({first.tokens_per_rank:,} on each of "
-                f"{cluster.num_ranks} ranks, in {first.mode}); allowed: a smaller workload.max_tokens, more ranks, or "
-                "train.activation_checkpointing=auto")
+                f"{first.most_tokens * cluster.num_ranks:,} in one ({first.most_tokens:,} on each of "
+                f"{cluster.num_ranks} ranks, in {first.mode}); allowed: a smaller workload.max_tokens, more ranks, "
+                "train.activation_checkpointing=auto or train.activation_offload=auto")
         self.first = first
 
     @property
@@ -78,7 +78,7 @@ class Machine:
     def holds(self, num_ranks: int, num_tokens: int) -> bool:
         """Whether so many ranks hold a sequence."""
         place = self.place(self._nodes(num_ranks))
-        return place.training.tokens_per_rank * num_ranks >= num_tokens
+        return place.training.most_tokens * num_ranks >= num_tokens
 
     def _nodes(self, num_ranks: int) -> tuple[int, ...]:
         return tuple(rank // self.settings.cluster.ranks_per_node for rank in range(num_ranks))
@@ -88,9 +88,13 @@ class Machine:
         wanted = Wanted(
             sync=sync or settings.sync, recomputes=settings.train.activation_checkpointing,
             sharding=settings.train.sharding, precision=settings.train.precision, frozen=tuple(settings.train.freeze),
-            tokens_per_rank=tokens_per_rank or settings.train.tokens_per_rank, longest_tokens=self._longest_tokens,
+            tokens_per_rank=tokens_per_rank or settings.train.tokens_per_rank,
+            activation_offload=settings.train.activation_offload,
+            mirror_every_steps="0" if settings.faults.policy == "restart" else settings.faults.mirror_every_steps,
+            longest_tokens=self._longest_tokens,
             samples_per_rank=math.ceil(settings.global_samples / len(nodes)))
-        ranks = Ranks(device=self.device, kind=settings.cluster.kind, memory_bytes=self.memory_bytes, nodes=nodes)
+        ranks = Ranks(device=self.device, kind=settings.cluster.kind, memory_bytes=self.memory_bytes, nodes=nodes,
+                      node_memory_bytes=settings.cluster.node_memory_gib * 2**30)
         return training_of(self.shape, ranks, wanted, self._cost)
 
     def _place(self, nodes: tuple[int, ...]) -> Place:
@@ -98,10 +102,10 @@ class Machine:
         if len(nodes) == settings.cluster.num_ranks:
             training = self.first
         else:  # no more than at the start, or than the longest sequence asks of so few
-            most = max(self.first.tokens_per_rank, math.ceil(self._longest_tokens / len(nodes)))
+            most = max(self.first.most_tokens, math.ceil(self._longest_tokens / len(nodes)))
             training = self._training(nodes, str(most), self.sync)
             training = replace(training, tokens_per_rank=max(1, training.tokens_per_rank))
-        cluster = ClusterSpec.of_nodes(nodes, training.tokens_per_rank)
+        cluster = ClusterSpec.of_nodes(nodes, training.tokens_per_rank, offload=training.offload)
         links = links_of(np.array(nodes), settings.cluster.links_per_node, settings.cluster.oversubscription)
         sizes = np.bincount(nodes).astype(np.float64)
         several = len(sizes) > 1

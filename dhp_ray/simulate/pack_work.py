@@ -3,6 +3,7 @@
 For a pack of sequences on d ranks, with the terms of `planner/cost.py`:
 
     compute   language / (d v) + the fullest member's images + what is paid once          v: speed of the slowest member
+             + what it waits for copies to host memory, over links that no other rank's copies use
     transfer  seconds that its exchanges take with nothing beside them, at the link's full bandwidth
     hidden    how much of that attention hides
 
@@ -18,16 +19,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.cost import predicted_s
 from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.rates import held_s, moved_s, waits_s
 from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
 
 
 class PackWork(NamedTuple):
     """Arrays by group, but `ranks` and `own_s` by member: the ranks of group g are `ranks[first_rank[g]:first_rank[g +
-    1]]`, and each computes for `own_s` seconds of the pack. `latency_s` is the part of `compute_s` in which nobody
-    does. Where images are encoded apart from the packs, theirs are in none of these."""
+    1]]`, and each computes for `own_s` seconds of the pack, waits for copies to host memory included, which a run does
+    not see apart from compute. `latency_s` is the part of `compute_s` in which nobody does. Where images are encoded
+    apart from the packs, theirs are in none of these."""
 
     ranks: np.ndarray
     first_rank: np.ndarray
@@ -64,8 +66,10 @@ def work_of(plan: Plan, problem: Problem, stretch: np.ndarray | None = None) -> 
     """
     schedule = schedule_of(plan)
     items, degree = problem.items[schedule.rows], np.diff(schedule.first_rank)
-    tokens, language, attention = (
-        np.add.reduceat(array, schedule.first_row[:-1]) for array in (items.tokens, items.language_s, items.attention_s)
+    host_s = problem.cost.host_s(items.tokens) if plan.vision.apart else items.host_s
+    tokens, language, attention, host = (
+        np.add.reduceat(array, schedule.first_row[:-1])
+        for array in (items.tokens, items.language_s, items.attention_s, host_s)
     )
     rates, group = problem.machine.rates[degree], np.repeat(np.arange(len(degree)), degree)
     factor = np.ones(len(degree)) if stretch is None else stretch
@@ -77,9 +81,10 @@ def work_of(plan: Plan, problem: Problem, stretch: np.ndarray | None = None) -> 
     crosses = crosses_nodes(schedule, np.array(problem.cluster.nodes))
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s) * tokens
     hidden_s = rates.overlap * attention / speed
-    compute_s = predicted_s(language, attention, encode_s, np.zeros(len(degree)), degree, speed, transfer_s,
-                            rates.overlap, rates.overhead_s)
-    own_s = (language / degree)[group] / member_speed + images_s + problem.cost.pack_s
+    waited_s = waits_s(language / (degree * speed) + encode_s, moved_s(host, tokens, rates), rates.forward)
+    compute_s = waited_s + held_s(language, attention, encode_s, np.zeros(len(degree)), degree, speed, transfer_s,
+                                  rates)
+    own_s = (language / degree)[group] / member_speed + images_s + (problem.cost.pack_s + waited_s)[group]
     return PackWork(schedule.ranks, schedule.first_rank, schedule.micro_batch, compute_s, transfer_s, hidden_s,
                     rates.overhead_s - problem.cost.pack_s, crosses, own_s)
 

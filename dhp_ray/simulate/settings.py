@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dhp_ray.config import CONF, Layout, help_text, load_as
-from dhp_ray.constraints import check_limits
+from dhp_ray.constraints import check_limits, check_offload
 from dhp_ray.schema import MONTH_S, PLANNERS, ConfigError, key
 from dhp_ray.simulate.workload_settings import WorkloadSettings
 
@@ -24,6 +24,7 @@ class ClusterSettings:
     kind: str = key("cuda", "what the devices are to torch", choices=("cpu", "cuda", "npu"))
     device: str = key("h100", "description of the device, a file of conf/device")
     memory_gib: float = key(80.0, "memory of a device", above=0, maximum=1e6)
+    node_memory_gib: float = key(1024.0, "memory of a node, which activations may go to", above=0, maximum=1e6)
     links_per_node: int = key(0, "links of a node to the others, each as fast as the device's inter_bytes_per_s; 0: "
                               "one for each of its ranks", minimum=0, maximum=100_000)
     oversubscription: float = key(1.0, "what all nodes can send at a time over what the network between them carries",
@@ -36,6 +37,8 @@ class TrainSettings:
     precision: str = key("bf16", "computing type", choices=("fp32", "bf16"))
     activation_checkpointing: str = key("auto", "recompute activations in the backward pass; auto: what fits and is "
                                         "fastest", choices=("true", "false", "auto"))
+    activation_offload: str = key("off", "move activations to host memory: off; auto: of packs that fit in no other "
+                                  "way or are shorter so; or a share, of every pack")
     sharding: str = key("whole", "where parameters and gradient sums lie with sync=step",
                         choices=("auto", "whole", "node"))
     freeze: list[str] = key([], "parts left as they are: vision, language")
@@ -178,6 +181,7 @@ def check_simulation(settings: Simulation) -> None:
     for name in settings.planners:
         if name not in PLANNERS:
             raise ConfigError(f"planners: got {name!r}; allowed: {', '.join(PLANNERS)}")
+    check_offload(settings.train.activation_offload)
     for part in settings.train.freeze:
         if part not in ("vision", "language"):
             raise ConfigError(f"train.freeze: got {part!r}; allowed: vision, language")

@@ -46,8 +46,9 @@ class SimulatedStep:
     time_s: float
 
     def shares(self) -> dict[str, float]:
-        """What the ranks' time went into, as shares of it: computing; exchanges that nothing hides; the reduction,
-        update and gather; making groups; the rest is idle, waiting for a slower member included."""
+        """What the ranks' time went into, as shares of it: computing, waits for copies to host memory included;
+        exchanges that nothing hides; the reduction, update and gather; making groups; the rest is idle, waiting for a
+        slower member included."""
         num_ranks = len(self.made_s)
         whole_s = num_ranks * self.time_s
         exposed_s = self.ends_s - self.starts_s - self.work.compute_s

@@ -12,11 +12,14 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
 from dhp_ray.planner.encoder_memory import with_encoder_apart
+from dhp_ray.planner.host_memory import node_terms
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.mode import MEMORY_SHARE, Candidate, Mode, choose, reference_step_s
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.nodes import sizes_of
+from dhp_ray.planner.offload import NO_OFFLOAD, Offload
+from dhp_ray.planner.offload_limits import largest_offload
 
 IMAGE_TOKENS = 4096
 """Of the largest image or piece of a video, which one rank encodes (`data.max_pixels` allows fewer)."""
@@ -24,13 +27,15 @@ IMAGE_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks that there are, one a device: what each device is, how much memory it has, and the node of each rank.
+    """The ranks that there are, one a device: what each device is, how much memory it and a node have, and the node of
+    each rank.
     """
 
     device: Device
     kind: str
     memory_bytes: float
     nodes: tuple[int, ...]
+    node_memory_bytes: float = 0.0
 
     @property
     def num_nodes(self) -> int:
@@ -47,6 +52,8 @@ class Wanted:
     precision: str = "bf16"
     frozen: tuple[str, ...] = ()
     tokens_per_rank: str = "auto"
+    activation_offload: str = "off"
+    mirror_every_steps: str = "0"
     longest_tokens: int = 1
     """The longest sequence, which all ranks together must hold."""
     samples_per_rank: int = 1
@@ -55,7 +62,8 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """`tokens_per_rank`: at most, of a pack. `gather_s`: what a pack's layers take to travel beside its compute."""
+    """`tokens_per_rank`: at most, of a pack, but for those that `offload` admits. `gather_s`: what a pack's layers take
+    to travel beside its compute."""
 
     mode: Mode
     tokens_per_rank: int
@@ -63,6 +71,12 @@ class Training:
     memory: MemoryModel
     cost: CostModel
     gather_s: float
+    offload: Offload = NO_OFFLOAD
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a pack on a rank, with activations in host memory."""
+        return max(self.tokens_per_rank, self.offload.tokens_per_rank)
 
 
 def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel | None = None) -> Training:
@@ -76,7 +90,7 @@ def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel
              for sync in syncs for sharding in _shardings(wanted, sync, ranks.kind)
              for again in {"true": (True,), "false": (False,), "auto": (False, True)}[wanted.recomputes]]
     needed = math.ceil(wanted.longest_tokens / len(ranks.nodes))
-    chosen = choose([Candidate(one.mode, one.tokens_per_rank, one.step_s) for one in found], needed)
+    chosen = choose([Candidate(one.mode, one.most_tokens, one.step_s) for one in found], needed)
     best = next(one for one in found if one.mode == chosen.mode)
     return replace(best, cost=_with_memory(shape, ranks, wanted, best))
 
@@ -88,6 +102,7 @@ def memory_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode) -> Me
     return MemoryModel(shape, MemorySettings(
         sync=mode.sync, world_size=world_size, precision=wanted.precision, recomputes=mode.recomputes,
         frozen=wanted.frozen, device=ranks.kind, largest_image=wanted.largest_image,
+        mirror_every_steps=wanted.mirror_every_steps,
         communicators_bytes=groups * accelerator.group_bytes, sharding=mode.sharding,
         node_ranks=min(sizes_of(ranks.nodes))))
 
@@ -102,15 +117,37 @@ def _shardings(wanted: Wanted, sync: str, kind: str) -> tuple[str, ...]:
 
 def _training(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode, measured: CostModel | None) -> Training:
     memory = memory_of(shape, ranks, wanted, mode)
-    tokens = memory.tokens_that_fit(MEMORY_SHARE * ranks.memory_bytes)
-    if wanted.tokens_per_rank != "auto":
-        tokens = min(tokens, int(wanted.tokens_per_rank))
+    most = 2**62 if wanted.tokens_per_rank == "auto" else int(wanted.tokens_per_rank)
+    tokens = min(memory.tokens_that_fit(MEMORY_SHARE * ranks.memory_bytes, _share_of_every_pack(wanted)), most)
+    offload = _offload(memory, ranks, wanted, tokens, most)
     cost = measured.in_mode(mode.sync) if measured else derived_cost(memory, ranks.device, ranks.num_nodes)
     travels_s = gather_s(memory, ranks.device, ranks.num_nodes)
     sequence_tokens = min(wanted.largest_image, wanted.longest_tokens)
     step_s = reference_step_s(cost, mode.sync, tokens, ranks.nodes, wanted.samples_per_rank, sequence_tokens,
-                              shape.merge_area, travels_s)
-    return Training(mode=mode, tokens_per_rank=tokens, step_s=step_s, memory=memory, cost=cost, gather_s=travels_s)
+                              shape.merge_area, travels_s, offload,
+                              wanted.longest_tokens if wanted.activation_offload == "auto" else 0)
+    return Training(mode=mode, tokens_per_rank=tokens, step_s=step_s, memory=memory, cost=cost, gather_s=travels_s,
+                    offload=offload)
+
+
+def _share_of_every_pack(wanted: Wanted) -> float:
+    return 0.0 if wanted.activation_offload in ("off", "auto") else float(wanted.activation_offload)
+
+
+def _offload(memory: MemoryModel, ranks: Ranks, wanted: Wanted, tokens: int, most: int) -> Offload:
+    """What packs move where ranks plan with packs of `tokens` (`runtime/driver/host_room.py`)."""
+    if tokens < 1 or wanted.activation_offload == "off":
+        return NO_OFFLOAD
+    if share := _share_of_every_pack(wanted):
+        return Offload(share, 0, tokens)
+    if ranks.kind == "cpu":
+        return NO_OFFLOAD
+
+    def has_room(held: int, share: float) -> bool:
+        terms = node_terms(memory, held, max(sizes_of(ranks.nodes)), share)
+        return sum(terms.values()) <= MEMORY_SHARE * ranks.node_memory_bytes
+
+    return largest_offload(memory, MEMORY_SHARE * ranks.memory_bytes, tokens, most, has_room)
 
 
 def _with_memory(shape: ModelShape, ranks: Ranks, wanted: Wanted, training: Training) -> CostModel:
@@ -118,9 +155,10 @@ def _with_memory(shape: ModelShape, ranks: Ranks, wanted: Wanted, training: Trai
     memory, tokens = training.memory, max(1, training.tokens_per_rank)
     modes = [training.mode if sync == training.mode.sync else Mode(sync, training.mode.recomputes) for sync in SYNCS]
     resident = {mode.sync: sum(memory_of(shape, ranks, wanted, mode).resident().values()) for mode in modes}
-    pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
+    load = memory.worst_load(tokens, _share_of_every_pack(wanted))
+    pack_bytes = sum(memory.memory(load).pack.values())
     cost = replace(training.cost, memory_bytes_per_token=pack_bytes / tokens, resident_bytes=resident)
-    return with_encoder_apart(cost, memory, tokens)
+    return with_encoder_apart(cost, memory, tokens, training.offload)
 
 
 def fixed_nodes(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -64,6 +64,8 @@ class PackInputs:
     """Where images are encoded apart from the pack: how many feature rows come from each rank, in order."""
     dropout_keys: Tensor | None = None
     """(max(L, 1),) int32: from which dropout is drawn; None: nothing is dropped."""
+    offload: float = 0.0
+    """Share of the layers whose activations go to host memory until the backward pass wants them."""
     predicts: bool = False
     """What is wanted of the valid tokens is the one that most likely follows each, and not their loss."""
 
@@ -118,7 +120,7 @@ def collate(
         vision_token_index=torch.cat([torch.empty(0, dtype=torch.int64), *received.values()]), send_index=send_index,
         receive_counts=[] if apart else [len(rows) for rows in received.values()],
         received_from={other: len(rows) for other, rows in received.items() if len(rows)} if apart else {},
-        num_images=whole.num_images, dropout_keys=_dropout_keys(pack, mine, adapter, step))
+        num_images=whole.num_images, dropout_keys=_dropout_keys(pack, mine, adapter, step), offload=pack.offload)
 
 
 def _dropout_keys(pack: RankPack, index: Tensor, adapter: ModelAdapter, step: int) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from dhp_ray.comm.totals import numbers_of_ranks, sum_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
+from dhp_ray.train.activation_offload import Offload
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.encoder_phases import EncoderPhases
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
@@ -36,6 +37,8 @@ class PackRun(NamedTuple):
     link: Link
     gathering_s: float = 0.0
     """Blocked in gathering and reducing what the pack computes with."""
+    moved_bytes: int = 0
+    """Of activations, to host memory."""
 
     def time(self, start: Moment) -> PackTime:
         """When it ran; waits until the device has run it."""
@@ -73,6 +76,10 @@ class RankStep:
     world: dist.ProcessGroup | None
     device: torch.device
     before_update: Callable[[], None] = lambda: None
+    offload: Offload = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.offload = Offload(self.adapter, self.device)
 
     def run(self, inputs: StepInputs, learning_rate_factor: float, data_wait_s: float = 0.0) -> StepResult:
         """Compute losses and gradients of this rank's packs, and update once.
@@ -97,7 +104,8 @@ class RankStep:
             state_version=self.engine.state_version, step_time_s=Moment(self.device).since_s(start),
             data_wait_s=data_wait_s, pack_times=tuple(run.time(start) for run in runs if run.index >= 0),
             pool=self.transport.counters(), plan_id=plan.plan_id,
-            encoder_times=tuple(run.time(start) for run in encoder_runs), exchanged_bytes=self._exchanged_bytes(inputs))
+            encoder_times=tuple(run.time(start) for run in encoder_runs), exchanged_bytes=self._exchanged_bytes(inputs),
+            moved_bytes=sum(run.moved_bytes for run in runs))
 
     @torch.no_grad()
     def evaluate(self, inputs: StepInputs) -> tuple[float, int]:
@@ -167,11 +175,13 @@ class RankStep:
         inputs = next(feed)
         link = self.transport.link(pack.ranks, pack.index)
         begin = Moment(self.device)
-        loss = self._loss(plan, pack, inputs, link, features)
+        with self.offload.of_pack(inputs):
+            loss = self._loss(plan, pack, inputs, link, features)
         if torch.is_grad_enabled():
             loss.backward()  # type: ignore[no-untyped-call]
         self.engine.end_pack()
-        return PackRun(pack.index, loss.detach(), inputs.num_valid_tokens, begin, Moment(self.device), link)
+        return PackRun(pack.index, loss.detach(), inputs.num_valid_tokens, begin, Moment(self.device), link,
+                       moved_bytes=self.offload.moved_bytes)
 
     def _totals(self, runs: Sequence[PackRun]) -> tuple[float, int]:
         """Loss sum and valid tokens of all ranks. The host waits here for the device."""

@@ -37,3 +37,5 @@ class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank a
     """Of the phases before and after the packs, where images are encoded apart from them."""
     exchanged_bytes: int = 0
     """Features that this rank sent to others in the first phase."""
+    moved_bytes: int = 0
+    """Activations that went to host memory, and came back."""

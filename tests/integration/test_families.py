@@ -15,12 +15,12 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.processor import Processor, load_processor
 from dhp_ray.train.payload import Payload
-from tests.integration.jobs import losses, train
+from tests.integration.jobs import lines, losses, train
 from tests.packs import PATCH_DIMS, plain_copy, plain_loss, rough_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 STEPS = 10
-WAYS = ["train.sharding=whole", "train.sharding=node", "planner.sync=micro_batch"]
+WAYS = ["train.sharding=whole", "train.sharding=node", "planner.sync=micro_batch", "train.activation_offload=0.5"]
 
 
 def write(folder: Path, preset: str) -> PreTrainedModel:
@@ -50,6 +50,8 @@ def test_a_strangers_model_trains_alike_on_any_ranks_and_goes_back(
         folder = tmp_path / way.rpartition("=")[2]
         train(folder, *common, way, "cluster.num_workers=3", "planner.tokens_per_rank=256")
         assert losses(folder) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    moved = [line["offload"] for line in lines(tmp_path / "0.5", "metrics.jsonl")]
+    assert all(step["largest_share"] == 0.5 and step["packs"] > 0 and step["moved_bytes"] > 0 for step in moved)
     assert keys(tmp_path / "alone" / "model") == keys(tmp_path / "given")
     module, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "alone" / "model", dtype=torch.float32,
                                                                  output_loading_info=True)

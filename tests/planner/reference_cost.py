@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
     def holds(self, rows: Sequence[int], degree: int) -> bool:
         """Whether so many ranks hold a pack of these sequences."""
-        return self.num_tokens(rows) <= degree * self.cluster.tokens_per_rank
+        return self.num_tokens(rows) <= degree * max(self.cluster.tokens_per_rank, self.cluster.offload.tokens_per_rank)
 
     def pack_time_s(self, rows: Sequence[int], ranks: Sequence[int]) -> float:
         """Seconds of a pack of these sequences on these ranks."""
@@ -34,7 +34,8 @@ class Batch(NamedTuple):
         attention_s = self.cost.quadratic_s * sum(self.num_tokens([row]) ** 2 for row in rows)
         language_s = attention_s + self.cost.linear_s * self.num_tokens(rows)
         exposed_s = self.exposed_s(self.num_tokens(rows), attention_s, ranks)
-        return language_s / (degree * speed) + self.encode_s(rows, ranks) + exposed_s + self.cost.pack_s
+        compute_s = language_s / (degree * speed) + self.encode_s(rows, ranks)
+        return compute_s + exposed_s + self.waits_s(rows, degree, compute_s) + self.cost.pack_s
 
     def encode_s(self, rows: Sequence[int], ranks: Sequence[int]) -> float:
         """Seconds of the member that takes longest for its images: longest first, each to who would end it first."""
@@ -61,6 +62,19 @@ class Batch(NamedTuple):
             return message_s + cost.latency_s
         hidden_s = cost.overlap * (degree - 1) / degree * attention_s / (degree * self.speed(ranks))
         return max(0.0, (degree - 1) * message_s - hidden_s) + (degree - 1) * cost.latency_s
+
+    def waits_s(self, rows: Sequence[int], degree: int, compute_s: float) -> float:
+        """Seconds of copies to host memory and back that no computation hides."""
+        offload, cost, tokens = self.cluster.offload, self.cost, self.num_tokens(rows) / degree
+        if offload.share == 0.0 or tokens <= offload.free_tokens:
+            return 0.0
+        share = offload.share * (1 - offload.from_tokens / tokens) / (1 - offload.from_tokens / offload.tokens_per_rank)
+        patches = sum(frames * height * width for row in rows
+                      for frames, height, width in self.samples[row].vision_grids) / degree
+        moved_s = share * (cost.offload_bytes_per_token * tokens + cost.offload_bytes_per_patch * patches
+                           ) / cost.host_bytes_per_s
+        out_s, back_s = cost.forward * compute_s, (1 - cost.forward) * compute_s
+        return max(0.0, moved_s - out_s) + max(0.0, moved_s - back_s)
 
     def bandwidth_bytes_per_s(self, ranks: Sequence[int]) -> float:
         """One table for all, or one inside a node and one across nodes; a number is a table of one row."""

@@ -89,7 +89,7 @@ def test_every_device_plans_every_model(path: Path) -> None:
     assert described(DEVICES, f"NVIDIA {device.matches[0]} 80GB") == device
     sources = [line for line in path.read_text().splitlines() if "e+" in line or "e-" in line]
     assert all("#" in line for line in sources)
-    assert len(sources) == 8
+    assert len(sources) == 9
     costs = [cost_of(name, device) for name in TEXT]
     assert [cost.linear_s for cost in costs] == sorted(cost.linear_s for cost in costs)
     for cost in costs:

@@ -58,6 +58,7 @@ def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
     (["workload.max_tokens=10"], "error: workload.max_tokens: got 10; allowed: more, or 0"),
     (["model=qwen2_5_vl_72b"], "error: model: qwen2_5_vl_72b keeps 653.5 GiB on each of 8 ranks in step"),
     (["workload=long_documents", "train.tokens_per_rank=100"], "error: workload: the longest sequence has "),
+    (["train.activation_offload=2"], "error: train.activation_offload: got '2'; allowed: off, auto, or a share above"),
     (["cluster.cost=none.yaml"], "error: none.yaml: cannot be read: FileNotFoundError"),
     (["cluster.cost=FOLDER/cost.yaml"], "error: FOLDER/cost.yaml: linear_s: got -1; allowed: a number of at least 0")])
 def test_bad_input_is_one_line(
@@ -72,6 +73,18 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith(line.replace("FOLDER", str(tmp_path)))
     assert error.count("\n") == 1
+
+
+def test_a_sequence_that_devices_hold_with_host_memory_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its ranks hold 2,978 tokens each, so that two of them are too few for the longest sequence."""
+    words = [*WORDS, "cluster.num_ranks=2", "cluster.memory_gib=60", "train.activation_checkpointing=false",
+             "num_batches=2", "global_samples=6"]
+    assert job.main(words) == 2
+    assert capsys.readouterr().err.endswith("or train.activation_offload=auto\n")
+    assert job.main([*words, "train.activation_offload=auto"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " with activations in host memory; longest sequence " in lines[0]
+    assert [line.split()[0] for line in lines[1:4]] == ["planner", "dhp", "static"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

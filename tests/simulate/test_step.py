@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, idle_fraction, plan_batch, plan_starts
+from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.timeline import apart_timeline
 from dhp_ray.runtime.driver.measures import makespan_s, measured_idle_fraction
@@ -17,7 +18,9 @@ from dhp_ray.simulate.links import Links, links_of
 from dhp_ray.simulate.step import Network, SimulatedStep, simulate_step
 
 COST = CostModel(1e-8, 1e-3, 1e5, 0.2, {"intra": 1e9, "inter": 2e8}, communication="ring", overlap=0.9, latency_s=1e-3,
-                 pack_s=0.01, vision_linear_s=2e-4, vision_quadratic_s=1e-8, feature_bytes=1e4)
+                 pack_s=0.01, vision_linear_s=2e-4, vision_quadratic_s=1e-8, feature_bytes=1e4,
+                 offload_bytes_per_token=1e6, offload_bytes_per_patch=1e5, host_bytes_per_s=1e9)
+OFFLOAD = Offload(0.8, 1500, 3000, 2000)
 
 
 def batch(seed: int, count: int, longest: int) -> list[Sample]:
@@ -57,7 +60,7 @@ def test_where_all_is_as_planned_the_makespan_is_the_plans(seed: int, sync: str,
     speeds = tuple(random_.choice([1.0, 0.8, 0.3]) for _ in range(num_ranks)) if seed % 3 == 0 else ()
     communication = random_.choice(["ring", "all_to_all"])
     cost = replace(COST, communication=communication)
-    cluster = ClusterSpec(num_ranks, 4, 2000, speeds, nodes)
+    cluster = ClusterSpec(num_ranks, 4, 2000, speeds, nodes, OFFLOAD if seed % 4 > 1 else NO_OFFLOAD)
     planner = random_.choice(["dhp", "static_best", "pow2", "dhp_paper"])
     plan = plan_batch(batch(seed, 4 * num_ranks, min(20_000, cluster.max_tokens)), cluster, cost, sync=sync,
                       encoder=encoder, planner=planner)
@@ -73,10 +76,12 @@ def test_where_all_is_as_planned_the_makespan_is_the_plans(seed: int, sync: str,
     assert sum(step.shares().values()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("offload", [NO_OFFLOAD, OFFLOAD], ids=["off", "offload"])
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
-def test_where_the_time_of_ranks_went(sync: str) -> None:
+def test_where_the_time_of_ranks_went(sync: str, offload: Offload) -> None:
     samples = [replace(sample, vision_tokens=0, vision_grids=()) for sample in batch(2, 60, 9000)]
-    plan = plan_batch(samples, ClusterSpec(8, 4, 2000), COST, sync=sync)
+    plan = plan_batch(samples, ClusterSpec(8, 4, 2000, offload=offload), COST, sync=sync)
+    assert any(group.offload for group in plan.groups) == (offload is OFFLOAD)
     step = simulated(plan)
     shares, rank_s = step.shares(), 8 * step.time_s
     assert sum(shares.values()) == pytest.approx(1.0)

@@ -22,24 +22,29 @@ from tests.runtime.driver.groups import GIB, config_of, group_of
 H100 = Device.load(CONF / "device" / "h100.yaml")
 
 
-@pytest.mark.parametrize(("sync", "longest", "gib"), [("auto", 0, 3.0), ("step", 40_000, 3.0), ("micro_batch", 0, 2.0),
-                                                      ("step", 0, 5.0)])
-def test_as_a_run_on_such_workers(tmp_path: Path, sync: str, longest: int, gib: float) -> None:
+@pytest.mark.parametrize(("sync", "longest", "gib", "offload"), [
+    ("auto", 0, 3.0, "off"), ("step", 40_000, 3.0, "off"), ("micro_batch", 0, 2.0, "off"), ("step", 0, 5.0, "off"),
+    ("step", 40_000, 3.0, "auto"), ("micro_batch", 30_000, 2.0, "0.5")])
+def test_as_a_run_on_such_workers(tmp_path: Path, sync: str, longest: int, gib: float, offload: str) -> None:
     words = [f"planner.sync={sync}", "train.activation_checkpointing=auto", "planner.tokens_per_rank=auto",
-             "train.precision=bf16", "batch.global_samples=64", f"planner.max_sequence_tokens={longest}"]
+             "train.precision=bf16", "batch.global_samples=64", f"planner.max_sequence_tokens={longest}",
+             f"train.activation_offload={offload}"]
     config = config_of(str(tmp_path), *words)
     group = group_of(4, gib, config)
     choice = resolve_limits(config, {}, group)
     mode = mode_of(config, group, auto_tokens=True).mode if sync != "auto" else choice.mode
     config = replace(config, train=replace(config.train, activation_checkpointing=str(mode.recomputes).lower()))
-    tokens, cost = within_memory(config, group, mode, auto=True)
-    ranks = Ranks(device=H100, kind="cuda", memory_bytes=gib * GIB, nodes=(0,) * 4)
-    wanted = Wanted(sync=sync, longest_tokens=longest or 4096 * 4, samples_per_rank=16)
+    (tokens, moved), cost = within_memory(config, group, mode, auto=True)
+    ranks = Ranks(device=H100, kind="cuda", memory_bytes=gib * GIB, nodes=(0,) * 4,
+                  node_memory_bytes=group.members[0].described["host_memory_bytes"])
+    wanted = Wanted(sync=sync, longest_tokens=longest or 4096 * 4, samples_per_rank=16, activation_offload=offload)
     training = training_of(group.members[0].described["shape"], ranks, wanted)
     assert training.mode == mode
     assert training.tokens_per_rank >= tokens  # of a run, at most what its longest sequence asks of so few ranks
-    limited = training_of(group.members[0].described["shape"], ranks, replace(
+    limited = training if offload == "auto" else training_of(group.members[0].described["shape"], ranks, replace(
         wanted, tokens_per_rank=str(tokens), sync=mode.sync, recomputes=str(mode.recomputes).lower()))
+    assert (limited.tokens_per_rank, limited.offload) == (tokens, moved)
+    assert (moved.share > 0) == (offload != "off")
     assert limited.cost.in_mode(mode.sync).to_json() == cost.in_mode(mode.sync).to_json()
     there = run_memory_of(config, group, mode).settings
     assert replace(there, mirror_every_steps="0", image_limit=None) == memory_of(

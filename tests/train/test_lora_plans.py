@@ -42,8 +42,13 @@ def rough_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return first_values(name.replace("lora_B", "lora_A"), shape, 7 if "lora_B" in name else seed)
 
 
+def with_rough_adapters() -> Any:
+    """A context in which the adapters of a model begin with such values."""
+    return patch("dhp_ray.model.families.base.first_values", rough_values)
+
+
 def run_adapted(*arguments: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    with patch("dhp_ray.model.families.base.first_values", rough_values):
+    with with_rough_adapters():
         return run_plans(*arguments)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dhp_ray.compatibility import checkpoint_activations
 from dhp_ray.model import attention, export
-from dhp_ray.model.adapter import PARTS, EncoderArguments, NodeUnits, empty_features
+from dhp_ray.model.adapter import PARTS, EncoderArguments, LayerStack, NodeUnits, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
@@ -228,6 +228,14 @@ class VisionLanguageModel(ABC):
     def units(self) -> list[Module]:
         model: Any = self.module.model
         return [*self.vision_units(), *model.language_model.layers]
+
+    @abstractmethod
+    def vision_stack(self) -> LayerStack:
+        """The encoder's layers, as `stack`."""
+
+    def stack(self, part: str) -> LayerStack:
+        language: Any = self.module.model.language_model  # type: ignore[union-attr]
+        return self.vision_stack() if part == "vision" else LayerStack(language, language.layers)
 
     def node_units(self) -> NodeUnits:
         language: Any = self.module.model.language_model  # type: ignore[union-attr]

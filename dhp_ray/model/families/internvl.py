@@ -17,7 +17,7 @@ from torch.nn import Identity, Module
 from torch.nn import functional as F
 from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
-from dhp_ray.model.adapter import EncoderArguments
+from dhp_ray.model.adapter import EncoderArguments, LayerStack
 from dhp_ray.model.families.base import VisionLanguageModel, language_layers
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators, fuse
@@ -92,6 +92,10 @@ class InternVL(VisionLanguageModel):
     def vision_units(self) -> list[Module]:
         model: Any = self.module.model
         return [*model.vision_tower.encoder.layer, model.vision_tower, model.multi_modal_projector]
+
+    def vision_stack(self) -> LayerStack:
+        tower: Any = self.module.model.vision_tower  # type: ignore[union-attr]
+        return LayerStack(tower, tower.encoder.layer)
 
     def vision_node_units(self) -> list[Module]:
         model: Any = self.module.model

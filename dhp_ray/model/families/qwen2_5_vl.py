@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Qwen2_5_VLConfig, Qw
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from dhp_ray.compatibility import rope_positions
-from dhp_ray.model.adapter import EncoderArguments
+from dhp_ray.model.adapter import EncoderArguments, LayerStack
 from dhp_ray.model.families.base import VisionLanguageModel, language_layers
 from dhp_ray.model.families.qwen_encoder import PatchEmbedding, VisionAttention
 from dhp_ray.model.fused import Operators, fuse
@@ -87,6 +87,10 @@ class Qwen25VL(VisionLanguageModel):
     def vision_units(self) -> list[Module]:
         visual: Any = self.module.model.visual  # type: ignore[union-attr]
         return [*visual.blocks, visual]
+
+    def vision_stack(self) -> LayerStack:
+        visual: Any = self.module.model.visual  # type: ignore[union-attr]
+        return LayerStack(visual, visual.blocks)
 
     def vision_node_units(self) -> list[Module]:
         visual: Any = self.module.model.visual  # type: ignore[union-attr]

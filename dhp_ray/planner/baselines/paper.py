@@ -37,7 +37,7 @@ def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
     `degree_cap`."""
     cluster, tokens = problem.cluster, problem.items.tokens
     packs = best_fit_decreasing(tokens, capacities(tokens, degrees_at(tokens, degree_cap, cluster.num_ranks), pack_cap))
-    items, machine = packed(problem.items, packs, cluster.tokens_per_rank), problem.nominal_machine
+    items, machine = packed(problem.items, packs, cluster.most_tokens_per_rank), problem.nominal_machine
     items.minimum_degree = degrees_at(items.tokens, degree_cap, cluster.num_ranks)
     micro_batch, count = first_fit(items.minimum_degree, cluster.num_ranks)
     members, first = by_owner(micro_batch, count)

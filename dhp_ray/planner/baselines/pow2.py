@@ -42,7 +42,7 @@ def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
         packs = packs._replace(rows=rows[packs.rows])
         all_rows.append(packs.rows)
         sizes.append(np.diff(packs.first))
-        times.append(times_at(packed(items, packs, cluster.tokens_per_rank), each, machine))
+        times.append(times_at(packed(items, packs, cluster.most_tokens_per_rank), each, machine))
         degree.append(np.full(len(sizes[-1]), each))
     seconds, need = np.concatenate(times), np.concatenate(degree)
     order = np.lexsort((-need, -seconds))

@@ -70,7 +70,7 @@ def uniform(problem: Problem, layout: Layout) -> Schedule:
     cluster, by_micro_batch, degree = problem.cluster, problem.sync == "micro_batch", layout.degree
     num_groups = cluster.num_ranks // degree
     packs = best_fit_decreasing(problem.items.tokens, capacities(problem.items.tokens, degree, layout.pack_cap))
-    times = times_at(packed(problem.items, packs, cluster.tokens_per_rank), degree, problem.nominal_machine)
+    times = times_at(packed(problem.items, packs, cluster.most_tokens_per_rank), degree, problem.nominal_machine)
     order = np.argsort(-times, kind="stable")
     count = np.arange(len(order))
     # within a micro-batch, slowest beside slowest

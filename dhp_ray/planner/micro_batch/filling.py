@@ -74,7 +74,8 @@ def fill_micro_batch(
     pack = np.full(len(rest), -1)
     limit = min(num_ranks, len(rest))
     degree, first, time = np.zeros(limit, dtype=np.int64), np.zeros(limit, dtype=np.int64), np.zeros(limit)
-    language, attention, vision, image, tokens = (
+    language, attention, vision, image, host, tokens = (
+        np.zeros(limit),
         np.zeros(limit),
         np.zeros(limit),
         np.zeros(limit),
@@ -96,12 +97,12 @@ def fill_micro_batch(
                 language[into] + item.language_s,
                 attention[into] + item.attention_s,
                 encode_s,
+                host[into] + item.host_s,
                 tokens[into] + item.tokens,
                 degree[into],
                 slowest,
                 transfer_s,
-                rate.overlap,
-                rate.overhead_s,
+                rate,
             )
             if spent <= makespan:
                 break
@@ -131,6 +132,7 @@ def fill_micro_batch(
         attention[into] += item.attention_s
         vision[into] += item.vision_s
         image[into] = max(image[into], item.image_s)
+        host[into] += item.host_s
         tokens[into] += item.tokens
         time[into] = spent
         # How much longer may it take? An upper bound where it has images, or where attention hides communication.

@@ -72,7 +72,7 @@ class Search:
     ) -> None:
         self.items, self.packs, self.machine, self.lists, self.pool = items, packs, machine, lists, pool
         work = items.language_s + items.vision_s
-        self.single_s = np.where(items.minimum_degree == 1, times_at(items, 1, machine), np.inf)
+        self.single_s = np.where(items.tokens <= machine.tokens_per_rank, times_at(items, 1, machine), np.inf)
         self.size = len(work) * len(machine.speeds)
         orders = [np.argsort(-work, kind="stable")]
         rows = [(*variant, 0) for variant in VARIANTS[: 4 if self.size <= SMALL else 2]]
@@ -211,7 +211,7 @@ def item_sets(problem: Problem) -> Iterator[tuple[Items, Packs]]:
     yield items, Packs(each[:-1], each)
     if _packs_cost(problem.machine):
         packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, problem.machine.tokens_per_rank // 2))
-        yield packed(items, packs, problem.machine.tokens_per_rank), packs
+        yield packed(items, packs, problem.machine.most_tokens_per_rank), packs
 
 
 def schedule_of(found: Found, items: Items, machine: Machine) -> Schedule:

@@ -74,8 +74,8 @@ def try_makespan(
 ) -> Found:
     """The first of `effort.choices` choices, from `begin` on, that finds room for every item.
 
-    `single_s`: each item's time on one rank, infinite where it does not fit. `dealt_s`: the least makespan for which
-    small items are dealt out.
+    `single_s`: each item's time on one rank, infinite where it does not fit there, or not without moving activations.
+    `dealt_s`: the least makespan for which small items are dealt out.
     """
     idle, none = np.zeros(len(machine.speeds)), np.zeros(0, dtype=np.int64)
     no_groups = CachedGroups(none, np.zeros(1, dtype=np.int64))

@@ -71,7 +71,7 @@ class Dispatcher:
         ranks_for: Callable[[int], int] | None = None,
     ) -> None:
         self.stopping = stopping
-        self.ranks_for = ranks_for or (lambda num_tokens: -(-num_tokens // cluster.tokens_per_rank))
+        self.ranks_for = ranks_for or (lambda num_tokens: -(-num_tokens // cluster.most_tokens_per_rank))
         self.group, self.cluster, self.cost, self.config = group, cluster, cost, config
         self.pool, self.generation, self.scale, self.compiled = pool, generation, scale, compiled
         self.speeds, self.write_plan = speeds, write_plan

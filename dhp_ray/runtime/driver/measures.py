@@ -73,6 +73,7 @@ def step_metrics(
         "planner": plan.planner,
         "late": late,
         **encoder_metrics(plan, results),
+        **offload_metrics(plan, results),
     }
 
 
@@ -92,6 +93,17 @@ def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
         "backward_s": max((seconds[1] for seconds in phases if len(seconds) > 1), default=0.0),
         "imbalance": max(both) / mean if mean > 0 else 1.0,
         "exchanged_bytes": sum(result.exchanged_bytes for result in results)}}
+
+
+def offload_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
+    """Of a step with packs that moved activations to host memory, else empty: how many packs did, the largest share of
+    layers, and bytes moved on all ranks.
+    """
+    shares = [group.offload for group in plan.groups if group.offload]
+    if not shares:
+        return {}
+    return {"offload": {"packs": len(shares), "largest_share": max(shares),
+                        "moved_bytes": sum(result.moved_bytes for result in results)}}
 
 
 def step_extra(plan: Plan, results: Sequence[StepResult], data_wait_s: float, epoch: int) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import MEMORY_SHARE, SHARDING, Candidate, Mode, choose, reason, reference_step_s
+from dhp_ray.planner.mode import SHARDING, Candidate, Mode, choose, reason, reference_step_s
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.runtime.driver.host_room import offload_of, plain_tokens
 
 STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
 """What a device of each kind is reckoned as that no file of conf/device describes."""
@@ -97,13 +98,15 @@ def _candidate(
 ) -> Candidate:
     """`step`: sequences a rank, and tokens of each, of the step that modes are compared by."""
     memory = memory_of(config, group, mode, num_ranks)
-    fitting = memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)
+    fitting = plain_tokens(config, memory, group)
     tokens, num_nodes = fitting if most_tokens is None else min(fitting, most_tokens), len(set(group.nodes))
     cost, device = _slowest(memory, group)
     nodes = [rank * num_nodes // num_ranks for rank in range(num_ranks)]
+    offload = offload_of(config, memory, group, max(1, tokens), most_tokens or 2**62)
+    longest = config.planner.max_sequence_tokens if config.train.activation_offload == "auto" else 0
     step_s = reference_step_s(cost, mode.sync, tokens, nodes, *step, memory.shape.merge_area,
-                              gather_s(memory, device, num_nodes))
-    return Candidate(mode, tokens, step_s)
+                              gather_s(memory, device, num_nodes), offload, longest)
+    return Candidate(mode, max(tokens, offload.tokens_per_rank), step_s)
 
 
 def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0) -> MemoryModel:
@@ -147,6 +150,9 @@ def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:
     kind = group.members[0].described["device"]
     if config.planner.cost or kind not in STAND_INS:
         cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{kind}.yaml"))
+        if config.train.activation_offload == "auto" and kind in STAND_INS and cost.host_bytes_per_s == 0.0:
+            _, device = _slowest(memory_of(config, group, mode), group)
+            cost = replace(cost, host_bytes_per_s=device.host_bytes_per_s)
     else:
         cost, _ = _slowest(memory_of(config, group, mode), group)
     # over the parent group no group is ever made

@@ -12,18 +12,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import Config
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.encoder_memory import with_encoder_apart
-from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms
+from dhp_ray.planner.host_memory import node_terms
 from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import Terms
-from dhp_ray.planner.mode import SHARDING, Mode
+from dhp_ray.planner.mode import MEMORY_SHARE, SHARDING, Mode
+from dhp_ray.planner.offload import Offload
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.driver.modes import MEMORY_SHARE, cost_of, memory_of, mode_of
+from dhp_ray.runtime.driver.host_room import (
+    OFFLOAD,
+    node_limit,
+    offload_of,
+    plain_tokens,
+    share_of_every_pack,
+)
+from dhp_ray.runtime.driver.modes import cost_of, memory_of, mode_of
 from dhp_ray.runtime.messages import RunError
+
+
+class Limits(NamedTuple):
+    """Tokens of a pack that a rank holds, and what packs move of their activations to host memory."""
+
+    tokens: int
+    offload: Offload
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a pack with activations there."""
+        return max(self.tokens, self.offload.tokens_per_rank)
 
 
 def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
@@ -34,8 +54,8 @@ def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
     """
     memory = memory_of(config, group, mode_of(config, group, auto_tokens=True).mode)
     limit_bytes = MEMORY_SHARE * group.memory_bytes
-    tokens = _fitting(memory, group)
-    if memory.tokens_that_fit(limit_bytes) < 1:
+    tokens = _fitting(config, memory, group)
+    if plain_tokens(config, memory, group) < 1:
         needed = memory.memory(memory.worst_load(1))
         raise RunError(
             f"planner.tokens_per_rank: got auto, and a rank has room for no token: it needs "
@@ -45,25 +65,37 @@ def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
     return tokens
 
 
-def tokens_of_generation(config: Config, group: WorkerGroup, num_ranks: int) -> int:
-    """Tokens of a pack that each of so many ranks like these holds: no more than at the run's first start, or than its
-    longest sequence asks of so few ranks."""
+def limits_of_generation(config: Config, group: WorkerGroup, num_ranks: int) -> Limits:
+    """What each of so many ranks like these holds of a pack: no more than at the run's first start, or than its longest
+    sequence asks of so few ranks; and what beyond that with activations in host memory."""
     memory = memory_of(config, group, mode_of(config, group, True, num_ranks).mode, num_ranks)
     most = max(int(config.planner.tokens_per_rank), math.ceil(config.planner.max_sequence_tokens / num_ranks))
-    return max(1, min(most, _fitting(memory, group)))
+    tokens = max(1, min(most, _fitting(config, memory, group)))
+    return Limits(tokens, offload_of(config, memory, group, tokens))
 
 
-def _fitting(memory: MemoryModel, group: WorkerGroup) -> int:
+def limits_as_given(config: Config, group: WorkerGroup, mode: Mode) -> Limits:
+    """`planner.tokens_per_rank`, of which what the devices do not hold is held with activations in host memory, where
+    these may go there."""
+    tokens, memory = int(config.planner.tokens_per_rank), memory_of(config, group, mode)
+    if share_of_every_pack(config):
+        return Limits(tokens, offload_of(config, memory, group, tokens))
+    fitting = max(1, min(tokens, plain_tokens(config, memory, group)))
+    offload = offload_of(config, memory, group, fitting, tokens)
+    return Limits(fitting if offload.share else tokens, offload)
+
+
+def _fitting(config: Config, memory: MemoryModel, group: WorkerGroup) -> int:
     """Tokens of a pack that each rank's device holds, at least 1. On the CPU packs lie in the node's memory, beside all
     that its ranks keep there. (Elsewhere `check_host_memory` refuses what a node has no room for.)"""
-    device_tokens = memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes)
+    device_tokens, share = plain_tokens(config, memory, group), share_of_every_pack(config)
     if memory.settings.device != "cpu":
         return max(1, device_tokens)
 
     def too_many(tokens: int) -> bool:
-        pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
-        return any(sum(_kept(memory, tokens, count).values()) + count * pack_bytes
-                   > _node_limit(group, node_id) for node_id, count in Counter(group.nodes).items())
+        pack_bytes = sum(memory.memory(memory.worst_load(tokens, share)).pack.values())
+        return any(sum(node_terms(memory, tokens, count, share).values()) + count * pack_bytes
+                   > node_limit(group, node_id) for node_id, count in Counter(group.nodes).items())
 
     return max(1, bisect_left(range(1, device_tokens + 1), True, key=too_many))
 
@@ -71,23 +103,24 @@ def _fitting(memory: MemoryModel, group: WorkerGroup) -> int:
 def ranks_that_hold(config: Config, group: WorkerGroup, max_ranks: int) -> Callable[[int], int]:
     """How many ranks hold a sequence of so many tokens, where tokens a rank follow the number of ranks; more than
     `max_ranks` where these do not."""
-    tokens_of = cache(partial(tokens_of_generation, config, group))
+    limits_of = cache(partial(limits_of_generation, config, group))
     return lambda num_tokens: 1 + bisect_left(
-        range(1, max_ranks + 1), num_tokens, key=lambda num_ranks: num_ranks * tokens_of(num_ranks))
+        range(1, max_ranks + 1), num_tokens, key=lambda num_ranks: num_ranks * limits_of(num_ranks).most_tokens)
 
 
-def within_memory(config: Config, group: WorkerGroup, mode: Mode, auto: bool) -> tuple[int, CostModel]:
-    """Tokens of a pack on one rank of this generation, and its cost with this model's memory in it.
+def within_memory(config: Config, group: WorkerGroup, mode: Mode, auto: bool) -> tuple[Limits, CostModel]:
+    """What a rank of this generation holds of a pack, and its cost with this model's memory in it.
 
     `auto`: no more than this generation's ranks hold; a batch that then fits no more waits for others to come.
     """
     memory = memory_of(config, group, mode)
-    tokens = tokens_of_generation(config, group, group.size) if auto else int(config.planner.tokens_per_rank)
+    limits = limits_of_generation(config, group, group.size) if auto else limits_as_given(config, group, mode)
+    tokens, offload = limits
     modes = [mode if sync == mode.sync else Mode(sync, mode.recomputes) for sync in SYNCS]
     resident = {mode.sync: sum(memory_of(config, group, mode).resident().values()) for mode in modes}
-    pack_bytes = sum(memory.memory(memory.worst_load(tokens)).pack.values())
+    pack_bytes = sum(memory.memory(memory.worst_load(tokens, share_of_every_pack(config))).pack.values())
     cost = replace(cost_of(config, group, mode), memory_bytes_per_token=pack_bytes / tokens, resident_bytes=resident)
-    return tokens, with_encoder_apart(cost, memory, tokens)
+    return limits, with_encoder_apart(cost, memory, tokens, offload)
 
 
 def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
@@ -99,13 +132,13 @@ def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
     memory = memory_of(config, group, mode)
     needed = sum(memory.resident().values())
     if needed > MEMORY_SHARE * group.memory_bytes:
-        other, kept = "planner.sync=micro_batch, " if mode.sync == "step" else "", f"planner.sync={mode.sync}"
+        other, taken = "planner.sync=micro_batch, " if mode.sync == "step" else "", f"planner.sync={mode.sync}"
         if mode.sync == "step" and ACCELERATORS[memory.settings.device].shares_memory:
-            kept += f" with {SHARDING}={mode.sharding}"
+            taken += f" with {SHARDING}={mode.sharding}"
             if mode.sharding == "whole" and not config.train.deterministic:
                 other = f"{SHARDING}=node, {other}"
         raise RunError(
-            f"model of {memory.shape.num_parameters() / 1e9:.2f} B parameters: {kept} keeps "
+            f"model of {memory.shape.num_parameters() / 1e9:.2f} B parameters: {taken} keeps "
             f"{needed / 2**30:.1f} GiB on each rank, which has {group.memory_bytes / 2**30:.1f} GiB; "
             f"use more or larger devices, {other}or a smaller model"
         )
@@ -120,40 +153,24 @@ def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
     """
     memory = memory_of(config, group, mode)
     alone = MemoryModel(memory.shape, replace(memory.settings, mirror_every_steps="0"))
-    tokens = int(config.planner.tokens_per_rank)
+    tokens, share = int(config.planner.tokens_per_rank), share_of_every_pack(config)
     for node_id, count in Counter(group.nodes).items():
-        limit_bytes = _node_limit(group, node_id)
-        terms = _kept(memory, tokens, count)
+        limit_bytes = node_limit(group, node_id)
+        terms = node_terms(memory, tokens, count, share)
         if sum(terms.values()) <= limit_bytes:
             continue
-        without, every = sum(_kept(alone, tokens, count).values()), config.elastic.mirror_every_steps
+        without, every = sum(node_terms(alone, tokens, count, share).values()), config.elastic.mirror_every_steps
+        on_devices = sum(node_terms(memory, tokens, count).values())
         parts = ", ".join(f"{name} {_gib(value)}" for name, value in terms.items() if value)
         key, words = f"cluster.num_workers: got {config.cluster.num_workers}", "fewer ranks a node (more nodes)"
         if every != "0" and without <= limit_bytes:
             key = f"elastic.mirror_every_steps: got {every}"
             words = f"elastic.mirror_every_steps=0, which takes {_gib(without)}, or {words}"
+        if share and on_devices <= limit_bytes:
+            key, words = f"{OFFLOAD}: got {share}", f"a smaller share, off, which takes {_gib(on_devices)}, or {words}"
         raise RunError(f"{key}; the {count} ranks on node {node_id} keep up to {_gib(sum(terms.values()))} in its "
                        f"memory ({parts}), and may keep {_gib(limit_bytes)} ({MEMORY_SHARE:.0%} of it); "
                        f"allowed: {words}")
-
-
-def _kept(memory: MemoryModel, tokens: int, count: int) -> Terms:
-    """What `count` ranks keep in their node's memory, for packs of so many tokens a rank."""
-    settings = memory.settings
-    terms = {name: count * value for name, value in host_terms(memory.shape, settings, tokens).items()}
-    export = export_bytes(memory.shape, settings, count)
-    if export > terms[CHANGE]:  # never at the same time
-        terms["model, exported"] = export - terms[CHANGE]
-    if settings.device == "cpu":  # what lies once per node is so too where others have more ranks or fewer
-        there = MemoryModel(memory.shape, replace(settings, node_ranks=count))
-        terms["state"] = count * sum(there.resident().values())
-    return terms
-
-
-def _node_limit(group: WorkerGroup, node_id: str) -> float:
-    """Bytes that the ranks of a node may keep in its memory."""
-    return MEMORY_SHARE * min(member.described["host_memory_bytes"] for member in group.members
-                              if member.described["node_id"] == node_id)
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:

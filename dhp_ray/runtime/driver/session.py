@@ -160,9 +160,9 @@ class Session:
         config = replace(self.config, train=replace(self.config.train,
                                                     activation_checkpointing=str(mode.recomputes).lower(),
                                                     sharding=mode.sharding))
-        tokens, cost = within_memory(config, self.group, mode, self.auto_tokens)
+        limits, cost = within_memory(config, self.group, mode, self.auto_tokens)
         ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
-        cluster = ClusterSpec.of_nodes(self.group.nodes, tokens)
+        cluster = ClusterSpec.of_nodes(self.group.nodes, limits.tokens, offload=limits.offload)
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         self.mirroring.enter()
         # one for all plans that the ranks are told to run

@@ -21,7 +21,15 @@ from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.modes import Choice, mode_of
-from dhp_ray.runtime.driver.room import check_host_memory, check_memory, check_room, saves_ahead, tokens_that_fit
+from dhp_ray.runtime.driver.room import (
+    check_host_memory,
+    check_memory,
+    check_room,
+    limits_as_given,
+    limits_of_generation,
+    saves_ahead,
+    tokens_that_fit,
+)
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.driver.takeover import take_over
 from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunStarted
@@ -163,7 +171,10 @@ def resolve_limits(
         check_memory(config, group, choice.mode)
     if planner.tokens_per_rank == "auto":
         planner.tokens_per_rank = str(tokens_that_fit(config, group))
-    planner.max_sequence_tokens = planner.max_sequence_tokens or int(planner.tokens_per_rank) * group.size
+    if not planner.max_sequence_tokens:
+        limits = limits_of_generation(config, group, group.size) if auto_tokens else limits_as_given(
+            config, group, choice.mode)
+        planner.max_sequence_tokens = limits.most_tokens * group.size
     if not going_on:
         check_host_memory(config, group, choice.mode)
     return choice

@@ -56,6 +56,12 @@ ENCODER_TAGS = {
     "exchanged_bytes": "encoder/exchanged_bytes",
 }
 """Of steps whose images were encoded apart from their packs."""
+OFFLOAD_TAGS = {
+    "packs": "offload/packs",
+    "largest_share": "offload/largest_share",
+    "moved_bytes": "offload/moved_bytes",
+}
+"""Of steps with packs that moved activations to host memory."""
 EXTRA_TAGS = {
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",
@@ -155,6 +161,7 @@ def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str
     """
     values = {tag: metrics[name] for name, tag in METRIC_TAGS.items() if name in metrics}
     values |= {tag: metrics["encoder"][name] for name, tag in ENCODER_TAGS.items() if "encoder" in metrics}
+    values |= {tag: metrics["offload"][name] for name, tag in OFFLOAD_TAGS.items() if "offload" in metrics}
     values |= {tag: extra[name] for name, tag in EXTRA_TAGS.items() if name in extra}
     if metrics["step_time_s"] > 0:
         values["throughput/tokens_per_s"] = metrics["num_tokens"] / metrics["step_time_s"]

@@ -76,6 +76,16 @@ def test_of_a_frozen_encoder_and_of_no_image_there_is_less_to_measure() -> None:
         "layout": "world", "keeps": True, "encode_s": 0.0, "backward_s": 0.0, "imbalance": 1.0, "exchanged_bytes": 0}
 
 
+def test_metrics_of_activations_in_host_memory() -> None:
+    plan = Plan("dhp", "step", ClusterSpec(2, 2, 20), (Sample("a", 10), Sample("b", 4)),
+                (GroupPlan((0,), Pack((0,)), 1.0, offload=0.25), GroupPlan((1,), Pack((1,)), 1.0)), 1.0, 0.9)
+    results = [result(0, PackTime(0, 1.0, 2.0, 0.0))._replace(moved_bytes=640), result(1)]
+    assert step_metrics(plan, results, 5.0, 1.0, 1)["offload"] == {
+        "packs": 1, "largest_share": 0.25, "moved_bytes": 640}
+    plain = dataclasses.replace(plan, groups=tuple(dataclasses.replace(group, offload=0.0) for group in plan.groups))
+    assert "offload" not in step_metrics(plain, results, 5.0, 1.0, 1)
+
+
 def with_phases(
     found: StepResult, before: tuple[float, float, float], after: tuple[float, float, float], num_bytes: int
 ) -> StepResult:

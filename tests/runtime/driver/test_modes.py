@@ -14,7 +14,7 @@ from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.modes import RECOMPUTATION, Choice, cost_of, fewest_of_a_node, memory_of, mode_of
-from dhp_ray.runtime.driver.room import ranks_that_hold, tokens_of_generation
+from dhp_ray.runtime.driver.room import limits_of_generation, ranks_that_hold
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.start import resolve_limits
 from dhp_ray.runtime.messages import Membership, RunError
@@ -69,8 +69,8 @@ def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: 
     assert mode_of(config, group_of(8, ROOM, config), auto_tokens=True).mode == choice.mode
     fewer = group_of(6, ROOM, config)
     assert mode_of(config, fewer, auto_tokens=True).mode == Mode("step", True)
-    assert tokens_of_generation(config, fewer, 6) == -(-longest // 6) > first
-    few = [tokens_of_generation(config, fewer, num_ranks) for num_ranks in range(1, 9)]
+    assert limits_of_generation(config, fewer, 6).tokens == -(-longest // 6) > first
+    few = [limits_of_generation(config, fewer, num_ranks).tokens for num_ranks in range(1, 9)]
     holding = next(num_ranks for num_ranks in range(1, 9) if num_ranks * few[num_ranks - 1] >= longest)
     assert 1 < holding <= 6
     assert ranks_that_hold(config, fewer, 8)(longest) == holding

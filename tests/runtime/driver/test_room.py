@@ -19,9 +19,9 @@ from dhp_ray.runtime.driver.room import (
     check_host_memory,
     check_memory,
     check_room,
+    limits_of_generation,
     ranks_that_hold,
     saves_ahead,
-    tokens_of_generation,
     tokens_that_fit,
     within_memory,
 )
@@ -111,7 +111,7 @@ def test_tokens_of_a_rank_on_a_cpu_leave_room_for_what_its_node_keeps_beside(
     memory = memory_of(config, group, mode)
     config.planner.tokens_per_rank = str(tokens_that_fit(config, group))
     check_host_memory(config, group, mode)
-    assert tokens_of_generation(config, group, num_ranks) == int(config.planner.tokens_per_rank)
+    assert limits_of_generation(config, group, num_ranks).tokens == int(config.planner.tokens_per_rank)
 
     def needed(tokens: int) -> float:
         kept = num_ranks * sum(host_terms(memory.shape, memory.settings, tokens).values())
@@ -127,13 +127,13 @@ def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None
     memory_gib, mode = 0.2, Mode("step", False)
     first = tokens_that_fit(config, group_of(8, memory_gib, config))
     config.planner.tokens_per_rank = str(first)
-    assert within_memory(config, group_of(8, memory_gib, config), mode, auto=True)[0] == first
-    assert within_memory(config, group_of(16, memory_gib, config), mode, auto=True)[0] == first
+    assert within_memory(config, group_of(8, memory_gib, config), mode, auto=True)[0].tokens == first
+    assert within_memory(config, group_of(16, memory_gib, config), mode, auto=True)[0].tokens == first
     few = group_of(2, memory_gib, config)
     fewer, charged = within_memory(config, few, mode, auto=True)
-    assert 1 < fewer < first
-    assert within_memory(config, few, mode, auto=False)[0] == first
-    full = charged.memory_bytes(fewer, 1, "step")
+    assert 1 < fewer.tokens < first
+    assert within_memory(config, few, mode, auto=False)[0].tokens == first
+    full = charged.memory_bytes(fewer.tokens, 1, "step")
     assert 0.88 * memory_gib * GIB < full <= 0.9 * memory_gib * GIB
     for sync in ("step", "micro_batch"):
         assert charged.resident(sync) == sum(memory_of(config, few, Mode(sync, False)).resident().values())
@@ -146,14 +146,14 @@ def test_a_sequence_that_fits_the_run_waits_for_ranks_though_fewer_hold_less_eac
     first = tokens_that_fit(config, group_of(8, memory_gib, config))
     config.planner.tokens_per_rank = str(first)
     left = group_of(2, memory_gib, config)  # survivors
-    held = tokens_of_generation(config, left, 2)
+    held = limits_of_generation(config, left, 2).tokens
     assert held < first
     ranks_for = ranks_that_hold(config, left, 8)
     assert ranks_for(8 * first) == 8  # by what the two hold each it would be more than the run ever has
     assert -(-8 * first // held) > 8
     assert (ranks_for(1), ranks_for(2 * held), ranks_for(8 * first + 1)) == (1, 2, 9)
     for num_ranks in range(1, 9):
-        assert ranks_for(num_ranks * tokens_of_generation(config, left, num_ranks)) == num_ranks
+        assert ranks_for(num_ranks * limits_of_generation(config, left, num_ranks).tokens) == num_ranks
 
 
 @pytest.mark.parametrize(("done", "total", "every", "expected"),

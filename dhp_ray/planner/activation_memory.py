@@ -1,0 +1,90 @@
+"""Bytes of activations: what a pack's forward pass keeps for its backward pass, on the device and in host memory.
+
+By token or by patch, for layers of width D, H heads and K of keys and values, each d wide, an MLP of F (trained: t = 1,
+else 0; recomputation keeps c D of each layer, and this for one layer at a time; adapters, LoRA, keep the inputs of
+their layers as trained weights do, and nothing of norms), in a computing type of c bytes:
+
+    norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
+                   layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
+                   (4 + c t)
+    attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
+                   an encoder block also 2 c D (q and k before rotation)
+    MLP            c F (3 + t); without a gate c F (1 + t)
+
+Of the encoder's and of the language model's L layers the first ceil(share x L) keep theirs in host memory; in the
+backward pass those of LEAST_LAYERS are on the device at least.
+"""
+
+from __future__ import annotations
+
+from dhp_ray.planner.memory_terms import COMPUTE_BYTES, MemorySettings, PackLoad
+from dhp_ray.planner.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.offload import num_moved
+
+
+class ActivationMemory:
+    """The formulas above for a model and the settings of a run."""
+
+    def __init__(self, shape: ModelShape, settings: MemorySettings) -> None:
+        self.shape, self.settings = shape, settings
+        self._c = COMPUTE_BYTES[settings.precision]
+        self._trains = {part: settings.trains(part) for part in ("vision", "language")}
+        self._trains_weights = {part: settings.trains_weights(part) for part in ("vision", "language")}
+
+    def layer_bytes(self, part: str, layer: LayerShape) -> int:
+        """Bytes that a layer keeps of a token (or patch) for its backward pass."""
+        c = self._c
+        queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
+        own = 2 * c * layer.width if part == "vision" else 0
+        if layer.query_key_norms:  # and a number each head, where it is normed by itself
+            own += ((queries + key_values) * (4 + c * self._trains_weights[part])
+                    + 4 * (layer.heads + layer.key_value_heads))
+        return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
+                + layer.mlp_width * self._mlp(part, layer))
+
+    def moved_bytes(self, load: PackLoad) -> float:
+        """What of a pack's activations is in host memory at a time, at most."""
+        moved = 0.0
+        for part, positions in (("language", load.tokens), ("vision", load.patches)):
+            # the language model's are kept where anything upstream of the loss is trained
+            if self._trains["vision"] or (self._trains["language"] and part == "language"):
+                count = self._num_layers(part)
+                moved += positions * self._of_layers(part) * num_moved(load.offload, count) / max(1, count)
+        return moved
+
+    def _num_layers(self, part: str) -> int:
+        return sum(layer.count for layer in (self.shape.vision if part == "vision" else self.shape.language))
+
+    def _of_layers(self, part: str) -> int:
+        """Bytes that all layers of a part keep of a token (or patch)."""
+        return sum(layer.count * (self._c * layer.width if self.settings.recomputes else self.layer_bytes(part, layer))
+                   for layer in (self.shape.vision if part == "vision" else self.shape.language))
+
+    def _kept(self, part: str, load: PackLoad, least: int = 0) -> float:
+        """Bytes that the layers of a part and what comes beside them keep on the device until their backward pass, or
+        in it, where `least` layers are there at least. A share of layers is taken as it is: rounded up, more of them is
+        moved, never less."""
+        shape, c, positions = self.shape, self._c, load.patches if part == "vision" else load.tokens
+        layers = shape.vision if part == "vision" else shape.language
+        of_layers = self._of_layers(part) * max(1 - load.offload, min(1.0, least / max(1, self._num_layers(part))))
+        if part == "language":
+            return positions * (of_layers + 2 * c * layers[0].head_width)  # cosines and sines
+        return positions * (of_layers + 8 * layers[0].head_width + self._merger_bytes())  # fp32 cosines and sines
+
+    def _merger_bytes(self) -> float:
+        """Bytes that the mergers keep of a patch: their norms, their first products and their activations."""
+        shape = self.shape
+        width, levels = shape.vision[0].width, shape.feature_levels
+        norm = self._norm("vision", shape.vision[0]) * width
+        shared = self._c * width * (levels - 1)  # a layer norm's input, which the next block has too
+        return levels * (norm + 2 * self._c * shape.merger_width / shape.merge_area) - shared
+
+    def _norm(self, part: str, layer: LayerShape) -> int:
+        """Bytes that a norm of a layer's kind keeps for each value of its input."""
+        if layer.layer_norms:
+            return self._c * (1 + self._trains[part])
+        return 4 + self._c * (self._trains[part] + self._trains_weights[part])
+
+    def _mlp(self, part: str, layer: LayerShape) -> int:
+        """Bytes that an MLP keeps for each value of its width."""
+        return self._c * ((3 if layer.gated else 1) + self._trains[part])

@@ -1,0 +1,83 @@
+"""Activation offload (ByteScale, arXiv 2502.21231): which share of a pack's activations goes to host memory.
+
+On a rank with t tokens of a pack, of which the share s is moved, a moment of its pass takes F + t (a - s b) bytes. At
+share 0 `from_tokens` fit, and at `share` (the largest that there is use and room for) `tokens_per_rank`. The share
+
+    s(t) = share (1 - from_tokens / t) / (1 - from_tokens / tokens_per_rank)
+
+makes t tokens fit. It is taken of packs of more than `free_tokens`, which fit without; others move nothing. For s falls
+evenly with 1 / t: what a token takes, a - s b, is a line in 1 / t, and so is what it may take, (limit - F) / t; at both
+ends the former is not above the latter. What is moved, s(t) t, grows evenly with t.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dhp_ray.planner.checks import PlanError
+
+LEAST_LAYERS = 2
+"""Layers whose activations are on the device at least: one computes, one is on its way."""
+
+
+def num_moved(share: float, num_layers: int) -> int:
+    """Layers that are moved of so many."""
+    return min(num_layers, math.ceil(share * num_layers - 1e-9))  # 0.3 x 10 is a little more than 3
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The share of a pack's activations that goes to host memory, by its tokens a rank: up to `free_tokens` none, at
+    `tokens_per_rank`, the most that a rank holds, `share`, and between them what the formula above says, from
+    `from_tokens` (as many as `free_tokens`, or fewer where bytes do not grow evenly with tokens). By default nothing is
+    moved; with both 0 every pack moves `share`.
+    """
+
+    share: float = 0.0
+    from_tokens: int = 0
+    tokens_per_rank: int = 0
+    free_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0 or (
+            self.share and not 0 <= self.from_tokens <= self.free_tokens < self.tokens_per_rank
+        ):
+            raise PlanError(
+                f"offload: share={self.share} from_tokens={self.from_tokens} free_tokens={self.free_tokens} "
+                f"tokens_per_rank={self.tokens_per_rank}; allowed: a share from 0 to 1, and, with one above 0, "
+                "from_tokens from 0 to free_tokens, and free_tokens below tokens_per_rank"
+            )
+
+    @property
+    def slope(self) -> float:
+        """Tokens that are moved for each beyond `from_tokens`, where any are."""
+        return self.share / (1 - self.from_tokens / self.tokens_per_rank) if self.share else 0.0
+
+    def share_of(self, tokens: Any) -> Any:
+        """Of a pack with so many tokens a rank (numbers or arrays)."""
+        if not self.share:
+            return 0.0 * tokens
+        return self.slope * np.maximum(0.0, 1 - self.from_tokens / tokens) * (tokens > self.free_tokens)
+
+    def up_to(self, tokens_per_rank: int) -> Offload:
+        """The same share of packs of any size, of which none has more than so many tokens a rank."""
+        if tokens_per_rank <= self.free_tokens:
+            return NO_OFFLOAD
+        return replace(self, share=float(self.share_of(tokens_per_rank)), tokens_per_rank=tokens_per_rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a plan file's inputs."""
+        return {"share": self.share, "from_tokens": self.from_tokens, "tokens_per_rank": self.tokens_per_rank,
+                "free_tokens": self.free_tokens}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Offload:
+        """Of a plan file's inputs; older ones have none."""
+        return cls(**tree.get("offload", {}))
+
+
+NO_OFFLOAD = Offload()

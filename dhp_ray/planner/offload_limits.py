@@ -1,0 +1,67 @@
+"""How many tokens of a pack a rank holds with activations in host memory, and which share that takes of packs of any
+size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+
+from dhp_ray.planner.memory import LOGITS_HELD, MemoryModel
+from dhp_ray.planner.offload import NO_OFFLOAD, Offload
+
+PLACES = 16
+"""Sizes of packs at which it is seen to that they fit, beside those where a pack's bytes bend."""
+
+
+def largest_offload(
+    memory: MemoryModel, memory_bytes: float, tokens: int, most: int, has_room: Callable[[int, float], bool]
+) -> Offload:
+    """What packs move so that one of as many tokens as can be, at most `most`, fits on a device of so many bytes, where
+    ranks plan with packs of `tokens`, which fit without.
+
+    `has_room`: whether a node has room for what packs of so many tokens a rank move of such a share; what has no room
+    for less has none for more.
+    """
+    count = sum(layer.count for layer in memory.shape.language)
+    shares = [number / count for number in range(1, count + 1)]
+
+    def held(share: float) -> int:
+        return memory.tokens_that_fit(memory_bytes, share)
+
+    shares = shares[:bisect_left(shares, True, key=lambda share: not has_room(held(share), share))]
+    largest = min(held(shares[-1]), most) if shares else 0
+    if largest <= tokens:
+        return NO_OFFLOAD
+    # the least that does: the last two layers of a part are on the device at some time in any case
+    share = shares[bisect_left(shares, largest, key=held)]
+    return Offload(share, from_tokens(memory, memory_bytes, tokens, share, largest), largest, tokens)
+
+
+def from_tokens(memory: MemoryModel, memory_bytes: float, tokens: int, share: float, largest: int) -> int:
+    """`Offload.from_tokens`, so that packs of more than `tokens` up to `largest`, of which `share` is moved, all fit:
+    `tokens`, or fewer where a pack's bytes do not grow evenly with its tokens.
+
+    They are a maximum of lines but for images, whose fullest rank has one more than the others, and logits: at the
+    tokens where these bend, and at some between, the least share that fits is looked for.
+    """
+    chunk = max(1, LOGITS_HELD // memory.shape.vocabulary_size)
+    places = {memory.settings.largest_image, memory.settings.image_limit or largest, chunk, 2 * chunk,
+              *np.geomspace(tokens, largest, PLACES).astype(int).tolist()}
+    latest = float(tokens)
+    for place in places:
+        if tokens < place < largest:
+            needed = _least_share(memory, memory_bytes, place, share)
+            # share (1 - from / place) / (1 - from / largest) is at least this
+            latest = min(latest, (share - needed) / (share / place - needed / largest))
+    return max(0, int(latest))
+
+
+def _least_share(memory: MemoryModel, memory_bytes: float, tokens: int, most: float) -> float:
+    low, high = 0.0, most
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        fits = memory.memory(memory.worst_load(tokens, middle)).device_bytes <= memory_bytes
+        low, high = (low, middle) if fits else (middle, high)
+    return high

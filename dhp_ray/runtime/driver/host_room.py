@@ -1,0 +1,50 @@
+"""What ranks keep in their node's memory, and which share of activations there is room for beside it
+(`train.activation_offload`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dhp_ray.config import Config
+from dhp_ray.planner.host_memory import node_terms
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.mode import MEMORY_SHARE
+from dhp_ray.planner.offload import NO_OFFLOAD, Offload
+from dhp_ray.planner.offload_limits import largest_offload
+from dhp_ray.runtime.driver.group import WorkerGroup
+
+OFFLOAD = "train.activation_offload"
+
+
+def share_of_every_pack(config: Config) -> float:
+    """The share of activations that each pack moves, whatever its size."""
+    setting = config.train.activation_offload
+    return 0.0 if setting in ("off", "auto") else float(setting)
+
+
+def plain_tokens(config: Config, memory: MemoryModel, group: WorkerGroup) -> int:
+    """Tokens of a pack that each rank's device holds with no more moved than is of every pack; 0: not even one."""
+    return memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes, share_of_every_pack(config))
+
+
+def offload_of(config: Config, memory: MemoryModel, group: WorkerGroup, tokens: int, most: int = 2**62) -> Offload:
+    """What packs move on ranks that plan with packs of `tokens`: where that is open, so much that one of more tokens
+    fits, `most` at most, as far as devices and nodes have room. (On the CPU nothing is won by it.)
+    """
+    if share := share_of_every_pack(config):
+        return Offload(share, 0, tokens)
+    if config.train.activation_offload == "off" or memory.settings.device == "cpu":
+        return NO_OFFLOAD
+
+    def has_room(held: int, share: float) -> bool:
+        return all(sum(node_terms(memory, held, ranks, share).values()) <= node_limit(group, node_id)
+                   for node_id, ranks in Counter(group.nodes).items())
+
+    return largest_offload(memory, MEMORY_SHARE * group.memory_bytes, tokens, most, has_room)
+
+
+def node_limit(group: WorkerGroup, node_id: str) -> float:
+    """Bytes that the ranks of a node may keep in its memory."""
+    return MEMORY_SHARE * min(member.described["host_memory_bytes"] for member in group.members
+                              if member.described["node_id"] == node_id)
