@@ -34,7 +34,7 @@ OF_THE_RANKS_ALONE = ("recomputation", "bf16", "sharing a node", "images apart",
 """Situations that the reference run is not in: where parameters lie and recomputation change nothing, and bf16 is held
 against fp32.
 """
-OF_STEP_ALONE = ("sharing a node", "images apart", "images apart, sharing a node")
+OF_STEP_ALONE = ("sharing a node", "images apart, sharing a node")
 """Situations that there are not in sync=micro_batch."""
 
 

@@ -90,12 +90,16 @@ def make_pack(
     return RankPack(index, tuple(ranks), tuple(samples), tuple(ranks[member] for member in members), 1.0)
 
 
-def with_images_apart(plan: Plan, keeps: bool = True, pass_patches: int = 0) -> Plan:
-    """The same groups, with their images encoded apart from them, by all ranks in turn, the last
-    one first."""
-    ranks = cycle(reversed(range(plan.cluster.num_ranks)))
-    groups = tuple(replace(group, encoders=tuple(next(ranks) for _ in group.encoders)) for group in plan.groups)
-    return replace(plan, groups=groups, vision=VisionPlan("world", keeps, pass_patches))
+def with_images_apart(plan: Plan, keeps: bool = True, pass_patches: int = 0, num_passes: int = 2) -> Plan:
+    """The same groups, with their images encoded apart from them, by all ranks in turn, the last one first; with
+    sync=micro_batch in `num_passes` passes, in turn."""
+    lockstep = plan.sync == "micro_batch" and any(group.encoders for group in plan.groups)
+    ranks, passes = cycle(reversed(range(plan.cluster.num_ranks))), cycle(range(num_passes))
+    groups = tuple(replace(group, encoders=tuple(next(ranks) for _ in group.encoders),
+                           passes=tuple(next(passes) for _ in group.encoders) if lockstep else ())
+                   for group in plan.groups)
+    return replace(plan, groups=groups,
+                   vision=VisionPlan("world", keeps, pass_patches, num_passes if lockstep else 0))
 
 
 def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> ModelAdapter:

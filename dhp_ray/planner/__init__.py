@@ -92,8 +92,8 @@ def plan_batch(
     planner: a name of PLANNERS. sync: `step`, ranks meet once a step, or `micro_batch`, all meet in every micro-batch.
     pool: the process groups that exist already, least recently used first; they are used again where that makes the
     plan hardly longer.
-    encoder: `group`, images are encoded in the packs; `world`, apart from them where memory allows, by any rank (with
-    `sync=step`); `auto`: the shorter plan of the two.
+    encoder: `group`, images are encoded in the packs; `world`, apart from them where memory allows, by any rank;
+    `auto`: the shorter plan of the two.
 
     Raises:
         SequenceTooLongError: a sequence is beyond the whole cluster.
@@ -130,7 +130,7 @@ def plan_uniform(problem: Problem, layout: Layout) -> Plan:
 def _shortest(problem: Problem, planner: str) -> Plan:
     """The plan with images in the packs or apart from them; the former of two that take as long."""
     problem, plans = bounded(problem), list[Plan]()
-    if problem.encoder != "group" and len(problem.all_image_s) and problem.sync == "step":
+    if problem.encoder != "group" and len(problem.all_image_s):
         plans += _apart(problem, planner)
     if problem.encoder != "world" or not plans:
         plans.insert(0, _in_packs(problem, planner))
@@ -153,7 +153,8 @@ def _apart(problem: Problem, planner: str) -> list[Plan]:
     world = world_of(problem, schedule, times)
     if world is None:
         return []
-    return [_plan(problem, planner, groups_of(problem, schedule, times, world.encoder), world.makespan_s, world.vision)]
+    groups = groups_of(problem, schedule, times, world.encoder, world.passes)
+    return [_plan(problem, planner, groups, world.makespan_s, world.vision)]
 
 
 def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:

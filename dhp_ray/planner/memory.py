@@ -97,15 +97,6 @@ class MemoryModel:
         moment, terms = max(self.moments(load).items(), key=lambda item: sum(item[1].values()))
         return Memory(self.resident(), moment, terms)
 
-    def encoder_bytes(self, patches: int) -> float:
-        """What a rank needs to encode images of so many patches apart from packs, forward and backward, with their
-        features and the gradients of these."""
-        shape, load = self.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1)
-        found = [sum(terms.values()) for name, terms in self.moments(load).items() if name.startswith("vision")]
-        if self._trains["vision"]:  # before the backward pass
-            found.append(2 * self._c * shape.patch_dim * patches + self._kept("vision", patches))
-        return max(found) + 2 * self._c * shape.width * shape.feature_levels * patches / shape.merge_area
-
     def tokens_that_fit(self, memory_bytes: float) -> int:
         """Tokens of a pack that a device of so many bytes holds beside the resident state; 0: not even one."""
         low, high = 0, 1
@@ -164,6 +155,8 @@ class MemoryModel:
                     "inputs": inputs, "activations, vision": vision - self._merger_bytes() * load.patches,
                     "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
                     "gradient of the head": c * self._root if self._sharded and embedding else 0}
+        if trains_vision:
+            found["vision, end of forward"] = {"inputs": inputs, "activations, vision": vision}
         if shape.vision and not trains_vision:
             # without gradients: the rotation in fp32, or the MLP
             block = shape.vision[0]
@@ -179,9 +172,10 @@ class MemoryModel:
             found["language, forward"] = held | root | {
                 "activations, language": language * max(0, count - 2) / count,
                 "gathered: a layer": 3 * c * shape.language[0].num_parameters}
-            rest = 2 * c * shape.vision_rest if load.patches else 0
+            first = shape.vision_rest if load.patches else shape.language[0].num_parameters
             found["gathering"] = {"inputs": inputs, "gathered: embedding, head": 2 * c * self._root,
-                                  "gathered: rest of the encoder": rest}
+                                  "embeddings, features": 2 * c * shape.width * load.tokens + features,
+                                  "gathered: first unit": 2 * c * first}
             if embedding:
                 found["reduction of the embedding"] = {"gradients reduced": (4 + c) * self._root}
         if not self._sharded:

@@ -16,6 +16,9 @@ from typing import Any
 from dhp_ray.planner.checks import PlanError as PlanError
 from dhp_ray.planner.checks import check
 from dhp_ray.planner.cluster import ClusterSpec as ClusterSpec
+from dhp_ray.planner.encoder_checks import check_passes
+from dhp_ray.planner.vision_plan import IN_PACKS
+from dhp_ray.planner.vision_plan import VisionPlan as VisionPlan
 
 Grid = tuple[int, int, int]
 """Patches of one image or frame before the merger: (time, height, width)."""
@@ -38,26 +41,6 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class VisionPlan:
-    """Where the images of a batch are encoded.
-
-    `layout` group: each by a rank of the group that runs its sequence, inside the pack. world: by any rank, in a phase
-    before the packs; a phase after them runs the encoder's backward pass. `keeps`: activations are kept from the first
-    phase to the second, else the second computes them again, in passes of at most `pass_patches` patches or of one
-    larger image (0: all images of a rank in one pass).
-    """
-
-    layout: str = "group"
-    keeps: bool = True
-    pass_patches: int = 0
-
-    @property
-    def apart(self) -> bool:
-        """Whether images are encoded outside the packs."""
-        return self.layout != "group"
-
-
-@dataclass(frozen=True, slots=True)
 class Pack:
     """Sequences run together by one group; each is a row of the batch."""
 
@@ -69,7 +52,8 @@ class GroupPlan:
     """A pack and the ranks that run it, in ring order.
 
     `encoders` has one entry for every image of the pack (sequences in order, then their images in order): the rank
-    that encodes it, one of `ranks` unless `VisionPlan.apart`.
+    that encodes it, one of `ranks` unless `VisionPlan.apart`. `passes` has one as well where ranks run their passes in
+    lockstep (`VisionPlan.num_passes`): in which of its rank's passes it is.
     """
 
     ranks: tuple[int, ...]
@@ -78,6 +62,7 @@ class GroupPlan:
     predicted_memory_bytes: float = 0.0
     micro_batch: int = 0
     encoders: tuple[int, ...] = ()
+    passes: tuple[int, ...] = ()
 
     @property
     def degree(self) -> int:
@@ -95,6 +80,7 @@ class RankPack:
     encoders: tuple[int, ...]
     predicted_time_s: float
     micro_batch: int = 0
+    passes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +99,7 @@ class RankPlan:
     packs: tuple[RankPack, ...]
     encodes: tuple[bool, ...] = ()
     plan_id: str = ""
-    vision: VisionPlan = VisionPlan()
+    vision: VisionPlan = IN_PACKS
     encoded: tuple[RankPack, ...] = ()
 
     @property
@@ -136,7 +122,7 @@ class Plan:
     lower_bound_s: float  # no plan of this batch on this cluster takes less
     planning_time_s: float = 0.0
     inputs: dict[str, Any] = field(default_factory=dict, compare=False)
-    vision: VisionPlan = VisionPlan()
+    vision: VisionPlan = IN_PACKS
 
     @property
     def fixed_s(self) -> float:
@@ -167,7 +153,8 @@ class Plan:
         for index, group in enumerate(self.groups):
             samples = tuple([self.samples[row] for row in group.pack.sequences])
             pack = RankPack(
-                index, group.ranks, samples, group.encoders, group.predicted_time_s, place.get(group.micro_batch, 0)
+                index, group.ranks, samples, group.encoders, group.predicted_time_s, place.get(group.micro_batch, 0),
+                group.passes,
             )
             for rank in group.ranks:
                 packs[rank].append(pack)
@@ -183,6 +170,7 @@ class Plan:
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
         check(self)
+        check_passes(self)
 
     def to_json(self) -> dict[str, Any]:
         """The form of a plan file; `inputs` (when given, here with the samples) are what the plan replays from."""
@@ -203,6 +191,7 @@ class Plan:
                     "sequences": list(group.pack.sequences),
                     "predicted_time_s": group.predicted_time_s,
                     "encoders": list(group.encoders),
+                    **({"passes": list(group.passes)} if group.passes else {}),
                 }
                 for group in self.groups
             ],
@@ -228,6 +217,7 @@ class Plan:
                     group["micro_batch"],
                     tuple(group.get("encoders", ()) if "vision" in tree
                           else [group["ranks"][member] for member in group.get("encoders", ())]),
+                    tuple(group.get("passes", ())),
                 )
                 for group in tree["groups"]
             )

@@ -62,20 +62,23 @@ def making_s(problem: Problem, schedule: Schedule) -> float:
 
 
 def groups_of(
-    problem: Problem, schedule: Schedule, times: np.ndarray, encoder: np.ndarray | None = None
+    problem: Problem, schedule: Schedule, times: np.ndarray, encoder: np.ndarray | None = None,
+    passes: np.ndarray | None = None,
 ) -> tuple[GroupPlan, ...]:
-    """The groups of a plan; `encoder`: the rank of each image of the batch, where images are encoded apart from packs.
-    Without vision costs images are dealt out by their patches."""
+    """The groups of a plan; `encoder`: the rank of each image of the batch, where images are encoded apart from packs;
+    `passes`: its pass there, with sync=micro_batch. Without vision costs images are dealt out by their patches."""
     tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
     memory = problem.cost.resident(problem.sync) + problem.cost.memory_bytes_per_token * tokens / np.diff(
         schedule.first_rank
     )
     rows, ranks = schedule.rows.tolist(), schedule.ranks.tolist()
     row, rank = schedule.first_row.tolist(), schedule.first_rank.tolist()
-    encoders, image = ([], [0] * len(row))
+    encoders, in_pass, image = ([], [], [0] * len(row))
     if encoder is not None:
         by_row, first = gathered(encoder, problem.first_image, schedule.rows)
         encoders, image = by_row.tolist(), first[schedule.first_row].tolist()
+        if passes is not None:
+            in_pass = gathered(passes, problem.first_image, schedule.rows)[0].tolist()
     elif len(problem.all_image_s):
         encoders, image = (array.tolist() for array in _encoders(problem, schedule)[:2])
     return tuple(
@@ -87,6 +90,7 @@ def groups_of(
                 bytes_,
                 micro_batch,
                 tuple(encoders[image[group] : image[group + 1]]),
+                tuple(in_pass[image[group] : image[group + 1]]),
             )
             for group, (seconds, bytes_, micro_batch) in enumerate(
                 zip(times.tolist(), memory.tolist(), schedule.micro_batch.tolist())

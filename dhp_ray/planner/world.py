@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.encoder_memory import world_within_memory
-from dhp_ray.planner.encoder_timeline import EncodedImages, encoder_timeline
+from dhp_ray.planner.encoder_timeline import EncodedImages, Packs, timeline_of
+from dhp_ray.planner.lockstep_passes import lockstep_passes
 from dhp_ray.planner.plan import VisionPlan
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
@@ -20,10 +21,11 @@ from dhp_ray.planner.world_encoder import balanced_encoders
 
 
 class World(NamedTuple):
-    """`encoder`: the rank of each image of the batch, in order."""
+    """`encoder`: the rank of each image of the batch, in order; `passes`: its pass there, with sync=micro_batch."""
 
     vision: VisionPlan
     encoder: np.ndarray
+    passes: np.ndarray | None
     makespan_s: float
 
 
@@ -41,9 +43,14 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
     vision = world_within_memory(problem, schedule, images)
     if vision is None:
         return None
-    timeline = encoder_timeline(images, schedule.ranks, schedule.first_rank, times, problem.speeds, problem.cost,
-                                vision.keeps)
-    return World(vision, images.encoder, problem.cost.fixed_s + timeline.makespan_s)
+    packs, passes = Packs(schedule.ranks, schedule.first_rank, times, schedule.micro_batch), None
+    if problem.sync == "micro_batch":
+        kept = vision.keeps and problem.cost.vision_forward < 1.0  # then memory holds all of them in one pass
+        passes = lockstep_passes(images.seconds if images.seconds.any() else images.patches, images.patches,
+                                 images.encoder, len(problem.speeds), 0 if kept else vision.pass_patches)
+        vision = replace(vision, num_passes=int(passes.max()) + 1)
+    timeline = timeline_of(images, passes, packs, problem.speeds, problem.cost, vision.keeps)
+    return World(vision, images.encoder, passes, problem.cost.fixed_s + timeline.makespan_s)
 
 
 def _images(problem: Problem, schedule: Schedule) -> EncodedImages:

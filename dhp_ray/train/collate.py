@@ -62,6 +62,9 @@ class PackInputs:
     """Images that the whole pack encodes."""
     received_from: dict[int, int] = field(default_factory=dict)
     """Where images are encoded apart from the pack: how many feature rows come from each rank, in order."""
+    features: Tensor | None = None
+    """(K, F), of the received rows in their order, once they have been encoded apart from the pack: a leaf, which gets
+    a gradient where the encoder is trained."""
     dropout_keys: Tensor | None = None
     """(max(L, 1),) int32: from which dropout is drawn; None: nothing is dropped."""
     predicts: bool = False

@@ -4,6 +4,9 @@
     backward   gradients of my packs' rows -- exchange --> gradients of my features -> of the encoder
 
 Activations are kept between the two, or the second encodes again, pass by pass. Frozen, there is no second one.
+
+With sync=micro_batch all ranks run equally many passes, in both phases: the units of the encoder gather their
+parameters from all ranks, and reduce their gradients over them.
 """
 
 from __future__ import annotations
@@ -39,9 +42,11 @@ class EncoderPhases:
         self._receive_counts, self._rows_of = received_rows(received_from, device)
         self._encoded: list[Tensor] = []
         self._features: list[Tensor] = []
+        self._like = torch.empty(0)  # of the type and on the device of features
 
     def encode(self, link: Link) -> list[Tensor]:
-        """Features (K, F) of each pack of this rank, in order; their gradients are left in them for `backward`."""
+        """Features (K, F) of each pack of this rank, in order; `backward` takes the gradients that packs leave in them.
+        """
         for images in self._passes:
             with torch.set_grad_enabled(self._trains and self._keeps):
                 self._encoded.append(self._encode(images))
@@ -49,9 +54,10 @@ class EncoderPhases:
         mine = torch.cat([features.detach() for features in self._encoded]) if self._encoded else empty_features(
             self._adapter)
         received = send_rows(mine, self._send_index, self._receive_counts, link)
+        self._like = mine[:0].clone()
         del mine
         self._encoded = self._encoded if self._trains and self._keeps else []
-        self._features = [received[rows].requires_grad_(self._trains) for rows in self._rows_of]
+        self._features = [received[rows] for rows in self._rows_of]
         return self._features
 
     def backward(self, link: Link) -> None:
@@ -70,8 +76,7 @@ class EncoderPhases:
 
     def _received_gradient(self) -> Tensor:
         """Of all rows that came, in the order in which they came; lets the packs' features go."""
-        gradient = empty_features(self._adapter).new_zeros(
-            sum(self._receive_counts.values()), self._adapter.feature_width)
+        gradient = self._like.new_zeros(sum(self._receive_counts.values()), self._adapter.feature_width)
         for features, rows in zip(self._features, self._rows_of, strict=True):
             if features.grad is not None:
                 gradient.index_copy_(0, rows, features.grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +53,12 @@ class PhaseRun(NamedTuple):
     begin: Moment
     end: Moment
     link: Link
+    gathering_s: float = 0.0
+    """As of a pack."""
 
     def time(self, start: Moment) -> PackTime:
         """When it ran; waits until the device has run it."""
-        return PackTime(-1, self.begin.since_s(start), self.end.since_s(start), self.link.blocked_s)
+        return PackTime(-1, self.begin.since_s(start), self.end.since_s(start), self.link.blocked_s + self.gathering_s)
 
 
 @dataclass
@@ -154,20 +156,18 @@ class RankStep:
         rows = sum(len(index) for rank, index in inputs.vision.send_index.items() if rank != inputs.plan.rank)
         return rows * self.adapter.feature_width * COMPUTE_TYPES[inputs.precision].itemsize
 
-    def _loss(
-        self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link, features: Tensor | None
-    ) -> Tensor:
-        return pack_loss(self.adapter, inputs, link, features=features)
+    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
+        return pack_loss(self.adapter, inputs, link)
 
     def _run_pack(
         self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs], features: Tensor | None
     ) -> PackRun:
         self.engine.progress.stage = f"step {plan.step}, pack {pack.index}"
         self.engine.progress.mark("inputs")
-        inputs = next(feed)
+        inputs = replace(next(feed), features=features)
         link = self.transport.link(pack.ranks, pack.index)
         begin = Moment(self.device)
-        loss = self._loss(plan, pack, inputs, link, features)
+        loss = self._loss(plan, pack, inputs, link)
         if torch.is_grad_enabled():
             loss.backward()  # type: ignore[no-untyped-call]
         self.engine.end_pack()

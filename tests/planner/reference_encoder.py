@@ -15,7 +15,7 @@ batch: an image's is its place among the batch's images, a pack's is the first r
 
 
 def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float:
-    """Seconds of the step, with `sync=step`."""
+    """Seconds of the step."""
     cluster, ranks = plan.cluster, range(plan.cluster.num_ranks)
     factor = varied or (lambda kind, number: 1.0)
     batch = Batch([replace(sample, vision_grids=()) for sample in plan.samples], cluster, cost)
@@ -24,12 +24,13 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
         first_image.append(first_image[-1] + len(sample.vision_grids))
     free = dict.fromkeys(ranks, 0.0)
     busy = dict.fromkeys(ranks, 0.0)  # of encoding, at the ranks' own speeds
+    of_pass: dict[tuple[int, int], float] = {}  # the same by rank and pass, where ranks run these in lockstep
     meets = {rank: {rank} for rank in ranks}
     sent, received = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
     packs_s = []
     for group in plan.groups:
         encode_s = dict.fromkeys(group.ranks, 0.0)
-        encoders = iter(group.encoders)
+        encoders, passes = iter(group.encoders), iter(group.passes)
         for row in group.pack.sequences:
             sample = plan.samples[row]
             patches = sum(time * height * width for time, height, width in sample.vision_grids)
@@ -41,6 +42,8 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
                     encode_s[encoder] += seconds
                     continue
                 busy[encoder] += seconds
+                key = (encoder, next(passes, 0))
+                of_pass[key] = of_pass.get(key, 0.0) + seconds
                 rows = sample.vision_tokens * time * frame / patches / len(group.ranks)
                 for rank in group.ranks:
                     meets[rank].add(encoder)
@@ -52,6 +55,18 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
         packs_s.append(language_s + max(encode_s.values()))
     exchange_s = {rank: max(sent[rank], received[rank]) * cost.feature_bytes / cost.slowest_bytes_per_s
                   for rank in ranks}
+    share = 1.0 - cost.vision_forward + (0.0 if plan.vision.keeps or cost.vision_forward == 1.0
+                                         else cost.vision_forward)
+    if plan.sync == "micro_batch":
+        slowest = {group.micro_batch: 0.0 for group in plan.groups}
+        for group, seconds in zip(plan.groups, packs_s):
+            slowest[group.micro_batch] = max(slowest[group.micro_batch], seconds)
+        end = sum(slowest.values()) + plan.fixed_s * len(slowest)
+        if plan.vision.apart:
+            passes_s = sum(max(cost.encoder_gather_s, *(of_pass.get((rank, number), 0.0) for rank in ranks))
+                           for number in range(plan.vision.num_passes))
+            end += (cost.vision_forward + share) * passes_s + max(exchange_s.values()) * (1 + (share > 0))
+        return end
     if plan.vision.apart:
         encoded = {rank: cost.vision_forward * busy[rank] for rank in ranks}
         free = {rank: max(encoded[other] for other in meets[rank]) + exchange_s[rank] for rank in ranks}
@@ -59,7 +74,6 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
         end = max(free[rank] for rank in group.ranks) + seconds
         free |= dict.fromkeys(group.ranks, end)
     if plan.vision.apart and cost.vision_forward < 1.0:
-        share = 1.0 - cost.vision_forward + (0.0 if plan.vision.keeps else cost.vision_forward)
         free = {rank: max(free[other] for other in meets[rank]) + exchange_s[rank] + share * busy[rank]
                 for rank in ranks}
     return max(free.values()) + plan.fixed_s

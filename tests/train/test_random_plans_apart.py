@@ -1,0 +1,38 @@
+"""Any plan whose images any rank encodes, apart from the packs, ends with the right gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_processes as run_processes  # over both backends: conftest.py
+from tests.train.random_plans import World, check, random_plan
+
+APART = [World(num_ranks, sync, transport, recomputes, freeze, sharding, preset, "world")
+         for num_ranks, sync, transport, recomputes, freeze, sharding, preset in (
+    (5, "step", "pool", False, "", "whole", "tiny"), (3, "step", "parent", True, "", "node", "tiny"),
+    (2, "step", "pool", False, "vision", "whole", "tiny"), (3, "step", "pool", False, "language", "whole", "tiny"),
+    (1, "step", "pool", False, "", "whole", "tiny"), (5, "step", "parent", False, "", "node", "tiny"),
+    (3, "step", "pool", True, "language", "node", "tiny"), (5, "step", "parent", True, "vision", "node", "tiny"),
+    (5, "step", "pool", False, "", "whole", "tiny_qwen3_vl"), (3, "step", "parent", True, "", "node", "tiny_qwen3_vl"),
+    (5, "step", "pool", True, "", "whole", "tiny_internvl"),
+    (3, "step", "pool", False, "language", "node", "tiny_internvl"),
+    (3, "micro_batch", "pool", False, "", "whole", "tiny"), (5, "micro_batch", "parent", True, "", "whole", "tiny"),
+    (2, "micro_batch", "pool", True, "vision", "whole", "tiny"),
+    (3, "micro_batch", "parent", False, "language", "whole", "tiny"),
+    (1, "micro_batch", "pool", False, "", "whole", "tiny"),
+    (5, "micro_batch", "pool", True, "language", "whole", "tiny"),
+    (5, "micro_batch", "pool", False, "vision", "whole", "tiny"),
+    (3, "micro_batch", "pool", True, "", "whole", "tiny_qwen3_vl"),
+    (5, "micro_batch", "parent", False, "", "whole", "tiny_internvl"))]
+
+
+@pytest.mark.parametrize("world", [
+    world if number in (1, 8, 13) else pytest.param(world, marks=pytest.mark.slow)
+    for number, world in enumerate(APART)], ids=str)
+def test_random_plans_whose_images_any_rank_encodes(reference: Path, world: World) -> None:
+    first = 20_000 + 100 * APART.index(world)
+    plans = [random_plan(seed, world) for seed in range(first, first + 6)]
+    assert {plan.vision.keeps for plan in plans} == {True, False}
+    check(reference, world, plans)
