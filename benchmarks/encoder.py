@@ -29,7 +29,10 @@ from dhp_ray.config import CONF
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts, warm_up
+from dhp_ray.planner.image_parts import shares
 from dhp_ray.planner.plan import VisionPlan
+from dhp_ray.planner.split_images import exchange_s
+from dhp_ray.planner.vision_plan import encoding_ranks
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.vision_inputs import vision_inputs
 from tests.packs import Film, make_sample, rough_model
@@ -41,12 +44,15 @@ MERGE_AREA = 4  # patches of a token, in all models here
 
 
 def fullest(plan: Plan, cost: CostModel) -> float:
-    """Seconds of encoding of the fullest rank, over the mean or the largest image, whichever is more."""
+    """Seconds of encoding of the fullest rank, over the mean or the largest image or part, whichever is more."""
     loads, largest = np.zeros(plan.cluster.num_ranks), 0.0
     for group in plan.groups:
-        seconds = [image_s for row in group.pack.sequences for image_s in cost.image_s(plan.samples[row])]
-        np.add.at(loads, list(group.encoders), seconds)
-        largest = max([largest, *seconds])
+        images = [pair for row in group.pack.sequences
+                  for pair in zip(plan.samples[row].vision_grids, cost.image_s(plan.samples[row]))]
+        for (grid, image_s), ranks in zip(images, encoding_ranks(group.encoders, group.splits), strict=True):
+            seconds = [share * image_s + exchange_s(grid, len(ranks), cost) for share in shares(grid, len(ranks))]
+            np.add.at(loads, list(ranks), seconds)
+            largest = max([largest, *seconds])
     return float(loads.max() / max(loads.mean(), largest)) if largest else 1.0
 
 
@@ -100,7 +106,8 @@ def tiny_batch(seed: int, num_samples: int = 12) -> tuple[list[Sample], dict[str
 
 
 def rows(rank_counts: Sequence[int] = (8, 64), tiny_counts: Sequence[int] = (2, 3, 5)) -> Iterator[list[str]]:
-    """Sums over three batches; of the tiny model also what its ranks' inputs send."""
+    """Sums over three batches, of images that one rank each encodes; of the tiny model also what its ranks' inputs send.
+    """
     yield ["batch", "ranks", "rows", "elsewhere: group", "world", "sent in world"]
     adapter, cost = rough_model(), CostModel.load(CONF / "cost" / "cpu.yaml")
     for num_ranks in tiny_counts:
@@ -112,6 +119,7 @@ def rows(rank_counts: Sequence[int] = (8, 64), tiny_counts: Sequence[int] = (2, 
     for kind in KINDS:
         for num_ranks in rank_counts:
             cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
+            cost = replace(cost, image_piece_patches=0.0)
             plans = {layout: [plan_batch(batch(kind, 8 * num_ranks, seed), cluster, cost, encoder=layout)
                               for seed in range(3)] for layout in LAYOUTS}
             yield [kind, str(num_ranks), *elsewhere(plans), "-"]

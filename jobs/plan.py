@@ -202,6 +202,8 @@ def print_table(plan: Plan) -> None:
     if apart := apart_timeline(plan):
         kept = "kept" if plan.vision.keeps else "computed again"
         passes = f", {plan.vision.num_passes} passes on every rank" if plan.vision.num_passes else ""
+        num_split = sum(len(group.splits) for group in plan.groups)
+        passes += f", {num_split} of them by several ranks each" if num_split else ""
         print(f"images:          {num_images}, apart from the packs: {apart.encoded_s.max():.4f} s before them, "
               f"{(apart.end_s - apart.backward_s).max():.4f} s after, activations {kept}{passes}")
     elif num_images:

@@ -153,7 +153,7 @@ def _apart(problem: Problem, planner: str) -> list[Plan]:
     world = world_of(problem, schedule, times)
     if world is None:
         return []
-    groups = groups_of(problem, schedule, times, world.encoder, world.passes)
+    groups = groups_of(problem, schedule, times, world.images, world.passes)
     return [_plan(problem, planner, groups, world.makespan_s, world.vision)]
 
 

@@ -14,7 +14,7 @@ attention hides communication, a pack may hide more than its sequences do alone;
 (times alone still hold: what the other sequences of a pack hide they also compute).
 
 Where images may be encoded apart from the packs, a sequence's images take at least their time on all ranks together,
-and its largest one that on the fastest, before and after its own time in a pack.
+and its largest one, where it cannot be cut, that on the fastest, before and after its own time in a pack.
 
 With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long), with fixed_s for as
 many micro-batches as the tokens need.
@@ -82,8 +82,12 @@ def lower_bound_s(problem: Problem) -> float:
     micro_batches = 1
     if problem.sync == "micro_batch":
         micro_batches = -(-int(problem.items.tokens.sum()) // problem.cluster.max_tokens)
+    items = problem.items
+    if problem.encoder != "group" and problem.cost.image_piece_patches:  # several ranks may encode one image
+        items = items.copy()  # type: ignore[attr-defined]
+        items.image_s = 0.0
     return (
-        float(_bound(problem.items, limits_of(problem), float(problem.speeds.sum())))
+        float(_bound(items, limits_of(problem), float(problem.speeds.sum())))
         + problem.cost.fixed_s * micro_batches
     )
 

@@ -28,6 +28,10 @@ on their way. In memory, a pack then takes `pack_bytes + language_bytes_per_toke
 `encoder_bytes_per_patch` from its forward to its backward pass, beside `encoder_bytes` of a pass. With
 `sync=micro_batch` a pass takes at least `encoder_gather_s`: the encoder's parameters come, and its gradients go.
 
+Such an image may be encoded in parts by several ranks (`image_parts`), cut between pieces of `image_piece_patches` at
+most (0: not at all). Where its parts exchange, each pays `image_comm_bytes_per_patch` for the patches of the others and
+`image_latency_s` for each of them, and takes `image_part_bytes_per_patch` in memory.
+
 Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see;
 `overhead_s` holds latency and pack_s:
     time = language / (d v) + encode / v + max(0, transfer_s * sum s - overlap * attention / v) + overhead_s
@@ -121,6 +125,10 @@ class CostModel:
     memory_bytes_per_token: float = 0.0
     encoder_bytes_per_patch: float = 0.0
     encoder_bytes: float = 0.0
+    image_piece_patches: float = 0.0
+    image_comm_bytes_per_patch: float = 0.0
+    image_latency_s: float = 0.0
+    image_part_bytes_per_patch: float = 0.0
     language_bytes_per_token: float = 0.0
     pack_bytes: float = 0.0
     resident_bytes: float | dict[str, float] = 0.0
@@ -133,6 +141,8 @@ class CostModel:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
                      "group_s", "vision_quadratic_s", "vision_linear_s", "vision_forward", "feature_bytes",
                      "encoder_gather_s", "memory_bytes_per_token", "encoder_bytes_per_patch", "encoder_bytes",
+                     "image_piece_patches", "image_comm_bytes_per_patch", "image_latency_s",
+                     "image_part_bytes_per_patch",
                      "language_bytes_per_token", "pack_bytes"):
             object.__setattr__(self, name, constant(name, getattr(self, name)))
         if self.quadratic_s + self.linear_s == 0:

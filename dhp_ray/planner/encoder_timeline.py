@@ -5,7 +5,8 @@
 
 A rank begins its packs once every rank that it exchanges features with has encoded, and the rows have travelled; it
 begins the backward pass once every rank that it exchanges gradients with has run its packs. Two ranks exchange when one
-encodes an image of a pack that the other runs. Nothing is a barrier of all ranks.
+encodes an image of a pack that the other runs. Nothing is a barrier of all ranks. Parts of images that exchange come
+first, in one order on all ranks, each once all of its ranks are free.
 
 With sync=micro_batch everything is: ranks run equally many passes of the encoder, in lockstep, and each pass, exchange
 and micro-batch ends with the rank that takes longest.
@@ -21,19 +22,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.encoded_images import EncodedImages
 from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.list_schedule import list_schedule_from
-
-
-class EncodedImages(NamedTuple):
-    """Images of a batch, apart from their packs; arrays by image. `seconds` of one nominal rank, forward and backward;
-    `rows`: features; `encoder`: the rank that encodes it; `group`: the group that runs its sequence."""
-
-    seconds: np.ndarray
-    patches: np.ndarray
-    rows: np.ndarray
-    encoder: np.ndarray
-    group: np.ndarray
+from dhp_ray.planner.schedule import firsts_of
 
 
 class EncoderTimeline(NamedTuple):
@@ -79,16 +71,34 @@ def encoder_timeline(
     images: EncodedImages, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
 ) -> EncoderTimeline:
     """With sync=step."""
-    num_ranks = len(speeds)
-    busy_s = np.bincount(images.encoder, images.seconds, num_ranks) / speeds
-    forward_s, backward_s = _shares(cost, keeps)
-    encoded_s = forward_s * busy_s
-    exchange_s = _exchange_s(images, packs, num_ranks, cost)
+    forward, backward = _shares(cost, keeps)
+    busy_s, encoded_s = _encoding(images, speeds, forward, np.zeros(len(speeds)))
+    exchange_s = _exchange_s(images, packs, len(speeds), cost)
     ready_s = _meeting(images, packs, encoded_s) + exchange_s
     starts_s, ended_s = list_schedule_from(ready_s, packs.ranks, packs.first_rank, packs.times_s)
-    begin_s = _meeting(images, packs, ended_s) + exchange_s if backward_s else ended_s
-    return EncoderTimeline(encoded_s, ready_s, starts_s, ended_s, begin_s, begin_s + backward_s * busy_s, encoded_s,
-                           backward_s * busy_s)
+    begin_s = end_s = ended_s
+    if backward:
+        begin_s = _meeting(images, packs, ended_s) + exchange_s
+        end_s = _encoding(images, speeds, backward, begin_s)[1]
+    return EncoderTimeline(encoded_s, ready_s, starts_s, ended_s, begin_s, end_s, forward * busy_s, backward * busy_s)
+
+
+def _encoding(
+    images: EncodedImages, speeds: np.ndarray, share: float, begin_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds of all of each rank's images, when it is done with a share of them that it begins at `begin_s`)"""
+    seconds = images.seconds / speeds[images.encoder]
+    busy_s = np.bincount(images.encoder, seconds, len(speeds))
+    of_rings = images.ring >= 0
+    if not of_rings.any():
+        return busy_s, begin_s + share * busy_s
+    order = np.argsort(images.ring[of_rings], kind="stable")
+    ring, ranks, times_s = (array[of_rings][order] for array in (images.ring, images.encoder, seconds))
+    slowest_s = np.zeros(int(ring.max()) + 1)
+    np.maximum.at(slowest_s, ring, share * times_s)
+    free_s = list_schedule_from(begin_s, ranks, firsts_of(np.bincount(ring)), slowest_s)[1]
+    alone_s = np.bincount(images.encoder[~of_rings], seconds[~of_rings], len(speeds))
+    return busy_s, free_s + share * alone_s
 
 
 def lockstep_timeline(

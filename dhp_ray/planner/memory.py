@@ -150,7 +150,8 @@ class MemoryModel:
             "gradients reduced": self._gathered("language", 0, 1)}
         for block in shape.vision if trains_vision else ():
             pieces = load.patches // block.window if block.window else load.sequences
-            for name, terms in self._layer("vision", block, load.patches, pieces, 1):
+            degree = 1 if block.window else load.image_degree
+            for name, terms in self._layer("vision", block, load.patches, pieces, degree):
                 found[f"vision, {name}"] = root | terms | {
                     "inputs": inputs, "activations, vision": vision - self._merger_bytes() * load.patches,
                     "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
@@ -158,13 +159,14 @@ class MemoryModel:
         if trains_vision:
             found["vision, end of forward"] = {"inputs": inputs, "activations, vision": vision}
         if shape.vision and not trains_vision:
-            # without gradients: the rotation in fp32, or the MLP
+            # without gradients: the rotation in fp32, the ring over an image's parts, or the MLP
             block = shape.vision[0]
             wide = 8 if c < 4 else 0
-            rotation = (5 * c + 16 + wide) * block.width
+            rotation = (5 * c + 16 + wide if load.image_degree == 1 else 14 * c + 16) * block.width
             found["vision, forward"] = root | {
                 "inputs": inputs + 8 * block.head_width * load.patches,
                 "gathered: a layer": self._gathered("vision", 3, 0),
+                "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
                 "layer, forward": max(rotation, 3 * c * block.mlp_width + 2 * c * block.width) * load.patches}
         if self._sharded:
             # of the last layer but one: as it came, in its parameters' places, and the last one's
@@ -258,7 +260,7 @@ class MemoryModel:
         c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         here = c * queries + kernel * (queries + 2 * key_values)
-        if part == "vision":
+        if part == "vision" and degree == 1:
             return float(positions * here)
         here += 4 * queries + 8 * key_values
         # keys and values of two members, the sum that arrives, rows gathered for the kernel

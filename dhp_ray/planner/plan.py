@@ -16,12 +16,12 @@ from typing import Any
 from dhp_ray.planner.checks import PlanError as PlanError
 from dhp_ray.planner.checks import check
 from dhp_ray.planner.cluster import ClusterSpec as ClusterSpec
-from dhp_ray.planner.encoder_checks import check_passes
-from dhp_ray.planner.vision_plan import IN_PACKS
+from dhp_ray.planner.encoder_checks import check_passes, check_splits
+from dhp_ray.planner.image_parts import Grid as Grid
+from dhp_ray.planner.image_parts import exchanges
+from dhp_ray.planner.vision_plan import IN_PACKS, encoding_ranks
+from dhp_ray.planner.vision_plan import SplitImage as SplitImage
 from dhp_ray.planner.vision_plan import VisionPlan as VisionPlan
-
-Grid = tuple[int, int, int]
-"""Patches of one image or frame before the merger: (time, height, width)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class GroupPlan:
 
     `encoders` has one entry for every image of the pack (sequences in order, then their images in order): the rank
     that encodes it, one of `ranks` unless `VisionPlan.apart`. `passes` has one as well where ranks run their passes in
-    lockstep (`VisionPlan.num_passes`): in which of its rank's passes it is.
+    lockstep (`VisionPlan.num_passes`): in which of its rank's passes it is. `splits`: images that several ranks encode;
+    `encoders` and `passes` name the first.
     """
 
     ranks: tuple[int, ...]
@@ -63,6 +64,7 @@ class GroupPlan:
     micro_batch: int = 0
     encoders: tuple[int, ...] = ()
     passes: tuple[int, ...] = ()
+    splits: tuple[SplitImage, ...] = ()
 
     @property
     def degree(self) -> int:
@@ -81,6 +83,7 @@ class RankPack:
     predicted_time_s: float
     micro_batch: int = 0
     passes: tuple[int, ...] = ()
+    splits: tuple[SplitImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +133,16 @@ class Plan:
         return float(self.inputs.get("cost", {}).get("fixed_s", 0.0))
 
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Distinct groups of two and more ranks, in plan order."""
-        return tuple(dict.fromkeys(group.ranks for group in self.groups if group.degree > 1))
+        """Distinct groups of two and more ranks, in plan order: those of images in parts that exchange, then those of
+        packs."""
+        packs = (group.ranks for group in self.groups if group.degree > 1)
+        return tuple(dict.fromkeys((*(split.ranks for split in self.rings()), *packs)))
+
+    def rings(self) -> Iterator[SplitImage]:
+        """Images in parts that exchange, in plan order."""
+        for group in self.groups:
+            grids = [grid for row in group.pack.sequences if group.splits for grid in self.samples[row].vision_grids]
+            yield from (split for split in group.splits if exchanges(grids[split.image], len(split.ranks)))
 
     def degrees(self) -> dict[int, int]:
         """Number of packs of each degree."""
@@ -154,11 +165,12 @@ class Plan:
             samples = tuple([self.samples[row] for row in group.pack.sequences])
             pack = RankPack(
                 index, group.ranks, samples, group.encoders, group.predicted_time_s, place.get(group.micro_batch, 0),
-                group.passes,
+                group.passes, group.splits,
             )
             for rank in group.ranks:
                 packs[rank].append(pack)
-            for rank in dict.fromkeys(group.encoders) if self.vision.apart else ():
+            several = [rank for split in group.splits for rank in split.ranks]
+            for rank in dict.fromkeys((*group.encoders, *several)) if self.vision.apart else ():
                 encoded[rank].append(pack)
         process_groups, encodes = self.process_groups(), tuple(number in encoding for number in numbers)
         return [
@@ -171,6 +183,7 @@ class Plan:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
         check(self)
         check_passes(self)
+        check_splits(self)
 
     def to_json(self) -> dict[str, Any]:
         """The form of a plan file; `inputs` (when given, here with the samples) are what the plan replays from."""
@@ -192,6 +205,7 @@ class Plan:
                     "predicted_time_s": group.predicted_time_s,
                     "encoders": list(group.encoders),
                     **({"passes": list(group.passes)} if group.passes else {}),
+                    **({"splits": [asdict(split) for split in group.splits]} if group.splits else {}),
                 }
                 for group in self.groups
             ],
@@ -218,6 +232,8 @@ class Plan:
                     tuple(group.get("encoders", ()) if "vision" in tree
                           else [group["ranks"][member] for member in group.get("encoders", ())]),
                     tuple(group.get("passes", ())),
+                    tuple([SplitImage(split["image"], tuple(split["ranks"]), tuple(split["passes"]))
+                           for split in group.get("splits", ())]),
                 )
                 for group in tree["groups"]
             )
@@ -240,9 +256,9 @@ class Plan:
 
 
 def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
-    """For every sample of the pack, whether `rank` encodes each of its images."""
-    encoders = iter(pack.encoders)
-    return [tuple(next(encoders) == rank for _ in sample.vision_grids) for sample in pack.samples]
+    """For every sample of the pack, whether `rank` encodes each of its images, or a part of it."""
+    ranks = iter(encoding_ranks(pack.encoders, pack.splits))
+    return [tuple(rank in next(ranks) for _ in sample.vision_grids) for sample in pack.samples]
 
 
 def planned_samples(plan: RankPlan) -> Iterator[Sample]:

@@ -9,15 +9,18 @@ both               after the images are encoded, where that is apart from the pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.encoder_timeline import EncodedImages, EncoderTimeline, Packs, timeline_of
+from dhp_ray.planner.encoded_images import encoded_images
+from dhp_ray.planner.encoder_timeline import EncoderTimeline, Packs, timeline_of
 from dhp_ray.planner.plan import GroupPlan, Plan
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem, problem_of
-from dhp_ray.planner.schedule import firsts_of, flat
+from dhp_ray.planner.schedule import firsts_of, flat, gathered
+from dhp_ray.planner.vision_plan import encoding_ranks
 
 
 def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: float) -> tuple[list[float], float]:
@@ -70,21 +73,23 @@ def apart_timeline(plan: Plan) -> EncoderTimeline | None:
 
 def timeline_apart(plan: Plan, problem: Problem, times_s: np.ndarray) -> EncoderTimeline:
     """The same for groups that take so long, under the costs and on the ranks of `problem`."""
-    encoder, passes, group_of = np.zeros((3, len(problem.all_image_s)), dtype=np.int64)
-    for index, group in enumerate(plan.groups):
-        first = 0
-        for row in group.pack.sequences:
-            begin, end = problem.first_image[row : row + 2]
-            encoder[begin:end], group_of[begin:end] = group.encoders[first : first + end - begin], index
-            if group.passes:
-                passes[begin:end] = group.passes[first : first + end - begin]
-            first += end - begin
+    rows, pieces = flat([group.pack.sequences for group in plan.groups])
+    group_of_row = np.empty(len(rows), dtype=np.int64)
+    group_of_row[rows] = np.repeat(np.arange(len(pieces)), pieces)
+    numbers = gathered(np.arange(len(problem.all_image_s)), problem.first_image, rows)[0].tolist()  # in plan order
+    on_ranks, in_passes, splits = list[tuple[int, ...]](), list[tuple[int, ...]](), dict[int, int]()
+    for group in plan.groups:
+        splits |= {numbers[len(on_ranks) + split.image]: len(split.ranks) for split in group.splits}
+        on_ranks += encoding_ranks(group.encoders, group.splits)
+        if group.passes:
+            in_passes += encoding_ranks(group.passes, [replace(split, ranks=split.passes) for split in group.splits])
+    in_order = np.argsort(numbers)
+    images = encoded_images(problem, rows, group_of_row, splits)
+    images = images.on_ranks(flat([on_ranks[place] for place in in_order])[0])
+    passes = flat([in_passes[place] for place in in_order])[0] if plan.vision.num_passes else None
     ranks, degrees = flat([group.ranks for group in plan.groups])
-    images = EncodedImages(problem.all_image_s, problem.all_image_patches, problem.all_image_rows, encoder, group_of)
-    packs = Packs(ranks, firsts_of(degrees), times_s,
-                  np.array([group.micro_batch for group in plan.groups]))
-    return timeline_of(images, passes if plan.vision.num_passes else None, packs, problem.speeds, problem.cost,
-                       plan.vision.keeps)
+    packs = Packs(ranks, firsts_of(degrees), times_s, np.array([group.micro_batch for group in plan.groups]))
+    return timeline_of(images, passes, packs, problem.speeds, problem.cost, plan.vision.keeps)
 
 
 def idle_fraction(plan: Plan) -> float:

@@ -11,15 +11,17 @@ parameters from all ranks, and reduce their gradients over them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dhp_ray.comm.link import Link
+from dhp_ray.comm.progress import Moment
 from dhp_ray.comm.rows import return_rows, send_rows
 from dhp_ray.model.adapter import ModelAdapter, empty_features
+from dhp_ray.model.attention import PackContext
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.vision_inputs import EncoderPass, VisionInputs
 
@@ -28,14 +30,16 @@ class EncoderPhases:
     """Of one rank and step: `encode` before the packs, `backward` after them. Every rank that encodes for another, or
     that another encodes for, calls both.
 
-    `received_from`: for each pack of this rank, in order, the rows that come from each rank.
+    `received_from`: for each pack of this rank, in order, the rows that come from each rank. `link_of`: to the ranks of
+    an image whose parts exchange, with the place of its pack in the plan.
     """
 
     def __init__(
         self, adapter: ModelAdapter, engine: Engine, inputs: VisionInputs, keeps: bool,
         received_from: Sequence[Mapping[int, int]], device: torch.device,
+        link_of: Callable[[tuple[int, ...], int], Link],
     ) -> None:
-        self._adapter, self._engine, self._device = adapter, engine, device
+        self._adapter, self._engine, self._device, self._link_of = adapter, engine, device, link_of
         self._passes, self._keeps = inputs.passes, keeps
         self._trains = torch.is_grad_enabled() and adapter.trains("vision")
         self._send_index = {rank: rows.to(device, non_blocking=True) for rank, rows in inputs.send_index.items()}
@@ -43,6 +47,7 @@ class EncoderPhases:
         self._encoded: list[Tensor] = []
         self._features: list[Tensor] = []
         self._like = torch.empty(0)  # of the type and on the device of features
+        self._links: list[Link] = []
 
     def encode(self, link: Link) -> list[Tensor]:
         """Features (K, F) of each pack of this rank, in order; `backward` takes the gradients that packs leave in them.
@@ -74,6 +79,10 @@ class EncoderPhases:
             self._engine.end_pack()
         self._encoded = []
 
+    def taken_waits(self) -> list[tuple[Moment, Moment]]:
+        """Begin and end of every wait for the ranks of images in parts, since the last call."""
+        return [wait for link in self._links for wait in link.taken_waits()]
+
     def _received_gradient(self) -> Tensor:
         """Of all rows that came, in the order in which they came; lets the packs' features go."""
         gradient = self._like.new_zeros(sum(self._receive_counts.values()), self._adapter.feature_width)
@@ -85,7 +94,15 @@ class EncoderPhases:
 
     def _encode(self, images: EncoderPass) -> Tensor:
         there = images if self._device.type == "cpu" else images.to(self._device)
-        return self._adapter.encode(there.pixels, there.encoder)
+        return self._adapter.encode(there.pixels, there.encoder, self._context(there))
+
+    def _context(self, images: EncoderPass) -> PackContext | None:
+        """Of a part of an image that exchanges. Every other part runs the same layers, so that there is a backward pass
+        of an exchange on all of its ranks or on none, by what is trained before it."""
+        if (ring := images.ring) is None:
+            return None
+        self._links.append(self._link_of(ring.ranks, ring.pack_index))
+        return PackContext(ring.layout, self._links[-1], False, ring.segments)
 
 
 def received_rows(

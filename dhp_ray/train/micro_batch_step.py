@@ -22,6 +22,7 @@ from torch import Tensor
 from dhp_ray.comm.link import Link
 from dhp_ray.planner.plan import RankPack, RankPlan
 from dhp_ray.train.collate import PackInputs
+from dhp_ray.train.encoder_phases import EncoderPhases
 from dhp_ray.train.rank_step import PackRun, PhaseRun, RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import StepInputs
@@ -35,10 +36,12 @@ class MicroBatchStep(RankStep):
     def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
         return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
 
-    def _phase(self, inputs: StepInputs, name: str, call: Callable[[Link], Any]) -> tuple[Any, PhaseRun]:
+    def _phase(
+        self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[Link], Any]
+    ) -> tuple[Any, PhaseRun]:
         self.engine.before_encoding()
         before = self.engine.blocked_s
-        found, run = super()._phase(inputs, name, call)
+        found, run = super()._phase(inputs, name, phases, call)
         return found, run._replace(gathering_s=self.engine.blocked_s - before)
 
     def _run_pack(

@@ -3,7 +3,7 @@
 Both sides know the order of rows from the plan and the token ids alone, so nothing is negotiated:
 
     encoder     pass by pass; in each, images of the packs in `RankPlan.encoded`, in plan order: their rows are numbered
-                as they come
+                as they come; those of a part of an image in the part's order
     to a rank   the rows that its shards of these packs hold, pack by pack, in the shard's order
     from ranks  in ascending order; of each, pack by pack, in the shard's order
 """
@@ -11,7 +11,7 @@ Both sides know the order of rows from the plan and the token ids alone, so noth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -21,27 +21,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp_ray.model.adapter import EncoderArguments, ModelAdapter
+from dhp_ray.model.adapter import EncoderArguments, ImagePart, ModelAdapter
+from dhp_ray.model.attention import segments_of
+from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import PackLayout
-from dhp_ray.planner.plan import Grid, RankPlan, encoded_images
+from dhp_ray.planner.image_parts import cut_in_time, exchanges
+from dhp_ray.planner.plan import Grid, RankPack, RankPlan
+from dhp_ray.planner.vision_plan import encoding_ranks
 from dhp_ray.train.collate import joined, mapped
-from dhp_ray.train.payload import Payload, check_payload, image_tokens
+from dhp_ray.train.payload import Payload, check_payload, image_tokens, tokens_of_parts
 
 Pixels = list[np.ndarray | Tensor | None]
 
 
 @dataclass(kw_only=True)
+class Ring:
+    """The ranks of an image whose parts exchange, and its pack's place in the plan; where its patches lie among them,
+    and what those of this rank see of each other's."""
+
+    ranks: tuple[int, ...]
+    pack_index: int
+    layout: PackLayout
+    segments: tuple[Segments, ...]
+
+
+@dataclass(kw_only=True)
 class EncoderPass:
     """Images that are encoded together: `pixels` (P, patch_dim), what the encoder takes from their grids, and the rows
-    of features that they make."""
+    of features that they make. Or a part of one image, which exchanges with its other parts over a `ring`."""
 
     pixels: Tensor
     grids: tuple[Grid, ...]
     encoder: EncoderArguments
     num_rows: int
+    ring: Ring | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> EncoderPass:
-        return replace(self, pixels=change(self.pixels), encoder=mapped(self.encoder, change))
+        ring = self.ring and replace(self.ring, segments=tuple(found.map(change) for found in self.ring.segments))
+        return replace(self, pixels=change(self.pixels), encoder=mapped(self.encoder, change), ring=ring)
 
     def to(self, device: torch.device) -> EncoderPass:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -60,45 +77,67 @@ class VisionInputs:
 
 
 class PlannedImage(NamedTuple):
-    """An image that a rank encodes: image `image` of sample `sample` of pack `pack` of `RankPlan.encoded`, in pass
-    `number` of the rank."""
+    """An image, or part `part` of `num_parts`, that a rank encodes: image `image` of sample `sample` of pack `pack` of
+    `RankPlan.encoded`, in pass `number` of the rank. `ring`: the ranks of its parts, where they exchange."""
 
     pack: int
     sample: int
     image: int
     grid: Grid
     number: int
+    part: int = 0
+    num_parts: int = 1
+    ring: tuple[int, ...] = ()
+
+    @property
+    def own_grid(self) -> Grid:
+        """Of a part in time, which is encoded as an image of its own."""
+        return self.grid if self.ring else cut_in_time(self.grid, self.num_parts)[self.part]
 
 
 class ReadyImage(NamedTuple):
-    """`pixels[image]` becomes rows of its pass's pixels. `places`: of its tokens in its pack."""
+    """`pixels[planned.image]` becomes rows of its pass's pixels. `places`: of the tokens, in their pack, that its rows
+    of features are, in their order; `part`: of an image whose parts exchange."""
 
+    planned: PlannedImage
     pixels: Pixels
-    image: int
-    grid: Grid
-    pack: int
     places: Tensor
+    part: ImagePart | None
 
 
 def planned_images(plan: RankPlan) -> list[PlannedImage]:
     """What `plan.rank` encodes apart from the packs, in plan order.
 
-    Passes are those of the plan where it names them (ranks run them in lockstep); else they are filled in turn, with at
-    most `VisionPlan.pass_patches` patches or one larger image.
+    Passes are those of the plan where it names them (ranks run them in lockstep). Else parts that exchange come first,
+    each in a pass of its own, in plan order; behind them passes are filled in turn, with at most
+    `VisionPlan.pass_patches` patches or one larger image.
     """
-    found: list[PlannedImage] = []
-    number = filled = 0
-    for pack_number, pack in enumerate(plan.encoded):
-        passes = iter(pack.passes or (-1,) * len(pack.encoders))
-        for row, (sample, here) in enumerate(zip(pack.samples, encoded_images(pack, plan.rank))):
-            for image, (grid, needed, given) in enumerate(zip(sample.vision_grids, here, passes)):
-                if not needed:
-                    continue
-                if filled and 0 < plan.vision.pass_patches < filled + prod(grid):
-                    number, filled = number + 1, 0
-                filled += prod(grid)
-                found.append(PlannedImage(pack_number, row, image, grid, number if given < 0 else given))
-    return found
+    found = [image for number, pack in enumerate(plan.encoded) for image in _images_of(plan, number, pack)]
+    if plan.vision.num_passes:
+        return found
+    rings = [place for place, image in enumerate(found) if image.ring]
+    numbers, number, filled = {place: number for number, place in enumerate(rings)}, len(rings), 0
+    for place, image in enumerate(found):
+        if not image.ring:
+            if filled and 0 < plan.vision.pass_patches < filled + prod(image.own_grid):
+                number, filled = number + 1, 0
+            filled += prod(image.own_grid)
+            numbers[place] = number
+    return [image._replace(number=numbers[place]) for place, image in enumerate(found)]
+
+
+def _images_of(plan: RankPlan, number: int, pack: RankPack) -> Iterator[PlannedImage]:
+    """`planned_images` of a pack, in the passes of the plan."""
+    ranks_of = encoding_ranks(pack.encoders, pack.splits)
+    passes_of = encoding_ranks(pack.passes or (0,) * len(pack.encoders),
+                               [replace(split, ranks=split.passes or (0,) * len(split.ranks)) for split in pack.splits])
+    images = [(row, image, grid) for row, sample in enumerate(pack.samples)
+              for image, grid in enumerate(sample.vision_grids)]
+    for (row, image, grid), ranks, passes in zip(images, ranks_of, passes_of, strict=True):
+        if plan.rank in ranks:
+            part = ranks.index(plan.rank)
+            yield PlannedImage(number, row, image, grid, passes[part], part, len(ranks),
+                               ranks if exchanges(grid, len(ranks)) else ())
 
 
 def vision_inputs(
@@ -108,8 +147,9 @@ def vision_inputs(
     """What `plan.rank` encodes of `plan.encoded`, on the CPU.
 
     `payload_of` is asked for each sample with an image that the rank encodes, by id, in plan order. Pixels of a payload
-    become rows of their pass's as soon as all images of the pass have come. A pass without an image that can be used is
-    left out, or, where ranks run them in lockstep, has a smallest image whose features nobody takes.
+    become rows of their pass's as soon as all images of the pass have come; of an image that several ranks encode,
+    those of this rank's part. A pass without an image that can be used is left out, or, where ranks run them in
+    lockstep, has a smallest image whose features nobody takes.
 
     Raises:
         ValueError: one line that names the sample whose payload is not what was planned.
@@ -120,20 +160,14 @@ def vision_inputs(
     passes: dict[int, EncoderPass] = {}
     for (pack_number, row), of_sample in groupby(planned, lambda image: (image.pack, image.sample)):
         pack, images = plan.encoded[pack_number], list(of_sample)
-        payload, places = payload_of(pack.samples[row].id), list[Tensor]()
-        if not payload.masked:
-            needed = {image.image for image in images}
-            check_payload(pack.samples[row], payload, adapter,
-                          tuple(image in needed for image in range(len(pack.samples[row].vision_grids))))
-            start = sum(sample.num_tokens for sample in pack.samples[:row])
-            places = [start + tokens for tokens in image_tokens(payload, adapter)]
+        payload = payload_of(pack.samples[row].id)
+        come = [] if payload.masked else _ready(pack, payload, images, adapter)
         for image in images:
-            come = ready.setdefault(image.number, [])
-            if places:
-                come.append(ReadyImage(payload.pixels, image.image, image.grid, pack_number, places[image.image]))
+            of_pass = ready.setdefault(image.number, [])
+            of_pass += [found for found in come if found.planned is image]
             missing[image.number] -= 1
-            if come and not missing[image.number]:
-                passes[image.number] = _whole(come, adapter, pixel_type, pinned)
+            if of_pass and not missing[image.number]:
+                passes[image.number] = _whole(pack, of_pass, adapter, pixel_type, pinned)
     for number in range(plan.vision.num_passes):
         if number not in passes:
             passes[number] = _tiny(adapter, pixel_type)
@@ -141,17 +175,44 @@ def vision_inputs(
                         send_index=_send_index(plan, [ready[number] for number in sorted(passes)], adapter))
 
 
+def _ready(
+    pack: RankPack, payload: Payload, images: Sequence[PlannedImage], adapter: ModelAdapter
+) -> list[ReadyImage]:
+    """The images or parts of a sample that this rank encodes; of a part, its patches alone are left in the payload."""
+    row = images[0].sample
+    sample, start = pack.samples[row], sum(other.num_tokens for other in pack.samples[:row])
+    parts = {image.image: adapter.image_parts(image.grid, image.num_parts)[image.part] if image.ring else None
+             for image in images}
+    tokens = {image.image: part.tokens if (part := parts[image.image]) else
+              tokens_of_parts(image.grid, image.num_parts, adapter)[image.part] for image in images}
+    # where a payload is collated once more, its parts have been cut out
+    whole = {image.image for image in images if image.num_parts == 1 or (pixels := payload.pixels[image.image]) is None
+             or len(pixels) != len(tokens[image.image]) * adapter.merge_area}
+    check_payload(sample, payload, adapter, tuple(image in whole for image in range(len(sample.vision_grids))))
+    for image in images:
+        if image.num_parts > 1 and image.image in whole:
+            patches = (tokens[image.image][:, None] * adapter.merge_area + torch.arange(adapter.merge_area)).flatten()
+            payload.pixels[image.image] = torch.as_tensor(payload.pixels[image.image])[patches]
+    places = image_tokens(payload, adapter)
+    return [ReadyImage(image, payload.pixels, start + places[image.image][tokens[image.image]], parts[image.image])
+            for image in images]
+
+
 def _whole(
-    images: Sequence[ReadyImage], adapter: ModelAdapter, pixel_type: torch.dtype, pinned: bool
+    pack: RankPack, images: Sequence[ReadyImage], adapter: ModelAdapter, pixel_type: torch.dtype, pinned: bool
 ) -> EncoderPass:
-    """A pass; the images' pixels are rows of its own from now on."""
-    patches = [image.pixels[image.image] for image in images]
-    grids = tuple(image.grid for image in images)
+    """A pass; the images' pixels are rows of its own from now on. A part that exchanges is of `pack`."""
+    patches = [image.pixels[image.planned.image] for image in images]
     whole = joined(cast("list[np.ndarray | Tensor]", patches), adapter.patch_dim, pixel_type, pinned)
-    for image, rows in zip(images, whole.split([prod(grid) for grid in grids])):
-        image.pixels[image.image] = rows
-    return EncoderPass(pixels=whole, grids=grids, encoder=adapter.encoder_arguments(grids),
-                       num_rows=sum(prod(grid) // adapter.merge_area for grid in grids))
+    sizes = [len(image.places) for image in images]
+    for image, rows in zip(images, whole.split([size * adapter.merge_area for size in sizes])):
+        image.pixels[image.planned.image] = rows
+    grids, planned, part = tuple(image.planned.own_grid for image in images), images[0].planned, images[0].part
+    if part is None:
+        return EncoderPass(pixels=whole, grids=grids, encoder=adapter.encoder_arguments(grids), num_rows=sum(sizes))
+    return EncoderPass(pixels=whole, grids=grids, encoder=part.arguments, num_rows=sum(sizes), ring=Ring(
+        ranks=planned.ring, pack_index=pack.index, layout=part.layout,
+        segments=segments_of(part.layout, planned.part)))
 
 
 def _tiny(adapter: ModelAdapter, pixel_type: torch.dtype) -> EncoderPass:
@@ -169,7 +230,7 @@ def _send_index(
     num_rows = 0
     for images in passes:
         for image in images:
-            row_of[image.pack][image.places] = torch.arange(num_rows, num_rows + len(image.places))
+            row_of[image.planned.pack][image.places] = torch.arange(num_rows, num_rows + len(image.places))
             num_rows += len(image.places)
         num_rows += 0 if images else prod(adapter.smallest_grid) // adapter.merge_area
     send: dict[int, list[Tensor]] = {}

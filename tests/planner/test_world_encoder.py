@@ -103,6 +103,18 @@ def test_a_plan_file_that_names_encoders_by_their_places_is_read():
     assert replay(tree).groups == plan.groups
 
 
+def test_a_plan_file_of_before_passes_and_parts_is_read():
+    plan = plan_batch(MIXED, ClusterSpec(4, 2, 200), ALONE, encoder="world")
+    tree = json.loads(json.dumps(plan.to_json()))
+    assert tree["vision"].pop("num_passes") == 0
+    assert not any({"passes", "splits"} & group.keys() for group in tree["groups"])
+    for name in list(tree["inputs"]["cost"]):
+        if name.startswith("image_") or name in ("encoder_gather_s", "encoder_bytes"):
+            assert tree["inputs"]["cost"].pop(name) == 0.0
+    assert Plan.from_json(tree).vision == plan.vision
+    assert (replay(tree).groups, replay(tree).vision) == (plan.groups, plan.vision)
+
+
 def test_where_there_is_nothing_to_encode_apart():
     text = [Sample(str(index), 50) for index in range(6)]
     plan = plan_batch(text, ClusterSpec(4, 2, 200), ALONE, encoder="world")

@@ -14,12 +14,13 @@ import torch
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
+from dhp_ray.planner.image_parts import most_parts
 from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import collated
-from tests.packs import PATCH_DIMS, Film, make_sample, own_payloads, relative_errors
+from tests.packs import PATCH_DIMS, Film, make_sample, own_payloads, relative_errors, with_splits
 from tests.ranks import run_processes
 from tests.train.networks import whole
 
@@ -31,7 +32,8 @@ PARTS: dict[str, list[int | Grid | Film]] = {
     "images": [9, (1, 4, 6), 40, (1, 4, 4), 2, (1, 8, 6), 5], "picture": [(1, 8, 8), 12], "first": [(1, 2, 2), 1],
     "clip": [(2, 4, 6), 3], "wide": [4, (1, 2, 20), 60],
     "film": [5, Film(0.5, ((2, 4, 4), (2, 4, 4), (1, 4, 4))), 30, (1, 4, 8), 9],
-    "reel": [8, Film(1.5, ((3, 4, 6),)), 20], "masked": [50], "unseen": [10, (1, 4, 4), 10],
+    "reel": [8, Film(1.5, ((3, 4, 6),)), 20], "poster": [3, (1, 12, 20), 9, (1, 4, 4)],
+    "screen": [5, Film(1.0, ((2, 8, 20),)), 4], "masked": [50], "unseen": [10, (1, 4, 4), 10],
 }
 FIRST_LABEL = {"masked": 50, "unseen": 26}
 SAMPLES = {preset: [make_sample(name, parts, FIRST_LABEL.get(name), preset) for name, parts in PARTS.items()]
@@ -50,12 +52,13 @@ class World:
     sharding: str = "whole"
     preset: str = "tiny"
     encoder: str = "group"
+    splits: bool = False
 
     def __str__(self) -> str:
         frozen = f"-{self.freeze}_frozen" * bool(self.freeze)
         mode = self.sync if self.sharding == "whole" else self.sharding
         family = f"-{self.preset}" * (self.preset != "tiny")
-        apart = f"-{self.encoder}" * (self.encoder != "group")
+        apart = f"-{self.encoder}" * (self.encoder != "group") + "-split" * self.splits
         return f"{self.num_ranks}-{mode}-{self.transport}{'-recomputed' * self.recomputes}{frozen}{family}{apart}"
 
     @property
@@ -70,6 +73,8 @@ def random_plan(seed: int, world: World) -> Plan:
     places = [int(place) for place in random.permutation(len(known))]
     if seed % 5 == 0:  # some batches have no image at all
         places = [place for place in places if not known[place].vision_grids]
+    if world.splits:  # those with a large image come first
+        places.sort(key=lambda place: known[place].id not in ("poster", "screen"))
     samples: list[Sample] = []
     groups: list[GroupPlan] = []
     micro_batch, busy = 0, set[int]()
@@ -100,8 +105,23 @@ def random_plan(seed: int, world: World) -> Plan:
         if lockstep:
             plan = replace(plan, groups=tuple(replace(group, passes=tuple(
                 random.integers(0, plan.vision.num_passes, len(group.encoders)).tolist())) for group in groups))
+    if world.splits:
+        plan = with_splits(plan, random_splits(plan, world, random))
     plan.validate()
     return plan
+
+
+def random_splits(plan: Plan, world: World, random: np.random.Generator) -> dict[int, tuple[int, ...]]:
+    """Half of the images that can be cut, on any ranks: in time, or where the family can, by their tokens too."""
+    found = {}
+    grids = [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
+    for image, grid in enumerate(grids if plan.vision.apart else ()):
+        piece = {"tiny": 4 * 4 * 4, "tiny_qwen3_vl": 4, "tiny_internvl": 4 * 4}[world.preset]
+        most = min(world.num_ranks, most_parts(grid, piece))
+        if most > 1 and random.random() < 0.5:
+            ranks = random.permutation(world.num_ranks)[:random.integers(2, most + 1)]
+            found[image] = tuple(int(rank) for rank in ranks)
+    return found
 
 
 def check(reference: Path, world: World, plans: Sequence[Plan], *settings: str) -> list[dict[str, int]]:

@@ -41,7 +41,7 @@ def phases_of(
     inputs = collated(plan, dict(zip(PARTS, payloads)), adapter)
     assert inputs.vision is not None
     return EncoderPhases(adapter, cast(Any, engine), inputs.vision, keeps,
-                         [own.received_from for own in inputs.inputs], CPU)
+                         [own.received_from for own in inputs.inputs], CPU, lambda ranks, index: Link(ranks, 0, None))
 
 
 def test_rows_come_rank_by_rank_and_pack_by_pack() -> None:

@@ -31,6 +31,9 @@ WORLDS += [World(num_ranks, sync, "pool", True, freeze, sharding, preset, "world
            for num_ranks, sync, freeze, sharding, preset in (
     (3, "step", "", "whole", "tiny"), (3, "micro_batch", "", "whole", "tiny_internvl"), (5, "step", "", "node", "tiny"),
     (3, "micro_batch", "language", "whole", "tiny"), (3, "step", "vision", "whole", "tiny_qwen3_vl"))]
+WORLDS += [World(num_ranks, sync, "parent", recomputes, "", "whole", preset, "world", True)
+           for num_ranks, sync, recomputes, preset in (
+    (3, "step", True, "tiny_qwen3_vl"), (5, "micro_batch", False, "tiny_qwen3_vl"), (5, "step", False, "tiny"))]
 RATE = 0.2
 DROPPING = [World(3, "step", "pool", True, "vision", "whole", preset) for preset in PATCH_DIMS]
 DROPPING += [World(5, "step", "pool", False, "vision"), World(5, "step", "pool", True, "vision", "node"),

@@ -28,6 +28,18 @@ APART = [World(num_ranks, sync, transport, recomputes, freeze, sharding, preset,
     (5, "micro_batch", "parent", False, "", "whole", "tiny_internvl"))]
 
 
+SPLIT = [World(num_ranks, sync, transport, recomputes, freeze, sharding, preset, "world", True)
+         for num_ranks, sync, transport, recomputes, freeze, sharding, preset in (
+    (3, "step", "pool", True, "", "whole", "tiny"), (5, "step", "parent", False, "", "node", "tiny"),
+    (2, "step", "pool", False, "language", "whole", "tiny"), (5, "step", "pool", False, "vision", "whole", "tiny"),
+    (5, "step", "pool", False, "", "whole", "tiny_qwen3_vl"), (3, "step", "parent", True, "", "node", "tiny_internvl"),
+    (3, "micro_batch", "pool", False, "", "whole", "tiny"), (5, "micro_batch", "parent", True, "", "whole", "tiny"),
+    (2, "micro_batch", "pool", True, "vision", "whole", "tiny"),
+    (5, "micro_batch", "pool", False, "language", "whole", "tiny"),
+    (3, "micro_batch", "parent", True, "", "whole", "tiny_qwen3_vl"),
+    (5, "micro_batch", "pool", False, "", "whole", "tiny_internvl"))]
+
+
 @pytest.mark.parametrize("world", [
     world if number in (1, 8, 13) else pytest.param(world, marks=pytest.mark.slow)
     for number, world in enumerate(APART)], ids=str)
@@ -35,4 +47,15 @@ def test_random_plans_whose_images_any_rank_encodes(reference: Path, world: Worl
     first = 20_000 + 100 * APART.index(world)
     plans = [random_plan(seed, world) for seed in range(first, first + 6)]
     assert {plan.vision.keeps for plan in plans} == {True, False}
+    check(reference, world, plans)
+
+
+@pytest.mark.parametrize("world", [
+    world if number in (0, 6) else pytest.param(world, marks=pytest.mark.slow)
+    for number, world in enumerate(SPLIT)], ids=str)
+def test_random_plans_whose_images_several_ranks_encode(reference: Path, world: World) -> None:
+    first = 30_000 + 100 * SPLIT.index(world)
+    plans = [random_plan(seed, world) for seed in range(first, first + 6)]
+    assert any(group.splits for plan in plans for group in plan.groups)
+    assert world.preset == "tiny_internvl" or any(list(plan.rings()) for plan in plans)
     check(reference, world, plans)

@@ -23,7 +23,7 @@ from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import collated
-from tests.packs import Film, rough_model, with_images_apart
+from tests.packs import Film, rough_model, with_images_apart, with_splits
 from tests.ranks import run_ranks
 from tests.train.test_sharded_engine import Groups, make_plan, payloads_of, settings
 
@@ -92,6 +92,8 @@ def test_nor_does_one_that_encodes_images_apart_from_its_packs(
 ) -> None:
     plan, payloads = make_plan(3, LAYOUT, masked=("2.1",), sync=sync)
     plan = with_images_apart(plan, keeps, pass_patches=40 if sync == "step" else 0)
+    plan = with_splits(plan, {3: (2, 0), 1: (1, 2)})
+    assert [split.ranks for split in plan.rings()] == [(2, 0)]
     assert any(encoder not in group.ranks for group in plan.groups for encoder in group.encoders)
     found = run_ranks(reads_of, 3, sync, transport, freeze, recomputes, plan, payloads)
     for reads, in_all, result, _ in found:
