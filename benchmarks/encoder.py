@@ -106,7 +106,7 @@ def tiny_batch(seed: int, num_samples: int = 12) -> tuple[list[Sample], dict[str
 
 
 def rows(rank_counts: Sequence[int] = (8, 64), tiny_counts: Sequence[int] = (2, 3, 5)) -> Iterator[list[str]]:
-    """Sums over three batches, of images that one rank each encodes; of the tiny model also what its ranks' inputs send.
+    """Sums over three batches, of images that one rank each encodes; of the tiny model also what its inputs send.
     """
     yield ["batch", "ranks", "rows", "elsewhere: group", "world", "sent in world"]
     adapter, cost = rough_model(), CostModel.load(CONF / "cost" / "cpu.yaml")
