@@ -16,7 +16,7 @@ import ray
 from benchmarks.cases import LOSS_TOLERANCE, SYNCS
 from tests.integration.jobs import losses, train
 
-NUM_WORKERS, NUM_STEPS = 3, 10
+NUM_WORKERS, NUM_STEPS, PATIENCE_S = 3, 10, 900.0
 SETTINGS = ("data.max_pixels=40000", "planner.max_sequence_tokens=768", "planner.tokens_per_rank=768",
             "train.adam_eps=1e-6", "train.learning_rate=1e-3", "batch.global_samples=6", "cluster.cpus_per_worker=0.2",
             "checkpoint.every_steps=0", f"run.steps={NUM_STEPS}", "seed=3")
@@ -46,6 +46,7 @@ class Series:
 
 def series_on_a_cluster(overrides: Sequence[str], folder: Path, syncs: Sequence[str]) -> Iterator[Series]:
     """`job_series` on a Ray cluster of this machine's own."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init("local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     try:
@@ -59,11 +60,12 @@ def job_series(overrides: Sequence[str], folder: Path, syncs: Sequence[str]) -> 
     """Of runs in folders below `folder`, on the cluster that RAY_ADDRESS names."""
     common = [*overrides, *SETTINGS]
     alone = folder / "alone"
-    train(alone, *common, "cluster.num_workers=1", "planner.name=static", "planner.encoder=group")
+    train(alone, *common, "cluster.num_workers=1", "planner.name=static", "planner.encoder=group",
+          timeout_s=PATIENCE_S)
     for sync in syncs:
         begin, run = perf_counter(), folder / sync
         train(run, *common, f"cluster.num_workers={NUM_WORKERS}", f"planner.sync={sync}", "planner.encoder=world",
-              "planner.tokens_per_rank=256")
+              "planner.tokens_per_rank=256", timeout_s=PATIENCE_S)
         errors = [abs(found - wanted) / abs(wanted) for found, wanted in zip(losses(run), losses(alone), strict=True)]
         assert len(errors) == NUM_STEPS
         yield Series(sync, max(errors), _num_apart(run), perf_counter() - begin)
