@@ -124,7 +124,9 @@ def random_splits(plan: Plan, world: World, random: np.random.Generator) -> dict
     return found
 
 
-def check(reference: Path, world: World, plans: Sequence[Plan], *settings: str) -> list[dict[str, int]]:
+def check(
+    reference: Path, world: World, plans: Sequence[Plan], *settings: str, tolerance: float = TOLERANCE
+) -> list[dict[str, int]]:
     """Run the plans at equal weights and hold each one's loss and gradients against the reference; the ranks' pool
     counters.
     """
@@ -138,8 +140,8 @@ def check(reference: Path, world: World, plans: Sequence[Plan], *settings: str) 
                             timeout_s=WATCHDOG_S * (len(plans) + 1))
     assert len(results[0][0]) == len(plans)
     for plan, errors in zip(plans, results[0][0]):
-        assert errors["loss"] < TOLERANCE, (plan.groups, errors)
-        assert errors["gradient"] < TOLERANCE, (plan.groups, errors)
+        assert errors["loss"] < tolerance, (plan.groups, errors)
+        assert errors["gradient"] < tolerance, (plan.groups, errors)
     pools = [pool for _, pool in results]
     assert all(pool == pools[0] for pool in pools), pools
     return pools

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan
+from tests.packs import PATCH_DIMS, with_images_apart, with_splits
 from tests.ranks import run_processes as run_processes  # over both backends: conftest.py
-from tests.train.random_plans import World, check, random_plan
+from tests.train.random_plans import SAMPLES, World, check, random_plan
 
 APART = [World(num_ranks, sync, transport, recomputes, freeze, sharding, preset, "world")
          for num_ranks, sync, transport, recomputes, freeze, sharding, preset in (
@@ -59,3 +61,27 @@ def test_random_plans_whose_images_several_ranks_encode(reference: Path, world: 
     assert any(group.splits for plan in plans for group in plan.groups)
     assert world.preset == "tiny_internvl" or any(list(plan.rings()) for plan in plans)
     check(reference, world, plans)
+
+
+def plan_of_one_image(world: World, ranks: tuple[int, ...], keeps: bool) -> Plan:
+    """A sample whose large image these ranks encode, run by rank 0, beside a text on the others. The image has three
+    steps in time with InternVL, and else one."""
+    name = "reel" if world.preset == "tiny_internvl" else "poster"
+    samples = tuple(sample for wanted in (name, "text") for sample, _ in SAMPLES[world.preset] if sample.id == wanted)
+    groups = (GroupPlan((0,), Pack((0,)), 1.0, encoders=(0,) * len(samples[0].vision_grids)),
+              GroupPlan((2, 1), Pack((1,)), 1.0))
+    plan = with_images_apart(Plan("one image", world.sync, ClusterSpec(3, 3, 10_000), samples, groups, 1.0, 1.0), keeps)
+    plan = with_splits(plan, {0: ranks})
+    plan.validate()
+    assert bool(list(plan.rings())) == (world.preset != "tiny_internvl")
+    return plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("preset", PATCH_DIMS)
+def test_one_image_on_two_and_three_ranks_is_that_of_one(reference: Path, preset: str, sync: str) -> None:
+    world = World(3, sync, "pool", preset=preset, encoder="world", splits=True)
+    plans = [plan_of_one_image(world, ranks, keeps) for ranks in ((2, 1), (1, 2, 0), (0, 1), (2, 0, 1))
+             for keeps in (True, False)]
+    check(reference, world, plans, tolerance=1e-5)
