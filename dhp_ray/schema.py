@@ -141,7 +141,7 @@ class Planner:
     sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch; auto: what fits and is "
                     "fastest, fixed at the run's first start", choices=("step", "micro_batch", "auto"))
     encoder: str = key("auto", "who encodes images: group: the ranks of their own pack, in it; world: any rank, apart "
-                       "from the packs (planner.sync=step, where memory allows); auto: what makes the plan shorter",
+                       "from the packs (where memory allows); auto: what makes the plan shorter",
                        choices=("group", "world", "auto"))
     cost: str = key("", "cost file; empty: derived from the model and its device, on the CPU conf/cost/cpu.yaml")
     tokens_per_rank: str = key("auto",

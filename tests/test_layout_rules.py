@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 JOBS = sorted((ROOT / "jobs").glob("*.py"))
 COVERED_BY = {
+    "constraints.py": "test_config.py",
     "schema.py": "test_config.py",
     "simulate/batches.py": "simulate/test_simulated_run.py",
     "simulate/faults.py": "simulate/test_fault_times.py",

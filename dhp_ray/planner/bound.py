@@ -22,8 +22,9 @@ least o that a pack pays once. It has T - o left for the rest, and a rank that r
     4 * 3.1 / 2 = 6.2 s; a pack on each rank, 4 * 3 / 2 + 1 = 7 s, and that is what two packs of two take
 
 Where images may be encoded apart from the packs, a sequence's images take at least their time on all ranks together,
-and its largest one that on the fastest, before and after its own time in a pack. A rank may then have images and no
-pack. Let ranks with packs have the speed x in all, of S; packs L rank-seconds of work, and images V:
+and its largest one, where it cannot be cut, that on the fastest, before and after its own time in a pack. A rank may
+then have images and no pack. Let ranks with packs have the speed x in all, of S; packs L rank-seconds of work, and
+images V:
 
     L <= (T - o) x     and     L + V + o x <= T S     so     o L <= (T - o) (T S - L - V)
 
@@ -105,9 +106,13 @@ def lower_bound_s(problem: Problem) -> float:
     micro_batches = 1
     if problem.sync == "micro_batch":
         micro_batches = -(-int(problem.items.tokens.sum()) // problem.cluster.max_tokens)
+    items = problem.items
+    if problem.encoder != "group" and problem.cost.image_piece_patches:  # several ranks may encode one image
+        items = items.copy()  # type: ignore[attr-defined]
+        items.image_s = 0.0
     once_s, apart = float(problem.machine.rates.overhead_s[1:].min()), problem.encoder != "group"
     room = Room(float(problem.speeds.sum()), once_s * (1 if apart else micro_batches), apart)
-    return float(_bound(problem.items, limits_of(problem), room)) + problem.cost.fixed_s * micro_batches
+    return float(_bound(items, limits_of(problem), room)) + problem.cost.fixed_s * micro_batches
 
 
 def bounded(problem: Problem) -> Problem:

@@ -25,7 +25,12 @@ longer plans that need fewer new groups, and is not part of a plan's predicted t
 Where images are encoded apart from the packs (`encoder_timeline`), `vision_forward` is the share of their time that the
 phase before the packs takes (1: there is no backward phase), and `feature_bytes` are those of a vision token's features
 on their way. In memory, a pack then takes `pack_bytes + language_bytes_per_token * sum s / d`, and a patch
-`encoder_bytes_per_patch` from its forward to its backward pass.
+`encoder_bytes_per_patch` from its forward to its backward pass, beside `encoder_bytes` of a pass. With
+`sync=micro_batch` a pass takes at least `encoder_gather_s`: the encoder's parameters come, and its gradients go.
+
+Such an image may be encoded in parts by several ranks (`image_parts`), cut between pieces of `image_piece_patches` at
+most (0: not at all). Where its parts exchange, each pays `image_comm_bytes_per_patch` for the patches of the others and
+`image_latency_s` for each of them, and takes `image_part_bytes_per_patch` in memory.
 
 Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see;
 `overhead_s` holds latency and pack_s:
@@ -116,8 +121,14 @@ class CostModel:
     vision_linear_s: float = 0.0
     vision_forward: float = 1 / 3
     feature_bytes: float = 0.0
+    encoder_gather_s: float = 0.0
     memory_bytes_per_token: float = 0.0
     encoder_bytes_per_patch: float = 0.0
+    encoder_bytes: float = 0.0
+    image_piece_patches: float = 0.0
+    image_comm_bytes_per_patch: float = 0.0
+    image_latency_s: float = 0.0
+    image_part_bytes_per_patch: float = 0.0
     language_bytes_per_token: float = 0.0
     pack_bytes: float = 0.0
     resident_bytes: float | dict[str, float] = 0.0
@@ -129,7 +140,10 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
                      "group_s", "vision_quadratic_s", "vision_linear_s", "vision_forward", "feature_bytes",
-                     "memory_bytes_per_token", "encoder_bytes_per_patch", "language_bytes_per_token", "pack_bytes"):
+                     "encoder_gather_s", "memory_bytes_per_token", "encoder_bytes_per_patch", "encoder_bytes",
+                     "image_piece_patches", "image_comm_bytes_per_patch", "image_latency_s",
+                     "image_part_bytes_per_patch",
+                     "language_bytes_per_token", "pack_bytes"):
             object.__setattr__(self, name, constant(name, getattr(self, name)))
         if self.quadratic_s + self.linear_s == 0:
             raise PlanError("linear_s: got 0 with quadratic_s 0; a token must cost something")

@@ -57,7 +57,7 @@ class MemorySettings:
 
 class PackLoad(NamedTuple):
     """One rank's part of a pack: its tokens, those of them that are vision tokens and those with a label; the patches
-    that it encodes, how many sequences attention sees apart, and how many ranks share the pack."""
+    that it encodes, how many sequences attention sees apart, and how many ranks share the pack, and an image."""
 
     tokens: int
     vision_tokens: int = 0
@@ -65,6 +65,7 @@ class PackLoad(NamedTuple):
     patches: int = 0
     sequences: int = 1
     degree: int = 1
+    image_degree: int = 1
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from itertools import accumulate
 import numpy as np
 
 from dhp_ray.planner import CostModel
+from dhp_ray.planner.image_parts import shares
 from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.vision_plan import encoding_ranks
 from dhp_ray.train.results import StepResult
 
 DECAY = 0.5
@@ -135,9 +137,10 @@ def nominal_compute_s(plan: Plan, cost: CostModel) -> list[float]:
         for rank in group.ranks:
             seconds[rank] += shared_s
         if group.encoders:
-            of_pack = [image_s for row in group.pack.sequences for image_s in images_s[first[row] : first[row + 1]]]
-            for image_s, encoder in zip(of_pack, group.encoders, strict=True):
-                seconds[encoder] += image_s * again
+            of_pack = [image for row in group.pack.sequences for image in range(first[row], first[row + 1])]
+            for image, ranks in zip(of_pack, encoding_ranks(group.encoders, group.splits), strict=True):
+                for rank, share in zip(ranks, shares(grids[image], len(ranks))):
+                    seconds[rank] += images_s[image] * share * again
     return seconds
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dhp_ray.planner import CostModel, plan_batch
-from dhp_ray.planner.plan import ClusterSpec, Sample
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample, SplitImage, VisionPlan
 from dhp_ray.runtime.driver.speeds import FORGET_AFTER, SpeedMeter, busy_s, nominal_compute_s, paid_once_s
 from dhp_ray.train.results import PackTime, StepResult
 
@@ -167,6 +168,19 @@ def test_nominal_seconds_are_the_packs_compute_without_communication() -> None:
     alone = plan_batch(samples, ClusterSpec(1, 1, 4096), cost)
     assert sum(nominal_compute_s(alone, cost)) == pytest.approx(
         sum(seconds) - cost.pack_s * (sum(group.degree for group in plan.groups) - len(alone.groups)))
+
+
+def test_each_rank_of_an_image_in_parts_has_its_share() -> None:
+    """Three steps in time over two ranks, and one over three; a text of 7 tokens on rank 0."""
+    cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9}, vision_linear_s=1.0, image_latency_s=100.0)
+    sample = Sample("a", 7, 0, ((3, 2, 2), (1, 3, 4)))
+    groups = (GroupPlan((0,), Pack((0,)), 7.0, encoders=(0, 2), splits=(
+        SplitImage(0, (0, 1)), SplitImage(1, (2, 0, 1)))),)
+    plan = Plan("listed", "step", ClusterSpec(3, 3, 10), (sample,), groups, 7.0, 1.0, vision=VisionPlan("world"))
+    plan.validate()
+    assert nominal_compute_s(plan, cost) == pytest.approx([7.0 + 8.0 + 4.0, 4.0 + 4.0, 4.0])
+    again = replace(plan, vision=VisionPlan("world", keeps=False))
+    assert nominal_compute_s(again, cost) == pytest.approx([7.0 + 16.0, 8.0 * 4 / 3, 4.0 * 4 / 3])
 
 
 def test_busy_seconds_leave_out_what_a_rank_was_blocked_for() -> None:
