@@ -3,6 +3,9 @@ that answer at once.
 
     python benchmarks/driver_loop.py                        1,024 ranks, 2,048 samples a step
     python benchmarks/driver_loop.py --ranks 256 --samples 512
+    python benchmarks/driver_loop.py --ranks 4096 --samples 16384 --images 4
+                                                            4 images in each sample, at the costs of a 3B on H100:
+                                                            planning and sending beside the step's predicted time
     python benchmarks/driver_loop.py --actors 4             the handles are those of 4 real actors, in turn:
                                                             what Ray's own calls cost
 
@@ -20,41 +23,40 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import ray
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.driver_loop_ranks import prepared_handles, real_handles  # noqa: E402
+from benchmarks.encoder_cases import cluster_and_cost, images_each  # noqa: E402
 from benchmarks.stopwatch import Stopwatch  # noqa: E402
 from dhp_ray.config import CONF, load  # noqa: E402
 from dhp_ray.data.stream import Batch  # noqa: E402
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids  # noqa: E402
 from dhp_ray.model.build import model_shape  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
-from dhp_ray.planner.plan import ClusterSpec, Plan, RankPlan, Sample  # noqa: E402
+from dhp_ray.planner.plan import ClusterSpec, Plan, Sample  # noqa: E402
 from dhp_ray.runtime.driver.arrivals import Arrivals  # noqa: E402
 from dhp_ray.runtime.driver.commit import Commits  # noqa: E402
 from dhp_ray.runtime.driver.dispatch import Dispatcher  # noqa: E402
 from dhp_ray.runtime.driver.driver import Driver  # noqa: E402
 from dhp_ray.runtime.driver.group import WorkerGroup  # noqa: E402
 from dhp_ray.runtime.driver.session import Session  # noqa: E402
-from dhp_ray.runtime.driver.speeds import nominal_compute_s  # noqa: E402
 from dhp_ray.runtime.messages import StepCommitted  # noqa: E402
 from dhp_ray.runtime.records.checkpoints import Checkpoints  # noqa: E402
 from dhp_ray.runtime.records.run_records import RunRecords  # noqa: E402
 from dhp_ray.runtime.records.tensorboard import ScalarLog  # noqa: E402
 from dhp_ray.runtime.records.watch import Watch  # noqa: E402
 from dhp_ray.storage import Folder  # noqa: E402
-from dhp_ray.train.results import PackTime, StepResult  # noqa: E402
+from dhp_ray.train.results import StepResult  # noqa: E402
 
 TOKENS_PER_RANK = 4096
 WARM_UP, LIMIT_MS = 3, 20.0
@@ -68,38 +70,7 @@ PARTS = (
     (Session, "leaving", "who leaves"))
 """Methods, and what the table calls the time in each that is not in another of them."""
 
-
-class Handle:
-    """The handle of a rank whose answers are there before it is asked."""
-
-    def __init__(self, results: list[ray.ObjectRef], no_copies: ray.ObjectRef, no_failures: ray.ObjectRef) -> None:
-        self._results, self._others = results, {"prefetch": no_failures, "mirrored": no_copies}
-        self.calls: Counter[str] = Counter()
-
-        self.run, self.prefetch, self.mirrored = (SimpleNamespace(remote=functools.partial(self._answer, name))
-                                                  for name in ("run", "prefetch", "mirrored"))
-
-    def _answer(self, method: str, *arguments: Any) -> ray.ObjectRef:
-        self.calls[method] += 1
-        return self._results[arguments[0] - 1] if method == "run" else self._others[method]
-
-
-class Ranks:
-    """An actor that answers for many ranks."""
-
-    def answer_as(self, result: StepResult) -> None:
-        self.result = result
-
-    @ray.method(concurrency_group="prefetch")
-    def prefetch(self, plan: RankPlan, blocks: list[Any]) -> dict[str, str]:
-        return {}
-
-    def run(self, step: int, plan_id: str, *_: Any) -> StepResult:
-        return self.result._replace(step=step, plan_id=plan_id)
-
-    @ray.method(concurrency_group="control")
-    def mirrored(self) -> list[float]:
-        return []
+BESIDE = ("planning", "slices, and calls that send them", "the plan file")
 
 
 class Batches:
@@ -120,6 +91,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=2048, help="samples of a step")
+    parser.add_argument("--images", type=int, default=0, help="images of 1,024 patches in each sample")
     parser.add_argument("--steps", type=int, default=12, help="steps that count, after 3 that do not")
     parser.add_argument("--actors", type=int, default=0, help="real actors that the calls go to; 0: none")
     arguments = parser.parse_args(argv)
@@ -127,7 +99,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="dhp_ray_loop_") as folder:
         handles_of = functools.partial(real_handles, arguments.actors) if arguments.actors else prepared_handles
         num_steps = arguments.steps + WARM_UP
-        driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, num_steps, handles_of)
+        driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, num_steps, handles_of,
+                                    arguments.images)
         assert driver.session is not None
         watch = Stopwatch()
         watch.time(driver.session.current.dispatcher, "begin", WAITING)
@@ -164,22 +137,22 @@ def times_between_steps() -> list[tuple[float, float]]:
 
 
 def ready_driver(
-    folder: Path, num_ranks: int, num_samples: int, num_steps: int, handles_of: Callable[[Plan, int], list[Any]]
+    folder: Path, num_ranks: int, num_samples: int, num_steps: int, handles_of: Callable[[Plan, int], list[Any]],
+    images: int = 0,
 ) -> tuple[Driver, Plan]:
     """A driver before its first step, whose ranks have the handles that `handles_of(plan, steps)` makes; and the plan
     that every step has.
     """
+    samples, cluster, cost = work_of(num_ranks, num_samples, images)
+    cost_file = folder / "cost.yaml"
+    cost_file.write_text(yaml.safe_dump(cost.to_json()))
     config = load(["data.format=synthetic", "data.path=unused", f"run.dir={folder}", f"run.steps={num_steps}",
-                   f"batch.global_samples={num_samples}", "checkpoint.every_steps=0",
-                   f"planner.tokens_per_rank={TOKENS_PER_RANK}", f"planner.max_sequence_tokens={16 * TOKENS_PER_RANK}"])
+                   f"batch.global_samples={num_samples}", "checkpoint.every_steps=0", f"planner.cost={cost_file}",
+                   f"planner.tokens_per_rank={cluster.tokens_per_rank}",
+                   f"planner.max_sequence_tokens={16 * cluster.tokens_per_rank}"])
     compiled: Future[float] = Future()
     compiled.set_result(warm_up())
-    cost, cluster = CostModel.load(str(CONF / "cost" / "cpu.yaml")), ClusterSpec(num_ranks, 8, TOKENS_PER_RANK)
-    drawn = np.random.default_rng(0).lognormal(6.0, 1.5, num_samples)
-    lengths = np.minimum(drawn, min(num_ranks, 16) * TOKENS_PER_RANK - 1).astype(int)
-    samples = [Sample(f"shard-{number // 1000:05d}/{number:09d}", int(length) + 1)
-               for number, length in enumerate(lengths)]
-    plan = plan_batch(samples, cluster, cost)
+    plan = plan_batch(samples, cluster, cost, encoder=config.planner.encoder)
     driver = Driver(config, dict(enumerate(handles_of(plan, num_steps))), ("", 0), going_on=False)
     shape = model_shape("tiny", "", special_token_ids(byte_tokenizer()))
     for rank, member in enumerate(driver.group.members):
@@ -205,6 +178,17 @@ def ready_driver(
     return driver, plan
 
 
+def work_of(num_ranks: int, num_samples: int, images: int) -> tuple[list[Sample], ClusterSpec, CostModel]:
+    """The samples of a step, the ranks and the costs."""
+    if images:
+        return images_each(num_samples, images), *cluster_and_cost("3B", num_ranks, recomputes=True)
+    drawn = np.random.default_rng(0).lognormal(6.0, 1.5, num_samples)
+    lengths = np.minimum(drawn, min(num_ranks, 16) * TOKENS_PER_RANK - 1).astype(int)
+    samples = [Sample(f"shard-{number // 1000:05d}/{number:09d}", int(length) + 1)
+               for number, length in enumerate(lengths)]
+    return samples, ClusterSpec(num_ranks, 8, TOKENS_PER_RANK), CostModel.load(CONF / "cost" / "cpu.yaml")
+
+
 def run(driver: Driver, session: Session, watch: Stopwatch) -> list[tuple[float, float]]:
     """Wall and CPU milliseconds of the main thread, by step; those of the first steps are left out of `watch` too."""
     times: list[tuple[float, float]] = []
@@ -219,48 +203,6 @@ def run(driver: Driver, session: Session, watch: Stopwatch) -> list[tuple[float,
                 watch.wall_ms.clear()
                 watch.cpu_ms.clear()
     return times
-
-
-def prepared_handles(plan: Plan, num_steps: int) -> list[Any]:
-    num_ranks = plan.cluster.num_ranks
-
-    @ray.remote(num_cpus=1, num_returns=num_ranks)
-    def answers(each: list[Any]) -> list[Any]:
-        return each
-
-    results = results_of(plan)
-    by_step = [answers.remote([result._replace(step=step, plan_id=f"1.{step}.{step}") for result in results])
-               for step in range(1, num_steps + 1)]
-    no_copies, no_failures = answers.remote([[]] * num_ranks), answers.remote([{}] * num_ranks)
-    ray.get([references[0] for references in (*by_step, no_copies, no_failures)])
-    return [Handle([references[rank] for references in by_step], no_copies[rank], no_failures[rank])
-            for rank in range(num_ranks)]
-
-
-def real_handles(num_actors: int, plan: Plan, num_steps: int) -> list[Any]:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"prefetch": 1, "control": 1}}
-    actor = ray.remote(**options)(Ranks)
-    actors = [actor.remote() for _ in range(num_actors)]
-    ray.get([each.answer_as.remote(results_of(plan)[0]) for each in actors])
-    return [actors[rank % num_actors] for rank in range(plan.cluster.num_ranks)]
-
-
-def results_of(plan: Plan) -> list[StepResult]:
-    """What ranks of equal speed report, when a step takes as long as predicted."""
-    free_s = [0.0] * plan.cluster.num_ranks
-    times: list[list[PackTime]] = [[] for _ in free_s]
-    cost = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
-    computing_s = [max(nominal_compute_s(replace(plan, groups=(group,)), cost)) for group in plan.groups]
-    for index, group in enumerate(plan.groups):
-        begin_s = max(free_s[rank] for rank in group.ranks)
-        for rank in group.ranks:
-            blocked_s = group.predicted_time_s - computing_s[index]
-            times[rank].append(PackTime(index, begin_s, begin_s + group.predicted_time_s, blocked_s))
-            free_s[rank] = begin_s + group.predicted_time_s
-    pool = {"hits": 9, "creates": 3, "evictions": 1, "overflows": 0}
-    return [StepResult(1, rank, 2.0, 100, 1.0, 1e-4, True, 1, max(free_s), 0.01, tuple(times[rank]), pool)
-            for rank in range(len(free_s))]
 
 
 def report(
@@ -287,8 +229,11 @@ def report(
     cpu_between, wall_between = (statistics.mean(values) for values in zip(*between))
     print("while no rank has work, from a step's last answer to the next step's calls: "
           f"{cpu_between:.1f} ms of CPU, {wall_between:.1f} ms")
-    if arguments.actors:
-        return 0
+    beside = sum(watch.cpu_ms["planning", part] for part in BESIDE) / steps
+    print(f"beside the step, planning and sending: {beside:.0f} ms of CPU; the step itself takes "
+          f"{1e3 * plan.predicted_time_s:.0f} ms, as predicted")
+    if arguments.actors or arguments.images:
+        return int(beside > 1e3 * plan.predicted_time_s)
     own = cpu - watch.cpu_ms["main", RAY] / steps
     verdict = "ok  " if own <= LIMIT_MS else "FAIL"
     print(verdict,

@@ -42,10 +42,11 @@ def batch(kind: str, num_samples: int, seed: int) -> list[Sample]:
     return found
 
 
-def four_images_each(num_samples: int) -> list[Sample]:
-    """Text of 20 to 2,000 tokens and four images of 1,024 patches a sample."""
+def images_each(num_samples: int, num_images: int = 4) -> list[Sample]:
+    """Text of 20 to 2,000 tokens and so many images of 1,024 patches a sample."""
     random_ = random.Random(num_samples)
-    return [Sample(str(index), int(20 * 100 ** random_.random()), 4 * 256, ((1, 32, 32),) * 4)
+    return [Sample(str(index), int(20 * 100 ** random_.random()), num_images * 256,
+                   ((1, 32, 32),) * num_images)
             for index in range(num_samples)]
 
 

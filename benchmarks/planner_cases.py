@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -49,6 +50,7 @@ RING = CostModel(
     overlap=0.8,
     vision_linear_s=1e-5,
 )
+IMAGES = replace(RING, vision_linear_s=1e-4, feature_bytes=4096.0)
 
 MIXES: tuple[Callable[[np.random.Generator, float, int], np.ndarray], ...] = (
     lambda draw, median, count: np.exp(draw.normal(np.log(median), draw.uniform(0.3, 1.6), count)),
@@ -153,6 +155,8 @@ def _rows(seeds: int) -> Iterator[Row]:
             yield Row(f"hidden: {sync}", f"mix {seed}", partial(hidden_mix, seed, sync, "dhp"))
             if seed % 3 == 1:
                 yield Row("hidden: last resort", f"{sync} mix {seed}", partial(hidden_mix, seed, sync, LAST_RESORT))
+    for each, ranks in product((1, 4, 8), (8, 64, 512)):
+        yield Row("apart", f"{each} {ranks}", partial(apart, each * ranks, ranks, min(seeds, 2)))
     for count in (128, 512):
         yield Row("pool", f"{count}/64", partial(with_pool, count))
     for count, ranks in ((2048, 512), (2048, 1024), (16384, 4096)):
@@ -191,6 +195,21 @@ def batch(
 def spread(num_ranks: int) -> tuple[float, ...]:
     """Speeds that differ by 5 %."""
     return tuple(np.clip(np.random.default_rng(1).normal(1, 0.05, num_ranks), 0.7, 1.3).tolist())
+
+
+def apart(count: int, num_ranks: int, seeds: int) -> list[Batch]:
+    """Text, and in one sample of five up to twenty images, encoded apart from the packs."""
+    batches = []
+    for seed in range(seeds):
+        draw, samples = np.random.default_rng(seed), []
+        for row in range(count):
+            grids = tuple((1, int(side), 16) for side in draw.integers(4, 256, draw.integers(1, 21)))
+            grids = grids if draw.random() < 0.2 else ()
+            tokens = int(np.clip(draw.lognormal(5.7, 1.2), 16, 20_000))
+            samples.append(Sample(str(row), tokens, sum(4 * side for _, side, _ in grids), grids))
+        batches.append({"samples": samples, "cluster": ClusterSpec(num_ranks, 8, 32768), "cost": IMAGES,
+                        "encoder": "world"})
+    return batches
 
 
 def with_pool(count: int) -> list[Batch]:

@@ -23,7 +23,7 @@ _SIZES = "TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000"
 _SEARCHED = "WORK, STEPS, SEEDS = 2_000_000, 2000, 9"
 _STARTS = "orders = np.stack([schedule.rows, largest_first, largest_first])"
 _HALF = "problem.machine.tokens_per_rank // 2"
-_PACKED = "if rates.overhead_s.any() or rates.overlap.any():"
+_PACKED = "if _packs_cost(problem.machine):"
 _HIGHEST = "return min(num_ranks, max((degree + node_size - 1) // node_size * node_size, more))"
 _UP_TO_A_NODE = "return min(num_ranks, (degree + node_size - 1) // node_size * node_size)"
 _ONE_NODE = "if tiny and (machine.rates.inside_s == machine.rates.across_s).all():"
@@ -31,6 +31,8 @@ _WHOLE_NODES = "best = _whole_nodes(degree, time, extra, makespan, machine, rank
 _MOPPED_QUICKLY = "leftover=max(64, len(work) // 16)"
 _BASELINES = "schedules += [*packed_to_memory(problem), paper_at(problem, memory, memory)]"
 _NEAR = "NEAR, SMALL, HUGE = 1e-2, 10_000, 20_000"
+_DEALT = "if len(left) > 0 and makespan >= dealt_s:"
+_EXCHANGED = "rebalance(loads, encoder, end_s, no_tokens, least_s * (1 + EVEN), PARTNERS)\n"
 _SPAN = "(10**9, 4)), 4.5"
 _SHORTENED = "[self.shortened(part) for part in min(ends, key=lambda state: state.time_s).parts]"
 _NOT_SHORTENED = "list(min(ends, key=lambda state: state.time_s).parts)"
@@ -53,6 +55,13 @@ VARIANTS = (
     one("step: two rounds of the thorough pass", "rounds=4", "rounds=2"),
     one("step: one order", "ORDERS = 16", "ORDERS = 1"),
     one("step: 4 orders", "ORDERS = 16", "ORDERS = 4"),
+    one("step: nothing is dealt out anew", _DEALT, "if False and makespan >= dealt_s:"),
+    one("step: dealt out, without exchanges", "    rebalance(loads, rank_of, ends_s, held, makespan, PARTNERS)\n", ""),
+    one("step: exchanges with 128 ranks", "PARTNERS = 8\n", "PARTNERS = 128\n"),
+    one("step: dealt out in every trial", _DEALT, "if len(left) > 0:"),
+    one("step: packs made beforehand at the bound too", "if _packs_cost(machine) and _at_bound(",
+        "if False and _at_bound("),
+    one("step: packs of large batches in any case", "if found and search.size > LARGE and", "if False and"),
     Variant("step: no mop up", ((_MOPPED_QUICKLY, "leftover=0"), ("leftover=len(work)", "leftover=0"))),
     one("step: the quick pass mops up all", _MOPPED_QUICKLY, "leftover=len(work)"),
     one("step: nodes matter even where links are alike", _ONE_NODE, "if False:"),
@@ -96,6 +105,11 @@ VARIANTS = (
         "0.0 * self.items.tokens",
     ),
     one("micro_batch: unequal ranks are not taken for equal ones", _MACHINES, "machines = [problem.machine]"),
+    one("apart: no exchanges", _EXCHANGED, "pass\n"),
+    one("apart: one start", "for start in (AT_HOME, ANYWHERE, BEST_FIT):", "for start in (AT_HOME,):"),
+    one("apart: no best fit", "for start in (AT_HOME, ANYWHERE, BEST_FIT):", "for start in (AT_HOME, ANYWHERE):"),
+    one("apart: exchanges with 16 ranks", "PARTNERS = 128", "PARTNERS = 16"),
+    one("apart: even within 1 %", "EVEN, FAR = 1e-3, 1e-2", "EVEN, FAR = 1e-2, 1e-2"),
     one("last resort: the quick search of small batches too", "len(problem.items) * problem.cluster.num_ranks <= TINY",
         "False"),
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.checks import PlanError, SequenceTooLongError
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
+from dhp_ray.planner.encoded_images import EncodedImages
 from dhp_ray.planner.neighbours import neighbours, renamed, reordered
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Plan, Sample, VisionPlan, samples_from_json
+from dhp_ray.planner.plan import ClusterSpec, Plan, Sample, VisionPlan, samples_from_json
 from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
 from dhp_ray.planner.problem import ENCODERS, Problem, problem_of
 from dhp_ray.planner.quick import dhp_quick
@@ -66,6 +67,10 @@ PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
 LAST_RESORT = "dhp_quick"
 """The planner for when there is no time for another: quick (`planner/quick.py` says how quick), balanced, and valid
 wherever the batch can be planned at all."""
+
+GAIN = 1e-3
+"""Share by which a plan with images apart from the packs must be able to be shorter, with its packs at their lower
+bound and its images dealt out evenly, for `auto` to make it."""
 
 
 def plan_batch(
@@ -124,37 +129,51 @@ def plan_uniform(problem: Problem, layout: Layout) -> Plan:
     """The plan of a batch under a layout that was chosen before."""
     problem = problem if problem.lower_bound_s else bounded(problem)
     seen, order = _in_node_order(problem)
-    return _priced(problem, "static", uniform(seen, layout), order)
+    return _plan(problem, "static", _priced(problem, uniform(seen, layout), order))
+
+
+class _Candidate(NamedTuple):
+    """A schedule of packs with its price, before a plan is made of it. `images`, with the ranks that encode them,
+    and their `passes` (`World`): where images are encoded apart from the packs."""
+
+    schedule: Schedule
+    times: np.ndarray
+    makespan_s: float
+    images: EncodedImages | None = None
+    passes: np.ndarray | None = None
+    vision: VisionPlan = VisionPlan()
 
 
 def _shortest(problem: Problem, planner: str) -> Plan:
     """The plan with images in the packs or apart from them; the former of two that take as long."""
-    problem, plans = bounded(problem), list[Plan]()
-    if problem.encoder != "group" and len(problem.all_image_s):
-        plans += _apart(problem, planner)
-    if problem.encoder != "world" or not plans:
-        plans.insert(0, _in_packs(problem, planner))
-    return min(plans, key=lambda plan: plan.predicted_time_s)
+    problem, found = bounded(problem), list[_Candidate]()
+    apart = problem.encoder != "group" and len(problem.all_image_s) > 0
+    if problem.encoder != "world" or not apart:
+        found.append(_in_packs(problem, planner))
+    if apart:
+        without = bounded(without_images(problem))
+        images_s = float(problem.all_image_s.sum() / problem.speeds.sum())
+        if not found or found[0].makespan_s > (without.lower_bound_s + images_s) * (1 + GAIN):
+            found += _apart(problem, without, planner)
+    if not found:
+        found.append(_in_packs(problem, planner))
+    return _plan(problem, planner, min(found, key=lambda candidate: candidate.makespan_s))
 
 
-def _in_packs(problem: Problem, planner: str) -> Plan:
+def _in_packs(problem: Problem, planner: str) -> _Candidate:
     seen = problem if problem.encoder == "group" else bounded(replace(problem, encoder="group"))
     seen, order = _in_node_order(seen)
-    return _priced(problem, planner, PLANNERS[planner](seen), order)
+    return _priced(problem, PLANNERS[planner](seen), order)
 
 
-def _apart(problem: Problem, planner: str) -> list[Plan]:
-    """The plan with images apart from the packs; none where the ranks have no memory for that."""
-    without = without_images(problem)
-    seen, order = _in_node_order(bounded(without))
-    schedule = PLANNERS[planner](seen)
-    schedule = schedule if order is None else renamed(schedule, order)
-    times = times_of(without, schedule)
+def _apart(problem: Problem, without: Problem, planner: str) -> list[_Candidate]:
+    """That with images apart from the packs; none where the ranks have no memory for that. `without`: the batch without
+    its images, bounded."""
+    seen, order = _in_node_order(without)
+    schedule, times, *_ = _priced(without, PLANNERS[planner](seen), order)
     world = world_of(problem, schedule, times)
-    if world is None:
-        return []
-    groups = groups_of(problem, schedule, times, world.images, world.passes)
-    return [_plan(problem, planner, groups, world.makespan_s, world.vision)]
+    return [] if world is None else [_Candidate(schedule, times, world.makespan_s, world.images, world.passes,
+                                              world.vision)]
 
 
 def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:
@@ -164,17 +183,15 @@ def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:
     return (problem, None) if order is None else (reordered(problem, order), order)
 
 
-def _priced(problem: Problem, planner: str, schedule: Schedule, order: np.ndarray | None) -> Plan:
-    """The plan of a schedule of ranks in this order, validated."""
+def _priced(problem: Problem, schedule: Schedule, order: np.ndarray | None) -> _Candidate:
+    """A schedule of ranks in this order, put back onto the cluster's ranks."""
     schedule = schedule if order is None else renamed(schedule, order)
     times = times_of(problem, schedule)
-    return _plan(problem, planner, groups_of(problem, schedule, times), makespan_of(problem, schedule, times),
-                 VisionPlan())
+    return _Candidate(schedule, times, makespan_of(problem, schedule, times))
 
 
-def _plan(
-    problem: Problem, planner: str, groups: tuple[GroupPlan, ...], makespan_s: float, vision: VisionPlan
-) -> Plan:
+def _plan(problem: Problem, planner: str, found: _Candidate) -> Plan:
+    """The plan of a candidate, validated."""
     cluster = problem.cluster
     inputs: dict[str, Any] = {
         "speeds": list(cluster.speeds),
@@ -183,8 +200,9 @@ def _plan(
         "pool": [list(ranks) for ranks in problem.pool],
         "encoder": problem.encoder,
     }
-    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, makespan_s, problem.lower_bound_s, 0.0, inputs,
-                vision)
+    groups = groups_of(problem, found.schedule, found.times, found.images, found.passes)
+    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, found.makespan_s, problem.lower_bound_s, 0.0,
+                inputs, found.vision)
     plan.validate()
     return plan
 

@@ -13,11 +13,23 @@ speed of its slowest, so with unequal speeds compute takes at least the area of 
 attention hides communication, a pack may hide more than its sequences do alone; the area then keeps compute only
 (times alone still hold: what the other sequences of a pack hide they also compute).
 
+The share is little where packs are far from full. But a rank that runs anything runs a pack, and pays at least the
+least o that a pack pays once. It has T - o left for the rest, and a rank that runs nothing has no more:
+
+    sum of a_i(T) without shares <= (T - o) * sum of speeds
+
+    2 ranks, packs of at most 100 tokens that cost 1 s each, 4 sequences of 10 tokens and 3 s: shares of 0.1 s make
+    4 * 3.1 / 2 = 6.2 s; a pack on each rank, 4 * 3 / 2 + 1 = 7 s, and that is what two packs of two take
+
 Where images may be encoded apart from the packs, a sequence's images take at least their time on all ranks together,
-and its largest one, where it cannot be cut, that on the fastest, before and after its own time in a pack.
+and its largest one, where it cannot be cut, that on the fastest, before and after its own time in a pack. A rank may
+then have images and no pack. Let ranks with packs have the speed x in all, of S; packs L rank-seconds of work, and
+images V:
+
+    L <= (T - o) x     and     L + V + o x <= T S     so     o L <= (T - o) (T S - L - V)
 
 With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long), with fixed_s for as
-many micro-batches as the tokens need.
+many micro-batches as the tokens need, and o as often.
 
 For each T, a sequence's least degree d(T) is a short scan and a(T) relaxes to the least charge per token over all
 degrees from d(T) on, which does not depend
@@ -27,7 +39,7 @@ on the sequence: O(sequences + ranks) memory, some 40 trials of O(sequences).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -40,14 +52,16 @@ from dhp_ray.planner.problem import Problem
 LIMIT = np.dtype(
     [
         (name, np.float64)
-        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "charge_s", "stretch")
+        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "charge_s", "exchange_s",
+                     "stretch")
     ]
 )
 """What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest (of all, where
 images may be encoded apart).
 
-On d ranks or more, `charge_s` is the least area in seconds that a token pays beyond its compute, and `stretch` the
-least area over compute: 1 but for unequal speeds, where a group's members are held to the speed of its slowest.
+On d ranks or more, `charge_s` is the least area in seconds that a token pays beyond its compute, `exchange_s` the same
+without what a pack pays once, and `stretch` the least area over compute: 1 but for unequal speeds, where a group's
+members are held to the speed of its slowest.
 """
 
 
@@ -60,6 +74,7 @@ class LimitOf(Protocol[Number]):
     overlap: Number
     overhead_s: Number
     charge_s: Number
+    exchange_s: Number
     stretch: Number
 
 
@@ -73,6 +88,15 @@ class Limits(LimitOf[np.ndarray], Protocol):
     def __getitem__(self, num_ranks: int) -> Limit: ...
 
 
+class Room(NamedTuple):
+    """What all ranks have in a makespan: the sum of their `speed`, less `once_s`, which each rank that has a pack pays;
+    `apart`: a rank may have images alone."""
+
+    speed: float
+    once_s: float
+    apart: bool
+
+
 STRETCHED = 64
 """Ranks of the largest set that is looked at."""
 
@@ -82,14 +106,13 @@ def lower_bound_s(problem: Problem) -> float:
     micro_batches = 1
     if problem.sync == "micro_batch":
         micro_batches = -(-int(problem.items.tokens.sum()) // problem.cluster.max_tokens)
+    once_s, apart = float(problem.machine.rates.overhead_s[1:].min()), problem.encoder != "group"
+    room = Room(float(problem.speeds.sum()), once_s * (1 if apart else micro_batches), apart)
     items = problem.items
     if problem.encoder != "group" and problem.cost.image_piece_patches:  # several ranks may encode one image
         items = items.copy()  # type: ignore[attr-defined]
         items.image_s = 0.0
-    return (
-        float(_bound(items, limits_of(problem), float(problem.speeds.sum())))
-        + problem.cost.fixed_s * micro_batches
-    )
+    return float(_bound(items, limits_of(problem), room)) + problem.cost.fixed_s * micro_batches
 
 
 def bounded(problem: Problem) -> Problem:
@@ -111,9 +134,11 @@ def limits_of(problem: Problem) -> Limits:
     )
     limits.overlap, limits.overhead_s = rates.overlap, rates.overhead_s
     slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
-    charge = (0.0 if rates.overlap.any() else 1.0) * limits.transfer_s * slowest_sum
-    charge += rates.overhead_s * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
-    limits.charge_s = np.concatenate([[0.0], np.minimum.accumulate(charge[:0:-1])[::-1]])
+    exchange = (0.0 if rates.overlap.any() else 1.0) * limits.transfer_s * slowest_sum
+    charge = exchange + rates.overhead_s * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
+    limits.exchange_s, limits.charge_s = (
+        np.concatenate([[0.0], np.minimum.accumulate(each[:0:-1])[::-1]]) for each in (exchange, charge)
+    )
     limits.stretch = np.ones(len(degrees)) if fastest[0] == fastest[-1] else _stretch(fastest)
     return limits
 
@@ -160,9 +185,23 @@ def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
 
 
 @inner
-def _least_area(item: Item, limit: Limit) -> float:
-    """On so many ranks or more. Images go to the members as they please, so their area is not stretched."""
-    return item.language_s * limit.stretch + item.vision_s + item.tokens * limit.charge_s
+def _add_areas(areas: np.ndarray, item: Item, limit: Limit) -> None:
+    """Add the least areas of an item on so many ranks or more: of its pack, with its share of what a pack pays once and
+    without, and of its images, which go to the members as they please, so that their area is not stretched."""
+    areas[0] += item.language_s * limit.stretch + item.tokens * limit.charge_s
+    areas[1] += item.language_s * limit.stretch + item.tokens * limit.exchange_s
+    areas[2] += item.vision_s
+
+
+@inner
+def _have_room(areas: np.ndarray, makespan: float, room: Room) -> bool:
+    """Whether the ranks have room for areas (`_add_areas`) within a makespan."""
+    makespan *= 1 + 1e-12
+    shared, packs, images = areas
+    left_s, left = makespan - room.once_s, makespan * room.speed - packs - images
+    if shared + images > makespan * room.speed or packs > left_s * room.speed:
+        return False
+    return room.once_s * packs <= left_s * left if room.apart else room.once_s * room.speed <= left
 
 
 @inner
@@ -177,9 +216,9 @@ def _shortest(item: Item, floor_s: float, limits: Limits) -> float:
 
 
 @inner
-def _fits(items: Items, rows: np.ndarray, area: float, limits: Limits, makespan: float, total_speed: float) -> bool:
-    """Whether the areas of `rows` on the degrees that meet the makespan fit beside `area`."""
-    fastest = limits[1].speed
+def _fits(items: Items, rows: np.ndarray, others: np.ndarray, limits: Limits, makespan: float, room: Room) -> bool:
+    """Whether `rows` fit beside the areas of the others, on the degrees that meet the makespan."""
+    fastest, areas = limits[1].speed, others.copy()
     for row in rows:
         item = items[row]
         degree = max(item.minimum_degree, int(item.language_s / (makespan * fastest)))
@@ -187,31 +226,34 @@ def _fits(items: Items, rows: np.ndarray, area: float, limits: Limits, makespan:
             degree += 1
             if degree == len(limits):
                 return False
-        area += _least_area(item, limits[degree])
-    return area <= makespan * total_speed
+        _add_areas(areas, item, limits[degree])
+    return _have_room(areas, makespan, room)
 
 
 @compiled
-def _bound(items: Items, limits: Limits, total_speed: float) -> float:
-    low, fastest = 0.0, limits[1].speed
+def _bound(items: Items, limits: Limits, room: Room) -> float:
+    areas, fastest = np.zeros(3), limits[1].speed
     for row in range(len(items)):
-        low += _least_area(items[row], limits[items[row].minimum_degree]) / total_speed
+        _add_areas(areas, items[row], limits[items[row].minimum_degree])
+    low = max((areas[0] + areas[2]) / room.speed, areas[1] / room.speed + room.once_s)
+    if not room.apart:
+        low = max(low, (areas[1] + areas[2]) / room.speed + room.once_s)
     for row in range(len(items)):
         low = max(low, _shortest(items[row], low, limits))
-    rows, count, area = np.zeros(len(items), dtype=np.int64), 0, 0.0
+    rows, count, others = np.zeros(len(items), dtype=np.int64), 0, np.zeros(3)
     for row in range(len(items)):
         degree = items[row].minimum_degree
         if _least_time(items[row], degree, limits[degree], fastest) > low:
             rows[count] = row
             count += 1
         else:  # meets every makespan that is left as it is
-            area += _least_area(items[row], limits[degree])
+            _add_areas(others, items[row], limits[degree])
     rows = rows[:count]
-    if _fits(items, rows, area, limits, low, total_speed):
-        return low
     span = np.array([low, low, low])
-    while not _fits(items, rows, area, limits, span[1], total_speed):
+    if _fits(items, rows, others, limits, low, room):
+        return low
+    while not _fits(items, rows, others, limits, span[1], room):
         span[0], span[1] = span[1], span[1] * 1.2
     while compiled_halve(span, 1e-6):
-        span[int(_fits(items, rows, area, limits, span[2], total_speed))] = span[2]
+        span[int(_fits(items, rows, others, limits, span[2], room))] = span[2]
     return span[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -88,8 +89,8 @@ def problem_of(
     cost = cost.in_mode(sync)
     attention = cost.attention_s(tokens.astype(np.float64))
     grids = [sample.vision_grids for sample in samples]
-    counts = np.array([len(grid) for grid in grids]) if any(grids) else np.zeros(len(samples), dtype=np.int64)
-    images = np.array([image for grid in grids for image in grid], dtype=np.float64).reshape(-1, 3)
+    counts = np.fromiter(map(len, grids), np.int64, len(grids))
+    images = np.fromiter(chain.from_iterable(chain.from_iterable(grids)), np.float64).reshape(-1, 3)
     seconds = cost.images_s(images)
     patches = images.prod(axis=1)
     owner, vision, image = np.repeat(np.arange(len(samples)), counts), np.zeros(len(samples)), np.zeros(len(samples))

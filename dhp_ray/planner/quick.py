@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.primitives.packing import unpacked
@@ -35,10 +37,14 @@ def dhp_quick(problem: Problem) -> Schedule:
 def quick_step(problem: Problem, bound_s: float) -> Schedule:
     """Of single sequences and of packs, the schedule that takes least; `bound_s` excludes fixed costs."""
     machine, lists, schedules = problem.machine, rank_lists(problem.machine), list[Schedule]()
+    shortest_s = np.inf
     for items, packs in item_sets(problem):
         search = Search(items, packs, machine, lists, cached_groups_of(problem), bound_s)
+        if schedules and not search.below(shortest_s, TOLERANCE):
+            break
         found = search.shortest(TOLERANCE, search.quick)
         schedules.append(unpacked(schedule_of(found, items, machine), packs))
-        if found.makespan_s <= bound_s * (1 + NEAR):
+        shortest_s = found.makespan_s
+        if shortest_s <= bound_s * (1 + NEAR):
             break
     return min(schedules, key=lambda schedule: time_of(problem, schedule))

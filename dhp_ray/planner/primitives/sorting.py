@@ -1,4 +1,4 @@
-"""A stable sort for compiled loops (numpy's own take seconds to compile, and its default one is not stable)."""
+"""Stable sorts for compiled loops (numpy's own take seconds to compile, and its default one is not stable)."""
 
 from __future__ import annotations
 
@@ -27,3 +27,14 @@ def ascending(values: np.ndarray) -> np.ndarray:
         order, merged = merged, order
         width *= 2
     return order
+
+
+@inner
+def insertion_sort(order: np.ndarray, begin: int, end: int, values: np.ndarray) -> None:
+    """order[begin:end] by rising values: quick where few of them have changed since it was sorted."""
+    for index in range(begin + 1, end):
+        number, place = order[index], index
+        while place > begin and values[order[place - 1]] > values[number]:
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = number

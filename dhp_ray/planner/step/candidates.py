@@ -15,8 +15,8 @@ import numpy as np
 
 from dhp_ray.planner.items import Item, Machine, time_s
 from dhp_ray.planner.primitives.compiled import inner
-from dhp_ray.planner.primitives.sorting import ascending
-from dhp_ray.planner.step.free_ranks import FreeRanks, sort_by_free
+from dhp_ray.planner.primitives.sorting import ascending, insertion_sort
+from dhp_ray.planner.step.free_ranks import FreeRanks
 from dhp_ray.planner.step.rank_lists import RankLists
 
 EVEN = 1e-12
@@ -167,7 +167,7 @@ def _in_lists(
             time = time_s(item, degree, crosses, slowest, rates[degree])
             if time * speed_sum[begin + degree - 1] - compute < best.cost - EVEN:
                 if not is_sorted[index]:
-                    sort_by_free(listed, begin, stop, free)
+                    insertion_sort(listed, begin, stop, free)
                     is_sorted[index] = True
                 start = free[listed[begin + degree - 1]]
                 if start + least_s[degree] > makespan:

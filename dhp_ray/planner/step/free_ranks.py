@@ -8,6 +8,7 @@ import numpy as np
 
 from dhp_ray.planner.items import Machine
 from dhp_ray.planner.primitives.compiled import inner
+from dhp_ray.planner.primitives.sorting import insertion_sort
 from dhp_ray.planner.step.rank_lists import RankLists
 
 
@@ -67,17 +68,6 @@ def _sort_nodes(ranks: FreeRanks, low_node: int, high_node: int, first: np.ndarr
     """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they
     get free."""
     for node in range(low_node, high_node + 1):
-        sort_by_free(ranks.by_free, first[node], first[node + 1], ranks.free)
+        insertion_sort(ranks.by_free, first[node], first[node + 1], ranks.free)
         ranks.node_free[node] = ranks.free[ranks.by_free[first[node + 1] - 1]]
-    sort_by_free(ranks.nodes, 0, len(ranks.nodes), ranks.node_free)
-
-
-@inner
-def sort_by_free(order: np.ndarray, begin: int, end: int, free: np.ndarray) -> None:
-    """order[begin:end] into the order in which these ranks get free (insertion sort: few have changed)."""
-    for index in range(begin + 1, end):
-        rank, move = order[index], index
-        while move > begin and free[order[move - 1]] > free[rank]:
-            order[move] = order[move - 1]
-            move -= 1
-        order[move] = rank
+    insertion_sort(ranks.nodes, 0, len(ranks.nodes), ranks.node_free)

@@ -16,12 +16,13 @@ Trystram 1999), best-fit decreasing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
 
 from dhp_ray.planner.items import Items, Machine, packed, times_at
-from dhp_ray.planner.pricing import making_s
+from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.primitives.bisection import halve
 from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing, unpacked
 from dhp_ray.planner.problem import Problem
@@ -85,6 +86,14 @@ class Search:
         self.quick = Effort(choices=1, rounds=1, leftover=max(64, len(work) // 16))
         self.thorough = Effort(choices=len(rows), rounds=4, leftover=len(work))
         self.begin, self.bound_s, self.tolerance = 0, bound_s, FINE if self.size <= SMALL else TOLERANCE
+        self.dealt_s = 0.0  # small items dealt out did not end before
+        self._scheduled: tuple[Found, Schedule] | None = None  # the last one
+
+    def scheduled(self, found: Found) -> Schedule:
+        """The schedule of the items; made once for what comes several times in a row."""
+        if self._scheduled is None or self._scheduled[0] is not found:
+            self._scheduled = found, schedule_of(found, self.items, self.machine)
+        return self._scheduled[1]
 
     def thoroughly(self, best: Found, problem: Problem) -> list[Found]:
         """The shortest makespan found, where a quick search has found `best`; and those that use the pool instead."""
@@ -106,14 +115,21 @@ class Search:
         longer = [self.trial(best.makespan_s + share * slack_s, effort, group_s * num_ranks) for share in MAKING]
         return [best, *again, *filter(None, longer)]
 
+    def below(self, makespan_s: float, tolerance: float) -> bool:
+        """Whether the quick search would find a makespan that is shorter than this one by more than a tolerance."""
+        return self.trial(makespan_s * (1 - tolerance), self.quick) is not None
+
     def shortest(self, tolerance: float, effort: Effort) -> Found:
         """The first makespan above the bound that can be had, bisected down to a tolerance, a share of the bound."""
         failed_s = self.bound_s
         for share in WIDEN:
-            found = self.trial(self.bound_s * (1 + share), effort)
+            makespan_s = self.bound_s * (1 + share)
+            if failed_s < self.dealt_s < makespan_s:
+                makespan_s = self.dealt_s
+            found = self.trial(makespan_s, effort)
             if found:
                 return self.bisect(found, failed_s, tolerance, effort)
-            failed_s = self.bound_s * (1 + share)
+            failed_s = makespan_s
         raise AssertionError("no makespan is long enough")
 
     def bisect(self, best: Found, failed_s: float, tolerance: float, effort: Effort) -> Found:
@@ -137,8 +153,10 @@ class Search:
             self.choices,
             self.begin,
             effort,
+            self.dealt_s,
         )
         if found.choice < 0:
+            self.dealt_s = found.dealt_s if found.dealt_s < np.inf else self.dealt_s
             return None
         self.begin = found.choice
         return found
@@ -151,20 +169,33 @@ def dhp_step(problem: Problem) -> list[Schedule]:
     if tiny and (machine.rates.inside_s == machine.rates.across_s).all():
         machine = _as_one_node(machine)
     pool, lists, local = cached_groups_of(problem), rank_lists(machine), tiny and alike(machine)
-    schedules = list[Schedule]()
-    found = [
-        (search.shortest(search.tolerance, search.quick), search)
-        for search in (Search(items, packs, machine, lists, pool, bound_s) for items, packs in item_sets(problem))
-    ]
+    schedules, found = list[Schedule](), list[tuple[Found, Search]]()
+    for items, packs in item_sets(problem):
+        search = Search(items, packs, machine, lists, pool, bound_s)
+        if found and search.size > LARGE and not search.below(found[0][0].makespan_s, search.tolerance):
+            break
+        found.append((search.shortest(search.tolerance, search.quick), search))
+        if _packs_cost(machine) and _at_bound(problem, unpacked(search.scheduled(found[-1][0]), packs), bound_s):
+            break
     better = found[-1:] if found[-1][0].makespan_s < (1 - SHORTER) * found[0][0].makespan_s else found[:1]
     for quick, search in better if local else found:
         best, *reusing = search.thoroughly(quick, problem)
-        schedule, *others = [schedule_of(one, search.items, machine) for one in (best, *reusing)]
+        schedule, *others = [search.scheduled(one) for one in (best, *reusing)]
         schedules += [unpacked(one, search.packs) for one in (schedule, *others)]
         if local and best.makespan_s > bound_s * (1 + 2e-4):
             ordered = best_order(search.items, schedule, machine, bound_s * (1 + 2e-4))
             schedules.append(unpacked(placed_in_order(ordered, search.items, machine), search.packs))
     return schedules
+
+
+def _at_bound(problem: Problem, schedule: Schedule, bound_s: float) -> bool:
+    """Whether a schedule takes at most as long as the first makespan that is tried."""
+    return time_of(problem, schedule) - problem.cost.fixed_s <= bound_s * (1 + WIDEN[0])
+
+
+def _packs_cost(machine: Machine) -> bool:
+    """Whether a pack costs something by itself, or hides what its sequences would not."""
+    return bool(machine.rates.overhead_s.any() or machine.rates.overlap.any())
 
 
 def _as_one_node(machine: Machine) -> Machine:
@@ -174,14 +205,13 @@ def _as_one_node(machine: Machine) -> Machine:
     )
 
 
-def item_sets(problem: Problem) -> list[tuple[Items, Packs]]:
+def item_sets(problem: Problem) -> Iterator[tuple[Items, Packs]]:
     """Single sequences; and where a pack costs something by itself, packs made beforehand."""
-    items, each, rates = problem.items, np.arange(len(problem.items) + 1), problem.machine.rates
-    found = [(items, Packs(each[:-1], each))]
-    if rates.overhead_s.any() or rates.overlap.any():
+    items, each = problem.items, np.arange(len(problem.items) + 1)
+    yield items, Packs(each[:-1], each)
+    if _packs_cost(problem.machine):
         packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, problem.machine.tokens_per_rank // 2))
-        found.append((packed(items, packs, problem.machine.tokens_per_rank), packs))
-    return found
+        yield packed(items, packs, problem.machine.tokens_per_rank), packs
 
 
 def schedule_of(found: Found, items: Items, machine: Machine) -> Schedule:

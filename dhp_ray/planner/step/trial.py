@@ -3,7 +3,8 @@
 1. place the items that take longer than the makespan (or a share of it) on one rank, largest first, on the ranks that
    waste least
 2. backfill the others into the gaps before them and the tails after them, best fit
-3. mop up: what fits in no gap goes on several ranks, after everything else
+3. what fits nowhere: deal out all of the tails' items anew, evenly
+4. mop up: if that ends past the makespan, what fits in no gap goes on several ranks, after everything else
 
 If that fails, all items as long as the longest one left over are placed with the first, and the trial goes on,
 `rounds` times at most.
@@ -21,6 +22,7 @@ from dhp_ray.planner.step.cached_groups import CachedGroups
 from dhp_ray.planner.step.gaps import backfill, busy_of
 from dhp_ray.planner.step.partial_schedule import PartialSchedule, place_large
 from dhp_ray.planner.step.rank_lists import RankLists
+from dhp_ray.planner.step.tails import deal_out_tails
 
 
 class Choices(NamedTuple):
@@ -44,7 +46,8 @@ class Effort(NamedTuple):
 
 class Found(NamedTuple):
     """Room for every item: in the partial schedule, in a bin (`rest` largest first, and `bins`), or in `last`, after
-    them. `choice` is -1 if there is none."""
+    them. `choice` is -1 if there is none. `dealt_s`: the least makespan for which items dealt out had room; infinite
+    where none were."""
 
     choice: int
     makespan_s: float
@@ -52,6 +55,7 @@ class Found(NamedTuple):
     rest: np.ndarray
     bins: np.ndarray
     last: PartialSchedule
+    dealt_s: float
 
 
 @compiled
@@ -66,15 +70,17 @@ def try_makespan(
     choices: Choices,
     begin: int,
     effort: Effort,
+    dealt_s: float,
 ) -> Found:
     """The first of `effort.choices` choices, from `begin` on, that finds room for every item.
 
-    `single_s`: each item's time on one rank, infinite where it does not fit.
+    `single_s`: each item's time on one rank, infinite where it does not fit. `dealt_s`: the least makespan for which
+    small items are dealt out.
     """
     idle, none = np.zeros(len(machine.speeds)), np.zeros(0, dtype=np.int64)
     no_groups = CachedGroups(none, np.zeros(1, dtype=np.int64))
     partial = place_large(items, none, 0.0, makespan, machine, lists, idle, no_groups, 1.0, 0.0)
-    last = partial
+    last, least_s = partial, np.inf
     for step in range(effort.choices):
         choice = (begin + step) % len(choices.gap_weight)
         order = choices.orders[choices.order[choice]]
@@ -88,15 +94,17 @@ def try_makespan(
             rest = _kept(order, single_s[order], -np.inf, smallest)
             bins = backfill(items, rest, partial, makespan, machine)
             left = _kept(rest, bins, -1.0, -1.0)
+            if len(left) > 0 and makespan >= dealt_s:
+                end_s = deal_out_tails(items, rest, bins, partial, makespan, machine)
+                least_s, left = min(least_s, end_s), none if end_s <= makespan else left
             if len(left) <= effort.leftover:
                 busy = busy_of(items, rest, bins, partial, machine)
                 last = place_large(items, left, 0.0, makespan, machine, lists, busy, no_groups, 1.0, 0.0)
                 if last.placed:
-                    return Found(
-                        choice, makespan, partial, _kept(rest, bins, 0.0, np.inf), _kept(bins, bins, 0.0, np.inf), last
-                    )
+                    rest, bins = _kept(rest, bins, 0.0, np.inf), _kept(bins, bins, 0.0, np.inf)
+                    return Found(choice, makespan, partial, rest, bins, last, least_s)
             smallest = single_s[left].max() * (1 - 1e-9)
-    return Found(-1, makespan, partial, none, none, last)
+    return Found(-1, makespan, partial, none, none, last, least_s)
 
 
 @inner

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import ray
 
-from benchmarks.driver_loop import prepared_handles, ready_driver
+from benchmarks.driver_loop import ready_driver
+from benchmarks.driver_loop_ranks import prepared_handles
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
