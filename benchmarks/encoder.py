@@ -26,15 +26,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.encoder_cases import KINDS, MODELS, batch, cluster_and_cost, images_each
-from benchmarks.encoder_exact import proven_s
+from benchmarks.encoder_exact import least_s, proven_s
 from dhp_ray.config import CONF
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts, warm_up
-from dhp_ray.planner.image_parts import shares
 from dhp_ray.planner.plan import VisionPlan
-from dhp_ray.planner.split_images import exchange_s
-from dhp_ray.planner.vision_plan import encoding_ranks
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.vision_inputs import vision_inputs
 from tests.packs import Film, make_sample, rough_model
@@ -48,30 +45,25 @@ MERGE_AREA = 4  # patches of a token, in all models here
 
 
 class Balance(NamedTuple):
-    """Seconds of encoding of the fullest rank of a plan, over the mean or the largest image or part, whichever is more;
-    and the same of the best assignment of whole images, as far as that is proven."""
+    """Seconds of encoding of the fullest rank of a plan, over the mean or the largest image, whichever is more; and the
+    same of the best assignment, as far as that is proven."""
 
     ratio: float
     least: float
 
 
 def balance_of(plan: Plan, cost: CostModel, prove: bool = False) -> Balance:
-    """That of equal ranks. Where an image is in parts, nothing is proven."""
-    loads, largest = np.zeros(plan.cluster.num_ranks), 0.0
+    """That of whole images, on equal ranks."""
+    loads = np.zeros(plan.cluster.num_ranks)
     for group in plan.groups:
-        images = [pair for row in group.pack.sequences
-                  for pair in zip(plan.samples[row].vision_grids, cost.image_s(plan.samples[row]))]
-        for (grid, image_s), ranks in zip(images, encoding_ranks(group.encoders, group.splits), strict=True):
-            seconds = [share * image_s + exchange_s(grid, len(ranks), cost) for share in shares(grid, len(ranks))]
-            np.add.at(loads, list(ranks), seconds)
-            largest = max([largest, *seconds])
-    if not largest:
+        seconds = [image_s for row in group.pack.sequences for image_s in cost.image_s(plan.samples[row])]
+        np.add.at(loads, list(group.encoders), seconds)
+    images = np.array([image_s for sample in plan.samples for image_s in cost.image_s(sample)])
+    if not len(images):
         return Balance(1.0, 1.0)
-    even_s, fullest_s = max(float(loads.mean()), largest), float(loads.max())
-    whole = np.array([image_s for sample in plan.samples for image_s in cost.image_s(sample)])
-    if not prove or fullest_s <= PROVEN_FROM * even_s or any(group.splits for group in plan.groups):
-        return Balance(fullest_s / even_s, 1.0)
-    return Balance(fullest_s / even_s, proven_s(whole, len(loads), fullest_s) / even_s)
+    even_s, fullest_s = least_s(images, len(loads)), float(loads.max())
+    proven = proven_s(images, len(loads), fullest_s) if prove and fullest_s > PROVEN_FROM * even_s else even_s
+    return Balance(fullest_s / even_s, proven / even_s)
 
 
 def balance(
@@ -83,7 +75,7 @@ def balance(
     for kind in (*KINDS, CUT):
         for num_ranks in rank_counts:
             cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
-            cells = []
+            cost, cells = replace(cost, image_piece_patches=0.0), []
             for size in sizes:
                 batches = [cut_at_each_step(batch("video", size * num_ranks, seed)) if kind == CUT
                            else batch(kind, size * num_ranks, seed) for seed in range(3)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from benchmarks.encoder_cases import KINDS, batch, cluster_and_cost
 from benchmarks.encoder_exact import fit, proven_s
 from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
-from dhp_ray.planner.plan import GroupPlan, Pack, SplitImage, VisionPlan
+from dhp_ray.planner.plan import GroupPlan, Pack, VisionPlan
 from tests.packs import rough_model
 from tests.planner.reference_encoder import timeline
 from tests.readme import ROOT
@@ -49,9 +48,6 @@ def test_the_fullest_rank() -> None:
     """Images of 16, 8 and 4 seconds: the mean is 9.3, the largest 16."""
     assert balance_of(listed((0, 1), 2), ALONE, prove=True) == (1.0, 1.0)
     assert balance_of(listed((2, 2), 2), ALONE).ratio == 28 / 16
-    plan = listed((0, 1), 2)
-    split = replace(plan.groups[0], splits=(SplitImage(0, (0, 2)),))  # 8 seconds on ranks 0 and 1, 12 on rank 2
-    assert balance_of(replace(plan, groups=(split, plan.groups[1])), ALONE).ratio == 12 / (28 / 3)
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "mixed"])
