@@ -198,8 +198,9 @@ def _plan(problem: Problem, planner: str, found: _Candidate) -> Plan:
         "encoder": problem.encoder,
     }
     groups = groups_of(problem, found.schedule, found.times, found.encoder)
-    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, found.makespan_s, problem.lower_bound_s, 0.0,
-                inputs, found.vision)
+    update_s = problem.cost.update_s if problem.sync == "micro_batch" else 0.0  # whatever the plan is
+    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, found.makespan_s + update_s,
+                problem.lower_bound_s + update_s, 0.0, inputs, found.vision)
     plan.validate()
     return plan
 

@@ -40,7 +40,7 @@ def with_encoder_apart(cost: CostModel, memory: MemoryModel, tokens: int) -> Cos
     above = [language_bytes(memory, length) - slope * length for length in (1, chunk, 2 * chunk, tokens)
              if length <= tokens]
     return replace(
-        cost, vision_forward=1 / (3 + settings.recomputes) if settings.trains("vision") else 1.0,
+        cost, vision_forward=cost.vision_forward if settings.trains("vision") else 1.0,
         feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
         encoder_bytes_per_patch=memory.encoder_bytes(patches) / patches,
         language_bytes_per_token=slope, pack_bytes=max(0.0, *above))

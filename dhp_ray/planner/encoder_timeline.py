@@ -53,7 +53,8 @@ def encoder_timeline(
 ) -> EncoderTimeline:
     """Group g runs on `ranks[first_rank[g]:first_rank[g + 1]]` for `times_s[g]` seconds, its images left out."""
     num_ranks = len(speeds)
-    busy_s = np.bincount(images.encoder, images.seconds, num_ranks) / speeds
+    busy_s = np.bincount(images.encoder, images.seconds, num_ranks)
+    busy_s = (busy_s + cost.encoder_pass_s * (busy_s > 0)) / speeds
     encoded_s = cost.vision_forward * busy_s
     exchange_s = cost.feature_bytes / cost.slowest_bytes_per_s * _most_rows(images, ranks, first_rank, num_ranks)
     ready_s = _meeting(images, ranks, first_rank, encoded_s) + exchange_s

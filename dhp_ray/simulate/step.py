@@ -1,7 +1,7 @@
 """One step of a plan on ranks, nodes and links as they really are.
 
 sync=step         | make groups | (encode, features) | packs, each as soon as its ranks are free | (backward) | update |
-sync=micro_batch  | make groups | root | packs | root | packs |                       ranks meet after each micro-batch
+sync=micro_batch  | make groups | root | packs | root | packs | update |              ranks meet after each micro-batch
 
 Where images are encoded apart from the packs, the phases before and after them are those of
 `planner/encoder_timeline.py`. A pack (in `micro_batch`: a micro-batch) takes at least what its layers' parameters and
@@ -32,7 +32,8 @@ from dhp_ray.train.results import PackTime, StepResult
 class SimulatedStep:
     """When everything of a step happens, in seconds from its begin. `made_s`: by rank, its groups are made; `starts_s`,
     `ends_s`: of each group; `encoder`: of the phases apart from the packs, counted from when all groups are made;
-    `packs_end_s`: the last pack or image is done; `fixed_s`: what all ranks pay once, or in each micro-batch.
+    `packs_end_s`: the last pack or image is done; `fixed_s`: what all ranks pay once, or in each micro-batch and at the
+    step's end.
     """
 
     plan: Plan
@@ -149,8 +150,9 @@ def _in_micro_batches(
         starts, ends = _run(np.zeros(len(made_s)), problem, work.part(groups), rest)
         starts_s[groups], ends_s[groups] = now + starts, now + ends
         now += max(least_s, float(ends.max()))
+    update_s = problem.cost.update_s
     return SimulatedStep(plan, work, made_s, starts_s, ends_s, None, float(ends_s.max()),
-                         problem.cost.fixed_s * (len(cuts) - 1), now)
+                         problem.cost.fixed_s * (len(cuts) - 1) + update_s, now + update_s)
 
 
 def _made_s(made: Sequence[tuple[int, ...]], problem: Problem) -> np.ndarray:

@@ -49,9 +49,13 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
                         sent[encoder] += rows
                         received[rank] += rows
         language_s = batch.pack_time_s(group.pack.sequences, group.ranks) * factor("pack", min(group.pack.sequences))
+        if any(encode_s.values()):
+            language_s += cost.encoder_pass_s / min(cluster.speeds[rank] for rank in group.ranks)
         packs_s.append(language_s + max(encode_s.values()))
     exchange_s = {rank: max(sent[rank], received[rank]) * cost.feature_bytes / cost.slowest_bytes_per_s
                   for rank in ranks}
+    busy = {rank: seconds + (cost.encoder_pass_s / cluster.speeds[rank] if seconds else 0.0)
+            for rank, seconds in busy.items()}
     if plan.vision.apart:
         encoded = {rank: cost.vision_forward * busy[rank] for rank in ranks}
         free = {rank: max(encoded[other] for other in meets[rank]) + exchange_s[rank] for rank in ranks}
