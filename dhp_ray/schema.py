@@ -143,7 +143,11 @@ class Planner:
     encoder: str = key("auto", "who encodes images: group: the ranks of their own pack, in it; world: any rank, apart "
                        "from the packs (where memory allows); auto: what makes the plan shorter",
                        choices=("group", "world", "auto"))
-    cost: str = key("", "cost file; empty: derived from the model and its device, on the CPU conf/cost/cpu.yaml")
+    cost: str = key("", "cost file of this model, device and settings (jobs/measure.py); measure: measured before the "
+                    "run's first step, kept in run.dir; empty: derived from model and device, on the CPU "
+                    "conf/cost/cpu.yaml")
+    refit: str = key("auto", "fit the costs of compute to what packs take, as the run goes on; auto: where they were "
+                     "not measured for this run", choices=("auto", "true", "false"))
     tokens_per_rank: str = key("auto",
                                "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
     max_sequence_tokens: int = key(

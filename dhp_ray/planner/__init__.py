@@ -200,8 +200,9 @@ def _plan(problem: Problem, planner: str, found: _Candidate) -> Plan:
     world = found.world
     images, passes, vision = (world.images, world.passes, world.vision) if world else (None, None, IN_PACKS)
     groups = groups_of(problem, found.schedule, found.times, images, passes)
-    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, found.makespan_s, problem.lower_bound_s, 0.0,
-                inputs, vision)
+    update_s = problem.cost.update_s if problem.sync == "micro_batch" else 0.0  # whatever the plan is
+    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, found.makespan_s + update_s,
+                problem.lower_bound_s + update_s, 0.0, inputs, vision)
     plan.validate()
     return plan
 

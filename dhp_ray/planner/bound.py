@@ -52,8 +52,8 @@ from dhp_ray.planner.problem import Problem
 LIMIT = np.dtype(
     [
         (name, np.float64)
-        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "charge_s", "exchange_s",
-                     "stretch")
+        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "encoder_pass_s", "charge_s",
+                     "exchange_s", "stretch")
     ]
 )
 """What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest (of all, where
@@ -73,6 +73,7 @@ class LimitOf(Protocol[Number]):
     transfer_s: Number
     overlap: Number
     overhead_s: Number
+    encoder_pass_s: Number
     charge_s: Number
     exchange_s: Number
     stretch: Number
@@ -133,6 +134,7 @@ def limits_of(problem: Problem) -> Limits:
         degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s)
     )
     limits.overlap, limits.overhead_s = rates.overlap, rates.overhead_s
+    limits.encoder_pass_s = rates.encoder_pass_s
     slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
     exchange = (0.0 if rates.overlap.any() else 1.0) * limits.transfer_s * slowest_sum
     charge = exchange + rates.overhead_s * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
@@ -171,6 +173,8 @@ def _stretch(fastest: np.ndarray) -> np.ndarray:
 @inner
 def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
     encode_s = max(item.vision_s / limit.encode_speed, item.image_s / fastest)
+    if item.image_s > 0.0:
+        encode_s += limit.encoder_pass_s / fastest
     return compiled_predicted_s(
         item.language_s,
         item.attention_s,

@@ -50,7 +50,7 @@ def with_encoder_apart(cost: CostModel, memory: MemoryModel, tokens: int) -> Cos
     of_pass = max(encoder_bytes(memory, count) - of_patch * count for count in (1, SMALLEST_IMAGE))
     return replace(
         with_image_parts(cost, memory),
-        vision_forward=1 / (3 + settings.recomputes) if settings.trains("vision") else 1.0,
+        vision_forward=cost.vision_forward if settings.trains("vision") else 1.0,
         feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
         encoder_gather_s=gathered_bytes(memory) / cost.slowest_bytes_per_s,
         encoder_bytes_per_patch=of_patch, encoder_bytes=max(0.0, of_pass),

@@ -72,23 +72,26 @@ def encoder_timeline(
 ) -> EncoderTimeline:
     """With sync=step."""
     forward, backward = _shares(cost, keeps)
-    busy_s, encoded_s = _encoding(images, speeds, forward, np.zeros(len(speeds)))
+    busy_s, encoded_s = _encoding(images, speeds, cost, forward, np.zeros(len(speeds)))
     exchange_s = _exchange_s(images, packs, len(speeds), cost)
     ready_s = _meeting(images, packs, encoded_s) + exchange_s
     starts_s, ended_s = list_schedule_from(ready_s, packs.ranks, packs.first_rank, packs.times_s)
     begin_s = end_s = ended_s
     if backward:
         begin_s = _meeting(images, packs, ended_s) + exchange_s
-        end_s = _encoding(images, speeds, backward, begin_s)[1]
+        end_s = _encoding(images, speeds, cost, backward, begin_s)[1]
     return EncoderTimeline(encoded_s, ready_s, starts_s, ended_s, begin_s, end_s, forward * busy_s, backward * busy_s)
 
 
 def _encoding(
-    images: EncodedImages, speeds: np.ndarray, share: float, begin_s: np.ndarray
+    images: EncodedImages, speeds: np.ndarray, cost: CostModel, share: float, begin_s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds of all of each rank's images, when it is done with a share of them that it begins at `begin_s`)"""
+    """(seconds of all of each rank's images and of a pass, when it is done with a share of them that it begins at
+    `begin_s`)"""
     seconds = images.seconds / speeds[images.encoder]
     busy_s = np.bincount(images.encoder, seconds, len(speeds))
+    pass_s = cost.encoder_pass_s * (busy_s > 0) / speeds
+    busy_s = busy_s + pass_s
     of_rings = images.ring >= 0
     if not of_rings.any():
         return busy_s, begin_s + share * busy_s
@@ -98,7 +101,7 @@ def _encoding(
     np.maximum.at(slowest_s, ring, share * times_s)
     free_s = list_schedule_from(begin_s, ranks, firsts_of(np.bincount(ring)), slowest_s)[1]
     alone_s = np.bincount(images.encoder[~of_rings], seconds[~of_rings], len(speeds))
-    return busy_s, free_s + share * alone_s
+    return busy_s, free_s + share * (alone_s + pass_s)
 
 
 def lockstep_timeline(
@@ -108,7 +111,8 @@ def lockstep_timeline(
     the slowest rank, and at least as long as the encoder's parameters take to come and its gradients to go."""
     num_ranks, num_passes = len(speeds), int(passes.max()) + 1
     seconds = np.bincount(images.encoder * num_passes + passes, images.seconds, num_ranks * num_passes)
-    busy_s = seconds.reshape(num_ranks, num_passes) / speeds[:, None]
+    busy_s = seconds.reshape(num_ranks, num_passes)
+    busy_s = (busy_s + cost.encoder_pass_s * (busy_s > 0)) / speeds[:, None]
     passes_s = float(np.maximum(busy_s.max(axis=0), cost.encoder_gather_s).sum())
     forward_s, backward_s = _shares(cost, keeps)
     exchange_s = float(_exchange_s(images, packs, num_ranks, cost).max())

@@ -132,6 +132,11 @@ class Plan:
         """Seconds that every rank pays once a step, or once a micro-batch, whatever its packs are."""
         return float(self.inputs.get("cost", {}).get("fixed_s", 0.0))
 
+    @property
+    def update_s(self) -> float:
+        """Seconds that every rank pays once at the end of a step with sync=micro_batch, beside `fixed_s`."""
+        return float(self.inputs.get("cost", {}).get("update_s", 0.0)) if self.sync == "micro_batch" else 0.0
+
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
         """Distinct groups of two and more ranks, in plan order: those of images in parts that exchange, then those of
         packs."""

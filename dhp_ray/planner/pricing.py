@@ -27,6 +27,7 @@ def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
     crosses = crosses_nodes(schedule, np.array(problem.cluster.nodes))
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s)
     encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
+    encode_s = encode_s + rates.encoder_pass_s * (encode_s > 0) / speed
     return predicted_s(
         language, attention, encode_s, tokens, degree, speed, transfer_s, rates.overlap, rates.overhead_s
     )

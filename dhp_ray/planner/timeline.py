@@ -58,8 +58,9 @@ def plan_starts(plan: Plan) -> tuple[list[float], float]:
     """Start of every group of a plan, and the time of the whole step."""
     apart = apart_timeline(plan)
     if apart is None:
-        return starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, plan.fixed_s)
-    return (apart.starts_s + plan.fixed_s).tolist(), apart.makespan_s + plan.fixed_s
+        starts, end_s = starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, plan.fixed_s)
+        return starts, end_s + plan.update_s
+    return (apart.starts_s + plan.fixed_s).tolist(), apart.makespan_s + plan.fixed_s + plan.update_s
 
 
 def apart_timeline(plan: Plan) -> EncoderTimeline | None:
@@ -98,5 +99,5 @@ def idle_fraction(plan: Plan) -> float:
     busy = sum(group.predicted_time_s * group.degree for group in plan.groups)
     if apart := apart_timeline(plan):
         busy += float((apart.forward_busy_s + apart.backward_busy_s).sum())
-    fixed_s = plan.fixed_s * len(fixed_starts(plan)) * plan.cluster.num_ranks
+    fixed_s = (plan.fixed_s * len(fixed_starts(plan)) + plan.update_s) * plan.cluster.num_ranks
     return 1.0 - (busy + fixed_s) / (plan.predicted_time_s * plan.cluster.num_ranks)

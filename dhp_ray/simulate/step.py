@@ -1,8 +1,8 @@
 """One step of a plan on ranks, nodes and links as they really are.
 
 sync=step         | make groups | (encode, features) | packs, each as soon as its ranks are free | (backward) | update |
-sync=micro_batch  | make groups | (encode, features) | root | packs | root | packs | (backward) |    ranks meet after
-                    each micro-batch, and each pass of the encoder
+sync=micro_batch  | make groups | (encode, features) | root | packs | root | packs | (backward) | update |    ranks meet
+                    after each micro-batch, and each pass of the encoder
 
 Where images are encoded apart from the packs, the phases before and after them are those of
 `planner/encoder_timeline.py`. A pack (in `micro_batch`: a micro-batch) takes at least what its layers' parameters and
@@ -33,7 +33,8 @@ from dhp_ray.train.results import PackTime, StepResult
 class SimulatedStep:
     """When everything of a step happens, in seconds from its begin. `made_s`: by rank, its groups are made; `starts_s`,
     `ends_s`: of each group; `encoder`: of the phases apart from the packs, counted from when all groups are made;
-    `packs_end_s`: the last pack or image is done; `fixed_s`: what all ranks pay once, or in each micro-batch.
+    `packs_end_s`: the last pack or image is done; `fixed_s`: what all ranks pay once, or in each micro-batch and at the
+    step's end.
     """
 
     plan: Plan
@@ -161,8 +162,9 @@ def _in_micro_batches(
         encoder = encoder._replace(starts_s=starts_s - made, ended_s=encoder.ended_s + later_s,
                                    backward_s=encoder.backward_s + later_s, end_s=encoder.end_s + later_s)
         now = packs_end_s = made + encoder.makespan_s
+    update_s = problem.cost.update_s
     return SimulatedStep(plan, work, made_s, starts_s, ends_s, encoder, packs_end_s,
-                         problem.cost.fixed_s * (len(cuts) - 1), now)
+                         problem.cost.fixed_s * (len(cuts) - 1) + update_s, now + update_s)
 
 
 def _made_s(made: Sequence[tuple[int, ...]], problem: Problem) -> np.ndarray:

@@ -90,9 +90,15 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
                 else:
                     work.alone |= {rank: work.alone[rank] + part_s for rank, part_s in ring.items()}
         language_s = batch.pack_time_s(group.pack.sequences, group.ranks) * factor("pack", min(group.pack.sequences))
+        if any(encode_s.values()):
+            language_s += cost.encoder_pass_s / min(cluster.speeds[rank] for rank in group.ranks)
         packs_s.append(language_s + max(encode_s.values()))
     exchange_s = {rank: max(sent[rank], received[rank]) * cost.feature_bytes / cost.slowest_bytes_per_s
                   for rank in ranks}
+    pass_s = {rank: cost.encoder_pass_s / cluster.speeds[rank] for rank in ranks}
+    work.passes = {(rank, number): seconds + pass_s[rank] for (rank, number), seconds in work.passes.items()}
+    work.alone = {rank: seconds + (pass_s[rank] if any(rank == other for other, _ in work.passes) else 0.0)
+                  for rank, seconds in work.alone.items()}
     share = 1.0 - cost.vision_forward + (0.0 if plan.vision.keeps or cost.vision_forward == 1.0
                                          else cost.vision_forward)
     if plan.sync == "micro_batch":
@@ -104,7 +110,7 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
             passes_s = sum(max(cost.encoder_gather_s, *(work.passes.get((rank, number), 0.0) for rank in ranks))
                            for number in range(plan.vision.num_passes))
             end += (cost.vision_forward + share) * passes_s + max(exchange_s.values()) * (1 + (share > 0))
-        return end
+        return end + cost.update_s
     if plan.vision.apart:
         encoded = work.done(cost.vision_forward, free)
         free = {rank: max(encoded[other] for other in meets[rank]) + exchange_s[rank] for rank in ranks}

@@ -11,13 +11,15 @@ import pytest
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, idle_fraction, plan_batch, plan_starts
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.timeline import apart_timeline
+from dhp_ray.planner.work import work_of
 from dhp_ray.runtime.driver.measures import makespan_s, measured_idle_fraction
-from dhp_ray.runtime.driver.speeds import busy_s, nominal_compute_s
+from dhp_ray.runtime.driver.speeds import busy_s
 from dhp_ray.simulate.links import Links, links_of
 from dhp_ray.simulate.step import Network, SimulatedStep, simulate_step
 
 COST = CostModel(1e-8, 1e-3, 1e5, 0.2, {"intra": 1e9, "inter": 2e8}, communication="ring", overlap=0.9, latency_s=1e-3,
-                 pack_s=0.01, vision_linear_s=2e-4, vision_quadratic_s=1e-8, feature_bytes=1e4)
+                 pack_s=0.01, vision_linear_s=2e-4, vision_quadratic_s=1e-8, feature_bytes=1e4,
+                 encoder_pass_s=4e-3, attention_block=256, update_s=0.05)
 
 
 def batch(seed: int, count: int, longest: int) -> list[Sample]:
@@ -81,8 +83,9 @@ def test_where_the_time_of_ranks_went(sync: str) -> None:
     shares, rank_s = step.shares(), 8 * step.time_s
     assert sum(shares.values()) == pytest.approx(1.0)
     assert shares["idle"] == pytest.approx(idle_fraction(plan), abs=1e-9)
-    assert shares["compute"] * rank_s == pytest.approx(sum(nominal_compute_s(plan, COST)))
-    assert shares["update"] * rank_s == pytest.approx(8 * COST.fixed_s * len({g.micro_batch for g in plan.groups}))
+    assert shares["compute"] * rank_s == pytest.approx(sum(work_of(plan).seconds(COST)))
+    num_micro_batches = len({group.micro_batch for group in plan.groups})
+    assert shares["update"] * rank_s == pytest.approx(8 * (COST.fixed_s * num_micro_batches + plan.update_s))
 
 
 def test_ranks_report_what_the_drivers_own_measures_understand() -> None:
@@ -92,7 +95,7 @@ def test_ranks_report_what_the_drivers_own_measures_understand() -> None:
     results = step.results(7)
     assert [result.rank for result in results] == list(range(8))
     assert makespan_s(results) == pytest.approx(step.packs_end_s)
-    busy, nominal = busy_s(results, 8), nominal_compute_s(plan, COST)
+    busy, nominal = busy_s(results, 8), work_of(plan).seconds_of_ranks(COST, 8)
     assert busy == pytest.approx(step.busy_s().tolist())
     seen = [wanted / took for wanted, took in zip(nominal, busy)]  # what is paid once a pack is no slower there
     assert seen[:7] == pytest.approx([1.0] * 7)
@@ -159,7 +162,7 @@ def test_a_pack_takes_what_its_parameters_take_to_travel() -> None:
     plan = plan_batch([Sample("a", 100), Sample("b", 300)], ClusterSpec(2, 2, 200), COST, sync="micro_batch")
     rounds = len({group.micro_batch for group in plan.groups})
     step = simulate_step(plan, true_problem(plan), network, least_s=3.0)
-    assert step.time_s == pytest.approx(rounds * (3.0 + COST.fixed_s))
+    assert step.time_s == pytest.approx(rounds * (3.0 + COST.fixed_s) + COST.update_s)
     assert step.shares()["idle"] > 0.5
 
 

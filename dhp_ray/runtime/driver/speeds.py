@@ -14,14 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
-import numpy as np
-
-from dhp_ray.planner import CostModel
-from dhp_ray.planner.image_parts import shares
-from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.vision_plan import encoding_ranks
 from dhp_ray.train.results import StepResult
 
 DECAY = 0.5
@@ -123,40 +116,9 @@ def _told(speed: float) -> float:
     return round(speed / grain) * grain
 
 
-def nominal_compute_s(plan: Plan, cost: CostModel) -> list[float]:
-    """Seconds of compute that each rank's packs and images take at nominal speed, communication left out."""
-    lengths = np.array([sample.num_tokens for sample in plan.samples], np.float64)
-    rows_s = (cost.attention_s(lengths) + cost.linear_s * lengths).tolist()
-    grids = [grid for sample in plan.samples for grid in sample.vision_grids]
-    images_s = cost.images_s(np.array(grids, np.float64).reshape(-1, 3)).tolist()
-    first = [0, *accumulate(len(sample.vision_grids) for sample in plan.samples)]  # of each sample's images
-    seconds = [0.0] * plan.cluster.num_ranks
-    again = 1.0 if plan.vision.keeps else 1.0 + cost.vision_forward  # images are encoded a second time
-    for group in plan.groups:
-        shared_s = sum([rows_s[row] for row in group.pack.sequences]) / len(group.ranks) + cost.pack_s
-        for rank in group.ranks:
-            seconds[rank] += shared_s
-        if group.encoders:
-            of_pack = [image for row in group.pack.sequences for image in range(first[row], first[row + 1])]
-            for image, ranks in zip(of_pack, encoding_ranks(group.encoders, group.splits), strict=True):
-                for rank, share in zip(ranks, shares(grids[image], len(ranks))):
-                    seconds[rank] += images_s[image] * share * again
-    return seconds
-
-
-def paid_once_s(plan: Plan, cost: CostModel) -> list[float]:
-    """Those of `nominal_compute_s` that each rank's packs pay once, however long they are."""
-    seconds = [0.0] * plan.cluster.num_ranks
-    for group in plan.groups:
-        for rank in group.ranks:
-            seconds[rank] += cost.pack_s
-    return seconds
-
-
 def busy_s(results: Sequence[StepResult], num_ranks: int) -> list[float]:
     """Unblocked seconds of each rank's packs and encoder phases; 0 for a rank that has not reported."""
     seconds = [0.0] * num_ranks
     for result in results:
-        seconds[result.rank] = sum(time.end_s - time.start_s - time.blocked_s
-                                   for time in (*result.pack_times, *result.encoder_times))
+        seconds[result.rank] = sum(time.busy_s for time in (*result.pack_times, *result.encoder_times))
     return seconds
