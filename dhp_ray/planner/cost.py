@@ -48,16 +48,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
-import yaml
 
-from dhp_ray.errors import first_line
 from dhp_ray.planner.bandwidth import by_degree, constant, links_of
+from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
 from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample
 
 REQUIRED = ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "bandwidth_bytes_per_s")
 SYNCS = ("step", "micro_batch")
-SECTIONS = ("device", "model", "settings", "versions", "measured", "intervals", "errors")
-"""What a measured file has beside its constants (`cost_origin.py`)."""
 
 Number = TypeVar("Number", float, np.ndarray)
 
@@ -293,20 +290,3 @@ class CostModel:
         return float(
             predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rate.overlap, rate.overhead_s)
         )
-
-
-def constants_of_file(path: str | Path) -> dict[str, Any]:
-    """What a cost file holds, its sections too.
-
-    Raises:
-        PlanError: one line that names the file, which is no mapping or cannot be read.
-    """
-    try:
-        tree = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: cannot be read: {error.__class__.__name__}") from None
-    except yaml.YAMLError as error:
-        raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
-    if not isinstance(tree, dict):
-        raise PlanError(f"{path}: no constants; a cost file is a mapping from names to numbers")
-    return tree

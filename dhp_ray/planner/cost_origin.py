@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dhp_ray.planner.checks import PlanError
-from dhp_ray.planner.cost import SECTIONS, CostModel, constants_of_file
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.model_shape import ModelShape
 
