@@ -11,10 +11,14 @@ import numpy as np
 from benchmarks.worlds import Corpus, Outcome, plans_of, train_world
 from dhp_ray.config import load
 from dhp_ray.planner import ClusterSpec, Plan, Sample
+from dhp_ray.planner.image_parts import most_parts
+from tests.packs import with_splits
 
 SYNCS = ("step", "micro_batch")
 TRANSPORTS = ("pool", "parent")
 BASE = ("train.learning_rate=1e-3", "train.adam_eps=1e-6", "train.clip_norm=0", "comm.timeout_s=60", "run.dir=unused")
+PIECE_PATCHES = 64
+"""Of a window of the tiny model's encoder."""
 LOSS_TOLERANCE, PARAMETER_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-4, 2e-2
 CLIP_NORM = 0.1
 
@@ -26,15 +30,17 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
     "a rank without a pack": (), "a rank all masked": (), "bf16": ("train.precision=bf16",),
     "sharing a node": ("train.sharding=node",), "images apart": ("planner.encoder=world",),
     "images apart, sharing a node": ("planner.encoder=world", "train.sharding=node"),
+    "images in parts": ("planner.encoder=world",),
 }
 """Name of a situation and the settings that it takes. The rest of it is made of the batches and plans
 (`Matrix._prepare`).
 """
-OF_THE_RANKS_ALONE = ("recomputation", "bf16", "sharing a node", "images apart", "images apart, sharing a node")
+OF_THE_RANKS_ALONE = ("recomputation", "bf16", "sharing a node", "images apart", "images apart, sharing a node",
+                      "images in parts")
 """Situations that the reference run is not in: where parameters lie and recomputation change nothing, and bf16 is held
 against fp32.
 """
-OF_STEP_ALONE = ("sharing a node", "images apart", "images apart, sharing a node")
+OF_STEP_ALONE = ("sharing a node", "images apart, sharing a node")
 """Situations that there are not in sync=micro_batch."""
 
 
@@ -67,11 +73,13 @@ class Row:
 
 
 def full_matrix() -> list[Case]:
-    """Every combination as they come, and every situation on three ranks."""
+    """Every combination as they come, every situation on three ranks, and images apart on other numbers too."""
     plain = [Case(*values) for values in product((1, 2, 3, 5), ("static", "dhp"), SYNCS, TRANSPORTS)]
     special = [Case(3, "dhp", sync, transport, situation) for situation in list(SITUATIONS)[1:] for sync in SYNCS
                for transport in TRANSPORTS if sync == "step" or situation not in OF_STEP_ALONE]
-    return plain + special
+    apart = [Case(num_ranks, "dhp", sync, "pool", situation) for sync in SYNCS for num_ranks, situation in (
+        (1, "images apart"), (2, "images apart"), (5, "images apart"), (2, "images in parts"), (5, "images in parts"))]
+    return plain + special + apart
 
 
 @dataclass
@@ -115,8 +123,10 @@ class Matrix:
         # Room enough for packs of one rank, where ranks are to differ in what they hold.
         apart = case.situation in ("a rank all masked", "with and without images")
         tokens = max(sample.num_tokens for batch in batches for sample in batch) if apart else 0
-        encoder = "world" if case.situation.startswith("images apart") else "group"
+        encoder = "world" if case.situation.startswith("images") else "group"
         plans = plans_of(batches, num_ranks, case.planner, case.sync, tokens, encoder)
+        if case.situation == "images in parts":
+            plans = [_in_parts(plan) for plan in plans]
         if case.situation == "a rank all masked":
             corpus = corpus.masked({sample.id for plan in plans for sample in _samples_of_a_rank(plan)})
         return corpus, plans
@@ -137,6 +147,18 @@ class Matrix:
             plans = plans_of(corpus.batches(self.num_steps, self.batch_size), 1, "static", "step")
             self._references[key] = train_world(load([*self.overrides, *BASE, *settings]), plans, corpus, 1)
         return self._references[key]
+
+
+def _in_parts(plan: Plan) -> Plan:
+    """A plan with images apart, every second of which several ranks encode where it can be cut: two, or three."""
+    grids = [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
+    most = [min(most_parts(grid, PIECE_PATCHES), 2 + image % 4 // 2, plan.cluster.num_ranks)
+            for image, grid in enumerate(grids)]
+    splits = {image: [(image + part) % plan.cluster.num_ranks for part in range(count)]
+              for image, count in enumerate(most) if image % 2 == 0 and count > 1}
+    split = with_splits(plan, splits) if plan.vision.apart else plan
+    split.validate()
+    return split
 
 
 def _on_other_ranks(plan: Plan) -> Plan:
@@ -165,8 +187,11 @@ def _faults(case: Case, plans: Sequence[Plan], corpus: Corpus, outcome: Outcome,
         faults.append("other tokens were counted")
     if not all(step.applied for step in outcome.steps):
         faults.append("an update was left out")
-    if case.situation.startswith("images apart") and not any(plan.vision.apart for plan in plans):
+    if case.situation.startswith("images") and not any(plan.vision.apart for plan in plans):
         faults.append("no plan with images apart")
+    counts = {len(split.ranks) for plan in plans for split in plan.rings()}
+    if case.situation == "images in parts" and counts != {2, min(3, case.num_ranks)}:
+        faults.append(f"images in {counts} parts that exchange, and not in two and in three")
     if any(pool != outcome.pools[0] for pool in outcome.pools):
         faults.append("the ranks' pools differ")
     if case.situation == "as they come" and not any(case.num_ranks in plan.degrees() for plan in plans):

@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,7 @@ def ready_driver(
     that every step has.
     """
     samples, cluster, cost = work_of(num_ranks, num_samples, images)
+    folder.mkdir(parents=True, exist_ok=True)
     cost_file = folder / "cost.yaml"
     cost_file.write_text(yaml.safe_dump(cost.to_json()))
     config = load(["data.format=synthetic", "data.path=unused", f"run.dir={folder}", f"run.steps={num_steps}",
@@ -193,16 +194,20 @@ def run(driver: Driver, session: Session, watch: Stopwatch) -> list[tuple[float,
     """Wall and CPU milliseconds of the main thread, by step; those of the first steps are left out of `watch` too."""
     times: list[tuple[float, float]] = []
     before = time.perf_counter(), time.thread_time()
-    for message in driver._steps(session):
-        if isinstance(message, StepCommitted):
-            now = time.perf_counter(), time.thread_time()
-            times.append((1e3 * (now[0] - before[0]), 1e3 * (now[1] - before[1])))
-            before = now
-            if message.metrics["step"] == WARM_UP:
-                times.clear()
-                watch.wall_ms.clear()
-                watch.cpu_ms.clear()
+    for message in committed(driver, session):
+        now = time.perf_counter(), time.thread_time()
+        times.append((1e3 * (now[0] - before[0]), 1e3 * (now[1] - before[1])))
+        before = now
+        if message.metrics["step"] == WARM_UP:
+            times.clear()
+            watch.wall_ms.clear()
+            watch.cpu_ms.clear()
     return times
+
+
+def committed(driver: Driver, session: Session) -> Iterator[StepCommitted]:
+    """Run the driver's steps; each as it is committed."""
+    return (message for message in driver._steps(session) if isinstance(message, StepCommitted))
 
 
 def report(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import ray
 
 from dhp_ray.planner import CostModel
-from dhp_ray.planner.plan import GroupPlan, Pack, Plan, RankPlan
-from dhp_ray.runtime.driver.speeds import nominal_compute_s
+from dhp_ray.planner.plan import Plan, RankPlan
+from dhp_ray.planner.work import work_of
 from dhp_ray.train.results import PackTime, StepResult
 
 
@@ -75,19 +75,14 @@ def real_handles(num_actors: int, plan: Plan, num_steps: int) -> list[Any]:
     return [actors[rank % num_actors] for rank in range(plan.cluster.num_ranks)]
 
 
-def alone(plan: Plan, group: GroupPlan) -> Plan:
-    """The plan of one group and its samples."""
-    rows = group.pack.sequences
-    packed = replace(group, pack=Pack(tuple(range(len(rows)))))
-    return replace(plan, samples=tuple(plan.samples[row] for row in rows), groups=(packed,))
-
-
 def results_of(plan: Plan) -> list[StepResult]:
     """What ranks of equal speed report, when a step takes as long as predicted."""
     free_s = [0.0] * plan.cluster.num_ranks
     times: list[list[PackTime]] = [[] for _ in free_s]
     cost = CostModel.from_json(plan.inputs["cost"])
-    computing_s = [max(nominal_compute_s(alone(plan, group), cost)) for group in plan.groups]
+    work, computing_s = work_of(plan), np.zeros(len(plan.groups))
+    in_packs = work.group >= 0  # not in the encoder's phases
+    np.maximum.at(computing_s, work.group[in_packs], work.seconds(cost)[in_packs])
     for index, group in enumerate(plan.groups):
         begin_s = max(free_s[rank] for rank in group.ranks)
         for rank in group.ranks:

@@ -75,7 +75,7 @@ def balance(
     for kind in (*KINDS, CUT):
         for num_ranks in rank_counts:
             cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
-            cells = []
+            cost, cells = replace(cost, image_piece_patches=0.0), []
             for size in sizes:
                 batches = [cut_at_each_step(batch("video", size * num_ranks, seed)) if kind == CUT
                            else batch(kind, size * num_ranks, seed) for seed in range(3)]
@@ -131,7 +131,8 @@ def tiny_batch(seed: int, num_samples: int = 12) -> tuple[list[Sample], dict[str
 
 
 def rows(rank_counts: Sequence[int] = (8, 64), tiny_counts: Sequence[int] = (2, 3, 5)) -> Iterator[list[str]]:
-    """Sums over three batches; of the tiny model also what its ranks' inputs send."""
+    """Sums over three batches, of images that one rank each encodes; of the tiny model also what its inputs send.
+    """
     yield ["batch", "ranks", "rows", "elsewhere: group", "world", "sent in world"]
     adapter, cost = rough_model(), CostModel.load(CONF / "cost" / "cpu.yaml")
     for num_ranks in tiny_counts:
@@ -143,6 +144,7 @@ def rows(rank_counts: Sequence[int] = (8, 64), tiny_counts: Sequence[int] = (2, 
     for kind in KINDS:
         for num_ranks in rank_counts:
             cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
+            cost = replace(cost, image_piece_patches=0.0)
             plans = {layout: [plan_batch(batch(kind, 8 * num_ranks, seed), cluster, cost, encoder=layout)
                               for seed in range(3)] for layout in LAYOUTS}
             yield [kind, str(num_ranks), *elsewhere(plans), "-"]

@@ -138,15 +138,13 @@ def sleeping(arguments: argparse.Namespace) -> int:
 
 def step_times(rates: list[float], port: int, arguments: argparse.Namespace) -> list[float]:
     """Seconds between the commits of two steps, once speeds are known."""
-    from benchmarks.driver_loop import ready_driver
-    from dhp_ray.runtime.messages import StepCommitted
+    from benchmarks.driver_loop import committed, ready_driver
 
     with tempfile.TemporaryDirectory(prefix="dhp_ray_stragglers_") as folder:
         driver, _ = ready_driver(Path(folder), len(rates), arguments.samples, UNKNOWN + arguments.steps + 1,
                                  functools.partial(sleeping_ranks, rates, port))
         assert driver.session is not None
-        commits = [time.perf_counter() for message in driver._steps(driver.session)
-                   if isinstance(message, StepCommitted)]
+        commits = [time.perf_counter() for _ in committed(driver, driver.session)]
         driver.session.current.dispatcher.stop()
     return [after - before for before, after in pairwise(commits)][UNKNOWN:]
 

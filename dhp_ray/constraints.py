@@ -60,9 +60,6 @@ def check(config: Config) -> None:
             f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers "
             f"({config.cluster.num_workers})"
         )
-    if config.planner.encoder == "world" and config.planner.sync == "micro_batch":
-        raise ConfigError("planner.encoder: got 'world' with planner.sync=micro_batch; allowed: group or auto, or "
-                          "world with planner.sync=step")
     if config.train.sharding == "node" and config.planner.sync != "step":
         raise ConfigError(f"train.sharding: got 'node' with planner.sync={config.planner.sync}; allowed: whole, or "
                           "node with planner.sync=step")

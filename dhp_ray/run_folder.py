@@ -6,6 +6,8 @@ import re
 
 CONFIG_FILE, CLUSTER_FILE = "config.yaml", "cluster.json"
 METRICS_FILE, LEDGER_FILE, SKIPPED_FILE, EVENTS_FILE = "metrics.jsonl", "ledger.jsonl", "skipped.jsonl", "events.jsonl"
+COST_FILE, COST_PICTURE = "cost.yaml", "cost.png"
+"""What planner.cost=measure found."""
 PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDER = (
     "plans",
     "trace",

@@ -141,9 +141,13 @@ class Planner:
     sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch; auto: what fits and is "
                     "fastest, fixed at the run's first start", choices=("step", "micro_batch", "auto"))
     encoder: str = key("auto", "who encodes images: group: the ranks of their own pack, in it; world: any rank, apart "
-                       "from the packs (planner.sync=step, where memory allows); auto: what makes the plan shorter",
+                       "from the packs (where memory allows); auto: what makes the plan shorter",
                        choices=("group", "world", "auto"))
-    cost: str = key("", "cost file; empty: derived from the model and its device, on the CPU conf/cost/cpu.yaml")
+    cost: str = key("", "cost file of this model, device and settings (jobs/measure.py); measure: measured before the "
+                    "run's first step, kept in run.dir; empty: derived from model and device, on the CPU "
+                    "conf/cost/cpu.yaml")
+    refit: str = key("auto", "fit the costs of compute to what packs take, as the run goes on; auto: where they were "
+                     "not measured for this run", choices=("auto", "true", "false"))
     tokens_per_rank: str = key("auto",
                                "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
     max_sequence_tokens: int = key(

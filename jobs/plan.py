@@ -201,8 +201,11 @@ def print_table(plan: Plan) -> None:
     num_images = sum(len(sample.vision_grids) for sample in plan.samples)
     if apart := apart_timeline(plan):
         kept = "kept" if plan.vision.keeps else "computed again"
+        passes = f", {plan.vision.num_passes} passes on every rank" if plan.vision.num_passes else ""
+        num_split = sum(len(group.splits) for group in plan.groups)
+        passes += f", {num_split} of them by several ranks each" if num_split else ""
         print(f"images:          {num_images}, apart from the packs: {apart.encoded_s.max():.4f} s before them, "
-              f"{(apart.end_s - apart.backward_s).max():.4f} s after, activations {kept}")
+              f"{(apart.end_s - apart.backward_s).max():.4f} s after, activations {kept}{passes}")
     elif num_images:
         print(f"images:          {num_images}, encoded in the packs")
     if shares := [group.offload for group in plan.groups if group.offload]:

@@ -18,7 +18,8 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.weights import Interval
-from dhp_ray.planner.plan import Grid, Plan, RankPack, Sample, VisionPlan
+from dhp_ray.planner.image_parts import exchanges
+from dhp_ray.planner.plan import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan, encoded_images
 from dhp_ray.train.payload import Payload
 
 PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}
@@ -90,12 +91,45 @@ def make_pack(
     return RankPack(index, tuple(ranks), tuple(samples), tuple(ranks[member] for member in members), 1.0)
 
 
-def with_images_apart(plan: Plan, keeps: bool = True, pass_patches: int = 0) -> Plan:
-    """The same groups, with their images encoded apart from them, by all ranks in turn, the last
-    one first."""
-    ranks = cycle(reversed(range(plan.cluster.num_ranks)))
-    groups = tuple(replace(group, encoders=tuple(next(ranks) for _ in group.encoders)) for group in plan.groups)
-    return replace(plan, groups=groups, vision=VisionPlan("world", keeps, pass_patches))
+def with_images_apart(plan: Plan, keeps: bool = True, pass_patches: int = 0, num_passes: int = 2) -> Plan:
+    """The same groups, with their images encoded apart from them, by all ranks in turn, the last one first; with
+    sync=micro_batch in `num_passes` passes, in turn."""
+    lockstep = plan.sync == "micro_batch" and any(group.encoders for group in plan.groups)
+    ranks, passes = cycle(reversed(range(plan.cluster.num_ranks))), cycle(range(num_passes))
+    groups = tuple(replace(group, encoders=tuple(next(ranks) for _ in group.encoders),
+                           passes=tuple(next(passes) for _ in group.encoders) if lockstep else ())
+                   for group in plan.groups)
+    return replace(plan, groups=groups,
+                   vision=VisionPlan("world", keeps, pass_patches, num_passes if lockstep else 0))
+
+
+def with_splits(plan: Plan, splits: Mapping[int, Sequence[int]]) -> Plan:
+    """A plan with images apart of which several ranks encode some, by the images' numbers in plan order. With
+    sync=micro_batch parts that exchange have passes of their own, before all others."""
+    lockstep, first, number = plan.vision.num_passes > 0, 0, 0
+    num_rings = sum(exchanges(_grids(plan)[image], len(ranks)) for image, ranks in splits.items()) if lockstep else 0
+    groups = []
+    for group in plan.groups:
+        found, passes = [], [place + num_rings for place in group.passes]
+        encoders = list(group.encoders)
+        for image in range(len(encoders)):
+            if ranks := splits.get(first + image):
+                ring = exchanges(_grids(plan)[first + image], len(ranks))
+                place = number if ring and lockstep else passes[image] if lockstep else 0
+                number += ring
+                found.append(SplitImage(image, tuple(ranks), (place,) * len(ranks) if lockstep else ()))
+                encoders[image] = ranks[0]
+                if lockstep:
+                    passes[image] = place
+        first += len(encoders)
+        groups.append(replace(group, encoders=tuple(encoders), passes=tuple(passes), splits=tuple(found)))
+    vision = replace(plan.vision, num_passes=plan.vision.num_passes + num_rings)
+    return replace(plan, groups=tuple(groups), vision=vision)
+
+
+def _grids(plan: Plan) -> list[Grid]:
+    """Of all images, in plan order."""
+    return [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
 
 
 def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> ModelAdapter:
@@ -199,11 +233,9 @@ def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict
 
 def own_payloads(pack: RankPack, payloads: Mapping[str, Payload], rank: int) -> dict[str, Payload]:
     """The payloads of a pack as `rank` holds them: with the pixels of the images that it encodes, and no others."""
-    own, first = dict[str, Payload](), 0
-    for sample in pack.samples:
-        encoders = pack.encoders[first:first + len(sample.vision_grids)]
-        first += len(encoders)
+    own = dict[str, Payload]()
+    for sample, here in zip(pack.samples, encoded_images(pack, rank)):
         payload = payloads[sample.id]
-        pixels = [patches if encoder == rank else None for patches, encoder in zip(payload.pixels, encoders)]
+        pixels = [patches if needed else None for patches, needed in zip(payload.pixels, here)]
         own[sample.id] = replace(payload, pixels=pixels)
     return own

@@ -1,4 +1,5 @@
-"""Peak memory of a whole step whose images are encoded apart from its packs, on fake tensors (`memory_trace`)."""
+"""Peak memory of a whole step whose images are encoded apart from its packs, on fake tensors (`memory_trace`): of the
+one rank that there is, or with sync=micro_batch of rank 0 in a `fake_world`, which runs each pack in a micro-batch."""
 
 from __future__ import annotations
 
@@ -9,20 +10,22 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.plan import Grid, RankPack, RankPlan, Sample, VisionPlan
-from dhp_ray.train.collate import collate
+from dhp_ray.planner.plan import Grid, RankPack, RankPlan, Sample, SplitImage, VisionPlan
+from dhp_ray.train.collate import PackInputs, collate
 from dhp_ray.train.encoder_phases import EncoderPhases
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.payload import Payload
+from dhp_ray.train.sharded_engine import ShardedEngine, narrow_frozen
 from dhp_ray.train.state.optimizer import OptimizerSettings
-from dhp_ray.train.vision_inputs import EncoderPass, vision_inputs
+from dhp_ray.train.vision_inputs import EncoderPass, VisionInputs, vision_inputs
 from tests.memory_trace import SilentLink, memory_trace
 from tests.published_configs import model_without_memory
 
@@ -30,8 +33,11 @@ from tests.published_configs import model_without_memory
 class TracedPhases(EncoderPhases):
     """Copies a pass's pixels to the device, as where that is not the CPU."""
 
+    compute_type: torch.dtype
+
     def _encode(self, images: EncoderPass) -> Tensor:
-        return self._adapter.encode(torch.empty(images.pixels.shape, dtype=self._engine.compute_type), images.encoder)
+        return self._adapter.encode(torch.empty(images.pixels.shape, dtype=self.compute_type), images.encoder,
+                                    self._context(images))
 
 
 def traced_step(
@@ -39,7 +45,8 @@ def traced_step(
     vision: VisionPlan,
 ) -> int:
     """The most bytes that a step adds to what one rank holds between steps, which encodes the images of all of its
-    packs; these are given as samples, of (text tokens, grids of images)."""
+    packs; these are given as samples, of (text tokens, grids of images). Passes that ranks run in lockstep have an
+    image each, in turn."""
     adapter = model_without_memory(config)
     adapter.freeze(settings.frozen)
     if settings.recomputes:
@@ -48,33 +55,90 @@ def traced_step(
     for index, samples in enumerate(packs):
         made = [sample_of(f"{index}.{place}", text, grids, adapter) for place, (text, grids) in enumerate(samples)]
         payloads |= {sample.id: payload for sample, payload in made}
-        count = sum(len(grids) for _, grids in samples)
-        rank_packs.append(RankPack(index, (0,), tuple(sample for sample, _ in made), (0,) * count, 1.0))
+        count, before = sum(len(grids) for _, grids in samples), sum(len(pack.encoders) for pack in rank_packs)
+        passes = tuple((before + image) % vision.num_passes for image in range(count)) if vision.num_passes else ()
+        rank_packs.append(RankPack(index, (0,), tuple(sample for sample, _ in made), (0,) * count, 1.0, 0, passes))
     plan = RankPlan(1, 0, (), tuple(rank_packs), (), "", vision, tuple(pack for pack in rank_packs if pack.encoders))
     images = vision_inputs(plan, payloads.__getitem__, adapter)
     inputs = [collate(pack, payloads, 0, adapter, apart=True) for pack in rank_packs]
-    optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
     with memory_trace() as trace:
-        adapter.module.to_empty(device="cpu")
-        adapter.module.tie_weights()
-        engine: Any = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
+        engine = engine_of(adapter, settings)
         engine.zero_gradients()
-        gc.collect()
-        before_bytes = trace.live_bytes
-        trace.begin()
-        phases = TracedPhases(adapter, engine, images, vision.keeps, [own.received_from for own in inputs],
-                              torch.device("cpu"))
-        received = phases.encode(SilentLink(1))
-        for own, features in zip(inputs, received, strict=True):
-            pixels = torch.empty(own.pixels.shape, dtype=COMPUTE_TYPES[settings.precision])
-            loss = pack_loss(adapter, replace(own, pixels=pixels), SilentLink(1), features=features)
-            loss.backward()
-            del loss
-        del received, features
-        phases.backward(SilentLink(1))
+        for _ in range(1 if settings.sync == "step" else 2):  # FSDP has gradients from the first backward pass on
+            gc.collect()
+            before_bytes = trace.live_bytes
+            trace.begin()
+            run_step(adapter, engine, images, inputs, settings, vision)
         step_bytes = trace.peak_bytes - before_bytes
         engine.release()
     return step_bytes
+
+
+def engine_of(adapter: ModelAdapter, settings: MemorySettings) -> Any:
+    """With parameters as they come, under a trace."""
+    optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
+    adapter.module.to_empty(device="cpu")
+    adapter.module.tie_weights()
+    if settings.sync == "step":
+        return FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
+    assert dist.group.WORLD is not None
+    narrow_frozen(adapter.module, COMPUTE_TYPES[settings.precision])  # as where values are in files
+    return ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision)
+
+
+def traced_encoding(config: PreTrainedConfig, grid: Grid, num_parts: int, settings: MemorySettings) -> int:
+    """The most bytes that one of `num_parts` parts of an image adds, from its forward to the end of its backward pass,
+    with the features and their gradients; nothing else is there."""
+    adapter = model_without_memory(config)
+    adapter.freeze(settings.frozen)
+    if settings.recomputes:
+        adapter.set_activation_checkpointing()
+    sample, payload = sample_of("image", 5, [grid], adapter)
+    pack = RankPack(0, (0,), (sample,), (0,), 1.0, 0, (), (SplitImage(0, tuple(range(num_parts))),))
+    plan = RankPlan(1, 0, (), (pack,), (), "", VisionPlan("world"), (pack,))
+    images = vision_inputs(plan, {sample.id: payload}.__getitem__, adapter)
+    num_rows = images.passes[0].num_rows
+    with memory_trace() as trace:
+        engine = engine_of(adapter, settings)
+        engine.zero_gradients()
+        for _ in range(1 if settings.sync == "step" else 2):
+            gc.collect()
+            before_bytes = trace.live_bytes
+            trace.begin()
+            phases = TracedPhases(adapter, engine, images, True, [{0: num_rows}], torch.device("cpu"),
+                                  lambda ranks, index: SilentLink(len(ranks)))
+            phases.compute_type = COMPUTE_TYPES[settings.precision]
+            if isinstance(engine, ShardedEngine):
+                engine.before_encoding()
+            (features,) = phases.encode(SilentLink(1))
+            if adapter.trains("vision"):
+                features.requires_grad_().sum().backward()
+            phases.backward(SilentLink(1))
+            del features, phases
+        most_bytes = trace.peak_bytes - before_bytes
+        engine.release()
+    return most_bytes
+
+
+def run_step(
+    adapter: ModelAdapter, engine: Any, images: VisionInputs, inputs: Sequence[PackInputs], settings: MemorySettings,
+    vision: VisionPlan,
+) -> None:
+    compute_type = COMPUTE_TYPES[settings.precision]
+    phases = TracedPhases(adapter, engine, images, vision.keeps, [own.received_from for own in inputs],
+                          torch.device("cpu"), lambda ranks, index: SilentLink(len(ranks)))
+    phases.compute_type = compute_type
+    if isinstance(engine, ShardedEngine):
+        engine.before_encoding()
+    received = phases.encode(SilentLink(1))
+    for own, features in zip(inputs, received, strict=True):
+        there = replace(own, pixels=torch.empty(own.pixels.shape, dtype=compute_type), features=features)
+        loss = (engine.loss(there, SilentLink(1), own.num_images > 0) if isinstance(engine, ShardedEngine)
+                else pack_loss(adapter, there, SilentLink(1)))
+        loss.backward()
+        del loss, there
+    del received, features
+    phases.backward(SilentLink(1))
 
 
 def sample_of(name: str, text: int, grids: Sequence[Grid], adapter: ModelAdapter) -> tuple[Sample, Payload]:

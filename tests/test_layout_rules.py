@@ -15,7 +15,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 JOBS = sorted((ROOT / "jobs").glob("*.py"))
 COVERED_BY = {
+    "constraints.py": "test_config.py",
     "schema.py": "test_config.py",
+    "measure/communication.py": "measure/test_fitting.py",
+    "measure/links.py": "measure/test_member.py",
+    "measure/memory.py": "measure/test_member.py",
+    "measure/observations.py": "measure/test_fitting.py",
+    "measure/parts.py": "measure/test_member.py",
+    "measure/payloads.py": "measure/test_member.py",
+    "measure/picture.py": "measure/test_cost_file.py",
+    "measure/timings.py": "measure/test_member.py",
+    "runtime/driver/measuring.py": "integration/test_measured_costs.py",
+    "runtime/origins.py": "runtime/driver/test_modes.py",
+    "runtime/worker/measuring.py": "measure/test_member.py",
     "simulate/batches.py": "simulate/test_simulated_run.py",
     "simulate/faults.py": "simulate/test_fault_times.py",
     "simulate/machine.py": "simulate/test_simulated_run.py",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
+import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,10 +116,12 @@ class Accelerator:
         return options
 
     def model_name(self, index: int = 0) -> str:
-        """What the driver calls the device, such as NVIDIA H100 80GB HBM3; empty on the CPU."""
+        """What the driver calls the device, such as NVIDIA H100 80GB HBM3; on the CPU the processor's own name."""
+        if self.name == "cpu":
+            return processor_name()
         import torch
 
-        return "" if self.name == "cpu" else str(torch.get_device_module(self.name).get_device_name(index))
+        return str(torch.get_device_module(self.name).get_device_name(index))
 
     def memory_bytes(self, index: int = 0) -> int:
         """Memory of one device. On the CPU: what this machine (or container) has, shared by all ranks on it."""
@@ -148,6 +152,15 @@ Process groups read these when they are made.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
 """Read by cuBLAS at its first product, by HCCL and by CANN's products."""
 ACCELERATORS = {accelerator.name: accelerator for accelerator in (CPU, CUDA, NPU)}
+
+
+def processor_name() -> str:
+    """Of this machine's CPU, such as AMD EPYC 9654; the architecture where the system does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.machine()
 
 
 def choose(name: str) -> Accelerator:

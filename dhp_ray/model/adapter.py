@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dhp_ray.model.attention import PackContext
     from dhp_ray.model.fused import Operators
     from dhp_ray.model.kernels import Segments
+    from dhp_ray.model.layout import PackLayout
     from dhp_ray.model.lora import LoraSettings
     from dhp_ray.model.loss import LossHead
     from dhp_ray.model.weights import StoredWeights
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
 PARTS = ("vision", "language")
 EncoderArguments = Mapping[str, "Tensor | Segments"]
 """By the names that a family's encoder has of them."""
+
+
+class ImagePart(NamedTuple):
+    """A part of an image whose parts attend to one another: which tokens (V,) of the image its rows of features are, in
+    their order (its patches are theirs, in that order), what the encoder takes of it, and where the patches of the
+    image's steps in time lie among the parts."""
+
+    tokens: Tensor
+    arguments: EncoderArguments
+    layout: PackLayout
 
 
 class NodeUnits(NamedTuple):
@@ -112,9 +123,21 @@ class ModelAdapter(Protocol):
         """
         ...
 
-    def encode(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
+    def image_parts(self, grid: Grid, num_parts: int) -> Sequence[ImagePart]:
+        """More parts of an image than it has steps in time, each of nearly as many patches; on the CPU, made before a
+        step.
+
+        Raises:
+            ValueError: it cannot be cut into so many.
+        """
+        ...
+
+    def encode(self, pixels: Tensor, arguments: EncoderArguments, context: PackContext | None = None) -> Tensor:
         """Features (V, F) of the images whose patches are `pixels` (P, patch_dim); `arguments` are those of their
         grids, in their order, on the device of `pixels`.
+
+        With a `context` it is a part of an image, whose layout that has: where the encoder attends over the whole
+        image, it exchanges with the other parts' ranks, which must call it too.
         """
         ...
 

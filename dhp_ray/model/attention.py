@@ -1,4 +1,5 @@
-"""Context-parallel causal attention: a ring over the members of a pack (Ring Attention, arXiv 2310.01889).
+"""Context-parallel attention: a ring over the members of a pack (Ring Attention, arXiv 2310.01889). It is causal in a
+language model, and without a mask over the parts of an image that several ranks encode.
 
 Each member keeps its queries; keys and values travel. At step s a member computes on the shard of member - s and, while
 it does, passes that shard on to the right. Degree 4, member 1, forward:
@@ -67,7 +68,7 @@ def segments_of(layout: PackLayout, member: int) -> tuple[Segments, ...]:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:
-    """Causal attention within each sequence of the pack, over all of its members.
+    """Attention within each sequence of the pack, over all of its members; causal where the layout is.
 
     q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the layout's order (`layout.index(member)`
     of the pack's); L may be 0. H is a multiple of Hk. scale: what products of queries and keys are multiplied with,

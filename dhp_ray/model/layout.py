@@ -47,11 +47,13 @@ class PackLayout:
 
     A member's local order is by sequence, then by position. `shards`, the intervals of each member in that order,
     default to zigzag. Nothing is padded and no interval crosses a sequence; a member may have no tokens at all.
+    `causal`: a token sees those of its sequence up to itself, else all of them.
     """
 
     lengths: tuple[int, ...]
     degree: int
     shards: tuple[tuple[TokenInterval, ...], ...] = ()
+    causal: bool = True
     _num_tokens: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -82,13 +84,18 @@ class PackLayout:
 
         A member's own tokens of a sequence are one causal block: they are sorted by position, gaps do not matter. Those
         of another member lie wholly before or wholly after each interval of queries, so what it sees is a prefix.
+        Without a mask, a sequence's tokens of both members are one block.
         """
         keys_of = _spans(self.shards[key_member])
+        if not self.causal:
+            both = {sequence: (pieces, keys_of[sequence])
+                    for sequence, pieces in _spans(self.shards[query_member]).items() if sequence in keys_of}
+            return Blocks(tuple(_whole(pieces) for pieces, _ in both.values()),
+                          tuple(_whole(pieces) for _, pieces in both.values()), causal=False)
         queries: list[slice] = []
         keys: list[slice] = []
         if query_member == key_member:
-            for pieces in keys_of.values():
-                queries.append(slice(pieces[0][1].start, pieces[-1][1].stop))
+            queries += [_whole(pieces) for pieces in keys_of.values()]
             return Blocks(tuple(queries), tuple(queries), causal=True)
         for sequence, pieces in _spans(self.shards[query_member]).items():
             for interval, local in pieces:
@@ -137,6 +144,11 @@ def _spans(shard: Sequence[TokenInterval]) -> dict[int, list[tuple[TokenInterval
         spans.setdefault(interval.sequence, []).append((interval, slice(first, last)))
         first = last
     return spans
+
+
+def _whole(pieces: Sequence[tuple[TokenInterval, slice]]) -> slice:
+    """The place in local order of all of a member's intervals of a sequence."""
+    return slice(pieces[0][1].start, pieces[-1][1].stop)
 
 
 def _check_cover(lengths: Sequence[int], degree: int, shards: Sequence[Sequence[TokenInterval]]) -> None:

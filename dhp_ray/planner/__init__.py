@@ -24,13 +24,14 @@ from dhp_ray.planner.checks import PlanError, SequenceTooLongError
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.neighbours import neighbours, renamed, reordered
-from dhp_ray.planner.plan import ClusterSpec, Plan, Sample, VisionPlan, samples_from_json
+from dhp_ray.planner.plan import ClusterSpec, Plan, Sample, samples_from_json
 from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
 from dhp_ray.planner.problem import ENCODERS, Problem, problem_of
 from dhp_ray.planner.quick import dhp_quick
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.timeline import idle_fraction, plan_starts, starts_of
-from dhp_ray.planner.world import without_images, world_of
+from dhp_ray.planner.vision_plan import IN_PACKS
+from dhp_ray.planner.world import World, without_images, world_of
 
 __all__ = [
     "LAST_RESORT",
@@ -96,8 +97,8 @@ def plan_batch(
     planner: a name of PLANNERS. sync: `step`, ranks meet once a step, or `micro_batch`, all meet in every micro-batch.
     pool: the process groups that exist already, least recently used first; they are used again where that makes the
     plan hardly longer.
-    encoder: `group`, images are encoded in the packs; `world`, apart from them where memory allows, by any rank (with
-    `sync=step`); `auto`: the shorter plan of the two.
+    encoder: `group`, images are encoded in the packs; `world`, apart from them where memory allows, by any rank;
+    `auto`: the shorter plan of the two.
 
     Raises:
         SequenceTooLongError: a sequence is beyond the whole cluster.
@@ -132,20 +133,19 @@ def plan_uniform(problem: Problem, layout: Layout) -> Plan:
 
 
 class _Candidate(NamedTuple):
-    """A schedule of packs with its price, before a plan is made of it. `encoder`: the rank of each image of the batch,
-    where images are encoded apart from the packs."""
+    """A schedule of packs with its price, before a plan is made of it. `world`: who encodes the images of the batch,
+    where that is apart from the packs."""
 
     schedule: Schedule
     times: np.ndarray
     makespan_s: float
-    encoder: np.ndarray | None = None
-    vision: VisionPlan = VisionPlan()
+    world: World | None = None
 
 
 def _shortest(problem: Problem, planner: str) -> Plan:
     """The plan with images in the packs or apart from them; the former of two that take as long."""
     problem, found = bounded(problem), list[_Candidate]()
-    apart = problem.encoder != "group" and len(problem.all_image_s) > 0 and problem.sync == "step"
+    apart = problem.encoder != "group" and len(problem.all_image_s) > 0
     if problem.encoder != "world" or not apart:
         found.append(_in_packs(problem, planner))
     if apart:
@@ -170,7 +170,7 @@ def _apart(problem: Problem, without: Problem, planner: str) -> list[_Candidate]
     seen, order = _in_node_order(without)
     schedule, times, *_ = _priced(without, PLANNERS[planner](seen), order)
     world = world_of(problem, schedule, times)
-    return [] if world is None else [_Candidate(schedule, times, world.makespan_s, world.encoder, world.vision)]
+    return [] if world is None else [_Candidate(schedule, times, world.makespan_s, world)]
 
 
 def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:
@@ -198,9 +198,12 @@ def _plan(problem: Problem, planner: str, found: _Candidate) -> Plan:
         "encoder": problem.encoder,
         "offload": cluster.offload.to_json(),
     }
-    groups = groups_of(problem, found.schedule, found.times, found.encoder)
-    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, found.makespan_s, problem.lower_bound_s, 0.0,
-                inputs, found.vision)
+    world = found.world
+    images, passes, vision = (world.images, world.passes, world.vision) if world else (None, None, IN_PACKS)
+    groups = groups_of(problem, found.schedule, found.times, images, passes)
+    update_s = problem.cost.update_s if problem.sync == "micro_batch" else 0.0  # whatever the plan is
+    plan = Plan(planner, problem.sync, cluster, problem.samples, groups, found.makespan_s + update_s,
+                problem.lower_bound_s + update_s, 0.0, inputs, vision)
     plan.validate()
     return plan
 

@@ -23,8 +23,9 @@ least o that a pack pays once. It has T - o left for the rest, and a rank that r
     4 * 3.1 / 2 = 6.2 s; a pack on each rank, 4 * 3 / 2 + 1 = 7 s, and that is what two packs of two take
 
 Where images may be encoded apart from the packs, a sequence's images take at least their time on all ranks together,
-and its largest one that on the fastest, before and after its own time in a pack. A rank may then have images and no
-pack. Let ranks with packs have the speed x in all, of S; packs L rank-seconds of work, and images V:
+and its largest one, where it cannot be cut, that on the fastest, before and after its own time in a pack. A rank may
+then have images and no pack. Let ranks with packs have the speed x in all, of S; packs L rank-seconds of work, and
+images V:
 
     L <= (T - o) x     and     L + V + o x <= T S     so     o L <= (T - o) (T S - L - V)
 
@@ -52,8 +53,8 @@ from dhp_ray.planner.rates import Number, OverlapOf
 LIMIT = np.dtype(
     [
         (name, np.float64)
-        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "charge_s", "exchange_s",
-                     "stretch", "moved", "from_tokens", "free_tokens", "forward")
+        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "encoder_pass_s", "charge_s",
+                     "exchange_s", "stretch", "moved", "from_tokens", "free_tokens", "forward")
     ]
 )
 """What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest (of all, where
@@ -71,6 +72,7 @@ class LimitOf(OverlapOf[Number], Protocol[Number]):
     speed: Number
     encode_speed: Number
     transfer_s: Number
+    encoder_pass_s: Number
     charge_s: Number
     exchange_s: Number
     stretch: Number
@@ -104,9 +106,13 @@ def lower_bound_s(problem: Problem) -> float:
     micro_batches = 1
     if problem.sync == "micro_batch":
         micro_batches = -(-int(problem.items.tokens.sum()) // problem.cluster.max_tokens)
+    items = problem.items
+    if problem.encoder != "group" and problem.cost.image_piece_patches:  # several ranks may encode one image
+        items = items.copy()  # type: ignore[attr-defined]
+        items.image_s = 0.0
     once_s, apart = float(problem.machine.rates.overhead_s[1:].min()), problem.encoder != "group"
     room = Room(float(problem.speeds.sum()), once_s * (1 if apart else micro_batches), apart)
-    return float(_bound(problem.items, limits_of(problem), room)) + problem.cost.fixed_s * micro_batches
+    return float(_bound(items, limits_of(problem), room)) + problem.cost.fixed_s * micro_batches
 
 
 def bounded(problem: Problem) -> Problem:
@@ -127,6 +133,7 @@ def limits_of(problem: Problem) -> Limits:
         degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s)
     )
     limits.overlap, limits.overhead_s = rates.overlap, rates.overhead_s
+    limits.encoder_pass_s = rates.encoder_pass_s
     limits.moved = np.zeros(len(degrees))
     if cluster.offload.share:  # else nobody reads the others
         limits.moved, limits.from_tokens, limits.free_tokens = rates.moved, rates.from_tokens, rates.free_tokens
@@ -169,6 +176,8 @@ def _stretch(fastest: np.ndarray) -> np.ndarray:
 @inner
 def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
     encode_s = max(item.vision_s / limit.encode_speed, item.image_s / fastest)
+    if item.image_s > 0.0:
+        encode_s += limit.encoder_pass_s / fastest
     return compiled_predicted_s(
         item.language_s,
         item.attention_s,

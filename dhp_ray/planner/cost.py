@@ -3,10 +3,11 @@
 For a pack of sequences with lengths s (tokens) and images of p patches a frame, on d ranks whose slowest has speed v
 (1.0 = nominal):
 
-    attention = quadratic_s * sum s^2                                        language = attention + linear_s * sum s
+    attention = quadratic_s * sum (s^2 + s min(s, attention_block))          language = attention + linear_s * sum s
     vision    = vision_quadratic_s * sum p^2 + vision_linear_s * sum p       (an image's frames attend apart)
     time      = language / (d v) + encode / v + exposed + waits + pack_s
-    encode    = the fullest member's images; before they are dealt out: max(vision / d, largest image)
+    encode    = the fullest member's images, and encoder_pass_s where the pack has any; before they are dealt out:
+                max(vision / d, largest image)
 
     exposed, communication: all_to_all   bytes / d / bandwidth
     exposed, communication: ring         max(0, (d - 1) bytes / d / bandwidth - overlap (d - 1) / d * attention / (d v))
@@ -14,10 +15,12 @@ For a pack of sequences with lengths s (tokens) and images of p patches a frame,
     bytes = comm_bytes_per_token * sum s                                     0 for d = 1
 
 In a ring, each of d - 1 steps sends a rank's keys and values on while attention runs over those that came before, so
-only what attention cannot hide is exposed. `bandwidth` is a table by degree (a degree between two rows takes the row
-above it; past the last row, the last), or one for groups inside a node (`intra`) and one for groups that cross nodes
+only what attention cannot hide is exposed. A kernel takes keys by the block, and computes a block that is masked in
+part as a whole: `attention_block` keys (0: as if it took them one by one). `bandwidth` is a table by degree (a degree
+between two rows takes the row above it; past the last row, the last), or one for groups inside a node (`intra`) and one
+for groups that cross nodes
 (`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`;
-`fixed_s_by_sync` has it by mode where the two differ)
+`fixed_s_by_sync` has it by mode where the two differ; in `sync=micro_batch`, once more a step, `update_s`)
 and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode. `group_s` is what the
 ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
 longer plans that need fewer new groups, and is not part of a plan's predicted time.
@@ -34,7 +37,12 @@ Where images are encoded apart from the packs (`encoder_timeline`), `vision_forw
 phase before the packs takes (1: there is no backward phase), and `feature_bytes` are those of a vision token's features
 on their way. In memory, a pack then takes `pack_bytes + language_bytes_per_token * sum s / d`, one of the most tokens
 that a rank holds with activations in host memory `most_pack_bytes`, and a patch `encoder_bytes_per_patch` from its
-forward to its backward pass.
+forward to its backward pass, beside `encoder_bytes` of a pass. With
+`sync=micro_batch` a pass takes at least `encoder_gather_s`: the encoder's parameters come, and its gradients go.
+
+Such an image may be encoded in parts by several ranks (`image_parts`), cut between pieces of `image_piece_patches` at
+most (0: not at all). Where its parts exchange, each pays `image_comm_bytes_per_patch` for the patches of the others and
+`image_latency_s` for each of them, and takes `image_part_bytes_per_patch` in memory.
 
 `rates.py` has both kinds as one formula over a table by degree (`CostModel.rates`), which is all that schedulers see.
 """
@@ -47,16 +55,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import yaml
 
-from dhp_ray.errors import first_line
 from dhp_ray.planner.bandwidth import by_degree, constant, links_of
+from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
 from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample
 from dhp_ray.planner.rates import RATE, Rates, predicted_s
 
 REQUIRED = ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "bandwidth_bytes_per_s")
 SYNCS = ("step", "micro_batch")
+
+
+def pairs_of(num_tokens: Any, block: float) -> Any:
+    """What attention's seconds grow with: pairs of tokens, twice, where a token sees those before it, and what a
+    kernel that takes keys by the block computes beside them.
+    """
+    return num_tokens * (num_tokens + np.minimum(num_tokens, block))
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -75,10 +90,19 @@ class CostModel:
     group_s: float = 0.0
     vision_quadratic_s: float = 0.0
     vision_linear_s: float = 0.0
+    encoder_pass_s: float = 0.0
+    attention_block: float = 0.0
+    update_s: float = 0.0
     vision_forward: float = 1 / 3
     feature_bytes: float = 0.0
+    encoder_gather_s: float = 0.0
     memory_bytes_per_token: float = 0.0
     encoder_bytes_per_patch: float = 0.0
+    encoder_bytes: float = 0.0
+    image_piece_patches: float = 0.0
+    image_comm_bytes_per_patch: float = 0.0
+    image_latency_s: float = 0.0
+    image_part_bytes_per_patch: float = 0.0
     language_bytes_per_token: float = 0.0
     pack_bytes: float = 0.0
     most_pack_bytes: float = 0.0
@@ -94,8 +118,11 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
-                     "group_s", "vision_quadratic_s", "vision_linear_s", "vision_forward", "feature_bytes",
-                     "memory_bytes_per_token", "encoder_bytes_per_patch", "language_bytes_per_token", "pack_bytes",
+                     "group_s", "vision_quadratic_s", "vision_linear_s", "encoder_pass_s", "attention_block",
+                     "update_s", "vision_forward", "feature_bytes", "encoder_gather_s",
+                     "memory_bytes_per_token", "encoder_bytes_per_patch", "encoder_bytes",
+                     "image_piece_patches", "image_comm_bytes_per_patch", "image_latency_s",
+                     "image_part_bytes_per_patch", "language_bytes_per_token", "pack_bytes",
                      "most_pack_bytes", "offload_bytes_per_token", "offload_bytes_per_patch", "host_bytes_per_s",
                      "forward"):
             object.__setattr__(self, name, constant(name, getattr(self, name)))
@@ -123,14 +150,9 @@ class CostModel:
         Raises:
             PlanError: one line that names the file and the key.
         """
+        tree = constants_of_file(path)
         try:
-            tree = yaml.safe_load(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path}: cannot be read: {error.__class__.__name__}") from None
-        except yaml.YAMLError as error:
-            raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
-        try:
-            return cls.from_json(tree)
+            return cls.from_json({name: value for name, value in tree.items() if name not in SECTIONS})
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
 
@@ -184,10 +206,10 @@ class CostModel:
 
     def attention_s(self, num_tokens: Any) -> Any:
         """Number of one rank for the attention of sequences of these lengths."""
-        return self.quadratic_s * num_tokens * num_tokens
+        return self.quadratic_s * pairs_of(num_tokens, self.attention_block)
 
     def images_s(self, grids: np.ndarray) -> np.ndarray:
-        """Number of one rank to encode images of these (time, height, width), one a row."""
+        """Number of one rank to encode images of these (time, height, width), one a row, without `encoder_pass_s`."""
         patches = grids[:, 1] * grids[:, 2]
         seconds: np.ndarray = grids[:, 0] * (
             self.vision_quadratic_s * patches * patches + self.vision_linear_s * patches
@@ -216,6 +238,7 @@ class CostModel:
                 for link in links_of(self.bandwidth_bytes_per_s)
             ]
             rates.overlap, rates.overhead_s = np.zeros_like(degrees), self.latency_s * (steps > 0) + self.pack_s
+            rates.encoder_pass_s = np.full_like(degrees, self.encoder_pass_s)
             if self.communication == "ring":
                 rates.inside_s, rates.across_s = rates.inside_s * steps, rates.across_s * steps
                 rates.overlap, rates.overhead_s = (
@@ -235,13 +258,13 @@ class CostModel:
         """Number of a pack of sequences of these lengths on these very ranks.
 
         `encode_s` is the time that the fullest member takes to encode its images, which have `num_patches` in all, at
-        its own speed.
+        its own speed, with `encoder_pass_s` where it encodes any.
         """
         degree = len(ranks)
         speed = min(cluster.speeds[rank] for rank in ranks)
         rate = self.rates(cluster.num_ranks, cluster.offload)[degree]
         tokens = float(sum(lengths))
-        attention = self.quadratic_s * sum(length * length for length in lengths)
+        attention = sum(self.attention_s(length) for length in lengths)
         transfer_s = rate.across_s if cluster.crosses(ranks) else rate.inside_s
         language = attention + self.linear_s * tokens
         return float(

@@ -93,7 +93,7 @@ def described(folder: Path, device_name: str) -> Device | None:
 
 def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostModel:
     """Seconds and bytes of the model and run that `memory` is of, on ranks of this device in so many nodes."""
-    shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
+    shape, settings = memory.shape, memory.settings
     trains = {part: settings.trains(part) for part in ("vision", "language")}
     again, shared = int(settings.recomputes), settings.sync == "step" and settings.sharding == "node"
 
@@ -120,7 +120,6 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
     vision_rest = products("vision", shape.vision_rest / shape.merge_area)  # nearly all of it is the merger's
     windows = sum(layer.count * layer.window * attention("vision", layer, 4) for layer in shape.vision)
     language_layers = sum(layer.count for layer in shape.language)
-    key_values = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in shape.language)
     fixed_s = {sync: _fixed_s(memory, device, num_nodes, sync) for sync in SYNCS}
     return CostModel(
         name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
@@ -134,7 +133,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
         vision_linear_s=vision_rest + windows + adapters("vision") + sum(
             layer.count * (products("vision", layer.num_parameters) + other("vision", layer))
             for layer in shape.vision),
-        comm_bytes_per_token=key_values * (c * (2 + again) + 4),
+        vision_forward=forward_share(memory), comm_bytes_per_token=ring_bytes_per_token(memory),
         latency_s=language_layers * (3 + again) * device.message_s,
         pack_s=(shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s
                 + (_reads_s(memory, device) if shared else 0.0)), group_s=device.group_s,
@@ -143,6 +142,18 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
         host_bytes_per_s=device.host_bytes_per_s, forward=1 / (2 + settings.trains_weights("language") + again),
         offload_bytes_per_token=memory.moved_bytes(PackLoad(1, offload=1.0)),
         offload_bytes_per_patch=memory.moved_bytes(PackLoad(0, patches=1, offload=1.0)))
+
+
+def ring_bytes_per_token(memory: MemoryModel) -> float:
+    """Bytes of a token's keys, values and gradients in a whole turn of the ring, over all layers."""
+    layers, settings = memory.shape.language, memory.settings
+    key_values = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in layers)
+    return float(key_values * (COMPUTE_BYTES[settings.precision] * (2 + settings.recomputes) + 4))
+
+
+def forward_share(memory: MemoryModel) -> float:
+    """Share of an image's time that its forward pass takes, of three or four alike; 1 where it has no backward pass."""
+    return 1 / (3 + memory.settings.recomputes) if memory.settings.trains("vision") else 1.0
 
 
 def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:

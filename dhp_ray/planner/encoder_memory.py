@@ -6,7 +6,10 @@ feature's row, and packs of `pack_bytes + language_bytes_per_token * t` for t to
     held    2 F rows        features of all its packs, and their gradients
     packs   held + the largest pack's bytes                  with activations in host memory up to `most_pack_bytes`
     kept    packs + E patches of its images                  where this fits on every rank, activations are kept
-    pass    held + E patches of the pass                     else images are encoded again, in passes that fit
+    pass    held + B + E patches of the pass                 else images are encoded again, in passes that fit
+
+B are the bytes of a pass that do not grow with it: with sync=micro_batch, parameters that have come from other ranks. A
+patch of an image in parts that exchange takes more than E, since keys and values of other parts are there too.
 
 What fits is what a rank may hold of a pack that encodes its own images: `memory_bytes_per_token * tokens_per_rank`.
 """
@@ -14,12 +17,13 @@ What fits is what a rank may hold of a pack that encodes its own images: `memory
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.encoder_timeline import EncodedImages
-from dhp_ray.planner.memory import LOGITS_HELD, MemoryModel
+from dhp_ray.planner.encoded_images import EncodedImages
+from dhp_ray.planner.memory import LOGITS_HELD, SMALLEST_IMAGE, MemoryModel
 from dhp_ray.planner.memory_terms import COMPUTE_BYTES, PackLoad
 from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.plan import ClusterSpec, VisionPlan
@@ -34,24 +38,72 @@ def with_encoder_apart(
     more with activations in host memory.
 
     A pack's bytes are a maximum of straight lines over its tokens, but for logits, which grow up to two chunks. Between
-    such places they are below the line through both ends, so a line that is above them there is above all.
+    such places they are below the line through both ends, so a line that is above them there is above all. Those of a
+    pass of the encoder are a maximum of straight lines over its patches, with a step for every SMALLEST_IMAGE of them:
+    below the steepest of these lines, raised to where it is above the first step.
     """
     shape, settings = memory.shape, memory.settings
     if not shape.vision:
         return cost
-    patches, chunk = tokens * shape.merge_area, max(1, LOGITS_HELD // shape.vocabulary_size)
-    most, share = max(tokens, offload.tokens_per_rank), float(offload.share_of(tokens))
+    chunk, most = max(1, LOGITS_HELD // shape.vocabulary_size), max(tokens, offload.tokens_per_rank)
+    share = float(offload.share_of(tokens))
     slope = (language_bytes(memory, tokens, share) - language_bytes(memory, 1, share)) / max(1, tokens - 1)
     above = [language_bytes(memory, length, share) - slope * length for length in (1, chunk, 2 * chunk, tokens)
              if length <= tokens]
+    many = SMALLEST_IMAGE << 20  # where the steepest line is above all others
+    of_patch = (encoder_bytes(memory, 2 * many) - encoder_bytes(memory, many)) / many
+    of_pass = max(encoder_bytes(memory, count) - of_patch * count for count in (1, SMALLEST_IMAGE))
     return replace(
-        cost, vision_forward=1 / (3 + settings.recomputes) if settings.trains("vision") else 1.0,
+        with_image_parts(cost, memory),
+        vision_forward=cost.vision_forward if settings.trains("vision") else 1.0,
         feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
-        encoder_bytes_per_patch=memory.encoder_bytes(patches) / patches,
+        encoder_gather_s=gathered_bytes(memory) / cost.slowest_bytes_per_s,
+        encoder_bytes_per_patch=of_patch, encoder_bytes=max(0.0, of_pass),
         language_bytes_per_token=slope, pack_bytes=max(0.0, *above),
         most_pack_bytes=language_bytes(memory, most, offload.share),
         offload_bytes_per_token=memory.moved_bytes(PackLoad(1, offload=1.0)),
         offload_bytes_per_patch=memory.moved_bytes(PackLoad(0, patches=1, offload=1.0)))
+
+
+def with_image_parts(cost: CostModel, memory: MemoryModel) -> CostModel:
+    """A cost with what images take that several ranks encode."""
+    shape, c = memory.shape, COMPUTE_BYTES[memory.settings.precision]
+    again, trained = memory.settings.recomputes, memory.settings.trains("vision")
+    full = [layer for layer in shape.vision if not layer.window]
+    # keys and values each time that attention runs, their gradients in fp32
+    exchanged = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in full) * (
+        c * (2 + again) + 4 if trained else c)
+    many = SMALLEST_IMAGE << 20
+    return replace(
+        cost, image_piece_patches=float(shape.piece_patches), image_comm_bytes_per_patch=float(exchanged),
+        # of a ring's step in the language model, by layers
+        image_latency_s=cost.latency_s * sum(layer.count for layer in full) / sum(
+            layer.count for layer in shape.language),
+        image_part_bytes_per_patch=(encoder_bytes(memory, 2 * many, 2) - encoder_bytes(memory, many, 2)) / many)
+
+
+def gathered_bytes(memory: MemoryModel) -> float:
+    """Of the encoder's parameters that a rank receives for a pass, forward and backward, and of the gradients that it
+    sends; 0 where it has all parameters."""
+    shape, settings = memory.shape, memory.settings
+    if settings.sync != "micro_batch":
+        return 0.0
+    trained = settings.trains("vision")
+    bytes_ = COMPUTE_BYTES[settings.precision] * (1 + trained) + 4 * settings.trains_weights("vision")
+    return bytes_ * shape.parameters_by_part()["vision"] * (settings.world_size - 1) / settings.world_size
+
+
+def encoder_bytes(memory: MemoryModel, patches: int, image_degree: int = 1) -> float:
+    """What a rank needs to encode images of so many patches apart from packs, forward and backward, with their features
+    and the gradients of these; or the part of one that `image_degree` ranks share. Nothing is there then of the
+    language model."""
+    shape, load = memory.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1,
+                                         image_degree=image_degree)
+    gone = ("gathered: embedding, head", "gradient of the head")
+    found = [sum(value for term, value in terms.items() if term not in gone)
+             for name, terms in memory.moments(load).items() if name.startswith("vision")]
+    width = shape.width * shape.feature_levels
+    return max(found) + 2 * COMPUTE_BYTES[memory.settings.precision] * width * patches / shape.merge_area
 
 
 def language_bytes(memory: MemoryModel, tokens: int, share: float = 0.0) -> float:
@@ -60,28 +112,46 @@ def language_bytes(memory: MemoryModel, tokens: int, share: float = 0.0) -> floa
     return sum(memory.memory(memory.worst_load(tokens, share)._replace(patches=0)).pack.values())
 
 
-def world_within_memory(problem: Problem, schedule: Schedule, images: EncodedImages) -> VisionPlan | None:
-    """How the images are encoded apart from the packs of a schedule; None where the ranks have no memory for that."""
+class Room(NamedTuple):
+    """Bytes of each rank for images, beside the features of its packs and these' gradients: `alone` while none of its
+    packs runs, with the parameters that a pass has gathered left out; `beside_packs` while the largest does."""
+
+    alone: np.ndarray
+    beside_packs: np.ndarray
+
+
+def room_for_images(problem: Problem, schedule: Schedule, group_of_row: np.ndarray) -> Room | None:
+    """None where ranks have not even memory for the features."""
     cost, cluster = problem.cost, problem.cluster
     limit = cost.memory_bytes_per_token * cluster.tokens_per_rank
     if cost.encoder_bytes_per_patch == 0.0 or limit == 0.0:
-        return VisionPlan("world")
+        return Room(*np.full((2, cluster.num_ranks), np.inf))
     tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
     degrees = np.diff(schedule.first_rank)
     share = -(-tokens // degrees)
-    of_pack = np.bincount(images.group, images.rows, len(degrees))
+    row = np.repeat(np.arange(len(problem.samples)), np.diff(problem.first_image))
+    of_pack = np.bincount(group_of_row[row], problem.all_image_rows, len(degrees))
     pack, features = np.zeros(cluster.num_ranks), np.zeros(cluster.num_ranks)
     group = np.repeat(np.arange(len(degrees)), degrees)
     np.maximum.at(pack, schedule.ranks, _packs_bytes(cost, cluster, share)[group])
     np.add.at(features, schedule.ranks, np.minimum(of_pack, share)[group])
-    held = 2 * cost.feature_bytes * features
-    patches = np.bincount(images.encoder, images.patches, cluster.num_ranks)
-    largest = np.zeros(cluster.num_ranks)
-    np.maximum.at(largest, images.encoder, images.patches)
-    if (held + pack > limit).any() or (held + cost.encoder_bytes_per_patch * largest > limit).any():
+    left = limit - 2 * cost.feature_bytes * features
+    room = Room(left - cost.encoder_bytes, left - pack)
+    return room if (left >= pack).all() and (room.alone >= 0).all() else None
+
+
+def within_room(images: EncodedImages, room: Room, cost: CostModel) -> VisionPlan | None:
+    """How the images are encoded apart from the packs; None where that does not fit into the room of their ranks."""
+    num_ranks = len(room.alone)
+    all_bytes = np.bincount(images.encoder, images.activation_bytes, num_ranks)
+    largest = np.zeros(num_ranks)
+    np.maximum.at(largest, images.encoder, images.activation_bytes)
+    if (largest > room.alone).any():
         return None
-    keeps = bool((held + pack + cost.encoder_bytes_per_patch * patches <= limit).all())
-    pass_patches = max(1, int((limit - held.max()) / cost.encoder_bytes_per_patch))
+    if not np.isfinite(room.alone).all():
+        return VisionPlan("world")
+    keeps = bool((all_bytes <= np.minimum(*room)).all())
+    pass_patches = max(1, int(room.alone.min() / cost.encoder_bytes_per_patch))
     return VisionPlan("world", keeps or cost.vision_forward == 1.0, pass_patches)
 
 

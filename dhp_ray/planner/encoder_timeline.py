@@ -5,7 +5,14 @@
 
 A rank begins its packs once every rank that it exchanges features with has encoded, and the rows have travelled; it
 begins the backward pass once every rank that it exchanges gradients with has run its packs. Two ranks exchange when one
-encodes an image of a pack that the other runs. Nothing is a barrier of all ranks.
+encodes an image of a pack that the other runs. Nothing is a barrier of all ranks. Parts of images that exchange come
+first, in one order on all ranks, each once all of its ranks are free.
+
+With sync=micro_batch everything is: ranks run equally many passes of the encoder, in lockstep, and each pass, exchange
+and micro-batch ends with the rank that takes longest.
+
+    rank 0  pass 0 .. | pass 1 ... | features | pack a ........ | pack c ... | gradients | backward of both passes
+    rank 1  pass 0 .. | pass 1 .   | features | pack b ...      | pack d ... | gradients | backward of both passes
 """
 
 from __future__ import annotations
@@ -15,25 +22,17 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.encoded_images import EncodedImages
 from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.list_schedule import list_schedule_from
-
-
-class EncodedImages(NamedTuple):
-    """Images of a batch, apart from their packs; arrays by image. `seconds` of one nominal rank, forward and backward;
-    `rows`: features; `encoder`: the rank that encodes it; `group`: the group that runs its sequence."""
-
-    seconds: np.ndarray
-    patches: np.ndarray
-    rows: np.ndarray
-    encoder: np.ndarray
-    group: np.ndarray
+from dhp_ray.planner.schedule import firsts_of
 
 
 class EncoderTimeline(NamedTuple):
-    """Seconds from the step's begin, fixed costs left out. By rank: `encoded_s`, the end of the first phase; `ready_s`,
-    the features are there; `ended_s`, its packs have run; `backward_s`, the second phase begins; `end_s`. `starts_s`:
-    of each group."""
+    """Seconds from the step's begin; `fixed_s` left out that all ranks pay first, what later micro-batches pay counted.
+    By rank: `encoded_s`, the end of the first phase; `ready_s`, the features are there; `ended_s`, its packs have run;
+    `backward_s`, the second phase begins; `end_s`; of both phases, for how long the rank itself encodes,
+    `forward_busy_s` and `backward_busy_s`. `starts_s`: of each group."""
 
     encoded_s: np.ndarray
     ready_s: np.ndarray
@@ -41,39 +40,114 @@ class EncoderTimeline(NamedTuple):
     ended_s: np.ndarray
     backward_s: np.ndarray
     end_s: np.ndarray
+    forward_busy_s: np.ndarray
+    backward_busy_s: np.ndarray
 
     @property
     def makespan_s(self) -> float:
         return float(self.end_s.max())
 
 
-def encoder_timeline(
-    images: EncodedImages, ranks: np.ndarray, first_rank: np.ndarray, times_s: np.ndarray, speeds: np.ndarray,
-    cost: CostModel, keeps: bool,
+class Packs(NamedTuple):
+    """Group g runs on `ranks[first_rank[g]:first_rank[g + 1]]` for `times_s[g]` seconds, its images left out, in
+    `micro_batch[g]`."""
+
+    ranks: np.ndarray
+    first_rank: np.ndarray
+    times_s: np.ndarray
+    micro_batch: np.ndarray
+
+
+def timeline_of(
+    images: EncodedImages, passes: np.ndarray | None, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
 ) -> EncoderTimeline:
-    """Group g runs on `ranks[first_rank[g]:first_rank[g + 1]]` for `times_s[g]` seconds, its images left out."""
-    num_ranks = len(speeds)
-    busy_s = np.bincount(images.encoder, images.seconds, num_ranks) / speeds
-    encoded_s = cost.vision_forward * busy_s
-    exchange_s = cost.feature_bytes / cost.slowest_bytes_per_s * _most_rows(images, ranks, first_rank, num_ranks)
-    ready_s = _meeting(images, ranks, first_rank, encoded_s) + exchange_s
-    starts_s, ended_s = list_schedule_from(ready_s, ranks, first_rank, times_s)
-    if cost.vision_forward == 1.0:  # nothing of the encoder is trained
-        return EncoderTimeline(encoded_s, ready_s, starts_s, ended_s, ended_s, ended_s)
-    backward_s = _meeting(images, ranks, first_rank, ended_s) + exchange_s
-    again = 0.0 if keeps else cost.vision_forward
-    return EncoderTimeline(encoded_s, ready_s, starts_s, ended_s, backward_s,
-                           backward_s + (1.0 - cost.vision_forward + again) * busy_s)
+    """`passes`: in which pass of its rank each image is, with sync=micro_batch."""
+    if passes is None:
+        return encoder_timeline(images, packs, speeds, cost, keeps)
+    return lockstep_timeline(images, passes, packs, speeds, cost, keeps)
 
 
-def _meeting(images: EncodedImages, ranks: np.ndarray, first_rank: np.ndarray, free_s: np.ndarray) -> np.ndarray:
+def encoder_timeline(
+    images: EncodedImages, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
+) -> EncoderTimeline:
+    """With sync=step."""
+    forward, backward = _shares(cost, keeps)
+    busy_s, encoded_s = _encoding(images, speeds, cost, forward, np.zeros(len(speeds)))
+    exchange_s = _exchange_s(images, packs, len(speeds), cost)
+    ready_s = _meeting(images, packs, encoded_s) + exchange_s
+    starts_s, ended_s = list_schedule_from(ready_s, packs.ranks, packs.first_rank, packs.times_s)
+    begin_s = end_s = ended_s
+    if backward:
+        begin_s = _meeting(images, packs, ended_s) + exchange_s
+        end_s = _encoding(images, speeds, cost, backward, begin_s)[1]
+    return EncoderTimeline(encoded_s, ready_s, starts_s, ended_s, begin_s, end_s, forward * busy_s, backward * busy_s)
+
+
+def _encoding(
+    images: EncodedImages, speeds: np.ndarray, cost: CostModel, share: float, begin_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds of all of each rank's images and of a pass, when it is done with a share of them that it begins at
+    `begin_s`)"""
+    seconds = images.seconds / speeds[images.encoder]
+    busy_s = np.bincount(images.encoder, seconds, len(speeds))
+    pass_s = cost.encoder_pass_s * (busy_s > 0) / speeds
+    busy_s = busy_s + pass_s
+    of_rings = images.ring >= 0
+    if not of_rings.any():
+        return busy_s, begin_s + share * busy_s
+    order = np.argsort(images.ring[of_rings], kind="stable")
+    ring, ranks, times_s = (array[of_rings][order] for array in (images.ring, images.encoder, seconds))
+    slowest_s = np.zeros(int(ring.max()) + 1)
+    np.maximum.at(slowest_s, ring, share * times_s)
+    free_s = list_schedule_from(begin_s, ranks, firsts_of(np.bincount(ring)), slowest_s)[1]
+    alone_s = np.bincount(images.encoder[~of_rings], seconds[~of_rings], len(speeds))
+    return busy_s, free_s + share * (alone_s + pass_s)
+
+
+def lockstep_timeline(
+    images: EncodedImages, passes: np.ndarray, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
+) -> EncoderTimeline:
+    """With sync=micro_batch; `passes`: in which pass of its rank each image is. A pass takes as long as its images on
+    the slowest rank, and at least as long as the encoder's parameters take to come and its gradients to go."""
+    num_ranks, num_passes = len(speeds), int(passes.max()) + 1
+    seconds = np.bincount(images.encoder * num_passes + passes, images.seconds, num_ranks * num_passes)
+    busy_s = seconds.reshape(num_ranks, num_passes)
+    busy_s = (busy_s + cost.encoder_pass_s * (busy_s > 0)) / speeds[:, None]
+    passes_s = float(np.maximum(busy_s.max(axis=0), cost.encoder_gather_s).sum())
+    forward_s, backward_s = _shares(cost, keeps)
+    exchange_s = float(_exchange_s(images, packs, num_ranks, cost).max())
+    slowest_s = np.zeros(int(packs.micro_batch.max()) + 1)
+    np.maximum.at(slowest_s, packs.micro_batch, packs.times_s)
+    numbers = np.unique(packs.micro_batch)  # only they pay
+    begins_s = np.zeros(len(slowest_s))
+    begins_s[numbers] = np.cumsum(slowest_s[numbers] + cost.fixed_s) - slowest_s[numbers] - cost.fixed_s
+    ready_s = forward_s * passes_s + exchange_s
+    ended_s = ready_s + float(slowest_s.sum()) + cost.fixed_s * (len(numbers) - 1)
+    begin_s = ended_s + exchange_s * (backward_s > 0)
+    encoded_s, ready_all_s, ended_all_s, begin_all_s, end_s = (
+        np.full(num_ranks, at_s)
+        for at_s in (forward_s * passes_s, ready_s, ended_s, begin_s, begin_s + backward_s * passes_s))
+    return EncoderTimeline(encoded_s, ready_all_s, ready_s + begins_s[packs.micro_batch], ended_all_s, begin_all_s,
+                           end_s, forward_s * busy_s.sum(axis=1), backward_s * busy_s.sum(axis=1))
+
+
+def _shares(cost: CostModel, keeps: bool) -> tuple[float, float]:
+    """Of an image's seconds, what each phase takes; 0 for the second where nothing of the encoder is trained."""
+    forward = cost.vision_forward
+    return forward, 0.0 if forward == 1.0 else 1.0 - forward + (0.0 if keeps else forward)
+
+
+def _exchange_s(images: EncodedImages, packs: Packs, num_ranks: int, cost: CostModel) -> np.ndarray:
+    """Of each rank, for rows that it sends or receives, whichever are more; a group's ranks have equal shares of an
+    image's."""
+    rows = _compiled_most_rows(images.rows, images.encoder, images.group, packs.ranks, packs.first_rank, num_ranks)
+    seconds: np.ndarray = cost.feature_bytes / cost.slowest_bytes_per_s * rows
+    return seconds
+
+
+def _meeting(images: EncodedImages, packs: Packs, free_s: np.ndarray) -> np.ndarray:
     """For each rank when it and all that it exchanges with are free."""
-    return _compiled_meeting(images.encoder, images.group, ranks, first_rank, free_s)
-
-
-def _most_rows(images: EncodedImages, ranks: np.ndarray, first_rank: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Rows that each rank sends or receives, whichever are more; a group's ranks have equal shares of an image's."""
-    return _compiled_most_rows(images.rows, images.encoder, images.group, ranks, first_rank, num_ranks)
+    return _compiled_meeting(images.encoder, images.group, packs.ranks, packs.first_rank, free_s)
 
 
 @compiled

@@ -106,7 +106,7 @@ def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
     """Seconds of every item on so many nominal ranks, in one node where they fit."""
     rate = machine.rates[degree]
     transfer_s = rate.across_s if degree > machine.ranks_per_node else rate.inside_s
-    encode_s = np.maximum(items.vision_s / degree, items.image_s)
+    encode_s = np.maximum(items.vision_s / degree, items.image_s) + rate.encoder_pass_s * (items.image_s > 0)
     return predicted_s(
         items.language_s,
         items.attention_s,
@@ -146,12 +146,14 @@ def compiled_predicted_s(
 @inner
 def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> float:
     """Seconds of an item on `degree` ranks, the slowest of `speed`, with images dealt out evenly."""
-    encode_s = max(item.vision_s / degree, item.image_s) / speed
+    encode_s = max(item.vision_s / degree, item.image_s)
+    if item.image_s > 0.0:
+        encode_s += rate.encoder_pass_s
     transfer_s = rate.across_s if crosses else rate.inside_s
     return compiled_predicted_s(
         item.language_s,
         item.attention_s,
-        encode_s,
+        encode_s / speed,
         item.host_s,
         item.tokens,
         degree,

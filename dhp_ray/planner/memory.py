@@ -75,24 +75,15 @@ class MemoryModel(ActivationMemory):
         """
         degree = min(2, self.settings.world_size)  # from two on, a ring's buffers are as large
         if not self.shape.vision:
-            return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload)
+            return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload=offload)
         more = min(self.settings.image_limit or tokens, self.settings.largest_image) * (degree > 1)
         return PackLoad(tokens, tokens, tokens, (tokens + more) * self.shape.merge_area, tokens // SHORTEST_MEAN + 1,
-                        degree, offload)
+                        degree, offload=offload)
 
     def memory(self, load: PackLoad) -> Memory:
         """What a rank needs while it runs this part of a pack."""
         moment, terms = max(self.moments(load).items(), key=lambda item: sum(item[1].values()))
         return Memory(self.resident(), moment, terms)
-
-    def encoder_bytes(self, patches: int) -> float:
-        """What a rank needs to encode images of so many patches apart from packs, forward and backward, with their
-        features and the gradients of these."""
-        shape, load = self.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1)
-        found = [sum(terms.values()) for name, terms in self.moments(load).items() if name.startswith("vision")]
-        if self._trains["vision"]:  # before the backward pass
-            found.append(2 * self._c * shape.patch_dim * patches + self._kept("vision", load))
-        return max(found) + 2 * self._c * shape.width * shape.feature_levels * patches / shape.merge_area
 
     def tokens_that_fit(self, memory_bytes: float, offload: float = 0.0) -> int:
         """Tokens of a pack that a device of so many bytes holds beside the resident state, where a share of activations
@@ -149,20 +140,25 @@ class MemoryModel(ActivationMemory):
             "gradients reduced": self._gathered("language", 0, 1)}
         for block in shape.vision if trains_vision else ():
             pieces = load.patches // block.window if block.window else load.sequences
-            for name, terms in self._layer("vision", block, load.patches, pieces, load._replace(degree=1)):
+            degree = 1 if block.window else load.image_degree
+            for name, terms in self._layer("vision", block, load.patches, pieces, load._replace(degree=degree)):
                 found[f"vision, {name}"] = root | terms | {
                     "inputs": inputs, "activations, vision": (self._kept("vision", load, LEAST_LAYERS)
                                                               - self._merger_bytes() * load.patches),
                     "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
                     "gradient of the head": c * self._root if self._sharded and embedding else 0}
+        if trains_vision:
+            found["vision, end of forward"] = {"inputs": inputs,
+                                               "activations, vision": self._kept("vision", load, LEAST_LAYERS)}
         if shape.vision and not trains_vision:
-            # without gradients: the rotation in fp32, or the MLP
+            # without gradients: the rotation in fp32, the ring over an image's parts, or the MLP
             block = shape.vision[0]
             wide = 8 if c < 4 else 0
-            rotation = (5 * c + 16 + wide) * block.width
+            rotation = (5 * c + 16 + wide if load.image_degree == 1 else 14 * c + 16) * block.width
             found["vision, forward"] = root | {
                 "inputs": inputs + 8 * block.head_width * load.patches,
                 "gathered: a layer": self._gathered("vision", 3, 0),
+                "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
                 "layer, forward": max(rotation, 3 * c * block.mlp_width + 2 * c * block.width) * load.patches}
         if self._sharded:
             # of the last layer but one: as it came, in its parameters' places, and the last one's
@@ -170,9 +166,10 @@ class MemoryModel(ActivationMemory):
             found["language, forward"] = held | root | {
                 "activations, language": language * max(0, count - 2) / count,
                 "gathered: a layer": 3 * c * shape.language[0].num_parameters}
-            rest = 2 * c * shape.vision_rest if load.patches else 0
+            first = shape.vision_rest if load.patches else shape.language[0].num_parameters
             found["gathering"] = {"inputs": inputs, "gathered: embedding, head": 2 * c * self._root,
-                                  "gathered: rest of the encoder": rest}
+                                  "embeddings, features": 2 * c * shape.width * load.tokens + features,
+                                  "gathered: first unit": 2 * c * first}
             if embedding:
                 found["reduction of the embedding"] = {"gradients reduced": (4 + c) * self._root}
         if not self._sharded:
@@ -216,7 +213,7 @@ class MemoryModel(ActivationMemory):
         c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         here = c * queries + kernel * (queries + 2 * key_values)
-        if part == "vision":
+        if part == "vision" and degree == 1:
             return float(positions * here)
         here += 4 * queries + 8 * key_values
         # keys and values of two members, the sum that arrives, rows gathered for the kernel

@@ -57,8 +57,8 @@ class MemorySettings:
 
 class PackLoad(NamedTuple):
     """One rank's part of a pack: its tokens, those of them that are vision tokens and those with a label; the patches
-    that it encodes, how many sequences attention sees apart, how many ranks share the pack, and the share of its layers
-    whose activations go to host memory."""
+    that it encodes, how many sequences attention sees apart, how many ranks share the pack, and an image, and the share
+    of its layers whose activations go to host memory."""
 
     tokens: int
     vision_tokens: int = 0
@@ -66,6 +66,7 @@ class PackLoad(NamedTuple):
     patches: int = 0
     sequences: int = 1
     degree: int = 1
+    image_degree: int = 1
     offload: float = 0.0
 
 

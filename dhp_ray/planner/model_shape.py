@@ -56,7 +56,8 @@ class ModelShape:
     `merge_area` patches of `patch_dim` values make one vision token, `token_pixels` of an image; `merger_width` is what
     the merger makes of them. A vision feature has `feature_levels` rows of the language model's width, each by a merger
     of its own. The encoder adds to a patch a mean of four of `position_rows` learned positions, where it has some.
-    `vision_one_row`: those of `vision_rest` in tables of one row, which cannot be shared out by rows.
+    `vision_one_row`: those of `vision_rest` in tables of one row, which cannot be shared out by rows. An image is cut
+    among ranks between pieces of at most `piece_patches` patches.
     """
 
     family: str
@@ -73,6 +74,7 @@ class ModelShape:
     feature_levels: int = 1
     position_rows: int = 0
     vision_one_row: int = 0
+    piece_patches: int = 0
 
     @classmethod
     def load(cls, path: str | Path) -> ModelShape:

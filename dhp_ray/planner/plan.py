@@ -16,9 +16,12 @@ from typing import Any
 from dhp_ray.planner.checks import PlanError as PlanError
 from dhp_ray.planner.checks import check
 from dhp_ray.planner.cluster import ClusterSpec as ClusterSpec
-
-Grid = tuple[int, int, int]
-"""Patches of one image or frame before the merger: (time, height, width)."""
+from dhp_ray.planner.encoder_checks import check_passes, check_splits
+from dhp_ray.planner.image_parts import Grid as Grid
+from dhp_ray.planner.image_parts import exchanges
+from dhp_ray.planner.vision_plan import IN_PACKS, encoding_ranks
+from dhp_ray.planner.vision_plan import SplitImage as SplitImage
+from dhp_ray.planner.vision_plan import VisionPlan as VisionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +41,6 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class VisionPlan:
-    """Where the images of a batch are encoded.
-
-    `layout` group: each by a rank of the group that runs its sequence, inside the pack. world: by any rank, in a phase
-    before the packs; a phase after them runs the encoder's backward pass. `keeps`: activations are kept from the first
-    phase to the second, else the second computes them again, in passes of at most `pass_patches` patches or of one
-    larger image (0: all images of a rank in one pass).
-    """
-
-    layout: str = "group"
-    keeps: bool = True
-    pass_patches: int = 0
-
-    @property
-    def apart(self) -> bool:
-        """Whether images are encoded outside the packs."""
-        return self.layout != "group"
-
-
-@dataclass(frozen=True, slots=True)
 class Pack:
     """Sequences run together by one group; each is a row of the batch."""
 
@@ -69,8 +52,10 @@ class GroupPlan:
     """A pack and the ranks that run it, in ring order.
 
     `encoders` has one entry for every image of the pack (sequences in order, then their images in order): the rank
-    that encodes it, one of `ranks` unless `VisionPlan.apart`. `offload`: the share of its layers whose activations go
-    to host memory until the backward pass wants them.
+    that encodes it, one of `ranks` unless `VisionPlan.apart`. `passes` has one as well where ranks run their passes in
+    lockstep (`VisionPlan.num_passes`): in which of its rank's passes it is. `splits`: images that several ranks encode;
+    `encoders` and `passes` name the first. `offload`: the share of its layers whose activations go to host memory until
+    the backward pass wants them.
     """
 
     ranks: tuple[int, ...]
@@ -79,6 +64,8 @@ class GroupPlan:
     predicted_memory_bytes: float = 0.0
     micro_batch: int = 0
     encoders: tuple[int, ...] = ()
+    passes: tuple[int, ...] = ()
+    splits: tuple[SplitImage, ...] = ()
     offload: float = 0.0
 
     @property
@@ -97,6 +84,8 @@ class RankPack:
     encoders: tuple[int, ...]
     predicted_time_s: float
     micro_batch: int = 0
+    passes: tuple[int, ...] = ()
+    splits: tuple[SplitImage, ...] = ()
     offload: float = 0.0
 
 
@@ -116,7 +105,7 @@ class RankPlan:
     packs: tuple[RankPack, ...]
     encodes: tuple[bool, ...] = ()
     plan_id: str = ""
-    vision: VisionPlan = VisionPlan()
+    vision: VisionPlan = IN_PACKS
     encoded: tuple[RankPack, ...] = ()
 
     @property
@@ -139,16 +128,29 @@ class Plan:
     lower_bound_s: float  # no plan of this batch on this cluster takes less
     planning_time_s: float = 0.0
     inputs: dict[str, Any] = field(default_factory=dict, compare=False)
-    vision: VisionPlan = VisionPlan()
+    vision: VisionPlan = IN_PACKS
 
     @property
     def fixed_s(self) -> float:
         """Seconds that every rank pays once a step, or once a micro-batch, whatever its packs are."""
         return float(self.inputs.get("cost", {}).get("fixed_s", 0.0))
 
+    @property
+    def update_s(self) -> float:
+        """Seconds that every rank pays once at the end of a step with sync=micro_batch, beside `fixed_s`."""
+        return float(self.inputs.get("cost", {}).get("update_s", 0.0)) if self.sync == "micro_batch" else 0.0
+
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Distinct groups of two and more ranks, in plan order."""
-        return tuple(dict.fromkeys(group.ranks for group in self.groups if group.degree > 1))
+        """Distinct groups of two and more ranks, in plan order: those of images in parts that exchange, then those of
+        packs."""
+        packs = (group.ranks for group in self.groups if group.degree > 1)
+        return tuple(dict.fromkeys((*(split.ranks for split in self.rings()), *packs)))
+
+    def rings(self) -> Iterator[SplitImage]:
+        """Images in parts that exchange, in plan order."""
+        for group in self.groups:
+            grids = [grid for row in group.pack.sequences if group.splits for grid in self.samples[row].vision_grids]
+            yield from (split for split in group.splits if exchanges(grids[split.image], len(split.ranks)))
 
     def degrees(self) -> dict[int, int]:
         """Number of packs of each degree."""
@@ -171,11 +173,12 @@ class Plan:
             samples = tuple([self.samples[row] for row in group.pack.sequences])
             pack = RankPack(
                 index, group.ranks, samples, group.encoders, group.predicted_time_s, place.get(group.micro_batch, 0),
-                group.offload,
+                group.passes, group.splits, group.offload,
             )
             for rank in group.ranks:
                 packs[rank].append(pack)
-            for rank in dict.fromkeys(group.encoders) if self.vision.apart else ():
+            several = [rank for split in group.splits for rank in split.ranks]
+            for rank in dict.fromkeys((*group.encoders, *several)) if self.vision.apart else ():
                 encoded[rank].append(pack)
         process_groups, encodes = self.process_groups(), tuple(number in encoding for number in numbers)
         return [
@@ -187,6 +190,8 @@ class Plan:
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
         check(self)
+        check_passes(self)
+        check_splits(self)
 
     def to_json(self) -> dict[str, Any]:
         """The form of a plan file; `inputs` (when given, here with the samples) are what the plan replays from."""
@@ -207,6 +212,8 @@ class Plan:
                     "sequences": list(group.pack.sequences),
                     "predicted_time_s": group.predicted_time_s,
                     "encoders": list(group.encoders),
+                    **({"passes": list(group.passes)} if group.passes else {}),
+                    **({"splits": [asdict(split) for split in group.splits]} if group.splits else {}),
                     "offload": group.offload,
                 }
                 for group in self.groups
@@ -233,6 +240,9 @@ class Plan:
                     group["micro_batch"],
                     tuple(group.get("encoders", ()) if "vision" in tree
                           else [group["ranks"][member] for member in group.get("encoders", ())]),
+                    tuple(group.get("passes", ())),
+                    tuple([SplitImage(split["image"], tuple(split["ranks"]), tuple(split["passes"]))
+                           for split in group.get("splits", ())]),
                     group.get("offload", 0.0),
                 )
                 for group in tree["groups"]
@@ -256,9 +266,9 @@ class Plan:
 
 
 def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
-    """For every sample of the pack, whether `rank` encodes each of its images."""
-    encoders = iter(pack.encoders)
-    return [tuple(next(encoders) == rank for _ in sample.vision_grids) for sample in pack.samples]
+    """For every sample of the pack, whether `rank` encodes each of its images, or a part of it."""
+    ranks = iter(encoding_ranks(pack.encoders, pack.splits))
+    return [tuple(rank in next(ranks) for _ in sample.vision_grids) for sample in pack.samples]
 
 
 def planned_samples(plan: RankPlan) -> Iterator[Sample]:

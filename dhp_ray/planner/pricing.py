@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from dhp_ray.planner.encoded_images import EncodedImages
 from dhp_ray.planner.encoders import encoders_of
-from dhp_ray.planner.plan import GroupPlan, Pack
+from dhp_ray.planner.plan import GroupPlan, Pack, SplitImage
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import predicted_s
@@ -27,6 +28,7 @@ def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
     crosses = crosses_nodes(schedule, np.array(problem.cluster.nodes))
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s)
     encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
+    encode_s = encode_s + rates.encoder_pass_s * (encode_s > 0) / speed
     return predicted_s(language, attention, encode_s, host, tokens, degree, speed, transfer_s, rates)
 
 
@@ -61,10 +63,11 @@ def making_s(problem: Problem, schedule: Schedule) -> float:
 
 
 def groups_of(
-    problem: Problem, schedule: Schedule, times: np.ndarray, encoder: np.ndarray | None = None
+    problem: Problem, schedule: Schedule, times: np.ndarray, images: EncodedImages | None = None,
+    passes: np.ndarray | None = None,
 ) -> tuple[GroupPlan, ...]:
-    """The groups of a plan; `encoder`: the rank of each image of the batch, where images are encoded apart from packs.
-    Without vision costs images are dealt out by their patches."""
+    """The groups of a plan; `images`: with the ranks that encode them, where that is apart from packs, `passes`: in
+    which of its rank's each is, with sync=micro_batch. Without vision costs images are dealt out by their patches."""
     tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
     tokens = tokens / np.diff(schedule.first_rank)
     # beyond that, so much is moved that it fits
@@ -73,10 +76,14 @@ def groups_of(
     offload = problem.cluster.offload.share_of(tokens)
     rows, ranks = schedule.rows.tolist(), schedule.ranks.tolist()
     row, rank = schedule.first_row.tolist(), schedule.first_rank.tolist()
-    encoders, image = ([], [0] * len(row))
-    if encoder is not None:
-        by_row, first = gathered(encoder, problem.first_image, schedule.rows)
+    encoders, in_pass, image, splits = [], [], [0] * len(row), dict[int, list[SplitImage]]()
+    if images is not None:
+        begin = images.first[:-1]
+        by_row, first = gathered(images.encoder[begin], problem.first_image, schedule.rows)
         encoders, image = by_row.tolist(), first[schedule.first_row].tolist()
+        if passes is not None:
+            in_pass = gathered(passes[begin], problem.first_image, schedule.rows)[0].tolist()
+        splits = _splits(problem, schedule, images, passes, image)
     elif len(problem.all_image_s):
         encoders, image = (array.tolist() for array in _encoders(problem, schedule)[:2])
     return tuple(
@@ -88,6 +95,8 @@ def groups_of(
                 bytes_,
                 micro_batch,
                 tuple(encoders[image[group] : image[group + 1]]),
+                tuple(in_pass[image[group] : image[group + 1]]),
+                tuple(splits.get(group, ())),
                 share,
             )
             for group, (seconds, bytes_, micro_batch, share) in enumerate(
@@ -95,6 +104,23 @@ def groups_of(
             )
         ]
     )
+
+
+def _splits(
+    problem: Problem, schedule: Schedule, images: EncodedImages, passes: np.ndarray | None, first_image: list[int]
+) -> dict[int, list[SplitImage]]:
+    """Of each group that has some, in the order of its images; group g's begin with `first_image[g]` in plan order."""
+    split, found = images.split(), dict[int, list[SplitImage]]()
+    if len(split):
+        place = np.empty(len(problem.all_image_s), dtype=np.int64)
+        place[gathered(np.arange(len(place)), problem.first_image, schedule.rows)[0]] = np.arange(len(place))
+        for number in sorted(split.tolist(), key=lambda number: int(place[number])):
+            parts = images.parts(number)
+            group = int(images.group[parts.start])
+            found.setdefault(group, []).append(SplitImage(
+                int(place[number]) - first_image[group], tuple(images.encoder[parts].tolist()),
+                () if passes is None else tuple(passes[parts].tolist())))
+    return found
 
 
 def _encoders(problem: Problem, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,10 +16,11 @@ import numpy as np
 Number = TypeVar("Number", float, np.ndarray)
 
 RATE = np.dtype([(name, np.float64) for name in (
-    "inside_s", "across_s", "overlap", "overhead_s", "moved", "from_tokens", "free_tokens", "forward")])
+    "inside_s", "across_s", "overlap", "overhead_s", "encoder_pass_s", "moved", "from_tokens", "free_tokens",
+    "forward")])
 """What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides
-of that, seconds once; what it moves of its activations to host memory where it has more tokens than `free_tokens`
-(`Offload`, of all its ranks); and the share of its compute that is its forward pass's."""
+of that, seconds once, and once more where it has images; what it moves of its activations to host memory where it has
+more tokens than `free_tokens` (`Offload`, of all its ranks); and the share of its compute that is its forward pass's."""
 
 
 class OverlapOf(Protocol[Number]):
@@ -38,6 +39,7 @@ class RateOf(OverlapOf[Number], Protocol[Number]):
 
     inside_s: Number
     across_s: Number
+    encoder_pass_s: Number
 
 
 Rate: TypeAlias = RateOf[float]
@@ -66,7 +68,8 @@ def predicted_s(
 ) -> Number:
     """Seconds of a pack by the formula above, or of many at once.
 
-    `encode_s` is at the encoding member's own speed; `transfer_s` is `inside_s` or `across_s` of the degree's `rate`.
+    `encode_s` is at the encoding member's own speed, with `encoder_pass_s` where it encodes any; `transfer_s` is
+    `inside_s` or `across_s` of the degree's `rate`.
     """
     seconds = held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
     if np.any(rate.moved):

@@ -2,22 +2,25 @@
 
 sync=step          a group starts when the last of its ranks is free      rank 0  |--a--|---c----|
                                                                          rank 1  |--a--|-b-|
-                   after the images are encoded, where that is apart from the packs (encoder_timeline.py)
 sync=micro_batch   all groups of a micro-batch start together            rank 0  |--a--|...|--c--|
+both               after the images are encoded, where that is apart from the packs (encoder_timeline.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.encoder_timeline import EncodedImages, EncoderTimeline, encoder_timeline
+from dhp_ray.planner.encoded_images import encoded_images
+from dhp_ray.planner.encoder_timeline import EncoderTimeline, Packs, timeline_of
 from dhp_ray.planner.plan import GroupPlan, Plan
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem, problem_of
-from dhp_ray.planner.schedule import firsts_of, flat
+from dhp_ray.planner.schedule import firsts_of, flat, gathered
+from dhp_ray.planner.vision_plan import encoding_ranks
 
 
 def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: float) -> tuple[list[float], float]:
@@ -47,20 +50,22 @@ def fixed_starts(plan: Plan) -> list[float]:
     """When each stretch of `plan.fixed_s` begins, on all ranks: before the first pack, or before each micro-batch."""
     if plan.sync != "micro_batch":
         return [0.0]
-    starts, _ = _micro_batches(plan.groups, plan.fixed_s)
-    return [start - plan.fixed_s for start in sorted(set(starts))]
+    starts = dict(zip([group.micro_batch for group in plan.groups], plan_starts(plan)[0]))
+    return [0.0, *(starts[number] - plan.fixed_s for number in sorted(starts)[1:])]
 
 
 def plan_starts(plan: Plan) -> tuple[list[float], float]:
     """Start of every group of a plan, and the time of the whole step."""
     apart = apart_timeline(plan)
     if apart is None:
-        return starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, plan.fixed_s)
-    return (apart.starts_s + plan.fixed_s).tolist(), apart.makespan_s + plan.fixed_s
+        starts, end_s = starts_of(plan.groups, plan.cluster.num_ranks, plan.sync, plan.fixed_s)
+        return starts, end_s + plan.update_s
+    return (apart.starts_s + plan.fixed_s).tolist(), apart.makespan_s + plan.fixed_s + plan.update_s
 
 
 def apart_timeline(plan: Plan) -> EncoderTimeline | None:
-    """When ranks encode, and all that follows, without `plan.fixed_s`; None where packs encode their own images."""
+    """When ranks encode, and all that follows, once they have paid `plan.fixed_s`; None where packs encode their own
+    images."""
     if not plan.vision.apart:
         return None
     problem = problem_of(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), plan.sync)
@@ -69,17 +74,23 @@ def apart_timeline(plan: Plan) -> EncoderTimeline | None:
 
 def timeline_apart(plan: Plan, problem: Problem, times_s: np.ndarray) -> EncoderTimeline:
     """The same for groups that take so long, under the costs and on the ranks of `problem`."""
-    encoder, group_of = np.zeros((2, len(problem.all_image_s)), dtype=np.int64)
-    for index, group in enumerate(plan.groups):
-        first = 0
-        for row in group.pack.sequences:
-            begin, end = problem.first_image[row : row + 2]
-            encoder[begin:end], group_of[begin:end] = group.encoders[first : first + end - begin], index
-            first += end - begin
+    rows, pieces = flat([group.pack.sequences for group in plan.groups])
+    group_of_row = np.empty(len(rows), dtype=np.int64)
+    group_of_row[rows] = np.repeat(np.arange(len(pieces)), pieces)
+    numbers = gathered(np.arange(len(problem.all_image_s)), problem.first_image, rows)[0].tolist()  # in plan order
+    on_ranks, in_passes, splits = list[tuple[int, ...]](), list[tuple[int, ...]](), dict[int, int]()
+    for group in plan.groups:
+        splits |= {numbers[len(on_ranks) + split.image]: len(split.ranks) for split in group.splits}
+        on_ranks += encoding_ranks(group.encoders, group.splits)
+        if group.passes:
+            in_passes += encoding_ranks(group.passes, [replace(split, ranks=split.passes) for split in group.splits])
+    in_order = np.argsort(numbers)
+    images = encoded_images(problem, rows, group_of_row, splits)
+    images = images.on_ranks(flat([on_ranks[place] for place in in_order])[0])
+    passes = flat([in_passes[place] for place in in_order])[0] if plan.vision.num_passes else None
     ranks, degrees = flat([group.ranks for group in plan.groups])
-    images = EncodedImages(problem.all_image_s, problem.all_image_patches, problem.all_image_rows, encoder, group_of)
-    return encoder_timeline(images, ranks, firsts_of(degrees), times_s, problem.speeds,
-                            problem.cost, plan.vision.keeps)
+    packs = Packs(ranks, firsts_of(degrees), times_s, np.array([group.micro_batch for group in plan.groups]))
+    return timeline_of(images, passes, packs, problem.speeds, problem.cost, plan.vision.keeps)
 
 
 def idle_fraction(plan: Plan) -> float:
@@ -87,6 +98,6 @@ def idle_fraction(plan: Plan) -> float:
     once (`plan.fixed_s`)."""
     busy = sum(group.predicted_time_s * group.degree for group in plan.groups)
     if apart := apart_timeline(plan):
-        busy += float((apart.encoded_s + apart.end_s - apart.backward_s).sum())
-    fixed_s = plan.fixed_s * len(fixed_starts(plan)) * plan.cluster.num_ranks
+        busy += float((apart.forward_busy_s + apart.backward_busy_s).sum())
+    fixed_s = (plan.fixed_s * len(fixed_starts(plan)) + plan.update_s) * plan.cluster.num_ranks
     return 1.0 - (busy + fixed_s) / (plan.predicted_time_s * plan.cluster.num_ranks)

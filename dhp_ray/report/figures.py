@@ -52,12 +52,15 @@ def throughput_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
 
 
 def prediction_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
-    """The makespan as planned (scaled by the run's median) and as measured."""
-    with svg(10, 3) as (axes, stream):
-        _curve(axes, metrics, "measured_makespan_s", "measured")
-        _curve(axes, metrics, "predicted_makespan_s", "predicted", linestyle="--")
-        axes.set(xlabel="step", ylabel="makespan [s]", ylim=(0, None))
-        axes.legend()
+    """The makespan as planned and as measured, and how far off the costs of packs were, where that is known."""
+    with svg(10, 4.5, 2, 1) as ((above, below), stream):
+        _curve(above, metrics, "measured_makespan_s", "measured")
+        _curve(above, metrics, "predicted_makespan_s", "predicted", linestyle="--")
+        above.set(ylabel="makespan [s]", ylim=(0, None))
+        above.legend()
+        known = [line for line in metrics if line.get("cost_error") is not None]
+        _curve(below, known, "cost_error", "median error of a pack", color="tab:orange")
+        below.set(xlabel="step", ylabel="cost error", ylim=(0, None))
     return stream.getvalue()
 
 

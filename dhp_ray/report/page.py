@@ -87,6 +87,9 @@ def summary(run: RunFiles, gains: Gains) -> str:
         imbalance = statistics.median(encoder["imbalance"] for encoder in apart)
         cells.append(("images encoded apart from packs",
                       f"{len(apart)} of {len(run.metrics)} steps, fullest rank {imbalance:.2f} x the mean"))
+    errors = [line["cost_error"] for line in run.metrics if line.get("cost_error") is not None]
+    if errors:
+        cells.append(("costs of packs off by, median", f"{100 * statistics.median(errors):.0f} %"))
     best = gains.best_baseline()
     if best:
         ratio = gains.total_s(best) / gains.total_s(RUN)
@@ -100,7 +103,8 @@ def curves(run: RunFiles) -> str:
     throughput = picture(figures.throughput_picture(run.metrics), "tokens a second and idle share of each step")
     prediction = picture(figures.prediction_picture(run.metrics), "predicted and measured makespan of each step")
     note = ("<p class=note>Idle is rank time without a pack, or blocked in an exchange. "
-            "The prediction is the plan's, times the run's median of measured over predicted.</p>")
+            "Predicted is what the plan said, the end of the step included. Cost error: of the parts of a step's "
+            "packs, predicted compute against measured, waiting left out.</p>")
     return section("Loss", loss) + section("Throughput", throughput + prediction + note)
 
 

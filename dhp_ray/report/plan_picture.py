@@ -60,7 +60,8 @@ def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
             faces.append(colour(longest_of(plan, group)))
     axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=line_width(plan)))
     if apart := apart_timeline(plan):
-        spans = [(np.zeros(plan.cluster.num_ranks), apart.encoded_s), (apart.backward_s, apart.end_s)]
+        spans = [(np.zeros(plan.cluster.num_ranks), apart.forward_busy_s),
+                 (apart.backward_s, apart.backward_s + apart.backward_busy_s)]
         phases = [Rectangle((plan.fixed_s + begin, rank - 0.5), end - begin, 1)
                   for begins, ends in spans for rank, (begin, end) in enumerate(zip(begins, ends))]
         axes.add_collection(PatchCollection(phases, facecolors=ENCODER, edgecolors="black",

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.vision_plan import encoding_ranks
 from dhp_ray.train.results import PackTime, StepResult
 
 GAP_S = 2e-6
@@ -90,7 +91,8 @@ def _words(plan: Plan, time: PackTime) -> tuple[str, str]:
 
 def _images(plan: Plan, result: StepResult, after: bool, time: PackTime) -> dict[str, Any]:
     """`sent_bytes`: of features; what gradients take after the packs is not reported."""
-    num_images = sum(encoder == result.rank for group in plan.groups for encoder in group.encoders)
+    num_images = sum(result.rank in ranks for group in plan.groups
+                     for ranks in encoding_ranks(group.encoders, group.splits))
     sent = {} if after else {"sent_bytes": result.exchanged_bytes}
     return {"num_images": num_images, "blocked_s": time.blocked_s, **sent}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from dhp_ray.planner import LAST_RESORT, ClusterSpec, Plan, checked_problem, pla
 from dhp_ray.planner.baselines.static import Layout
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.vision_plan import encoding_ranks
 from dhp_ray.runtime.driver.planning import Expectation, patience_s
 from dhp_ray.simulate.settings import DataSettings, PlanningSettings
 
@@ -122,12 +124,12 @@ class Dispatcher:
         return item_s * (len(plan.samples) + sum(len(sample.vision_grids) for sample in plan.samples))
 
     def _decoding_s(self, plan: Plan) -> float:
-        """Of the rank that decodes most."""
+        """Of the rank that decodes most; each that encodes a part of an image decodes all of it."""
         if not self.data.patches_per_s:
             return 0.0
         patches = np.zeros(plan.cluster.num_ranks)
         for group in plan.groups:
             grids = [grid for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
-            for encoder, (time, height, width) in zip(group.encoders, grids, strict=True):
-                patches[encoder] += time * height * width
+            for ranks, grid in zip(encoding_ranks(group.encoders, group.splits), grids, strict=True):
+                patches[list(ranks)] += prod(grid)
         return float(patches.max()) / self.data.patches_per_s

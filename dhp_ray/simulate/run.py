@@ -17,9 +17,10 @@ from dataclasses import replace
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.planner.plan import Plan, PlanError, Sample
 from dhp_ray.planner.problem import problem_of
+from dhp_ray.planner.work import PAID_ONCE, work_of
 from dhp_ray.runtime.driver.measures import TimeScale
 from dhp_ray.runtime.driver.mirroring import Mirroring
-from dhp_ray.runtime.driver.speeds import SpeedMeter, nominal_compute_s, paid_once_s
+from dhp_ray.runtime.driver.speeds import SpeedMeter
 from dhp_ray.schema import Elastic
 from dhp_ray.simulate.batches import Batches
 from dhp_ray.simulate.faults import Fault, Speeds, faults_of
@@ -187,7 +188,9 @@ class SimulatedRun:
         self.scale.observe(makespan_s, plan.predicted_time_s - step.fixed_s)
         if not self.speeds.even:
             cost = self.place.training.cost
-            self.meter.observe(nominal_compute_s(plan, cost), step.busy_s().tolist(), paid_once_s(plan, cost))
+            work, num_ranks = work_of(plan), self.generation.size
+            self.meter.observe(work.seconds_of_ranks(cost, num_ranks), step.busy_s().tolist(),
+                               work.seconds_of_ranks(cost, num_ranks, PAID_ONCE))
 
     def _changed(self) -> bool:
         """Whether ranks join or leave between two steps, and the next generation stands."""

@@ -1,7 +1,8 @@
 """One step of a plan on ranks, nodes and links as they really are.
 
 sync=step         | make groups | (encode, features) | packs, each as soon as its ranks are free | (backward) | update |
-sync=micro_batch  | make groups | root | packs | root | packs |                       ranks meet after each micro-batch
+sync=micro_batch  | make groups | (encode, features) | root | packs | root | packs | (backward) | update |    ranks meet
+                    after each micro-batch, and each pass of the encoder
 
 Where images are encoded apart from the packs, the phases before and after them are those of
 `planner/encoder_timeline.py`. A pack (in `micro_batch`: a micro-batch) takes at least what its layers' parameters and
@@ -32,7 +33,8 @@ from dhp_ray.train.results import PackTime, StepResult
 class SimulatedStep:
     """When everything of a step happens, in seconds from its begin. `made_s`: by rank, its groups are made; `starts_s`,
     `ends_s`: of each group; `encoder`: of the phases apart from the packs, counted from when all groups are made;
-    `packs_end_s`: the last pack or image is done; `fixed_s`: what all ranks pay once, or in each micro-batch.
+    `packs_end_s`: the last pack or image is done; `fixed_s`: what all ranks pay once, or in each micro-batch and at the
+    step's end.
     """
 
     plan: Plan
@@ -68,7 +70,7 @@ class SimulatedStep:
         """Seconds that each rank computes, waits for others left out."""
         own: np.ndarray = np.bincount(self.work.ranks, self.work.own_s, len(self.made_s))
         if apart := self.encoder:
-            own = own + apart.encoded_s + apart.end_s - apart.backward_s
+            own = own + apart.forward_busy_s + apart.backward_busy_s
         return own
 
     def results(self, step: int) -> list[StepResult]:
@@ -88,9 +90,10 @@ class SimulatedStep:
         if self.encoder is None:
             return []
         apart, begin = self.encoder, float(self.made_s.max())
-        return [(PackTime(-1, begin, begin + ready, ready - encoded), PackTime(-1, begin + backward, begin + end, 0.0))
-                for ready, encoded, backward, end in zip(apart.ready_s.tolist(), apart.encoded_s.tolist(),
-                                                         apart.backward_s.tolist(), apart.end_s.tolist())]
+        columns = (apart.ready_s, apart.forward_busy_s, apart.backward_s, apart.backward_busy_s, apart.end_s)
+        return [(PackTime(-1, begin, begin + ready, ready - forward),
+                 PackTime(-1, begin + back, begin + end, end - back - backward))
+                for ready, forward, back, backward, end in zip(*(column.tolist() for column in columns))]
 
 
 class Network(NamedTuple):
@@ -140,9 +143,13 @@ def _run(ready_s: np.ndarray, problem: Problem, work: PackWork, network: Network
 def _in_micro_batches(
     plan: Plan, problem: Problem, work: PackWork, network: Network, made_s: np.ndarray, least_s: float
 ) -> SimulatedStep:
-    """All groups of a micro-batch begin together, once all ranks are done with the one before."""
+    """All groups of a micro-batch begin together, once all ranks are done with the one before; the first once features
+    of images encoded apart from packs are there."""
     cuts = [0, *(np.flatnonzero(np.diff(work.micro_batch)) + 1).tolist(), len(work.micro_batch)]
-    (starts_s, ends_s), now = np.zeros((2, len(work.micro_batch))), float(made_s.max())
+    (starts_s, ends_s), made = np.zeros((2, len(work.micro_batch))), float(made_s.max())
+    now, encoder = made, timeline_apart(plan, problem, work.times_s()) if plan.vision.apart else None
+    if encoder:
+        now += float(encoder.ready_s.max())
     for begin, end in pairwise(cuts):
         now += problem.cost.fixed_s
         groups = slice(begin, end)
@@ -150,8 +157,15 @@ def _in_micro_batches(
         starts, ends = _run(np.zeros(len(made_s)), problem, work.part(groups), rest)
         starts_s[groups], ends_s[groups] = now + starts, now + ends
         now += max(least_s, float(ends.max()))
-    return SimulatedStep(plan, work, made_s, starts_s, ends_s, None, float(ends_s.max()),
-                         problem.cost.fixed_s * (len(cuts) - 1), now)
+    packs_end_s = float(ends_s.max())
+    if encoder:
+        later_s = now - made - encoder.ended_s
+        encoder = encoder._replace(starts_s=starts_s - made, ended_s=encoder.ended_s + later_s,
+                                   backward_s=encoder.backward_s + later_s, end_s=encoder.end_s + later_s)
+        now = packs_end_s = made + encoder.makespan_s
+    update_s = problem.cost.update_s
+    return SimulatedStep(plan, work, made_s, starts_s, ends_s, encoder, packs_end_s,
+                         problem.cost.fixed_s * (len(cuts) - 1) + update_s, now + update_s)
 
 
 def _made_s(made: Sequence[tuple[int, ...]], problem: Problem) -> np.ndarray:

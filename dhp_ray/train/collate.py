@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -25,7 +26,8 @@ from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.model.loss import IGNORED, valid_tokens
 from dhp_ray.planner.plan import Grid, RankPack
-from dhp_ray.train.payload import Payload, check_payload, image_tokens, placeholder
+from dhp_ray.planner.vision_plan import encoding_ranks
+from dhp_ray.train.payload import Payload, check_payload, image_tokens, placeholder, tokens_of_parts
 
 
 @dataclass(kw_only=True)
@@ -62,6 +64,9 @@ class PackInputs:
     """Images that the whole pack encodes."""
     received_from: dict[int, int] = field(default_factory=dict)
     """Where images are encoded apart from the pack: how many feature rows come from each rank, in order."""
+    features: Tensor | None = None
+    """(K, F), of the received rows in their order, once they have been encoded apart from the pack: a leaf, which gets
+    a gradient where the encoder is trained."""
     dropout_keys: Tensor | None = None
     """(max(L, 1),) int32: from which dropout is drawn; None: nothing is dropped."""
     offload: float = 0.0
@@ -109,7 +114,7 @@ def collate(
     # feature_of[position] is the image token's row among the features of the rank that encodes it; owner_of[position]
     # is that rank.
     owner_of, feature_of = whole.owner_of, whole.feature_of
-    sources = sorted({*pack.encoders}) if apart else pack.ranks
+    sources = sorted({*chain(*encoding_ranks(pack.encoders, pack.splits))}) if apart else pack.ranks
     received = {other: (owner_of[mine] == other).nonzero()[:, 0] for other in sources}
     send_index = [] if apart else [feature_of[index][owner_of[index] == rank] for index in indices]
     labels = whole.labels[mine]
@@ -162,30 +167,35 @@ def _packed(
     token_ids, labels, positions, owner_of, feature_of = [], [], [], [], []
     needed: list[np.ndarray | Tensor] = []
     num_rows = dict.fromkeys(pack.encoders, 0)
+    ranks_of = encoding_ranks(pack.encoders, pack.splits)
     grids: list[Grid] = []
     first_image = num_images = 0
     for sample in pack.samples:
         if sample.id not in payloads:
             raise ValueError(f"sample {sample.id}: no payload for pack {pack.index}")
         payload = payloads[sample.id]
-        encoders = pack.encoders[first_image:first_image + len(sample.vision_grids)]
+        encoders = ranks_of[first_image:first_image + len(sample.vision_grids)]
         first_image += len(sample.vision_grids)
         if payload.masked:
-            payload, encoders = placeholder(sample), ()
-        check_payload(sample, payload, adapter, () if apart else tuple(encoder == rank for encoder in encoders))
+            payload, encoders = placeholder(sample), []
+        check_payload(sample, payload, adapter, () if apart else tuple(rank in ranks for ranks in encoders))
         ids = torch.from_numpy(payload.input_ids.astype(np.int64))
         shifted = np.full(len(ids), IGNORED, np.int64)
         shifted[:-1] = payload.labels[1:]
         owner, feature = torch.full_like(ids, -1), torch.full_like(ids, -1)
         places = image_tokens(payload, adapter) if encoders else []
-        for place, grid, encoder, patches in zip(places, payload.grids, encoders, payload.pixels):
-            owner[place] = encoder
+        for place, grid, ranks, patches in zip(places, sample.vision_grids, encoders, payload.pixels):
+            for encoder, tokens in zip(ranks, tokens_of_parts(grid, len(ranks), adapter)):
+                owner[place[tokens]] = encoder
+            if apart:
+                continue
+            (encoder,) = ranks
             feature[place] = torch.arange(num_rows[encoder], num_rows[encoder] + len(place))
             num_rows[encoder] += len(place)
-            if encoder == rank and not apart:
+            if encoder == rank:
                 assert patches is not None  # check_payload
                 needed.append(patches)
-                grids.append((int(grid[0]), int(grid[1]), int(grid[2])))
+                grids.append(grid)
         num_images += len(encoders)
         token_ids.append(ids)
         labels.append(torch.from_numpy(shifted))

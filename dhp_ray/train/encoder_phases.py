@@ -4,19 +4,24 @@
     backward   gradients of my packs' rows -- exchange --> gradients of my features -> of the encoder
 
 Activations are kept between the two, or the second encodes again, pass by pass. Frozen, there is no second one.
+
+With sync=micro_batch all ranks run equally many passes, in both phases: the units of the encoder gather their
+parameters from all ranks, and reduce their gradients over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dhp_ray.comm.link import Link
+from dhp_ray.comm.progress import Moment
 from dhp_ray.comm.rows import return_rows, send_rows
 from dhp_ray.model.adapter import ModelAdapter, empty_features
+from dhp_ray.model.attention import PackContext
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.vision_inputs import EncoderPass, VisionInputs
 
@@ -25,23 +30,28 @@ class EncoderPhases:
     """Of one rank and step: `encode` before the packs, `backward` after them. Every rank that encodes for another, or
     that another encodes for, calls both.
 
-    `received_from`: for each pack of this rank, in order, the rows that come from each rank.
+    `received_from`: for each pack of this rank, in order, the rows that come from each rank. `link_of`: to the ranks of
+    an image whose parts exchange, with the place of its pack in the plan.
     """
 
     def __init__(
         self, adapter: ModelAdapter, engine: Engine, inputs: VisionInputs, keeps: bool,
         received_from: Sequence[Mapping[int, int]], device: torch.device,
+        link_of: Callable[[tuple[int, ...], int], Link],
     ) -> None:
-        self._adapter, self._engine, self._device = adapter, engine, device
+        self._adapter, self._engine, self._device, self._link_of = adapter, engine, device, link_of
         self._passes, self._keeps = inputs.passes, keeps
         self._trains = torch.is_grad_enabled() and adapter.trains("vision")
         self._send_index = {rank: rows.to(device, non_blocking=True) for rank, rows in inputs.send_index.items()}
         self._receive_counts, self._rows_of = received_rows(received_from, device)
         self._encoded: list[Tensor] = []
         self._features: list[Tensor] = []
+        self._like = torch.empty(0)  # of the type and on the device of features
+        self._links: list[Link] = []
 
     def encode(self, link: Link) -> list[Tensor]:
-        """Features (K, F) of each pack of this rank, in order; their gradients are left in them for `backward`."""
+        """Features (K, F) of each pack of this rank, in order; `backward` takes the gradients that packs leave in them.
+        """
         for images in self._passes:
             with torch.set_grad_enabled(self._trains and self._keeps):
                 self._encoded.append(self._encode(images))
@@ -49,9 +59,10 @@ class EncoderPhases:
         mine = torch.cat([features.detach() for features in self._encoded]) if self._encoded else empty_features(
             self._adapter)
         received = send_rows(mine, self._send_index, self._receive_counts, link)
+        self._like = mine[:0].clone()
         del mine
         self._encoded = self._encoded if self._trains and self._keeps else []
-        self._features = [received[rows].requires_grad_(self._trains) for rows in self._rows_of]
+        self._features = [received[rows] for rows in self._rows_of]
         return self._features
 
     def backward(self, link: Link) -> None:
@@ -68,10 +79,13 @@ class EncoderPhases:
             self._engine.end_pack()
         self._encoded = []
 
+    def taken_waits(self) -> list[tuple[Moment, Moment]]:
+        """Begin and end of every wait for the ranks of images in parts, since the last call."""
+        return [wait for link in self._links for wait in link.taken_waits()]
+
     def _received_gradient(self) -> Tensor:
         """Of all rows that came, in the order in which they came; lets the packs' features go."""
-        gradient = empty_features(self._adapter).new_zeros(
-            sum(self._receive_counts.values()), self._adapter.feature_width)
+        gradient = self._like.new_zeros(sum(self._receive_counts.values()), self._adapter.feature_width)
         for features, rows in zip(self._features, self._rows_of, strict=True):
             if features.grad is not None:
                 gradient.index_copy_(0, rows, features.grad)
@@ -80,7 +94,15 @@ class EncoderPhases:
 
     def _encode(self, images: EncoderPass) -> Tensor:
         there = images if self._device.type == "cpu" else images.to(self._device)
-        return self._adapter.encode(there.pixels, there.encoder)
+        return self._adapter.encode(there.pixels, there.encoder, self._context(there))
+
+    def _context(self, images: EncoderPass) -> PackContext | None:
+        """Of a part of an image that exchanges. Every other part runs the same layers, so that there is a backward pass
+        of an exchange on all of its ranks or on none, by what is trained before it."""
+        if (ring := images.ring) is None:
+            return None
+        self._links.append(self._link_of(ring.ranks, ring.pack_index))
+        return PackContext(ring.layout, self._links[-1], False, ring.segments)
 
 
 def received_rows(

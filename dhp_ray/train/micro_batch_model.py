@@ -13,7 +13,7 @@ from dhp_ray.train.pack import pack_loss
 class MicroBatchModel(nn.Module):
     """The whole of a pack's computation as one module, so that FSDP sees where a micro-batch begins and ends.
 
-    Where any rank encodes, all do: `inputs` have an image then (`with_tiny_image`).
+    Where any rank encodes in its pack, all do: `inputs` have an image then (`with_tiny_image`).
     """
 
     def __init__(self, adapter: ModelAdapter) -> None:

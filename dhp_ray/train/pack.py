@@ -12,23 +12,23 @@ from dhp_ray.model.attention import PackContext
 from dhp_ray.train.collate import PackInputs
 
 
-def pack_loss(
-    adapter: ModelAdapter, inputs: PackInputs, link: Link, encodes: bool | None = None, features: Tensor | None = None
-) -> Tensor:
+def pack_loss(adapter: ModelAdapter, inputs: PackInputs, link: Link, encodes: bool | None = None) -> Tensor:
     """Token-sum loss, an fp32 scalar, of this rank's shard of a pack; or, where `inputs` say so and without gradients,
     the tokens (K,) that most likely follow its valid ones. `inputs` are on the model's device.
 
     Every member of the pack must call it and then `backward()` on the result: with gradients enabled that may always
     be called, also where nothing of the pack is trained. Only the pack's own members exchange anything. `encodes` tells
-    whether features are exchanged, and so differentiated; by default, where the pack has images. `features` (K, F) are
-    those of its image tokens where they were encoded apart from the pack; they get gradients.
+    whether features are exchanged, and so differentiated; by default, where the pack has images.
     """
     encodes = inputs.num_images > 0 if encodes is None else encodes
     # Whether there is a backward pass upstream of each exchange: from what the pack holds, so the same on all its
     # members.
     trains_features = torch.is_grad_enabled() and adapter.trains("vision") and encodes
     trains_hidden = trains_features or (torch.is_grad_enabled() and adapter.trains("language"))
-    if features is None:
+    if inputs.features is not None:
+        # from here on, and not before: FSDP takes the gradient of an input for the end of a module's backward pass
+        features = inputs.features.requires_grad_(trains_features)
+    else:
         with torch.set_grad_enabled(trains_features):
             features = adapter.encode(inputs.pixels, inputs.encoder)
         if encodes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.loss import IGNORED
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.image_parts import cut_in_time, exchanges
+from dhp_ray.planner.plan import Grid, Sample
 
 
 @dataclass(kw_only=True)
@@ -98,6 +100,14 @@ def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encod
                 f"{where}: image {image} has patches {None if pixels is None else pixels.shape}; its grid takes "
                 f"{expected}"
             )
+
+
+def tokens_of_parts(grid: Grid, num_parts: int, adapter: ModelAdapter) -> list[Tensor]:
+    """Which tokens of an image each of its parts makes, in the order of the part's rows of features; all, of one."""
+    if exchanges(grid, num_parts):
+        return [part.tokens for part in adapter.image_parts(grid, num_parts)]
+    sizes = [prod(part) // adapter.merge_area for part in cut_in_time(grid, num_parts)]
+    return list(torch.arange(sum(sizes)).split(sizes))
 
 
 def image_tokens(payload: Payload, adapter: ModelAdapter) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,19 +47,22 @@ class PackRun(NamedTuple):
 
 
 PHASE_INDEX = 2**20
-"""Of the link of a phase, among those of packs: beyond all of a plan's."""
+"""Of the link of a phase, among those of packs: beyond all of a plan's. Those of images in parts come behind it."""
 
 
 class PhaseRun(NamedTuple):
-    """A phase of the encoder that the device has been given."""
+    """A phase of the encoder that the device has been given. `waits`: begin and end of each."""
 
     begin: Moment
     end: Moment
-    link: Link
+    waits: tuple[tuple[Moment, Moment], ...]
+    gathering_s: float = 0.0
+    """As of a pack."""
 
     def time(self, start: Moment) -> PackTime:
         """When it ran; waits until the device has run it."""
-        return PackTime(-1, self.begin.since_s(start), self.end.since_s(start), self.link.blocked_s)
+        return PackTime(-1, self.begin.since_s(start), self.end.since_s(start),
+                        sum(end.since_s(begin) for begin, end in self.waits) + self.gathering_s)
 
 
 @dataclass
@@ -129,14 +132,14 @@ class RankStep:
         phases, encoder_runs = self._phases(inputs), []
         features: list[Tensor | None] = [None] * len(inputs.packs)
         if phases:
-            features, run = self._phase(inputs, "encoding", phases.encode)
+            features, run = self._phase(inputs, "encoding", phases, phases.encode)
             encoder_runs.append(run)
         with closing(on_device(inputs.inputs, self.device)) as feed:
             runs = [self._run_pack(inputs.plan, pack, feed, own)
                     for pack, own in zip(inputs.packs, features, strict=True)]
         if phases and torch.is_grad_enabled() and self.adapter.trains("vision"):
             del features  # `phases` has them
-            _, run = self._phase(inputs, "encoder backward", phases.backward)
+            _, run = self._phase(inputs, "encoder backward", phases, phases.backward)
             encoder_runs.append(run)
         return runs, encoder_runs
 
@@ -144,16 +147,19 @@ class RankStep:
         if inputs.vision is None:
             return None
         return EncoderPhases(self.adapter, self.engine, inputs.vision, inputs.plan.vision.keeps,
-                             [own.received_from for own in inputs.inputs], self.device)
+                             [own.received_from for own in inputs.inputs], self.device,
+                             lambda ranks, pack_index: self.transport.link(ranks, PHASE_INDEX + 1 + pack_index))
 
-    def _phase(self, inputs: StepInputs, name: str, call: Callable[[Link], Any]) -> tuple[Any, PhaseRun]:
-        """Run a phase in which all ranks may exchange."""
+    def _phase(
+        self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[Link], Any]
+    ) -> tuple[Any, PhaseRun]:
+        """Run one of the phases, in which all ranks may exchange."""
         self.engine.progress.stage = f"step {inputs.plan.step}, {name}"
         self.engine.progress.mark("inputs")
         ranks = range(dist.get_world_size(self.world)) if self.world else (inputs.plan.rank,)
         link, begin = self.transport.link(ranks, PHASE_INDEX), Moment(self.device)
         found = call(link)
-        return found, PhaseRun(begin, Moment(self.device), link)
+        return found, PhaseRun(begin, Moment(self.device), (*link.taken_waits(), *phases.taken_waits()))
 
     def _exchanged_bytes(self, inputs: StepInputs) -> int:
         """Of the features that this rank sends to others before the packs."""
@@ -162,21 +168,19 @@ class RankStep:
         rows = sum(len(index) for rank, index in inputs.vision.send_index.items() if rank != inputs.plan.rank)
         return rows * self.adapter.feature_width * COMPUTE_TYPES[inputs.precision].itemsize
 
-    def _loss(
-        self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link, features: Tensor | None
-    ) -> Tensor:
-        return pack_loss(self.adapter, inputs, link, features=features)
+    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
+        return pack_loss(self.adapter, inputs, link)
 
     def _run_pack(
         self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs], features: Tensor | None
     ) -> PackRun:
         self.engine.progress.stage = f"step {plan.step}, pack {pack.index}"
         self.engine.progress.mark("inputs")
-        inputs = next(feed)
+        inputs = replace(next(feed), features=features)
         link = self.transport.link(pack.ranks, pack.index)
         begin = Moment(self.device)
         with self.offload.of_pack(inputs):
-            loss = self._loss(plan, pack, inputs, link, features)
+            loss = self._loss(plan, pack, inputs, link)
         if torch.is_grad_enabled():
             loss.backward()  # type: ignore[no-untyped-call]
         self.engine.end_pack()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.planner.work import BACKWARD, ENCODE, Work
 
 
 class PackTime(NamedTuple):
@@ -13,6 +18,11 @@ class PackTime(NamedTuple):
     start_s: float
     end_s: float
     blocked_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that were not spent waiting."""
+        return self.end_s - self.start_s - self.blocked_s
 
 
 class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank at every step
@@ -39,3 +49,12 @@ class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank a
     """Features that this rank sent to others in the first phase."""
     moved_bytes: int = 0
     """Activations that went to host memory, and came back."""
+
+
+def busy_s_of(work: Work, results: Sequence[StepResult]) -> np.ndarray:
+    """Measured seconds of each row of a plan's work, without those spent waiting; NaN where no rank has reported it."""
+    found = {(result.rank, time.index): time.busy_s for result in results for time in result.pack_times}
+    found |= {(result.rank, phase): time.busy_s for result in results
+              for phase, time in zip((ENCODE, BACKWARD), result.encoder_times)}
+    rows = zip(work.rank.tolist(), work.group.tolist())
+    return np.array([found.get(row, np.nan) for row in rows], dtype=np.float64)

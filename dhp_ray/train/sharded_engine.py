@@ -119,7 +119,8 @@ class ShardedEngine(Engine):
     def loss(self, inputs: PackInputs, link: Link, encodes: bool) -> Tensor:
         """`pack_loss` of this rank's pack of a micro-batch. Every rank calls it, then `backward()` on the result.
 
-        `encodes`: whether any rank's pack in this micro-batch has an image; then all ranks encode.
+        `encodes`: whether any rank's pack in this micro-batch has an image; then all ranks encode, or images are
+        encoded apart from the packs.
         """
         trains = self.adapter.trains("language") or (encodes and self.adapter.trains("vision"))
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
@@ -127,6 +128,11 @@ class ShardedEngine(Engine):
         if not loss.requires_grad:
             cast(FSDPModule, self.root).reshard()  # otherwise the end of the backward pass does it
         return loss.requires_grad_() if torch.is_grad_enabled() and not loss.requires_grad else loss
+
+    def before_encoding(self) -> None:
+        """To be called before units of the encoder are, apart from `loss`: the model, and none of them, is FSDP's root.
+        """
+        cast(FSDPModule, self.root)._get_fsdp_state()._lazy_init()
 
     def zero_gradients(self) -> None:
         for parameter in self.parameters.values():

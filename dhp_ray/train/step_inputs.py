@@ -91,7 +91,7 @@ class StepInputs:
             if not payload.masked:
                 pixels = [next(patches) if here else None for here in encoded_here]
                 self.payloads[sample.id] = replace(payload, pixels=pixels)
-        if self.plan.encodes and self.plan.encodes[pack.micro_batch] and not inputs.grids:
+        if self.plan.encodes and self.plan.encodes[pack.micro_batch] and not inputs.grids and not apart:
             inputs = with_tiny_image(inputs, adapter)
         return inputs.map(Tensor.pin_memory) if self.pinned else inputs
 

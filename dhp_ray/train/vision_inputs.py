@@ -2,43 +2,63 @@
 
 Both sides know the order of rows from the plan and the token ids alone, so nothing is negotiated:
 
-    encoder     images of the packs in `RankPlan.encoded`, in plan order: their rows are numbered as they come
+    encoder     pass by pass; in each, images of the packs in `RankPlan.encoded`, in plan order: their rows are numbered
+                as they come; those of a part of an image in the part's order
     to a rank   the rows that its shards of these packs hold, pack by pack, in the shard's order
     from ranks  in ascending order; of each, pack by pack, in the shard's order
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dhp_ray.model.adapter import EncoderArguments, ModelAdapter
+from dhp_ray.model.adapter import EncoderArguments, ImagePart, ModelAdapter
+from dhp_ray.model.attention import segments_of
+from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import PackLayout
-from dhp_ray.planner.plan import Grid, RankPlan, encoded_images
+from dhp_ray.planner.image_parts import cut_in_time, exchanges
+from dhp_ray.planner.plan import Grid, RankPack, RankPlan
+from dhp_ray.planner.vision_plan import encoding_ranks
 from dhp_ray.train.collate import joined, mapped
-from dhp_ray.train.payload import Payload, check_payload, image_tokens
+from dhp_ray.train.payload import Payload, check_payload, image_tokens, tokens_of_parts
 
 Pixels = list[np.ndarray | Tensor | None]
 
 
 @dataclass(kw_only=True)
+class Ring:
+    """The ranks of an image whose parts exchange, and its pack's place in the plan; where its patches lie among them,
+    and what those of this rank see of each other's."""
+
+    ranks: tuple[int, ...]
+    pack_index: int
+    layout: PackLayout
+    segments: tuple[Segments, ...]
+
+
+@dataclass(kw_only=True)
 class EncoderPass:
     """Images that are encoded together: `pixels` (P, patch_dim), what the encoder takes from their grids, and the rows
-    of features that they make."""
+    of features that they make. Or a part of one image, which exchanges with its other parts over a `ring`."""
 
     pixels: Tensor
     grids: tuple[Grid, ...]
     encoder: EncoderArguments
     num_rows: int
+    ring: Ring | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> EncoderPass:
-        return replace(self, pixels=change(self.pixels), encoder=mapped(self.encoder, change))
+        ring = self.ring and replace(self.ring, segments=tuple(found.map(change) for found in self.ring.segments))
+        return replace(self, pixels=change(self.pixels), encoder=mapped(self.encoder, change), ring=ring)
 
     def to(self, device: torch.device) -> EncoderPass:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -56,6 +76,70 @@ class VisionInputs:
                             send_index={rank: change(rows) for rank, rows in self.send_index.items()})
 
 
+class PlannedImage(NamedTuple):
+    """An image, or part `part` of `num_parts`, that a rank encodes: image `image` of sample `sample` of pack `pack` of
+    `RankPlan.encoded`, in pass `number` of the rank. `ring`: the ranks of its parts, where they exchange."""
+
+    pack: int
+    sample: int
+    image: int
+    grid: Grid
+    number: int
+    part: int = 0
+    num_parts: int = 1
+    ring: tuple[int, ...] = ()
+
+    @property
+    def own_grid(self) -> Grid:
+        """Of a part in time, which is encoded as an image of its own."""
+        return self.grid if self.ring else cut_in_time(self.grid, self.num_parts)[self.part]
+
+
+class ReadyImage(NamedTuple):
+    """`pixels[planned.image]` becomes rows of its pass's pixels. `places`: of the tokens, in their pack, that its rows
+    of features are, in their order; `part`: of an image whose parts exchange."""
+
+    planned: PlannedImage
+    pixels: Pixels
+    places: Tensor
+    part: ImagePart | None
+
+
+def planned_images(plan: RankPlan) -> list[PlannedImage]:
+    """What `plan.rank` encodes apart from the packs, in plan order.
+
+    Passes are those of the plan where it names them (ranks run them in lockstep). Else parts that exchange come first,
+    each in a pass of its own, in plan order; behind them passes are filled in turn, with at most
+    `VisionPlan.pass_patches` patches or one larger image.
+    """
+    found = [image for number, pack in enumerate(plan.encoded) for image in _images_of(plan, number, pack)]
+    if plan.vision.num_passes:
+        return found
+    rings = [place for place, image in enumerate(found) if image.ring]
+    numbers, number, filled = {place: number for number, place in enumerate(rings)}, len(rings), 0
+    for place, image in enumerate(found):
+        if not image.ring:
+            if filled and 0 < plan.vision.pass_patches < filled + prod(image.own_grid):
+                number, filled = number + 1, 0
+            filled += prod(image.own_grid)
+            numbers[place] = number
+    return [image._replace(number=numbers[place]) for place, image in enumerate(found)]
+
+
+def _images_of(plan: RankPlan, number: int, pack: RankPack) -> Iterator[PlannedImage]:
+    """`planned_images` of a pack, in the passes of the plan."""
+    ranks_of = encoding_ranks(pack.encoders, pack.splits)
+    passes_of = encoding_ranks(pack.passes or (0,) * len(pack.encoders),
+                               [replace(split, ranks=split.passes or (0,) * len(split.ranks)) for split in pack.splits])
+    images = [(row, image, grid) for row, sample in enumerate(pack.samples)
+              for image, grid in enumerate(sample.vision_grids)]
+    for (row, image, grid), ranks, passes in zip(images, ranks_of, passes_of, strict=True):
+        if plan.rank in ranks:
+            part = ranks.index(plan.rank)
+            yield PlannedImage(number, row, image, grid, passes[part], part, len(ranks),
+                               ranks if exchanges(grid, len(ranks)) else ())
+
+
 def vision_inputs(
     plan: RankPlan, payload_of: Callable[[str], Payload], adapter: ModelAdapter,
     pixel_type: torch.dtype = torch.float32, pinned: bool = False,
@@ -63,67 +147,97 @@ def vision_inputs(
     """What `plan.rank` encodes of `plan.encoded`, on the CPU.
 
     `payload_of` is asked for each sample with an image that the rank encodes, by id, in plan order. Pixels of a payload
-    become rows of their pass's as soon as the pass is whole, so that of what was decoded one pass is held at a time.
+    become rows of their pass's as soon as all images of the pass have come; of an image that several ranks encode,
+    those of this rank's part. A pass without an image that can be used is left out, or, where ranks run them in
+    lockstep, has a smallest image whose features nobody takes.
 
     Raises:
         ValueError: one line that names the sample whose payload is not what was planned.
     """
-    passes = PassBuilder(adapter, plan.vision.pass_patches, pixel_type, pinned)
-    send: dict[int, list[Tensor]] = {}
+    planned = planned_images(plan)
+    missing = Counter(image.number for image in planned)
+    ready: dict[int, list[ReadyImage]] = {number: [] for number in range(plan.vision.num_passes)}
+    passes: dict[int, EncoderPass] = {}
+    for (pack_number, row), of_sample in groupby(planned, lambda image: (image.pack, image.sample)):
+        pack, images = plan.encoded[pack_number], list(of_sample)
+        payload = payload_of(pack.samples[row].id)
+        come = [] if payload.masked else _ready(pack, payload, images, adapter)
+        for image in images:
+            of_pass = ready.setdefault(image.number, [])
+            of_pass += [found for found in come if found.planned is image]
+            missing[image.number] -= 1
+            if of_pass and not missing[image.number]:
+                passes[image.number] = _whole(pack, of_pass, adapter, pixel_type, pinned)
+    for number in range(plan.vision.num_passes):
+        if number not in passes:
+            passes[number] = _tiny(adapter, pixel_type)
+    return VisionInputs(passes=[passes[number] for number in sorted(passes)],
+                        send_index=_send_index(plan, [ready[number] for number in sorted(passes)], adapter))
+
+
+def _ready(
+    pack: RankPack, payload: Payload, images: Sequence[PlannedImage], adapter: ModelAdapter
+) -> list[ReadyImage]:
+    """The images or parts of a sample that this rank encodes; of a part, its patches alone are left in the payload."""
+    row = images[0].sample
+    sample, start = pack.samples[row], sum(other.num_tokens for other in pack.samples[:row])
+    parts = {image.image: adapter.image_parts(image.grid, image.num_parts)[image.part] if image.ring else None
+             for image in images}
+    tokens = {image.image: part.tokens if (part := parts[image.image]) else
+              tokens_of_parts(image.grid, image.num_parts, adapter)[image.part] for image in images}
+    # where a payload is collated once more, its parts have been cut out
+    whole = {image.image for image in images if image.num_parts == 1 or (pixels := payload.pixels[image.image]) is None
+             or len(pixels) != len(tokens[image.image]) * adapter.merge_area}
+    check_payload(sample, payload, adapter, tuple(image in whole for image in range(len(sample.vision_grids))))
+    for image in images:
+        if image.num_parts > 1 and image.image in whole:
+            patches = (tokens[image.image][:, None] * adapter.merge_area + torch.arange(adapter.merge_area)).flatten()
+            payload.pixels[image.image] = torch.as_tensor(payload.pixels[image.image])[patches]
+    places = image_tokens(payload, adapter)
+    return [ReadyImage(image, payload.pixels, start + places[image.image][tokens[image.image]], parts[image.image])
+            for image in images]
+
+
+def _whole(
+    pack: RankPack, images: Sequence[ReadyImage], adapter: ModelAdapter, pixel_type: torch.dtype, pinned: bool
+) -> EncoderPass:
+    """A pass; the images' pixels are rows of its own from now on. A part that exchanges is of `pack`."""
+    patches = [image.pixels[image.planned.image] for image in images]
+    whole = joined(cast("list[np.ndarray | Tensor]", patches), adapter.patch_dim, pixel_type, pinned)
+    sizes = [len(image.places) for image in images]
+    for image, rows in zip(images, whole.split([size * adapter.merge_area for size in sizes])):
+        image.pixels[image.planned.image] = rows
+    grids, planned, part = tuple(image.planned.own_grid for image in images), images[0].planned, images[0].part
+    if part is None:
+        return EncoderPass(pixels=whole, grids=grids, encoder=adapter.encoder_arguments(grids), num_rows=sum(sizes))
+    return EncoderPass(pixels=whole, grids=grids, encoder=part.arguments, num_rows=sum(sizes), ring=Ring(
+        ranks=planned.ring, pack_index=pack.index, layout=part.layout,
+        segments=segments_of(part.layout, planned.part)))
+
+
+def _tiny(adapter: ModelAdapter, pixel_type: torch.dtype) -> EncoderPass:
+    """A pass of a smallest image."""
+    grid = adapter.smallest_grid
+    return EncoderPass(pixels=torch.zeros(prod(grid), adapter.patch_dim, dtype=pixel_type), grids=(grid,),
+                       encoder=adapter.encoder_arguments((grid,)), num_rows=prod(grid) // adapter.merge_area)
+
+
+def _send_index(
+    plan: RankPlan, passes: Sequence[Sequence[ReadyImage]], adapter: ModelAdapter
+) -> dict[int, Tensor]:
+    """`VisionInputs.send_index` of the images of each pass; one without an image makes the rows of a smallest one."""
+    row_of = [torch.full((sum(sample.num_tokens for sample in pack.samples),), -1) for pack in plan.encoded]
     num_rows = 0
-    for pack in plan.encoded:
+    for images in passes:
+        for image in images:
+            row_of[image.planned.pack][image.places] = torch.arange(num_rows, num_rows + len(image.places))
+            num_rows += len(image.places)
+        num_rows += 0 if images else prod(adapter.smallest_grid) // adapter.merge_area
+    send: dict[int, list[Tensor]] = {}
+    for pack, row_of_token in zip(plan.encoded, row_of):
         layout = PackLayout(tuple(sample.num_tokens for sample in pack.samples), len(pack.ranks))
-        row_of = torch.full((sum(layout.lengths),), -1)  # of each token of the pack
-        start = 0
-        for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)):
-            payload = payload_of(sample.id) if any(here) else None
-            if payload and not payload.masked:
-                check_payload(sample, payload, adapter, here)
-                places = image_tokens(payload, adapter)
-                for image in [image for image, needed in enumerate(here) if needed]:
-                    row_of[start + places[image]] = torch.arange(num_rows, num_rows + len(places[image]))
-                    num_rows += len(places[image])
-                    passes.add(payload.pixels, image, sample.vision_grids[image])
-            start += sample.num_tokens
         for member, rank in enumerate(pack.ranks):
-            rows = row_of[layout.index(member)]
+            rows = row_of_token[layout.index(member)]
             send.setdefault(rank, []).append(rows[rows >= 0])
     found = {rank: torch.cat(rows) for rank, rows in sorted(send.items())}
-    return VisionInputs(passes=passes.finished(),
-                        send_index={rank: rows for rank, rows in found.items() if len(rows)})
-
-
-class PassBuilder:
-    """Cuts images into passes of at most `most` patches, or of one larger image (0: one pass), as they come."""
-
-    def __init__(
-        self, adapter: ModelAdapter, most: int, pixel_type: torch.dtype = torch.float32, pinned: bool = False
-    ) -> None:
-        self._adapter, self._most, self._pixel_type, self._pinned = adapter, most, pixel_type, pinned
-        self._passes: list[EncoderPass] = []
-        self._images: list[tuple[Pixels, int, Grid]] = []  # of the pass that is not whole yet
-
-    def add(self, pixels: Pixels, image: int, grid: Grid) -> None:
-        """Add `pixels[image]`, which becomes rows of its pass's pixels."""
-        if self._most and sum(prod(other) for *_, other in self._images) + prod(grid) > self._most:
-            self._end_pass()
-        self._images.append((pixels, image, grid))
-
-    def finished(self) -> list[EncoderPass]:
-        """All passes."""
-        self._end_pass()
-        return self._passes
-
-    def _end_pass(self) -> None:
-        if not self._images:
-            return
-        patches = [pixels[image] for pixels, image, _ in self._images]
-        grids = tuple(grid for *_, grid in self._images)
-        whole = joined(cast("list[np.ndarray | Tensor]", patches), self._adapter.patch_dim, self._pixel_type,
-                       self._pinned)
-        for (pixels, image, _), rows in zip(self._images, whole.split([prod(grid) for grid in grids])):
-            pixels[image] = rows
-        self._passes.append(EncoderPass(
-            pixels=whole, grids=grids, encoder=self._adapter.encoder_arguments(grids),
-            num_rows=sum(prod(grid) // self._adapter.merge_area for grid in grids)))
-        self._images = []
+    return {rank: rows for rank, rows in found.items() if len(rows)}

@@ -104,9 +104,12 @@ def test_micro_batch_goes_on_too(start: Start, undisturbed: list[float], transpo
 
 
 @pytest.mark.timeout(600)
-def test_workers_killed_at_any_time_of_steps_that_encode_images_apart(start: Start, undisturbed: list[float]) -> None:
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_workers_killed_at_any_time_of_steps_that_encode_images_apart(
+    start: Start, undisturbed: list[float], sync: str
+) -> None:
     """A kill in every fifth of a step: while ranks encode, exchange, run packs, run the encoder's backward pass."""
-    run = start("planner.encoder=world", "elastic.mirror_every_steps=1")
+    run = start("planner.encoder=world", f"planner.sync={sync}", "elastic.mirror_every_steps=1")
     run.wait_for_step(3)
     for fifth in range(5):
         run.wait_for_ranks(3)

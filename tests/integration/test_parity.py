@@ -1,5 +1,5 @@
 """Losses of 20 steps and the parameters after them, against one rank: a subset of `benchmarks/parity.py` that has every
-value of every axis.
+value of every axis, and its series of whole runs.
 
 A few of the cases run in make test, all of them in make test-all.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases import OF_STEP_ALONE, SITUATIONS, SYNCS, TRANSPORTS, Case, Matrix, Row
+from benchmarks.job_series import job_series
 from benchmarks.worlds import corpus_of, data_overrides
 from dhp_ray.config import load
 
@@ -20,8 +21,9 @@ PLAIN = [Case(2, "static", "step", "pool"), Case(3, "dhp", "step", "parent"), Ca
          Case(5, "dhp", "micro_batch", "parent")]
 SPECIAL = [Case(3, "dhp", "step" if situation in OF_STEP_ALONE else SYNCS[place % 2], TRANSPORTS[place // 2 % 2],
                 situation)
-           for place, situation in enumerate(list(SITUATIONS)[1:])]
-QUICK = [PLAIN[2], PLAIN[4], SPECIAL[-2]]
+           for place, situation in enumerate(list(SITUATIONS)[1:]) if situation != "images in parts"]
+"""Images are too small here to be in parts."""
+QUICK = [PLAIN[2], PLAIN[4], next(case for case in SPECIAL if case.situation == "images apart")]
 CASES = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow,
                       id=str(case).replace(", ", "-").replace(" ", "_")) for case in PLAIN + SPECIAL]
 
@@ -38,3 +40,12 @@ def test_the_case_computes_what_one_rank_does(matrix: Matrix, case: Case) -> Non
     assert not row.faults, row
     if case.situation == "as they come":
         assert case.num_ranks in row.degrees  # 2, 3 and 5 among them
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_whole_runs_with_images_apart_have_the_losses_of_one_worker(
+    ray_cluster: None, test_data: Path, tmp_path: Path
+) -> None:
+    for series in job_series(data_overrides(str(test_data), tmp_path), tmp_path, SYNCS):
+        assert not series.faults, series

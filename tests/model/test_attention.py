@@ -28,14 +28,15 @@ def packed_inputs(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) 
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def one_rank(lengths: tuple[int, ...], inputs: list[Tensor]) -> list[Tensor]:
-    """Output and gradients of q, k, v by definition, in fp64: causal within each sequence."""
+def one_rank(lengths: tuple[int, ...], inputs: list[Tensor], causal: bool = True) -> list[Tensor]:
+    """Output and gradients of q, k, v by definition, in fp64: within each sequence."""
     q, k, v = (x.double().requires_grad_() for x in inputs[:3])
     outs = []
     for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
         b, c = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (b, c))
         scores = SCALE * torch.einsum("qhd,khd->hqk", a, b)
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), c))
     out = torch.cat(outs)
     out.backward(inputs[3].double())
@@ -46,7 +47,7 @@ def run_pack(context: PackContext, recompute: bool = False, dtype: torch.dtype =
     """Largest error of this member's output and gradients, each relative to the largest value of its kind."""
     lengths, index = context.layout.lengths, context.layout.index(context.member)
     inputs = packed_inputs(lengths, dtype)
-    expected = one_rank(lengths, inputs)
+    expected = one_rank(lengths, inputs, context.layout.causal)
     # Twice the input, so that there is something before attention to recompute.
     leaves = [x[index].transpose(0, 1)[None].clone().requires_grad_() for x in inputs[:3]]
 
@@ -113,6 +114,22 @@ def ring_over_other_layout(rank: int) -> float:
 
 def test_ring_over_intervals_of_no_pattern() -> None:
     assert max(run_ranks(ring_over_other_layout, 3)) < 1e-5
+
+
+def ring_without_a_mask(rank: int, recompute: bool) -> list[float]:
+    """As over the parts of an image with several steps in time; a member may have none of a step."""
+    third = (TokenInterval(0, 0, 16),), (TokenInterval(0, 16, 21), TokenInterval(1, 0, 4)), (TokenInterval(1, 4, 21),)
+    transport, errors = open_transport("parent", rank, 3, CPU, 0, TIMEOUT), []
+    for number, layout in enumerate((PackLayout((21, 21), 3, third, False), PackLayout((31, 5), 3, (), False),
+                                     PackLayout((3,), 3, (), False))):
+        errors.append(run_pack(PackContext(layout, transport.link((2, 0, 1), number)), recompute))
+    return errors
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_ring_without_a_mask(recompute: bool) -> None:
+    errors = torch.tensor(run_ranks(ring_without_a_mask, 3, recompute))
+    assert errors.max() < 1e-5, errors
 
 
 WALKS = [((0, 1, 2), (90, 31)), ((3,), (12,)), ((1, 2), (40,)), ((0,), (25, 3)), ((2, 3), (51, 2)), ((0, 3), (18,)),

@@ -31,11 +31,16 @@ class Batch(NamedTuple):
     def pack_time_s(self, rows: Sequence[int], ranks: Sequence[int]) -> float:
         """Seconds of a pack of these sequences on these ranks."""
         degree, speed = len(ranks), self.speed(ranks)
-        attention_s = self.cost.quadratic_s * sum(self.num_tokens([row]) ** 2 for row in rows)
+        attention_s = self.cost.quadratic_s * sum(map(self.pairs, rows))
         language_s = attention_s + self.cost.linear_s * self.num_tokens(rows)
         exposed_s = self.exposed_s(self.num_tokens(rows), attention_s, ranks)
         compute_s = language_s / (degree * speed) + self.encode_s(rows, ranks)
         return compute_s + exposed_s + self.waits_s(rows, degree, compute_s) + self.cost.pack_s
+
+    def pairs(self, row: int) -> float:
+        """What a sequence's attention grows with."""
+        num_tokens = self.num_tokens([row])
+        return num_tokens**2 + num_tokens * min(num_tokens, self.cost.attention_block)
 
     def encode_s(self, rows: Sequence[int], ranks: Sequence[int]) -> float:
         """Seconds of the member that takes longest for its images: longest first, each to who would end it first."""
@@ -50,7 +55,8 @@ class Batch(NamedTuple):
             ends_s = {rank: busy_s[rank] + image_s / self.cluster.speeds[rank] for rank in ranks}
             first = min(ranks, key=lambda rank: ends_s[rank])
             busy_s[first] = ends_s[first]
-        return max(busy_s.values())
+        once_s = self.cost.encoder_pass_s / self.speed(ranks) if images_s else 0.0
+        return max(busy_s.values()) + once_s
 
     def exposed_s(self, num_tokens: int, attention_s: float, ranks: Sequence[int]) -> float:
         """Seconds of communication that no computation hides."""

@@ -4,9 +4,10 @@ reference of `encoder_timeline` and of the prices of packs."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from dhp_ray.planner import CostModel, Plan
+from dhp_ray.planner.plan import Grid
 from tests.planner.reference_cost import Batch
 
 Factor = Callable[[str, int], float]
@@ -14,52 +15,108 @@ Factor = Callable[[str, int], float]
 batch: an image's is its place among the batch's images, a pack's is the first row of the batch that is in it."""
 
 
+@dataclass
+class Work:
+    """What ranks encode apart from the packs, seconds at their own speeds: of whole images and parts that do not
+    exchange; of each image whose parts do, by rank, in plan order; of each pass of a rank, with sync=micro_batch."""
+
+    alone: dict[int, float]
+    rings: list[dict[int, float]] = field(default_factory=list)
+    passes: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def done(self, share: float, begin: dict[int, float]) -> dict[int, float]:
+        """When each rank is done with a share of it, with sync=step."""
+        free = dict(begin)
+        for ring in self.rings:
+            end = max(free[rank] for rank in ring) + share * max(ring.values())
+            free |= dict.fromkeys(ring, end)
+        return {rank: free[rank] + share * self.alone[rank] for rank in free}
+
+
+def parts_of(seconds: float, grid: Grid, count: int, cost: CostModel) -> list[tuple[float, float]]:
+    """(share of its rows, seconds) of each part of an image, its exchange with the others counted."""
+    time, height, width = grid
+    if count <= time:
+        steps = [time // count + (part < time % count) for part in range(count)]
+        return [(own / time, seconds * own / time) for own in steps]
+    sent = cost.image_comm_bytes_per_patch * time * height * width * (count - 1) / count
+    exchange_s = sent / cost.slowest_bytes_per_s + cost.image_latency_s * (count - 1)
+    return [(1 / count, seconds / count + exchange_s)] * count
+
+
 def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float:
-    """Seconds of the step, with `sync=step`."""
+    """Seconds of the step."""
     cluster, ranks = plan.cluster, range(plan.cluster.num_ranks)
     factor = varied or (lambda kind, number: 1.0)
     batch = Batch([replace(sample, vision_grids=()) for sample in plan.samples], cluster, cost)
     first_image = [0]
     for sample in plan.samples:
         first_image.append(first_image[-1] + len(sample.vision_grids))
-    free = dict.fromkeys(ranks, 0.0)
-    busy = dict.fromkeys(ranks, 0.0)  # of encoding, at the ranks' own speeds
+    free, work = dict.fromkeys(ranks, 0.0), Work(dict.fromkeys(ranks, 0.0))
     meets = {rank: {rank} for rank in ranks}
     sent, received = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
     packs_s = []
     for group in plan.groups:
-        encode_s = dict.fromkeys(group.ranks, 0.0)
-        encoders = iter(group.encoders)
+        encode_s, place = dict.fromkeys(group.ranks, 0.0), 0
+        split = {found.image: found for found in group.splits}
         for row in group.pack.sequences:
             sample = plan.samples[row]
             patches = sum(time * height * width for time, height, width in sample.vision_grids)
-            for image, (time, height, width) in enumerate(sample.vision_grids, first_image[row]):
-                encoder, frame = next(encoders), height * width
-                seconds = time * (cost.vision_quadratic_s * frame**2 + cost.vision_linear_s * frame)
-                seconds *= factor("image", image) / cluster.speeds[encoder]
+            for image, grid in enumerate(sample.vision_grids, first_image[row]):
+                frame = grid[1] * grid[2]
+                seconds = grid[0] * (cost.vision_quadratic_s * frame**2 + cost.vision_linear_s * frame)
+                seconds *= factor("image", image)
+                found, encoder = split.get(place), group.encoders[place]
+                by = found.ranks if found else (encoder,)
+                passes = (found.passes if found else group.passes[place : place + 1]) or (0,) * len(by)
+                place += 1
                 if not plan.vision.apart:
-                    encode_s[encoder] += seconds
+                    encode_s[encoder] += seconds / cluster.speeds[encoder]
                     continue
-                busy[encoder] += seconds
-                rows = sample.vision_tokens * time * frame / patches / len(group.ranks)
-                for rank in group.ranks:
-                    meets[rank].add(encoder)
-                    meets[encoder].add(rank)
-                    if rank != encoder:
-                        sent[encoder] += rows
-                        received[rank] += rows
+                ring = {}
+                for rank, number, (share, part_s) in zip(by, passes, parts_of(seconds, grid, len(by), cost)):
+                    part_s /= cluster.speeds[rank]
+                    ring[rank] = part_s
+                    work.passes[rank, number] = work.passes.get((rank, number), 0.0) + part_s
+                    rows = share * sample.vision_tokens * grid[0] * frame / patches / len(group.ranks)
+                    for member in group.ranks:
+                        meets[member].add(rank)
+                        meets[rank].add(member)
+                        if member != rank:
+                            sent[rank] += rows
+                            received[member] += rows
+                if len(by) > grid[0]:
+                    work.rings.append(ring)
+                else:
+                    work.alone |= {rank: work.alone[rank] + part_s for rank, part_s in ring.items()}
         language_s = batch.pack_time_s(group.pack.sequences, group.ranks) * factor("pack", min(group.pack.sequences))
+        if any(encode_s.values()):
+            language_s += cost.encoder_pass_s / min(cluster.speeds[rank] for rank in group.ranks)
         packs_s.append(language_s + max(encode_s.values()))
     exchange_s = {rank: max(sent[rank], received[rank]) * cost.feature_bytes / cost.slowest_bytes_per_s
                   for rank in ranks}
+    pass_s = {rank: cost.encoder_pass_s / cluster.speeds[rank] for rank in ranks}
+    work.passes = {(rank, number): seconds + pass_s[rank] for (rank, number), seconds in work.passes.items()}
+    work.alone = {rank: seconds + (pass_s[rank] if any(rank == other for other, _ in work.passes) else 0.0)
+                  for rank, seconds in work.alone.items()}
+    share = 1.0 - cost.vision_forward + (0.0 if plan.vision.keeps or cost.vision_forward == 1.0
+                                         else cost.vision_forward)
+    if plan.sync == "micro_batch":
+        slowest = {group.micro_batch: 0.0 for group in plan.groups}
+        for group, seconds in zip(plan.groups, packs_s):
+            slowest[group.micro_batch] = max(slowest[group.micro_batch], seconds)
+        end = sum(slowest.values()) + plan.fixed_s * len(slowest)
+        if plan.vision.apart:
+            passes_s = sum(max(cost.encoder_gather_s, *(work.passes.get((rank, number), 0.0) for rank in ranks))
+                           for number in range(plan.vision.num_passes))
+            end += (cost.vision_forward + share) * passes_s + max(exchange_s.values()) * (1 + (share > 0))
+        return end + cost.update_s
     if plan.vision.apart:
-        encoded = {rank: cost.vision_forward * busy[rank] for rank in ranks}
+        encoded = work.done(cost.vision_forward, free)
         free = {rank: max(encoded[other] for other in meets[rank]) + exchange_s[rank] for rank in ranks}
     for group, seconds in zip(plan.groups, packs_s):
         end = max(free[rank] for rank in group.ranks) + seconds
         free |= dict.fromkeys(group.ranks, end)
-    if plan.vision.apart and cost.vision_forward < 1.0:
-        share = 1.0 - cost.vision_forward + (0.0 if plan.vision.keeps else cost.vision_forward)
-        free = {rank: max(free[other] for other in meets[rank]) + exchange_s[rank] + share * busy[rank]
-                for rank in ranks}
+    if plan.vision.apart and share:
+        free = work.done(share, {rank: max(free[other] for other in meets[rank]) + exchange_s[rank] for rank in ranks})
     return max(free.values()) + plan.fixed_s

@@ -42,6 +42,15 @@ def test_ring_hides_behind_attention_and_knows_nodes():
     assert cost.pack_time_s([400], (0, 1, 2), slow) == pytest.approx(by_hand(3, 1e6, 0.5))
 
 
+def test_kernels_take_keys_by_the_block():
+    """On two ranks as on one: each has half of all blocks."""
+    cost = CostModel(**CONSTANTS | {"attention_block": 128})
+    pairs = 300 * (300 + 128) + 100 * (100 + 100)
+    assert cost.pack_time_s([300, 100], (0,), CLUSTER) == pytest.approx(2e-6 * pairs + 1e-3 * 400)
+    assert cost.pack_time_s([300, 100], (0, 1), CLUSTER) == pytest.approx(
+        (2e-6 * pairs + 1e-3 * 400) / 2 + 100 * 400 / 2 / 1000)
+
+
 def test_images_and_memory():
     cost = CostModel(**CONSTANTS | {"vision_quadratic_s": 1e-5, "vision_linear_s": 1e-3, "memory_bytes_per_token": 10,
                                     "resident_bytes": {"step": 1000, "micro_batch": 100}})
@@ -59,7 +68,8 @@ def test_images_and_memory():
     ({"bandwidth_bytes_per_s": {1: 5}}, "degree 1"),
     ({"communication": "tree"}, "communication: got 'tree'; allowed: ring, all_to_all"),
     ({"latency": 1}, "latency: no such constant"), ({"overlap": 2}, "overlap: got 2"),
-    ({"fixed_s": float("nan")}, "fixed_s: got nan"),
+    ({"fixed_s": float("nan")}, "fixed_s: got nan"), ({"encoder_pass_s": -1}, "encoder_pass_s: got -1"),
+    ({"attention_block": "many"}, "attention_block: got 'many'"), ({"update_s": float("inf")}, "update_s: got inf"),
     ({"resident_bytes": {"step": 1}}, "resident_bytes.micro_batch: missing"),
     ({"fixed_s_by_sync": {"step": 1}}, "fixed_s_by_sync: got {'step': 1}; allowed: none, or step and micro_batch"),
     ({"fixed_s_by_sync": {"step": 1, "micro_batch": -1}}, "fixed_s_by_sync.micro_batch: got -1; allowed: a number of "

@@ -46,6 +46,7 @@ def test_costs_follow_the_settings() -> None:
     frozen = cost_of("7B", frozen=("vision",))
     assert frozen.vision_linear_s < plain.vision_linear_s / 2.5
     assert frozen.linear_s == plain.linear_s
+    assert [cost.vision_forward for cost in (plain, again, frozen)] == [1 / 3, 1 / 4, 1.0]
     assert cost_of("7B", frozen=("language",)).linear_s < 0.75 * plain.linear_s
     assert cost_of("7B", sync="micro_batch").fixed_s < plain.fixed_s / 4
     for sync in ("step", "micro_batch"):

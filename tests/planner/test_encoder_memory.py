@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,24 +13,27 @@ from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.plan import Grid, VisionPlan
+from dhp_ray.planner.split_images import part_bytes
+from tests.memory_trace import fake_world
 from tests.published_configs import published_config, shape_of
-from tests.step_trace import traced_step
+from tests.step_trace import traced_encoding, traced_step
 
 COST = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9})
-CASES = [(name, recomputes, frozen, keeps, shape)
-         for name in ("3B", "Qwen3-VL-2B", "InternVL3-1B")
+CASES = [(name, sync, recomputes, frozen, keeps, shape)
+         for sync in ("step", "micro_batch") for name in ("3B", "Qwen3-VL-2B", "InternVL3-1B")
          for recomputes in (False, True) for frozen in ((), ("vision",), ("language",))
          for keeps, shape in ((True, "many"), (False, "many"), (True, "text"))]
 
 
-@pytest.mark.parametrize(("name", "recomputes", "frozen", "keeps", "shape"), [
-    case if number in (0, 37) else pytest.param(*case, marks=pytest.mark.slow)
+@pytest.mark.parametrize(("name", "sync", "recomputes", "frozen", "keeps", "shape"), [
+    case if number in (0, 37, 55) else pytest.param(*case, marks=pytest.mark.slow)
     for number, case in enumerate(CASES)], ids=str)
 def test_a_step_fits_what_is_counted_on(
-    name: str, recomputes: bool, frozen: tuple[str, ...], keeps: bool, shape: str
+    name: str, sync: str, recomputes: bool, frozen: tuple[str, ...], keeps: bool, shape: str
 ) -> None:
     random_ = random.Random(f"{name}{recomputes}{frozen}{keeps}{shape}")
-    settings = MemorySettings(sync="step", world_size=1, precision="bf16", recomputes=recomputes, frozen=frozen)
+    settings = MemorySettings(sync=sync, world_size=1 if sync == "step" else 8, precision="bf16",
+                              recomputes=recomputes, frozen=frozen)
     packs: list[list[tuple[int, list[Grid]]]] = []
     for number in range(3):
         images = [(1, 32, 32) if "Intern" in name else (1, 2 * random_.randint(4, 16), 2 * random_.randint(4, 16))
@@ -42,13 +46,40 @@ def test_a_step_fits_what_is_counted_on(
     # as a plan of this cost would have it, on devices that hold packs of so many tokens
     memory = MemoryModel(shape_of(name, 3), replace(settings, largest_image=max(patches) // area))
     cost = with_encoder_apart(COST, memory, max(tokens))
-    pass_patches = 0 if keeps else max(patches)
-    largest = max(patches) if pass_patches else sum(patches)
+    pass_patches, num_passes = 0 if keeps else max(patches), 0
+    if sync == "micro_batch":
+        pass_patches, num_passes = 0, 1 if keeps else len(patches)
+    largest = sum(patches) if keeps else max(patches)
     held = 2 * cost.feature_bytes * sum(patches) / area
     pack = cost.pack_bytes + cost.language_bytes_per_token * max(tokens)
     kept = cost.encoder_bytes_per_patch * sum(patches) if keeps and "vision" not in frozen else 0.0
-    counted = held + max(pack + kept, cost.encoder_bytes_per_patch * largest)
-    traced = traced_step(published_config(name, 3), packs, settings, VisionPlan("world", keeps, pass_patches))
+    counted = held + max(pack + kept, cost.encoder_bytes + cost.encoder_bytes_per_patch * largest)
+    with fake_world(8) if sync == "micro_batch" else nullcontext():
+        traced = traced_step(published_config(name, 3), packs, settings,
+                             VisionPlan("world", keeps, pass_patches, num_passes))
     assert traced <= counted
     if not frozen:  # else what the loss needs where every token has a label, which images have not, is most of it
         assert traced >= 0.6 * counted, "memory that nobody uses"
+
+
+PARTS = [(name, sync, recomputes, frozen) for sync in ("step", "micro_batch") for name in ("3B", "Qwen3-VL-2B")
+         for recomputes in (False, True) for frozen in ((), ("vision",), ("language",))]
+
+
+@pytest.mark.parametrize(("name", "sync", "recomputes", "frozen"), [
+    case if number in (1, 3) else pytest.param(*case, marks=pytest.mark.slow)
+    for number, case in enumerate(PARTS)], ids=str)
+def test_a_part_of_an_image_fits_what_is_counted_on(
+    name: str, sync: str, recomputes: bool, frozen: tuple[str, ...]
+) -> None:
+    """A third of an image of 6,144 patches, whose encoder takes more than the language model does of a short text."""
+    grid, num_parts, world_size = (1, 64, 96), 3, 1 if sync == "step" else 8
+    settings = MemorySettings(sync=sync, world_size=world_size, precision="bf16", recomputes=recomputes, frozen=frozen)
+    memory = MemoryModel(shape_of(name, 3), replace(settings, largest_image=grid[1] * grid[2] // 4))
+    cost = with_encoder_apart(COST, memory, 2048)
+    held = 2 * cost.feature_bytes * (grid[1] * grid[2] / num_parts + cost.image_piece_patches) / 4
+    counted = held + part_bytes(grid, num_parts, cost) + cost.encoder_bytes
+    with fake_world(8) if sync == "micro_batch" else nullcontext():
+        traced = traced_encoding(published_config(name, 3), grid, num_parts, settings)
+    assert traced <= counted
+    assert traced >= 0.6 * counted, "memory that nobody uses"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, plan_batch, replay
-from dhp_ray.planner.encoder_memory import language_bytes, with_encoder_apart
+from dhp_ray.planner.encoder_memory import encoder_bytes, language_bytes, with_encoder_apart
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.plan import VisionPlan
@@ -204,12 +204,23 @@ def test_a_plan_file_that_names_encoders_by_their_places_is_read():
     assert replay(tree).groups == plan.groups
 
 
+def test_a_plan_file_of_before_passes_and_parts_is_read():
+    plan = plan_batch(MIXED, ClusterSpec(4, 2, 200), ALONE, encoder="world")
+    tree = json.loads(json.dumps(plan.to_json()))
+    assert tree["vision"].pop("num_passes") == 0
+    assert not any({"passes", "splits"} & group.keys() for group in tree["groups"])
+    for name in list(tree["inputs"]["cost"]):
+        if name.startswith("image_") or name in ("encoder_gather_s", "encoder_bytes"):
+            assert tree["inputs"]["cost"].pop(name) == 0.0
+    assert Plan.from_json(tree).vision == plan.vision
+    assert (replay(tree).groups, replay(tree).vision) == (plan.groups, plan.vision)
+
+
 def test_where_there_is_nothing_to_encode_apart():
     text = [Sample(str(index), 50) for index in range(6)]
-    for samples, sync in ((text, "step"), (MIXED, "micro_batch")):
-        plan = plan_batch(samples, ClusterSpec(4, 2, 200), ALONE, sync=sync, encoder="world")
-        assert plan.vision == VisionPlan("group")
-        assert plan.groups == plan_batch(samples, ClusterSpec(4, 2, 200), ALONE, sync=sync).groups
+    plan = plan_batch(text, ClusterSpec(4, 2, 200), ALONE, encoder="world")
+    assert plan.vision == VisionPlan("group")
+    assert plan.groups == plan_batch(text, ClusterSpec(4, 2, 200), ALONE).groups
     with pytest.raises(PlanError, match="encoder: got 'disjoint'; allowed: group, world, auto"):
         plan_batch(text, ClusterSpec(4, 2, 200), ALONE, encoder="disjoint")
 
@@ -244,13 +255,17 @@ def test_encoding_again_takes_a_forward_pass_more():
 
 
 @pytest.mark.parametrize(("frozen", "recomputes", "forward"), [
-    ((), False, 1 / 3), ((), True, 1 / 4), (("vision",), False, 1.0), (("language",), False, 1 / 3)])
+    ((), False, 0.3), ((), True, 0.3), (("vision",), False, 1.0), (("language",), False, 0.3)])
 def test_what_a_model_s_memory_says_of_images_apart(frozen, recomputes, forward):
+    """Not which share of an image's time its forward pass takes, but that a frozen encoder has no other."""
     memory = MemoryModel(shape_of("3B"), MemorySettings(sync="step", world_size=8, precision="bf16",
                                                         recomputes=recomputes, frozen=frozen))
-    cost = with_encoder_apart(ALONE, memory, 4096)
+    cost = with_encoder_apart(replace(ALONE, vision_forward=0.3), memory, 4096)
     assert cost.vision_forward == forward
     assert cost.feature_bytes == 2 * 2048
     for tokens in (1, 100, 300, 500, 2048, 4096):
         assert cost.pack_bytes + cost.language_bytes_per_token * tokens >= language_bytes(memory, tokens) * (1 - 1e-9)
-    assert cost.encoder_bytes_per_patch * 16384 == pytest.approx(memory.encoder_bytes(16384))
+    for patches in (1, 4, 63, 64, 65, 1000, 16320, 16384):
+        counted = cost.encoder_bytes + cost.encoder_bytes_per_patch * patches
+        assert counted >= encoder_bytes(memory, patches) * (1 - 1e-9)
+    assert counted == pytest.approx(encoder_bytes(memory, 16384), rel=0.01)

@@ -64,7 +64,7 @@ def write_run(folder: Path, num_steps: int = 6, arguments: Sequence[str] = (), *
     for step in range(1, num_steps + 1):
         plan = plan_of(step, **more)
         results = results_of(plan, step)
-        metrics = step_metrics(plan, results, 0.5, 1.1, 1) | ({"eval_loss": 2.5 / step} if step % 3 == 0 else {})
+        metrics = step_metrics(plan, results, 0.5, 1) | ({"eval_loss": 2.5 / step} if step % 3 == 0 else {})
         records.plan(step, plan.to_json())
         records.commit(step, [sample.id for sample in plan.samples], metrics)
     records.skip("row-x", "image cannot be read", 2)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_phases_of_the_encoder_are_drawn_where_the_plan_has_them(vision_forward:
     assert max(apart.backward_s - apart.ended_s) > 0 or vision_forward == 1.0
 
 
-@pytest.mark.parametrize(("sync", "encoder"), [("step", "group"), ("micro_batch", "group"), ("step", "world")])
+@pytest.mark.parametrize(("sync", "encoder"), [*product(("step", "micro_batch"), ("group", "world"))])
 def test_fixed_seconds_are_drawn(sync: str, encoder: str) -> None:
     """What stays blank in the picture is idle: of a rank that always works nothing is."""
     cost = CostModel(0.0, 1e-2, 1.0, 3.0, {2: 1e9}, vision_linear_s=1e-2)

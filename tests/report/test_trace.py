@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from dhp_ray.planner.plan import SplitImage
 from dhp_ray.report.trace import trace_of
 from tests.report.runs import plan_of, results_of
 
@@ -50,6 +52,20 @@ def test_images_encoded_apart_are_slices_of_their_own() -> None:
         row = sorted(slices(trace, result.rank, "pack", "wait", "update", "encoder", "encoder,"),
                      key=lambda event: event["ts"])
         assert all(first["ts"] + first["dur"] <= second["ts"] + 1e-3 for first, second in pairwise(row))
+
+
+def test_an_image_in_parts_is_one_of_each_rank_s() -> None:
+    plan = plan_of(3, encoder="world")
+    index = next(index for index, group in enumerate(plan.groups) if group.encoders)
+    first = plan.groups[index].encoders[0]
+    changed = replace(plan.groups[index], splits=(SplitImage(0, (first, (first + 1) % 4)),))
+    split = replace(plan, groups=(*plan.groups[:index], changed, *plan.groups[index + 1:]))
+    split.validate()
+    more = []
+    for shown in (plan, split):
+        trace = trace_of(shown, results_of(plan, 3))
+        more.append([slices(trace, rank, "encoder", "encoder,")[0]["args"]["num_images"] for rank in range(4)])
+    assert [after - before for before, after in zip(*more)] == [int(rank == (first + 1) % 4) for rank in range(4)]
 
 
 def test_a_frozen_encoder_has_one_slice() -> None:

@@ -41,7 +41,7 @@ def phases_of(
     inputs = collated(plan, dict(zip(PARTS, payloads)), adapter)
     assert inputs.vision is not None
     return EncoderPhases(adapter, cast(Any, engine), inputs.vision, keeps,
-                         [own.received_from for own in inputs.inputs], CPU)
+                         [own.received_from for own in inputs.inputs], CPU, lambda ranks, index: Link(ranks, 0, None))
 
 
 def test_rows_come_rank_by_rank_and_pack_by_pack() -> None:
@@ -73,8 +73,7 @@ def test_features_and_gradients_are_those_of_the_encoder_in_one_go(
     assert_close(torch.cat(of_packs).detach(), wanted.detach(), num_passes)
     for features, weight in zip(of_packs, weights.split(sizes)):
         assert features.is_leaf
-        assert features.requires_grad
-        (features * weight).sum().backward()
+        (features.requires_grad_() * weight).sum().backward()
     assert all(parameter.grad is None for parameter in adapter.module.parameters())
     phases.backward(Link([0], 0, None))
     assert engine.num_ended == 2 * num_passes
@@ -118,7 +117,7 @@ def saved_in_phases(keeps: bool, pass_patches: int) -> tuple[int, int]:
         between, most = len(saved), len(saved)
     assert bool(made) == keeps, "features of passes are let go, or kept with what made them"
     for features in of_packs:
-        features.sum().backward()
+        features.requires_grad_().sum().backward()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda found: found.tensor):
         phases.backward(Link([0], 0, None))
     assert not saved

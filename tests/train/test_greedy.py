@@ -20,7 +20,7 @@ from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.greedy import greedy_answers
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import collated
-from tests.packs import PATCH_DIMS, TOKEN_IDS, Film, make_sample, own_payloads, plain_copy, rough_model
+from tests.packs import PATCH_DIMS, TOKEN_IDS, Film, make_sample, own_payloads, plain_copy, rough_model, with_splits
 from tests.ranks import run_processes
 
 NUM_TOKENS = 7
@@ -70,7 +70,8 @@ def answered(process: int, port: int, num_ranks: int, config: Config, plan: Plan
     member = Rank(config, Membership(process, num_ranks, 1, "127.0.0.1", port, nodes=nodes), CPU)
     rank_plan = plan.rank_plan(1, process)
     payloads = {sample.id: payload for sample, payload in asked(preset)}
-    own = {name: payload for pack in rank_plan.packs for name, payload in own_payloads(pack, payloads, process).items()}
+    own = {name: payload for pack in (*rank_plan.packs, *rank_plan.encoded)
+           for name, payload in own_payloads(pack, payloads, process).items()}
     inputs = collated(rank_plan, own, member.adapter)
     inputs.mask(masked, member.adapter)
     names = sorted(payloads)
@@ -79,21 +80,39 @@ def answered(process: int, port: int, num_ranks: int, config: Config, plan: Plan
     return dict(zip(names, found, strict=True))
 
 
+APART = "planner.encoder=world"
+WAYS = [(1, []), (3, []), (3, ["train.sharding=node"]), (3, ["planner.sync=micro_batch"]),
+        (5, ["comm.transport=parent"]), (3, [APART]), (3, [APART, "train.sharding=node"]),
+        (3, [APART, "planner.sync=micro_batch"])]
+
+
 @pytest.mark.parametrize(("num_ranks", "settings", "preset"), [
     (1, [], "tiny_internvl"), (3, [], "tiny"), (3, ["train.sharding=node"], "tiny_qwen3_vl"),
     (3, ["planner.sync=micro_batch"], "tiny_internvl"),
     *(pytest.param(num_ranks, settings, preset, marks=pytest.mark.slow) for preset in PATCH_DIMS
-      for num_ranks, settings in ((1, []), (3, []), (3, ["train.sharding=node"]), (3, ["planner.sync=micro_batch"]),
-                                  (5, ["comm.transport=parent"])))])
+      for num_ranks, settings in WAYS)])
 def test_answers_are_those_of_generate(num_ranks: int, settings: list[str], preset: str, tmp_path: Path) -> None:
     wanted = plain(preset, tmp_path)
     assert len({tuple(answer) for answer in wanted.values()}) > 3
     config = load(["data.path=x", f"model.path={tmp_path}", f"run.dir={tmp_path}", "cluster.device=cpu",
                    f"cluster.num_workers={num_ranks}", *settings])
-    [plan] = plans_of([[sample for sample, _ in asked(preset)]], num_ranks, "dhp", config.planner.sync)
+    encoder = "world" if APART in settings else "group"
+    [plan] = plans_of([[sample for sample, _ in asked(preset)]], num_ranks, "dhp", config.planner.sync, encoder=encoder)
+    assert plan.vision.layout == encoder
     assert num_ranks == 1 or max(group.degree for group in plan.groups) > 1
+    if encoder == "world":  # a video's piece of two steps in time, and where the family can an image of 24 patches
+        plan = with_splits(plan, splits_of(plan, preset))
+        plan.validate()
     for found in run_processes(answered, num_ranks, num_ranks, config, plan, preset, [], timeout_s=120):
         assert found == wanted
+
+
+def splits_of(plan: Plan, preset: str) -> dict[int, tuple[int, ...]]:
+    """Images that ranks 2 and 0 encode together: cut in time, or with Qwen3-VL by tokens."""
+    grids = [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
+    found = {image: (2, 0) for image, grid in enumerate(grids) if grid[0] > 1 or preset == "tiny_qwen3_vl"}
+    assert found
+    return found
 
 
 def test_a_placeholder_leaves_the_others_alone(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from tests.train.member import Member, die, supplied
 from tests.train.networks import whole
 
 APART = {"encoder forward": True, "encoder backward": True, "encoder backward, computed again": False,
-         "encoder exchange send_rows": False, "encoder exchange return_rows": True, "apart, pack backward": True}
+         "encoder exchange send_rows": False, "encoder exchange return_rows": True, "apart, pack backward": True,
+         "encoder forward, in parts": True, "encoder backward, in parts": True,
+         "encoder backward, computed again, in parts": False}
 """Where a rank is killed whose images are encoded apart from its packs, and whether activations are kept."""
 KINDS = ("value", "exp_avg", "exp_avg_sq")
 CHANGES = [(4, 3), (3, 5), (2, 1), (1, 2), (5, 2)]
@@ -104,7 +106,7 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
     generations recomputes activations, the other keeps them.
     """
     member, recomputes = Member(port, run_dir), where == "forward"
-    member.apart = APART.get(where)
+    member.apart, member.in_parts = APART.get(where), where.endswith("in parts")
     member.join(process, 4, sync, recomputes=recomputes)
     losses = [member.step(step) for step in range(2)]
     if process == 2:
@@ -134,7 +136,8 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
 @pytest.mark.parametrize(("sync", "where"), [
     ("step", "backward"), ("micro_batch", "forward"), pytest.param("step", "forward", marks=pytest.mark.slow),
     ("step", "encoder exchange send_rows"),
-    *[pytest.param("step", where, marks=pytest.mark.slow) for where in APART if where != "encoder exchange send_rows"],
+    *[pytest.param(sync, where, marks=pytest.mark.slow) for sync in ("step", "micro_batch") for where in APART
+      if (sync, where) != ("step", "encoder exchange send_rows")],
     pytest.param("micro_batch", "backward", marks=pytest.mark.slow)])
 def test_a_rank_killed_in_a_step_is_survived_and_the_loss_goes_on(tmp_path: Path, sync: str, where: str) -> None:
     (expected,) = run_processes(undisturbed, 1, str(tmp_path / "undisturbed"), 6)

@@ -19,7 +19,7 @@ from dhp_ray.planner.plan import Plan
 from tests.model.test_lora import ALL, save, with_adapters
 from tests.packs import PATCH_DIMS, plain_copy, plain_gradients, plain_loss, rough_model
 from tests.ranks import run_processes
-from tests.train.test_random_plans import SAMPLES, STEP, TOLERANCE, WATCHDOG_S, World, random_plan, run_plans
+from tests.train.random_plans import SAMPLES, STEP, TOLERANCE, WATCHDOG_S, World, random_plan, run_plans
 
 WORLDS = [World(3, "step", "pool"), World(5, "micro_batch", "pool", True), World(5, "step", "parent", True, "vision"),
           World(3, "micro_batch", "parent", False, "vision"), World(5, "step", "pool", True, "", "node"),
@@ -27,6 +27,13 @@ WORLDS = [World(3, "step", "pool"), World(5, "micro_batch", "pool", True), World
           World(3, "micro_batch", "pool", False, "language")]
 WORLDS += [World(3, sync, "pool", True, "", sharding, preset) for preset in PATCH_DIMS if preset != "tiny"
            for sync, sharding in (("step", "whole"), ("step", "node"), ("micro_batch", "whole"))]
+WORLDS += [World(num_ranks, sync, "pool", True, freeze, sharding, preset, "world")
+           for num_ranks, sync, freeze, sharding, preset in (
+    (3, "step", "", "whole", "tiny"), (3, "micro_batch", "", "whole", "tiny_internvl"), (5, "step", "", "node", "tiny"),
+    (3, "micro_batch", "language", "whole", "tiny"), (3, "step", "vision", "whole", "tiny_qwen3_vl"))]
+WORLDS += [World(num_ranks, sync, "parent", recomputes, "", "whole", preset, "world", True)
+           for num_ranks, sync, recomputes, preset in (
+    (3, "step", True, "tiny_qwen3_vl"), (5, "micro_batch", False, "tiny_qwen3_vl"), (5, "step", False, "tiny"))]
 RATE = 0.2
 DROPPING = [World(3, "step", "pool", True, "vision", "whole", preset) for preset in PATCH_DIMS]
 DROPPING += [World(5, "step", "pool", False, "vision"), World(5, "step", "pool", True, "vision", "node"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.payload import Payload, placeholder
 from dhp_ray.train.step_inputs import collated
-from tests.packs import Film, make_sample, own_payloads, relative_errors, with_images_apart
+from tests.packs import Film, make_sample, own_payloads, relative_errors, with_images_apart, with_splits
 from tests.ranks import run_processes
 from tests.train.networks import whole
 
@@ -28,7 +29,8 @@ TOLERANCE = 1e-5
 SAMPLES = dict((sample.id, (sample, payload)) for sample, payload in (
     make_sample("text", [40]), make_sample("words", [23]), make_sample("image", [20, (1, 4, 8), 30]),
     make_sample("images", [9, (1, 4, 6), 40, (1, 8, 6), 5]),
-    make_sample("film", [5, Film(0.5, ((2, 4, 4), (1, 4, 4))), 30]), make_sample("short", [3])))
+    make_sample("film", [5, Film(0.5, ((2, 4, 4), (1, 4, 4))), 30]), make_sample("short", [3]),
+    make_sample("poster", [9, (1, 12, 10), 8])))
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ SITUATIONS = {
                                                  (((1, 0, 2), ("images",)),)), ("images",)),
     "several": Situation(((((0, 1, 2), ("film", "text", "image")),), (((1,), ("words",)), ((0, 2), ("images",)))),
                          ("text", "image", "images")),
+    "an image in parts beside another": Situation(((((0, 1), ("poster", "image")), ((2,), ("words",))),), ("poster",)),
+    "an image beside one in parts": Situation(((((0, 1), ("poster", "image")), ((2,), ("words",))),), ("image",)),
     "all of a batch": Situation(((((0, 1), ("image",)), ((2,), ("text",))),), ("image", "text")),
 }
 
@@ -85,6 +89,10 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
         """At a learning rate of 0 the weights stay, and with beta1 = 0 the first moment is the mean gradient."""
         if config.planner.encoder == "world":
             plan = with_images_apart(plan)
+            grids = [grid for group in plan.groups for row in group.pack.sequences
+                     for grid in plan.samples[row].vision_grids]
+            plan = with_splits(plan, {image: (2, 0) for image, grid in enumerate(grids) if grid in ((1, 12, 10),
+                                                                                                  (2, 4, 4))})
         rank_plan = plan.rank_plan(1, rank)
         own: dict[str, Payload] = {}
         for pack in (*rank_plan.packs, *rank_plan.encoded):
@@ -120,7 +128,7 @@ def test_a_rank_without_a_pack_encodes_images_of_a_placeholder() -> None:
 
 
 @pytest.mark.parametrize("freeze", ["", pytest.param("language", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("sync", "encoder"), [*((sync, "group") for sync in SYNCS), ("step", "world")])
+@pytest.mark.parametrize(("sync", "encoder"), [*product(SYNCS, ("group", "world"))])
 def test_a_batch_with_placeholders_is_the_batch_without(sync: str, encoder: str, freeze: str) -> None:
     config = load([f"planner.sync={sync}", f"planner.encoder={encoder}", f"train.freeze=[{freeze}]",
                    "comm.timeout_s=60", "run.dir=unused",

@@ -23,7 +23,7 @@ from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import collated
-from tests.packs import Film, rough_model, with_images_apart
+from tests.packs import Film, rough_model, with_images_apart, with_splits
 from tests.ranks import run_ranks
 from tests.train.test_sharded_engine import Groups, make_plan, payloads_of, settings
 
@@ -81,16 +81,21 @@ def test_a_step_reads_nothing_before_its_totals(
         assert (result.encoder_times, result.exchanged_bytes) == ((), 0)
 
 
-@pytest.mark.parametrize(("transport", "freeze", "keeps", "recomputes"), [
-    ("parent", [], False, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("pool", [], True, False), ("pool", ["vision"], True, False), ("parent", ["language"], False, True)))])
+@pytest.mark.parametrize(("sync", "transport", "freeze", "keeps", "recomputes"), [
+    ("step", "parent", [], False, False), ("micro_batch", "pool", [], True, True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("step", "pool", [], True, False), ("step", "pool", ["vision"], True, False),
+        ("step", "parent", ["language"], False, True), ("micro_batch", "parent", [], False, False),
+        ("micro_batch", "pool", ["vision"], True, False), ("micro_batch", "parent", ["language"], False, True)))])
 def test_nor_does_one_that_encodes_images_apart_from_its_packs(
-    transport: str, freeze: list[str], keeps: bool, recomputes: bool
+    sync: str, transport: str, freeze: list[str], keeps: bool, recomputes: bool
 ) -> None:
-    plan, payloads = make_plan(3, LAYOUT, masked=("2.1",))
-    plan = with_images_apart(plan, keeps, pass_patches=40)
+    plan, payloads = make_plan(3, LAYOUT, masked=("2.1",), sync=sync)
+    plan = with_images_apart(plan, keeps, pass_patches=40 if sync == "step" else 0)
+    plan = with_splits(plan, {3: (2, 0), 1: (1, 2)})
+    assert [split.ranks for split in plan.rings()] == [(2, 0)]
     assert any(encoder not in group.ranks for group in plan.groups for encoder in group.encoders)
-    found = run_ranks(reads_of, 3, "step", transport, freeze, recomputes, plan, payloads)
+    found = run_ranks(reads_of, 3, sync, transport, freeze, recomputes, plan, payloads)
     for reads, in_all, result, _ in found:
         assert reads == []
         assert in_all > 0, "the totals are read, and so found"

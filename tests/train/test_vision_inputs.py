@@ -11,11 +11,22 @@ import pytest
 import torch
 
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan, RankPlan, Sample, planned_samples
+from dhp_ray.planner.plan import (
+    ClusterSpec,
+    Grid,
+    GroupPlan,
+    Pack,
+    Plan,
+    RankPack,
+    RankPlan,
+    Sample,
+    VisionPlan,
+    planned_samples,
+)
 from dhp_ray.train.encoder_phases import received_rows
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import StepInputs, collated
-from dhp_ray.train.vision_inputs import PassBuilder, vision_inputs
+from dhp_ray.train.vision_inputs import VisionInputs, vision_inputs
 from tests.packs import PATCH_DIMS, TOKEN_IDS, Film, make_sample, own_payloads, rough_model, with_images_apart
 
 PARTS: dict[str, list[int | Grid | Film]] = {
@@ -54,27 +65,48 @@ def inputs_of(
 
 
 @pytest.mark.parametrize(("patches", "most", "expected"), [
-    ([], 40, []), ([16, 16, 16], 0, [[0, 1, 2]]), ([16, 16, 16], 32, [[0, 1], [2]]),
-    ([16, 16, 16], 4, [[0], [1], [2]]), ([12, 36, 12, 12], 24, [[0], [1], [2, 3]])])
+    ([16, 16, 16], 0, [[0, 1, 2]]), ([16, 16, 16], 32, [[0, 1], [2]]), ([16, 16, 16], 4, [[0], [1], [2]]),
+    ([12, 36, 12, 12], 24, [[0], [1], [2, 3]])])
 def test_passes_are_as_long_as_they_may_be_and_take_the_pixels(
     patches: list[int], most: int, expected: list[list[int]], adapter: ModelAdapter
 ) -> None:
-    passes = PassBuilder(adapter, most)
-    pixels: list[np.ndarray | torch.Tensor | None] = [np.full((count, adapter.patch_dim), image, np.float32)
-                                                      for image, count in enumerate(patches)]
-    for image, count in enumerate(patches):
-        passes.add(pixels, image, (1, 2, count // 2))
-    found = passes.finished()
+    sample, payload = make_sample("e", [3, *((1, 2, count // 2) for count in patches), 2])
+    payload.pixels[:] = [np.full((count, adapter.patch_dim), image, np.float32) for image, count in enumerate(patches)]
+    found = encoded_of(sample, payload, most, adapter).passes
     assert [[round(grid_pixels[0, 0].item()) for grid_pixels in of_pass.pixels.split(
         [prod(grid) for grid in of_pass.grids])] for of_pass in found] == expected
     assert [of_pass.num_rows for of_pass in found] == [sum(patches[image] for image in images) // 4
                                                        for images in expected]
     for of_pass, images in zip(found, expected):
         for image in images:
-            kept = pixels[image]
+            kept = payload.pixels[image]
             assert isinstance(kept, torch.Tensor)
             assert bool((kept == image).all())
             assert kept.untyped_storage().data_ptr() == of_pass.pixels.untyped_storage().data_ptr()
+
+
+def encoded_of(
+    sample: Sample, payload: Payload, most: int, adapter: ModelAdapter, passes: tuple[int, ...] = (),
+    num_passes: int = 0,
+) -> VisionInputs:
+    """Of one rank that encodes all images of a sample."""
+    pack = RankPack(0, (0,), (sample,), (0,) * len(sample.vision_grids), 1.0, 0, passes)
+    plan = RankPlan(1, 0, (), (pack,), vision=VisionPlan("world", True, most, num_passes), encoded=(pack,))
+    return vision_inputs(plan, {sample.id: payload}.__getitem__, adapter)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_in_lockstep_a_rank_runs_the_passes_of_the_plan(masked: bool, adapter: ModelAdapter) -> None:
+    """Whatever can be used: a pass without an image has a smallest one, whose features go nowhere."""
+    sample, payload = make_sample("e", [3, (1, 4, 4), 5, (1, 4, 6), (1, 4, 8), 2])
+    found = encoded_of(sample, replace(payload, masked=masked), 0, adapter, (2, 0, 2), 4)
+    tiny = (1, 2, 2)
+    assert [of_pass.grids for of_pass in found.passes] == (
+        [(tiny,)] * 4 if masked else [((1, 4, 6),), (tiny,), ((1, 4, 4), (1, 4, 8)), (tiny,)])
+    assert [of_pass.num_rows for of_pass in found.passes] == ([1] * 4 if masked else [6, 1, 4 + 8, 1])
+    # rows of the second image come first, then one that nobody takes
+    assert {rank: rows.tolist() for rank, rows in found.send_index.items()} == (
+        {} if masked else {0: [*range(7, 11), *range(6), *range(11, 19)]})
 
 
 @pytest.mark.parametrize(("preset", "pass_patches"), [

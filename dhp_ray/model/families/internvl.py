@@ -75,7 +75,7 @@ class InternVL(VisionLanguageModel):
             raise ValueError(f"grids of {grids.tolist()}; allowed: tiles of {tile[0]} x {tile[1]} patches")
         return {"num_tiles": grids[:, 0]}
 
-    def features(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
+    def features(self, pixels: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         model: Any = self.module.model
         _, height, width = self.smallest_grid
         hidden = model.vision_tower(pixel_values=pixels.view(-1, height * width, self.patch_dim)).last_hidden_state
@@ -136,7 +136,7 @@ class InternVL(VisionLanguageModel):
             vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
             vision_rest=embeddings + 2 * width * (not vision.use_mean_pooling) + projector,
             vision_one_row=one_row, patch_dim=patch_dim, merge_area=merge_area, merger_width=out,
-            token_pixels=merge_area * vision.patch_size[0] * vision.patch_size[1])
+            token_pixels=merge_area * vision.patch_size[0] * vision.patch_size[1], piece_patches=height * columns)
 
 
 class TileEmbedding(Module):

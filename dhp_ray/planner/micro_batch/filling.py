@@ -91,12 +91,15 @@ def fill_micro_batch(
             into = int(rooms[OWNER, found])
             rate = rates[degree[into]]
             slowest = speed[first[into] + degree[into] - 1]
-            encode_s = max((vision[into] + item.vision_s) / degree[into], max(image[into], item.image_s)) / slowest
+            largest_s = max(image[into], item.image_s)
+            encode_s = max((vision[into] + item.vision_s) / degree[into], largest_s)
+            if largest_s > 0.0:
+                encode_s += rate.encoder_pass_s
             transfer_s = rate.across_s if _crosses(ranks, first[into], degree[into]) else rate.inside_s
             spent = compiled_predicted_s(
                 language[into] + item.language_s,
                 attention[into] + item.attention_s,
-                encode_s,
+                encode_s / slowest,
                 host[into] + item.host_s,
                 tokens[into] + item.tokens,
                 degree[into],

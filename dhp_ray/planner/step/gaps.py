@@ -30,7 +30,7 @@ class Backfilled(NamedTuple):
 def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan: float, machine: Machine) -> np.ndarray:
     """The bin of each item of `rest` (largest first): the place of a gap in `partial.ranks`, or their number plus the
     rank; -1 if it fits in none."""
-    speeds, pack_s = machine.speeds, machine.rates[1].overhead_s
+    speeds, pack_s, encoder_pass_s = machine.speeds, machine.rates[1].overhead_s, machine.rates[1].encoder_pass_s
     num_gaps, num_ranks = len(partial.ranks), len(speeds)
     room = np.zeros(num_gaps + num_ranks)
     for group in range(len(partial.item)):
@@ -42,20 +42,24 @@ def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan:
     for bin_ in range(len(room)):
         add(rooms, state, room[bin_], bin_)
     tokens, chosen = np.zeros(len(room), dtype=np.int64), np.zeros(len(rest), dtype=np.int64)
+    has_images = np.zeros(len(room), dtype=np.bool_)
     capacity = machine.tokens_per_rank
     for place in range(len(rest)):
         item = items[rest[place]]
         need = item.language_s + item.vision_s
         found = first_with(rooms, state, need)
-        if pack_s > 0.0:  # a new pack costs as well
+        if pack_s + encoder_pass_s > 0.0:  # a new pack costs as well, and the first images of a pack
             while found >= 0:
                 bin_ = int(rooms[OWNER, found])
                 begins = (tokens[bin_] + item.tokens + capacity - 1) // capacity - (
                     tokens[bin_] + capacity - 1
                 ) // capacity
                 speed = speeds[bin_ - num_gaps] if bin_ >= num_gaps else speeds[partial.ranks[bin_]]
-                if rooms[ROOM, found] >= need + begins * pack_s * speed:
-                    need += begins * pack_s * speed
+                once_s = begins * pack_s * speed
+                if item.image_s > 0.0 and (begins > 0 or not has_images[bin_]):
+                    once_s += encoder_pass_s
+                if rooms[ROOM, found] >= need + once_s:
+                    need += once_s
                     break
                 found -= 1
         if found < 0:
@@ -63,6 +67,7 @@ def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan:
             continue
         chosen[place] = int(rooms[OWNER, found])
         tokens[chosen[place]] += item.tokens
+        has_images[chosen[place]] |= item.image_s > 0.0
         shrink(rooms, state, found, rooms[ROOM, found] - need)
     return chosen
 
@@ -79,6 +84,7 @@ def packs_of_bins(
         np.zeros(len(rest)),
         np.zeros(len(rest), dtype=np.int64),
     )
+    has_images = np.zeros(len(rest), dtype=np.bool_)
     newest, previous = np.full(num_gaps + len(machine.speeds), -1), np.full(len(rest), -1)  # a bin's packs, as a chain
     count = 0
     for place in range(len(rest)):
@@ -92,6 +98,9 @@ def packs_of_bins(
         pack[place] = into
         pack_tokens[into] += item.tokens
         seconds[into] += item.language_s + item.vision_s
+        if item.image_s > 0.0 and not has_images[into]:
+            has_images[into] = True
+            seconds[into] += machine.rates[1].encoder_pass_s
     rank, start = pack_bin[:count] - num_gaps, np.zeros(count)
     clock = np.concatenate((partial.gap_start, partial.free))
     for into in range(count):
@@ -107,13 +116,16 @@ def busy_of(items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSc
     """When each rank is free after the partial schedule and the items of its tail."""
     num_gaps, capacity = len(partial.ranks), machine.tokens_per_rank
     busy = partial.free.copy()
-    tokens = np.zeros(len(busy), dtype=np.int64)
+    tokens, with_images = np.zeros(len(busy), dtype=np.int64), np.zeros(len(busy), dtype=np.int64)
     for place in range(len(rest)):
         rank = bins[place] - num_gaps
         if rank >= 0:
             item = items[rest[place]]
             busy[rank] += (item.language_s + item.vision_s) / machine.speeds[rank]
             tokens[rank] += item.tokens
+            with_images[rank] += item.image_s > 0.0
     for rank in range(len(busy)):
-        busy[rank] += (tokens[rank] + capacity - 1) // capacity * machine.rates[1].overhead_s
+        packs = (tokens[rank] + capacity - 1) // capacity
+        busy[rank] += packs * machine.rates[1].overhead_s
+        busy[rank] += min(packs, with_images[rank]) * machine.rates[1].encoder_pass_s / machine.speeds[rank]
     return busy

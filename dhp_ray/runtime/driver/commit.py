@@ -7,14 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import ray
 
-from dhp_ray.runtime.driver.measures import step_extra, step_metrics
+from dhp_ray.planner.work import PAID_ONCE, TERMS, Work, work_of
+from dhp_ray.runtime.driver.measures import cost_error, step_extra, step_metrics
 from dhp_ray.runtime.driver.session import Session
-from dhp_ray.runtime.driver.speeds import busy_s, nominal_compute_s, paid_once_s
+from dhp_ray.runtime.driver.speeds import busy_s
 from dhp_ray.runtime.driver.stages import FinishedStep
 from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
 from dhp_ray.runtime.records.checkpoints import Manifest
+from dhp_ray.train.results import busy_s_of
 
 
 @dataclass
@@ -51,9 +54,11 @@ class Commits:
                     f"step {finished.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is of "
                     f"{finished.plan_id}"
                 )
-        metrics = step_metrics(plan, finished.results, finished.step_time_s, session.history.scale.value,
-                               session.current.number, finished.late)
+        work = work_of(plan)
+        metrics = step_metrics(plan, finished.results, finished.step_time_s, session.current.number, finished.late)
         metrics |= finished.evaluated
+        if (error := cost_error(plan, work, finished.results)) is not None:
+            metrics["cost_error"] = error
         extra = step_extra(plan, finished.results, finished.data_wait_s, finished.epoch)
         session.history.scale.observe(metrics["measured_makespan_s"], plan.predicted_time_s)
         session.history.step_times_s.append(finished.step_time_s)
@@ -68,7 +73,8 @@ class Commits:
                        metrics)
         session.current.dispatcher.batches.pop(finished.step, None)
         if plan.cluster.num_ranks == session.group.size and len(finished.results) == session.group.size:
-            yield from self._observe_speeds(finished)
+            yield from self._observe_speeds(finished, work)
+            self._refit(finished, work)
         extra |= {f"speed_{rank}": speed for rank, speed in enumerate(session.current.meter.planned())}
         session.scalars.step(metrics, extra)
         session.watch.step(finished.step, plan, finished.results, session.scalars)
@@ -86,7 +92,7 @@ class Commits:
         session = self.session
         cursor = session.records.read_plan(step)["batch"]["cursor"]
         self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync,
-                                         session.current.number), set())
+                                         session.current.number, session.history.refits.to_json()), set())
         with session.group.waits.on("the last checkpoint to be staged"):
             session.group.collect(self._saves)
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
@@ -125,11 +131,23 @@ class Commits:
                     yield Notice(f"files of an older checkpoint are left: {failure}")
                 del self._unsealed[step]
 
-    def _observe_speeds(self, finished: FinishedStep) -> Iterator[Message]:
+    def _refit(self, finished: FinishedStep, work: Work) -> None:
+        """Let the step's packs tell what packs cost; plans of the steps that are begun from now on go by it."""
+        session, refits = self.session, self.session.history.refits
+        before = refits.cost
+        if found := refits.observe(work, busy_s_of(work, finished.results)):
+            session.current.dispatcher.cost = refits.cost
+            session.history.scale.rescale(float(np.median(work.seconds(refits.cost) / work.seconds(before))))
+            terms = {name: [float(f"{getattr(cost, name):.4g}") for cost in (before, refits.cost)] for name in TERMS}
+            session.records.event(
+                "refit", step=finished.step, terms={name: pair for name, pair in terms.items() if pair[0] != pair[1]},
+                error_before=round(found.error_before, 4), error_after=round(found.error_after, 4))
+
+    def _observe_speeds(self, finished: FinishedStep, work: Work) -> Iterator[Message]:
         session = self.session
-        cost = session.current.dispatcher.cost
-        session.current.meter.observe(nominal_compute_s(finished.plan, cost),
-                                      busy_s(finished.results, session.group.size), paid_once_s(finished.plan, cost))
+        cost, num_ranks = session.current.dispatcher.cost, session.group.size
+        session.current.meter.observe(work.seconds_of_ranks(cost, num_ranks), busy_s(finished.results, num_ranks),
+                                      work.seconds_of_ranks(cost, num_ranks, PAID_ONCE))
         for rank, slow in session.current.meter.news().items():
             speed, place = session.current.meter.measured()[rank], session.group.members[rank].place
             session.records.event("slow" if slow else "no_longer_slow", rank=rank, step=finished.step,

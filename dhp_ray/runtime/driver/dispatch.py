@@ -46,10 +46,10 @@ class Dispatcher:
     `batches` are those taken from the stream and not committed yet, by step: a later membership plans them again.
     `reader`: the thread that takes them, handed over with them. `pool` is the book of the ranks' group pools, shared by
     all dispatchers of a generation and advanced as ranks are told to run (`started`). `speeds` tells those of the
-    ranks; `write_plan` keeps the plan of a step before the step runs. `scale` tells measured over predicted seconds,
-    None while that is not known. Nothing is planned before `compiled` is done. Once `stopping` gives a reason to end
-    the run, nothing is waited for. `ranks_for` tells how many ranks hold a sequence of so many tokens; by default those
-    that hold it in this membership.
+    ranks; `cost` may be replaced between two steps; `write_plan` keeps the plan of a step before the step runs. `scale`
+    tells measured over predicted seconds, None while that is not known. Nothing is planned before `compiled` is done.
+    Once `stopping` gives a reason to end the run, nothing is waited for. `ranks_for` tells how many ranks hold a
+    sequence of so many tokens; by default those that hold it in this membership.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Dispatcher:
     def begin(self, step: int) -> None:
         """Dispatch a step beside the one that runs; `take` has what it came to."""
         speeds = self.speeds() if self.speeds else self.cluster.speeds
-        planning = self._planning = Planning(step, speeds, self.pool.held())
+        planning = self._planning = Planning(step, speeds, self.pool.held(), self.cost)
         planning.reading = self.reader.reading(step)
         planning.ahead = self._planner.submit(self._plan_ahead, planning)
 
@@ -233,7 +233,7 @@ class Dispatcher:
 
     def _plan(self, planning: Planning, batch: Batch, planner: str) -> Plan:
         cluster = replace(self.cluster, speeds=planning.speeds)
-        return plan_batch(batch.samples, cluster, self.cost, planner=planner, sync=self.config.planner.sync,
+        return plan_batch(batch.samples, cluster, planning.cost, planner=planner, sync=self.config.planner.sync,
                           pool=planning.pool, encoder=self.config.planner.encoder)
 
     def _send(self, step: int, batch: Batch, plan: Plan, late: bool) -> DispatchedStep:

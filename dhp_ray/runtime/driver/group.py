@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dhp_ray.errors import first_line_of
+from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, Standstill, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status, StoppingError
@@ -75,6 +76,7 @@ class WorkerGroup:
         """`waits`: where those who wait for the group say so."""
         self.members, self.look_s = list(members), look_s
         self.exchange_s = math.inf  # how long all ranks may wait for one another
+        self.measured_cost: CostFile | None = None  # of planner.cost=measure
         self.waits = waits or Waits()
 
     @property

@@ -6,8 +6,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.plan import Plan
-from dhp_ray.train.results import PackTime, StepResult
+from dhp_ray.planner.work import Work
+from dhp_ray.train.results import PackTime, StepResult, busy_s_of
 
 
 def makespan_s(results: Sequence[StepResult]) -> float:
@@ -21,7 +25,7 @@ def makespan_s(results: Sequence[StepResult]) -> float:
 def measured_idle_fraction(results: Sequence[StepResult]) -> float:
     """Share of the makespan that ranks did not compute in: without a pack, or blocked in an exchange."""
     span = makespan_s(results)
-    busy = sum(time.end_s - time.start_s - time.blocked_s for time in _times(results))
+    busy = sum(time.busy_s for time in _times(results))
     return min(1.0, max(0.0, 1.0 - busy / (len(results) * span))) if span > 0 else 0.0
 
 
@@ -29,8 +33,21 @@ def _times(results: Sequence[StepResult]) -> list[PackTime]:
     return [time for result in results for time in (*result.pack_times, *result.encoder_times)]
 
 
+def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float | None:
+    """The median relative error of what ranks were predicted to compute for their packs and images, at the speeds that
+    the plan knew of, against what they took, waiting left out; None where nothing is known of that.
+
+    work: the plan's.
+    """
+    measured_s = busy_s_of(work, results)
+    predicted_s = work.seconds(CostModel.from_json(plan.inputs["cost"])) / np.array(plan.cluster.speeds)[work.rank]
+    known = np.isfinite(measured_s) & (measured_s > 0)
+    return float(np.median(np.abs(predicted_s[known] / measured_s[known] - 1.0))) if known.any() else None
+
+
 class TimeScale:
-    """The running median of measured over predicted makespan: applied to reported times and to waiting, never to plans.
+    """The running median of measured over predicted makespan: applied to how long one waits for a plan or a rank, never
+    to plans or to what is reported.
     """
 
     def __init__(self, window: int = 50) -> None:
@@ -45,13 +62,17 @@ class TimeScale:
         """The median, None before the first observation."""
         return self.value if self.ratios else None
 
+    def rescale(self, factor: float) -> None:
+        """From now on predictions are so many times what they were."""
+        self.ratios = [ratio / factor for ratio in self.ratios]
+
     def observe(self, measured_s: float, predicted_s: float) -> None:
         if measured_s > 0 and predicted_s > 0:
             self.ratios = [*self.ratios, measured_s / predicted_s][-self.window :]
 
 
 def step_metrics(
-    plan: Plan, results: Sequence[StepResult], step_time_s: float, scale: float, generation: int, late: bool = False
+    plan: Plan, results: Sequence[StepResult], step_time_s: float, generation: int, late: bool = False
 ) -> dict[str, Any]:
     """The line of metrics.jsonl, with the fields of the run folder's contract."""
     first = results[0]
@@ -64,7 +85,7 @@ def step_metrics(
         "num_samples": len(plan.samples),
         "step_time_s": step_time_s,
         "planning_time_s": plan.planning_time_s,
-        "predicted_makespan_s": plan.predicted_time_s * scale,
+        "predicted_makespan_s": plan.predicted_time_s,
         "measured_makespan_s": makespan_s(results),
         "idle_fraction": measured_idle_fraction(results),
         "num_ranks": plan.cluster.num_ranks,
@@ -84,7 +105,7 @@ def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
     """
     if not plan.vision.apart:
         return {}
-    phases = [[time.end_s - time.start_s - time.blocked_s for time in result.encoder_times] for result in results]
+    phases = [[time.busy_s for time in result.encoder_times] for result in results]
     both = [sum(seconds) for seconds in phases]
     mean = statistics.fmean(both)
     return {"encoder": {

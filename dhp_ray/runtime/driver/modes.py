@@ -13,9 +13,10 @@ from functools import cache
 from typing import NamedTuple
 
 from dhp_ray.comm.device import ACCELERATORS
-from dhp_ray.config import CONF, Config
+from dhp_ray.config import CONF, Config, ConfigError
 from dhp_ray.data.grids import SLICE_TOKENS
 from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.cost_origin import CostFile, Origin, difference
 from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
@@ -23,9 +24,13 @@ from dhp_ray.planner.mode import SHARDING, Candidate, Mode, choose, reason, refe
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.host_room import offload_of, plain_tokens
+from dhp_ray.runtime.origins import origin_of
 
 STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
 """What a device of each kind is reckoned as that no file of conf/device describes."""
+
+MEASURE = "measure"
+"""In place of a file's name in `planner.cost`."""
 
 RECOMPUTATION = "train.activation_checkpointing"
 RECOMPUTES = {"true": (True,), "false": (False,), "auto": (False, True)}
@@ -142,21 +147,57 @@ def fewest_of_a_node(nodes: Sequence[str], num_ranks: int) -> int:
 
 
 def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:
-    """The cost file of `planner.cost`; without one, on CUDA and NPU, what follows from the run's own model and the
-    published figures of its slowest device; on the CPU the measured file.
+    """The cost file of `planner.cost`, or what was measured on the group; without one, on CUDA and NPU, what follows
+    from the run's own model and the published figures of its slowest device; on the CPU the measured file.
 
-    A device that nobody has described is reckoned as another one of its kind; the cost's `source` says so.
+    A device that nobody has described is reckoned as another one of its kind; the cost's `source` says so. What was
+    measured for something else counts as estimated.
     """
-    kind = group.members[0].described["device"]
-    if config.planner.cost or kind not in STAND_INS:
-        cost = CostModel.load(config.planner.cost or str(CONF / "cost" / f"{kind}.yaml"))
-        if config.train.activation_offload == "auto" and kind in STAND_INS and cost.host_bytes_per_s == 0.0:
-            _, device = _slowest(memory_of(config, group, mode), group)
-            cost = replace(cost, host_bytes_per_s=device.host_bytes_per_s)
+    memory = memory_of(config, group, mode)
+    file = cost_file_of(config, group)
+    if file is None:
+        cost, _ = _slowest(memory, group)
     else:
-        cost, _ = _slowest(memory_of(config, group, mode), group)
+        other = file.origin is not None and difference_from(file.origin, config, group, memory)
+        cost = replace(file.cost, estimated=True) if other else file.cost
+        kind = group.members[0].described["device"]
+        if config.train.activation_offload == "auto" and kind in STAND_INS and cost.host_bytes_per_s == 0.0:
+            cost = replace(cost, host_bytes_per_s=_slowest(memory, group)[1].host_bytes_per_s)
     # over the parent group no group is ever made
     return replace(cost, group_s=0.0) if config.comm.transport == "parent" else cost
+
+
+def cost_file_of(config: Config, group: WorkerGroup) -> CostFile | None:
+    """What a run's costs are read from; None: they are derived."""
+    kind, named = group.members[0].described["device"], config.planner.cost
+    if named == MEASURE:
+        if group.measured_cost:
+            return group.measured_cost
+        named = ""  # not yet
+    if named or kind not in STAND_INS:
+        return CostFile.load(named or str(CONF / "cost" / f"{kind}.yaml"))
+    return None
+
+
+def difference_from(origin: Origin, config: Config, group: WorkerGroup, memory: MemoryModel) -> str:
+    """How what a cost was measured for differs from a run on these workers; empty: it does not."""
+    kinds = {(member.described["device"], member.described["device_name"]) for member in group.members}
+    found = (difference(origin, origin_of(config, memory, *kind, group.size)) for kind in sorted(kinds))
+    return next(filter(None, found), "")
+
+
+def check_cost(config: Config, group: WorkerGroup, mode: Mode) -> None:
+    """Refuse a cost file that is not of the run's model, devices and settings.
+
+    Raises:
+        ConfigError: what it is of, and what the run is.
+    """
+    named = config.planner.cost
+    origin = CostFile.load(named).origin if named not in ("", MEASURE) else None
+    other = difference_from(origin, config, group, memory_of(config, group, mode)) if origin else ""
+    if other:
+        raise ConfigError(f"planner.cost: {named} was {other}; allowed: a file that jobs/measure.py wrote for such a "
+                          f"run, {MEASURE}, or nothing")
 
 
 def _slowest(memory: MemoryModel, group: WorkerGroup) -> tuple[CostModel, Device]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dhp_ray.data.stream import Batch
+    from dhp_ray.planner.cost import CostModel
     from dhp_ray.planner.plan import Plan
     from dhp_ray.runtime.driver.stages import DispatchedStep
 
@@ -28,11 +29,12 @@ RECENT = 50
 
 @dataclass
 class Planning:
-    """One step's planning, held by the planning thread and the driver: `speeds` and `pool` as when it begins."""
+    """One step's planning, held by the planning thread and the driver: speeds, pool and cost as when it begins."""
 
     step: int
     speeds: tuple[float, ...]
     pool: list[tuple[int, ...]]
+    cost: CostModel
     reading: Future[Batch | None] = field(init=False)
     ahead: Future[DispatchedStep | None] = field(init=False)
     sends_ahead: bool = False

@@ -25,6 +25,7 @@ from dhp_ray.runtime.driver.measures import TimeScale
 from dhp_ray.runtime.driver.mirroring import Mirroring
 from dhp_ray.runtime.driver.modes import Choice, mode_of
 from dhp_ray.runtime.driver.nodes import Draining
+from dhp_ray.runtime.driver.refits import CostRefits, wanted
 from dhp_ray.runtime.driver.room import ranks_that_hold, within_memory
 from dhp_ray.runtime.driver.speeds import SpeedMeter
 from dhp_ray.runtime.messages import Message, Notice
@@ -62,6 +63,7 @@ class History:
     failures: Failures = field(default_factory=Failures)
     evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
     scale: TimeScale = field(default_factory=TimeScale)
+    refits: CostRefits = field(default_factory=CostRefits)
     stuck_s: float = 0.0  # how long a rank may stand still in the step that was begun last
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # of the last steps
 
@@ -160,7 +162,8 @@ class Session:
         config = replace(self.config, train=replace(self.config.train,
                                                     activation_checkpointing=str(mode.recomputes).lower(),
                                                     sharding=mode.sharding))
-        limits, cost = within_memory(config, self.group, mode, self.auto_tokens)
+        limits, prior = within_memory(config, self.group, mode, self.auto_tokens)
+        cost = self.history.refits.enter(prior, wanted(config, prior))
         ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
         cluster = ClusterSpec.of_nodes(self.group.nodes, limits.tokens, offload=limits.offload)
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)

@@ -14,13 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
-import numpy as np
-
-from dhp_ray.planner import CostModel
-from dhp_ray.planner.plan import GroupPlan, Plan
-from dhp_ray.planner.rates import waits_s
 from dhp_ray.train.results import StepResult
 
 DECAY = 0.5
@@ -122,58 +116,9 @@ def _told(speed: float) -> float:
     return round(speed / grain) * grain
 
 
-def nominal_compute_s(plan: Plan, cost: CostModel) -> list[float]:
-    """Seconds that each rank's packs and images take at nominal speed, communication left out: their compute, and waits
-    for copies to host memory, which are not seen apart from it."""
-    lengths = np.array([sample.num_tokens for sample in plan.samples], np.float64)
-    rows_s = (cost.attention_s(lengths) + cost.linear_s * lengths).tolist()
-    grids = [grid for sample in plan.samples for grid in sample.vision_grids]
-    images_s = cost.images_s(np.array(grids, np.float64).reshape(-1, 3)).tolist()
-    first = [0, *accumulate(len(sample.vision_grids) for sample in plan.samples)]  # of each sample's images
-    seconds = paid_once_s(plan, cost)
-    again = 1.0 if plan.vision.keeps else 1.0 + cost.vision_forward  # images are encoded a second time
-    for group in plan.groups:
-        shared_s = sum([rows_s[row] for row in group.pack.sequences]) / len(group.ranks)
-        for rank in group.ranks:
-            seconds[rank] += shared_s
-        if group.encoders:
-            of_pack = [image_s for row in group.pack.sequences for image_s in images_s[first[row] : first[row + 1]]]
-            for image_s, encoder in zip(of_pack, group.encoders, strict=True):
-                seconds[encoder] += image_s * again
-    return seconds
-
-
-def paid_once_s(plan: Plan, cost: CostModel) -> list[float]:
-    """Those of `nominal_compute_s` that take as long at any speed: what each pack pays once, and waits for copies."""
-    seconds = [0.0] * plan.cluster.num_ranks
-    for group in plan.groups:
-        once_s = cost.pack_s + (_waits_s(plan, group, cost) if group.offload else 0.0)
-        for rank in group.ranks:
-            seconds[rank] += once_s
-    return seconds
-
-
-def _waits_s(plan: Plan, group: GroupPlan, cost: CostModel) -> float:
-    """Seconds that the ranks of a group wait for copies to host memory and back, at nominal speed."""
-    samples = [plan.samples[row] for row in group.pack.sequences]
-    lengths = np.array([sample.num_tokens for sample in samples], np.float64)
-    compute_s = float((cost.attention_s(lengths) + cost.linear_s * lengths).sum()) / group.degree
-    grids = np.array([grid for sample in samples for grid in sample.vision_grids], np.float64).reshape(-1, 3)
-    if plan.vision.apart:
-        grids = grids[:0]
-    elif len(grids):
-        encode_s = dict.fromkeys(group.ranks, 0.0)
-        for image_s, encoder in zip(cost.images_s(grids).tolist(), group.encoders, strict=True):
-            encode_s[encoder] += image_s
-        compute_s += max(encode_s.values())
-    copied_s = float(cost.host_s(lengths.sum(), grids.prod(axis=1).sum())) * group.offload / group.degree
-    return float(waits_s(compute_s, copied_s, cost.forward))
-
-
 def busy_s(results: Sequence[StepResult], num_ranks: int) -> list[float]:
     """Unblocked seconds of each rank's packs and encoder phases; 0 for a rank that has not reported."""
     seconds = [0.0] * num_ranks
     for result in results:
-        seconds[result.rank] = sum(time.end_s - time.start_s - time.blocked_s
-                                   for time in (*result.pack_times, *result.encoder_times))
+        seconds[result.rank] = sum(time.busy_s for time in (*result.pack_times, *result.encoder_times))
     return seconds

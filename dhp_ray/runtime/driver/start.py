@@ -20,7 +20,8 @@ from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.modes import Choice, mode_of
+from dhp_ray.runtime.driver.measuring import kept_cost, measure_costs
+from dhp_ray.runtime.driver.modes import MEASURE, Choice, check_cost, mode_of
 from dhp_ray.runtime.driver.room import (
     check_host_memory,
     check_memory,
@@ -76,6 +77,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         describe(group, folder, config.cluster.device)
     auto_tokens = config.planner.tokens_per_rank == "auto"
     choice = resolve_limits(config, records.stored_config(), group, going_on)
+    if not going_on:
+        check_cost(config, group, choice.mode)
     stream.max_tokens = config.planner.max_sequence_tokens
     stream.max_image_tokens = int(config.planner.tokens_per_rank)
     scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)
@@ -84,8 +87,11 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     watch = Watch(folder, config.watch.every_steps)
     session = Session(config, group, store, records, checkpoints, scalars, watch, stream, held_out, arrivals,
                       total_steps, compiled, choice, stop_reason=stopping, auto_tokens=auto_tokens)
+    if config.planner.cost == MEASURE:
+        group.measured_cost, _ = kept_cost(config, folder, group, choice.mode)
     if going_on:
         session.history.stream_lost = True
+        session.history.refits.restore(records.planned_cost())
         if not records.stored_config():  # the driver was lost before the first step
             records.write_config(config)
         session.current.number = records.generation
@@ -106,8 +112,13 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     records.truncate(first_step - 1)
     if newest:
         stream.restore(newest.cursor)
+        session.history.refits.restore(newest.cost.get("terms", {}), newest.cost.get("prior"))
     origin = FromCheckpoint(newest.files if newest else "")
     generation = records.generation + 1  # one after those of earlier starts
+    if config.planner.cost == MEASURE and not group.measured_cost:
+        group.measured_cost = yield from measure_costs(config, folder, group, session.choice.mode, generation, store,
+                                                       session.pool_groups)
+        generation += 1
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, session.replica_ranks, session.pool_groups,
                                  session.choice.mode, [origin] * group.size, first_step - 1))

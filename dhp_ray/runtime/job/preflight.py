@@ -49,7 +49,7 @@ def check_here(config: Config) -> None:
     if config.eval.path:
         with _refusing("eval.path"):
             check_form(held_out(config.data, config.eval.path))
-    if config.planner.cost:
+    if config.planner.cost not in ("", "measure"):
         _check_cost(config.planner.cost)
     if "://" not in config.run.dir:
         _check_run_folder(config)
@@ -168,11 +168,11 @@ def _check_output(output: str, samples: str) -> None:
 
 
 def _check_cost(path: str) -> None:
-    from dhp_ray.planner import CostModel  # half a second to import
+    from dhp_ray.planner.cost_origin import CostFile  # half a second to import
     from dhp_ray.planner.plan import PlanError
 
     try:
-        CostModel.load(path)
+        CostFile.load(path)
     except PlanError as error:
         raise ConfigError(f"planner.cost: {error}") from None
 

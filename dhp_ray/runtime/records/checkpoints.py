@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dhp_ray.run_folder import CHECKPOINTS_FOLDER, MANIFEST_FILE, checkpoint_folder, step_of, tensors_folder
@@ -18,13 +18,16 @@ from dhp_ray.storage import Folder, StorageError
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a resumed run needs beside the tensors: `cursor` is the data stream's place after `step`."""
+    """What a resumed run needs beside the tensors: `cursor` is the data stream's place after `step`; `cost` has the
+    refitted terms of the costs in force, and those that the run began with (empty: none is refitted).
+    """
 
     step: int
     cursor: dict[str, Any]
     num_ranks: int
     sync: str
     generation: int = 0
+    cost: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def files(self) -> str:

@@ -40,7 +40,7 @@ METRICS = ("step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_
            "planning_time_s",
            "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees",
            "planner", "late")
-OPTIONAL_METRICS = ("encoder", "offload", "eval_loss", "eval_exact_match", "eval_anls", "eval_f1")
+OPTIONAL_METRICS = ("cost_error", "encoder", "offload", "eval_loss", "eval_exact_match", "eval_anls", "eval_f1")
 FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze", "train.lora.")
 """Keys (or beginnings of keys) that a run keeps for life: they decide what its steps compute."""
 FREE = ("data.decoders",)
@@ -145,6 +145,15 @@ class RunRecords:
         """
         tree: dict[str, Any] = json.loads(self.folder.read(plan_file(step)))
         return tree
+
+    def planned_cost(self) -> dict[str, Any]:
+        """The constants that the newest step was planned with, of those that are planned or committed; empty: none is.
+        """
+        for step in (self._last_step + 1, self._last_step):
+            if step and self.folder.exists(plan_file(step)):
+                found: dict[str, Any] = self.read_plan(step)["inputs"]["cost"]
+                return found
+        return {}
 
     def cluster(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Replace the membership: for each rank its rank, pid, node_id and device."""

@@ -42,6 +42,7 @@ METRIC_TAGS = {
     "idle_fraction": "balance/idle_fraction",
     "measured_makespan_s": "balance/measured_makespan_s",
     "predicted_makespan_s": "balance/predicted_makespan_s",
+    "cost_error": "balance/cost_error",
     "num_ranks": "elastic/num_ranks",
     "generation": "elastic/generation",
     "planning_time_s": "plan/planning_time_s",

@@ -33,6 +33,7 @@ from dhp_ray.runtime.worker.failures import words_of
 from dhp_ray.runtime.worker.folders import check_reached, save_folder
 from dhp_ray.runtime.worker.heap import give_back_memory
 from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT, held_shards
+from dhp_ray.runtime.worker.measuring import MeasuredPart, measured_on
 from dhp_ray.runtime.worker.prefetch import encoded_grids, load_inputs, num_decoders, processor_spec
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import build_adapter, state_size
@@ -98,9 +99,8 @@ class Worker:
         context = ray.get_runtime_context()
         return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name,
                 "device_name": self.accelerator.model_name(), "memory_bytes": self.accelerator.memory_bytes(),
-                "host_memory_bytes": CPU.memory_bytes(),
-                "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free,
-                **state_size(self.config)._asdict()}
+                "host_memory_bytes": CPU.memory_bytes(), **state_size(self.config)._asdict(),
+                "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free}
 
     @training
     def prepare(self) -> None:
@@ -208,6 +208,11 @@ class Worker:
         assert self.adapter is not None
         inputs.mask(placeholders, self.adapter)
         return inputs
+
+    @training
+    def measure(self, part: str, tokens_per_rank: int) -> MeasuredPart:
+        """Measure a part of what packs cost, with all ranks; the state is worth nothing afterwards."""
+        return measured_on(self.rank, part, tokens_per_rank)
 
     @training
     def save(self, step: int) -> None:

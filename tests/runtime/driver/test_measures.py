@@ -1,9 +1,12 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
+from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample, VisionPlan
-from dhp_ray.runtime.driver.measures import TimeScale, makespan_s, measured_idle_fraction, step_metrics
+from dhp_ray.planner.work import work_of
+from dhp_ray.runtime.driver.measures import TimeScale, cost_error, makespan_s, measured_idle_fraction, step_metrics
 from dhp_ray.train.results import PackTime, StepResult
 
 
@@ -35,6 +38,8 @@ def test_the_scale_is_the_running_median_of_measured_over_predicted() -> None:
     scale.observe(1.0, 0.0)
     assert scale.value == 3.0
     assert (TimeScale().known(), scale.known()) == (None, 3.0)
+    scale.rescale(2.0)  # predictions have doubled
+    assert scale.value == 1.5
 
 
 def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
@@ -42,13 +47,26 @@ def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
     plan = Plan("dhp", "step", ClusterSpec(3, 3, 8), samples,
                 (GroupPlan((0, 1), Pack((0,)), 1.0, encoders=(0,)), GroupPlan((2,), Pack((1,)), 0.5),
                  GroupPlan((2,), Pack((2,)), 0.5)), 1.0, 0.9, 0.002)
-    metrics = step_metrics(plan, [result(0, PackTime(0, 0.0, 2.0, 0.0)), result(1), result(2)], 2.5, 2.0, 1, late=True)
+    metrics = step_metrics(plan, [result(0, PackTime(0, 0.0, 2.0, 0.0)), result(1), result(2)], 2.5, 1, late=True)
     assert metrics["loss"] == 3.0
     assert metrics["degrees"] == {"1": 2, "2": 1}
     assert (metrics["num_tokens"], metrics["num_samples"], metrics["num_ranks"]) == (25, 3, 3)
-    assert (metrics["predicted_makespan_s"], metrics["measured_makespan_s"]) == (2.0, 2.0)
+    assert (metrics["predicted_makespan_s"], metrics["measured_makespan_s"]) == (1.0, 2.0)
     assert (metrics["learning_rate"], metrics["gradient_norm"], metrics["planner"],
             metrics["late"]) == (1e-3, 1.0, "dhp", True)
+
+
+def test_the_cost_error_is_the_median_of_parts_of_packs_at_the_speeds_that_the_plan_knew() -> None:
+    cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1.0}, pack_s=1.0)
+    plan = Plan("dhp", "step", ClusterSpec(2, 2, 20, (1.0, 0.5)), (Sample("a", 9), Sample("b", 4), Sample("c", 8)),
+                (GroupPlan((0,), Pack((0,)), 1.0), GroupPlan((1,), Pack((1,)), 1.0),
+                 GroupPlan((0, 1), Pack((2,)), 1.0)), 1.0, 0.9, inputs={"cost": cost.to_json()})
+    work = work_of(plan)  # of rank 0: 10 s and 5 s; of rank 1, half as fast: 10 s and 10 s
+    results = [result(0, PackTime(0, 0.0, 8.0, 0.0), PackTime(2, 8.0, 14.0, 1.0)),
+               result(1, PackTime(1, 0.0, 12.5, 0.0), PackTime(2, 12.5, 30.0, 5.0))]
+    assert cost_error(plan, work, results) == pytest.approx(np.median([10 / 8 - 1, 0.0, 1 - 10 / 12.5, 1 - 10 / 12.5]))
+    assert cost_error(plan, work, results[:1]) == pytest.approx(0.125)  # rank 1 was lost
+    assert cost_error(plan, work, []) is None
 
 
 def test_metrics_of_images_encoded_apart() -> None:
@@ -56,11 +74,11 @@ def test_metrics_of_images_encoded_apart() -> None:
                 (GroupPlan((0,), Pack((0,)), 1.0, encoders=(1,)),), 1.0, 0.9, vision=VisionPlan("world", False))
     results = [with_phases(result(0, PackTime(0, 1.0, 2.0, 0.0)), (0.0, 1.0, 1.0), (2.0, 4.0, 2.0), 0),
                with_phases(result(1), (0.0, 1.0, 0.0), (2.5, 4.0, 0.5), 640)]
-    assert step_metrics(plan, results, 5.0, 1.0, 1)["encoder"] == {
+    assert step_metrics(plan, results, 5.0, 1)["encoder"] == {
         "layout": "world", "keeps": False, "encode_s": 1.0, "backward_s": 1.0, "imbalance": 2.0, "exchanged_bytes": 640}
     assert makespan_s(results) == 4.0
     assert measured_idle_fraction(results) == pytest.approx(1 - (1.0 + 2.0) / (2 * 4.0))
-    assert "encoder" not in step_metrics(dataclasses.replace(plan, vision=VisionPlan()), results, 5.0, 1.0, 1)
+    assert "encoder" not in step_metrics(dataclasses.replace(plan, vision=VisionPlan()), results, 5.0, 1)
 
 
 def test_of_a_frozen_encoder_and_of_no_image_there_is_less_to_measure() -> None:
@@ -69,10 +87,10 @@ def test_of_a_frozen_encoder_and_of_no_image_there_is_less_to_measure() -> None:
                 (GroupPlan((0,), Pack((0,)), 1.0, encoders=(1,)),), 1.0, 0.9, vision=VisionPlan("world"))
     results = [result(0, PackTime(0, 1.0, 2.0, 0.0))._replace(encoder_times=(PackTime(-1, 0.0, 1.0, 0.75),)),
                result(1)._replace(encoder_times=(PackTime(-1, 0.0, 0.75, 0.0),), exchanged_bytes=640)]
-    assert step_metrics(plan, results, 5.0, 1.0, 1)["encoder"] == {
+    assert step_metrics(plan, results, 5.0, 1)["encoder"] == {
         "layout": "world", "keeps": True, "encode_s": 0.75, "backward_s": 0.0, "imbalance": 1.5, "exchanged_bytes": 640}
     nothing = [found._replace(encoder_times=(), exchanged_bytes=0) for found in results]
-    assert step_metrics(plan, nothing, 5.0, 1.0, 1)["encoder"] == {
+    assert step_metrics(plan, nothing, 5.0, 1)["encoder"] == {
         "layout": "world", "keeps": True, "encode_s": 0.0, "backward_s": 0.0, "imbalance": 1.0, "exchanged_bytes": 0}
 
 
@@ -95,4 +113,4 @@ def with_phases(
 
 def test_a_batch_without_a_valid_token_has_loss_zero() -> None:
     plan = Plan("dhp", "step", ClusterSpec(1, 1, 8), (Sample("a", 4),), (GroupPlan((0,), Pack((0,)), 1.0),), 1.0, 1.0)
-    assert step_metrics(plan, [result(0, loss_sum=0.0, num_valid_tokens=0)], 1.0, 1.0, 1)["loss"] == 0.0
+    assert step_metrics(plan, [result(0, loss_sum=0.0, num_valid_tokens=0)], 1.0, 1)["loss"] == 0.0

@@ -8,16 +8,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.config import CONF, ConfigError
 from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.modes import RECOMPUTATION, Choice, cost_of, fewest_of_a_node, memory_of, mode_of
+from dhp_ray.runtime.driver.modes import (
+    RECOMPUTATION,
+    Choice,
+    check_cost,
+    cost_of,
+    fewest_of_a_node,
+    memory_of,
+    mode_of,
+)
 from dhp_ray.runtime.driver.room import limits_of_generation, ranks_that_hold
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.start import resolve_limits
 from dhp_ray.runtime.messages import Membership, RunError
+from dhp_ray.runtime.origins import origin_of
 from dhp_ray.runtime.worker.run_model import state_size
 from tests.runtime.driver.groups import GIB, config_of, group_of, members
 
@@ -179,9 +191,52 @@ def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: P
     assert cost("NVIDIA H100 80GB HBM3").linear_s < slower.linear_s
     assert cost("Tesla V100").source.endswith("; Tesla V100 is not in conf/device")
     assert cost("Ascend910B3", device="npu").name == "qwen2_5_vl_ascend_910b"
-    assert cost("", device="cpu") == CostModel.load("conf/cost/cpu.yaml")
+    assert replace(cost("", device="cpu"), estimated=False) == CostModel.load("conf/cost/cpu.yaml")
     config.planner.cost = "conf/cost/cuda.yaml"
     assert cost("NVIDIA H100 80GB HBM3") == CostModel.load("conf/cost/cuda.yaml")
+
+
+def test_a_cost_file_of_another_run_is_refused_with_both_names(tmp_path: Path) -> None:
+    """And counts as estimated where nobody has named it."""
+    config = config_of(str(tmp_path))
+    described = {"memory_bytes": 80 * GIB, "device": "cpu", "device_name": "AMD EPYC", **state_size(config)._asdict()}
+    group, mode = WorkerGroup(members(described, described)), Mode("step", False)
+    origin = origin_of(config, memory_of(config, group, mode), "cpu", "AMD EPYC", 2)
+    tree = yaml.safe_load((CONF / "cost" / "cuda.yaml").read_text()) | {"estimated": False}
+    path = tmp_path / "cost.yaml"
+    path.write_text(yaml.safe_dump(tree | origin.to_json()))
+    config.planner.cost = str(path)
+    check_cost(config, group, mode)
+    assert not cost_of(config, group, mode).estimated
+    others = WorkerGroup(members(described, described | {"device_name": "Xeon"}))
+    with pytest.raises(ConfigError) as caught:
+        check_cost(config, others, mode)
+    assert str(caught.value) == (
+        f"planner.cost: {path} was measured on cpu AMD EPYC, and this run is on cpu Xeon; allowed: a file that "
+        "jobs/measure.py wrote for such a run, measure, or nothing")
+    assert cost_of(config, others, mode).estimated
+    again = Mode("step", True)
+    with pytest.raises(ConfigError, match=r"train\.activation_checkpointing=false, and this run has .*=true; allowed"):
+        check_cost(config, group, again)
+    config.planner.cost = ""
+    check_cost(config, others, mode)
+    path.write_text(yaml.safe_dump(tree))  # of the older form: nothing is known of it
+    config.planner.cost = str(path)
+    check_cost(config, others, again)
+    assert not cost_of(config, others, again).estimated
+
+
+def test_measured_costs_take_the_place_of_derived_ones(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "planner.cost=measure", "train.precision=bf16")
+    group, mode = group_of(2, 80.0, config), Mode("step", False)
+    derived = cost_of(config, group, mode)
+    assert derived.estimated  # before anything is measured
+    check_cost(config, group, mode)
+    file = CostFile(replace(derived, linear_s=1e-3, estimated=False),
+                    origin_of(config, memory_of(config, group, mode), "cuda", "NVIDIA H100 80GB HBM3", 2))
+    group.measured_cost = file
+    assert cost_of(config, group, mode) == file.cost
+    assert cost_of(config, group, Mode("step", True)).estimated  # of a later generation
 
 
 def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:

@@ -7,12 +7,15 @@ from time import monotonic
 
 import pytest
 
+from dhp_ray.planner.cost import CostModel
 from dhp_ray.runtime.driver.planning import LATE_S, Patience, Planning, patience_s
+
+COST = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1.0})
 
 
 def test_of_two_that_claim_a_step_one_sends() -> None:
     for _ in range(50):
-        planning, barrier, claims = Planning(1, (1.0,), []), Barrier(2), []
+        planning, barrier, claims = Planning(1, (1.0,), [], COST), Barrier(2), []
 
         def claim(planning: Planning = planning, barrier: Barrier = barrier, claims: list[bool] = claims) -> None:
             barrier.wait()

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dhp_ray.planner import CostModel, plan_batch
-from dhp_ray.planner.plan import ClusterSpec, Sample
-from dhp_ray.runtime.driver.speeds import FORGET_AFTER, SpeedMeter, busy_s, nominal_compute_s, paid_once_s
+from dhp_ray.runtime.driver.speeds import FORGET_AFTER, SpeedMeter, busy_s
 from dhp_ray.train.results import PackTime, StepResult
 
 
@@ -142,31 +140,6 @@ def test_news_are_told_once() -> None:
 
 def test_nobody_is_evicted_where_that_is_off() -> None:
     assert not metered(2, [((1.0, 1.0), (1.0, 1000.0))] * 50, evict_below=0.0, patience=1).no_good()
-
-
-def test_nominal_seconds_are_the_packs_compute_without_communication() -> None:
-    cost = CostModel.load("conf/cost/cpu.yaml")
-    samples = [Sample("long", 900), Sample("short", 100), Sample("image", 60, 16, ((1, 8, 8),))]
-    plan = plan_batch(samples, ClusterSpec(3, 3, 512), cost)
-    seconds = nominal_compute_s(plan, cost)
-    expected = [0.0] * 3
-    for group in plan.groups:
-        for rank in group.ranks:
-            for row in group.pack.sequences:
-                sample = plan.samples[row]
-                text_s = cost.attention_s(sample.num_tokens) + cost.linear_s * sample.num_tokens
-                expected[rank] += text_s / group.degree
-            expected[rank] += cost.pack_s
-            images = [image_s for row in group.pack.sequences for image_s in cost.image_s(plan.samples[row])]
-            expected[rank] += sum(image_s for image_s, encoder in zip(images, group.encoders, strict=True)
-                                  if encoder == rank)
-    assert seconds == pytest.approx(expected)
-    assert paid_once_s(plan, cost) == pytest.approx(
-        [cost.pack_s * sum(rank in group.ranks for group in plan.groups) for rank in range(3)])
-    assert max(group.degree for group in plan.groups) >= 2
-    alone = plan_batch(samples, ClusterSpec(1, 1, 4096), cost)
-    assert sum(nominal_compute_s(alone, cost)) == pytest.approx(
-        sum(seconds) - cost.pack_s * (sum(group.degree for group in plan.groups) - len(alone.groups)))
 
 
 def test_busy_seconds_leave_out_what_a_rank_was_blocked_for() -> None:

@@ -101,6 +101,7 @@ def test_nothing_is_wrong_with_a_good_run(arguments: list[str], model: Path, tmp
     cost = ROOT / "conf" / "cost" / "cpu.yaml"
     check_here(load([*arguments, f"model.path={model}", f"eval.path={tmp_path / 'rows.json'}", "eval.every_steps=1",
                      f"planner.cost={cost}"]))
+    check_here(load([*arguments, "planner.cost=measure"]))
 
 
 def test_the_planners_have_their_names() -> None:

@@ -1,0 +1,104 @@
+"""Fits what rings take above their share of the compute: bandwidth, the seconds of a ring's step, what attention hides.
+
+    a message      seconds = waiting + bytes / bandwidth                          of exchanges alone, by degree and link
+    a pack's ring  seconds - compute / d = latency_s (d - 1) + max(0, slowness (d - 1) bytes / d / bandwidth
+                                                                      - overlap (d - 1) / d * attention / d)
+
+`slowness`, at least 1, is what an exchange takes beside compute over what it takes alone; the file's bandwidths have it
+in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.measure.fitting import Fit, Interval, interval, resample
+from dhp_ray.measure.observations import PackSeconds
+from dhp_ray.measure.timings import Exchanged
+from dhp_ray.planner.least_squares import bounded_least_squares, weighted_median
+
+SLOWNESS = np.geomspace(1.0, 8.0, 25)
+OVERLAP = np.linspace(0.0, 1.0, 21)
+AS_GOOD = 1.05
+"""Points of the grid whose error is so many times the least are as good as the best one."""
+
+
+class Links(NamedTuple):
+    """Bytes a second by degree, inside nodes and across them (none: not measured), with their intervals."""
+
+    intra: dict[int, float]
+    inter: dict[int, float]
+    intervals: dict[str, Interval]
+
+
+class Ring(NamedTuple):
+    """`slowness`, `overlap` and `latency_s` above, and the seconds predicted and measured of each pack."""
+
+    slowness: float
+    overlap: float
+    latency_s: float
+    intervals: dict[str, Interval]
+    predicted: np.ndarray
+    measured: np.ndarray
+
+
+def fit_links(by_rank: Sequence[Sequence[Exchanged]]) -> Links:
+    """Of the medians of all ranks in each ring."""
+    tables: dict[bool, dict[int, float]] = {False: {}, True: {}}
+    intervals: dict[str, Interval] = {}
+    kinds = sorted({(ring.across, ring.degree) for rings in by_rank for ring in rings})
+    for across, degree in kinds:
+        alike = [ring.seconds for rings in by_rank for ring in rings if (ring.across, ring.degree) == (across, degree)]
+        points = np.array([(size, seconds) for ring in alike for size, seconds in ring.items()], dtype=np.float64)
+
+        def bandwidth(rows: np.ndarray, points: np.ndarray = points) -> np.ndarray:
+            size, seconds = points[rows].T
+            found = bounded_least_squares(np.stack([1.0 / seconds, size / seconds], 1), np.ones(len(rows)))
+            return 1.0 / np.maximum(found[1], 1e-15)  # type: ignore[no-any-return]
+
+        tables[across][degree] = float(bandwidth(np.arange(len(points))))
+        name = f"bandwidth_bytes_per_s.{'inter' if across else 'intra'}.{degree}"
+        intervals[name] = interval(resample(len(points), bandwidth))
+    return Links(tables[False], tables[True], intervals)
+
+
+def fit_ring(
+    packs: Sequence[PackSeconds], known: Fit, bytes_per_token: float, links: Links
+) -> Ring:
+    """From packs on two and more ranks, whose compute is known."""
+    degree = np.array([pack.degree for pack in packs], dtype=np.float64)
+    whole = np.array([pack.busy_s + pack.exposed_s for pack in packs])
+    compute = np.array([known.seconds(pack) for pack in packs])
+    bandwidth = np.array([(links.inter if pack.across else links.intra)[pack.degree] for pack in packs])
+    transfer = (degree - 1) / degree * bytes_per_token * np.array([pack.tokens for pack in packs]) / bandwidth
+    # of one rank's share
+    attention = known.constants["quadratic_s"] * np.array([pack.amounts_at(known.block)[0] for pack in packs])
+    hidden = (degree - 1) / degree * attention
+
+    def exposed(slowness: float, overlap: float, rows: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.maximum(0.0, slowness * transfer[rows] - overlap * hidden[rows])
+        return found
+
+    def solve(rows: np.ndarray) -> np.ndarray:
+        """Of a grid the point with the least slowness, and then the least overlap, of those that are as good as any;
+        for each of its points the latency is the weighted median of what is left.
+        """
+        points = []
+        for slowness in SLOWNESS:
+            for overlap in OVERLAP:
+                left = whole[rows] - compute[rows] - exposed(slowness, overlap, rows)
+                latency = max(0.0, weighted_median(left / (degree[rows] - 1), (degree[rows] - 1) / whole[rows]))
+                off = float((np.abs(left - latency * (degree[rows] - 1)) / whole[rows]).sum())
+                points.append((off, slowness, overlap, latency))
+        least = min(off for off, *_ in points)
+        return np.array(next(point for off, *point in points if off <= AS_GOOD * least + 1e-12))
+
+    everything = np.arange(len(packs))
+    slowness, overlap, latency = solve(everything).tolist()
+    resampled = resample(len(packs), solve, 40)
+    predicted = compute + exposed(slowness, overlap, everything) + latency * (degree - 1)
+    intervals = {"overlap": interval(resampled[:, 1]), "latency_s": interval(resampled[:, 2])}
+    return Ring(slowness, overlap, latency, intervals, predicted, whole)

@@ -1,0 +1,247 @@
+"""Makes a cost file of what was measured: constants, what they are of, how sure they are.
+
+    session (sync=step)          packs, images, apart, rings, ... -> constants of compute, ring, fixed_s
+    session (sync=micro_batch)   packs, images, rings             -> fixed_s of a micro-batch
+
+Where one mode is measured, all is of that one. What needs several ranks and there is one is derived from the shape and
+what is known of the device, and named under `measured.derived`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from dhp_ray.measure.communication import Links, Ring, fit_links, fit_ring
+from dhp_ray.measure.fitting import (
+    Fit,
+    Interval,
+    fit_compute,
+    fixed_of_micro_batch,
+    fixed_of_step,
+    forward_share,
+    interval,
+    resampled_median,
+)
+from dhp_ray.measure.observations import Observations, observed
+from dhp_ray.measure.rounds import Spec
+from dhp_ray.measure.timings import PartResult
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.cost_origin import Origin, device_words
+from dhp_ray.planner.derived_cost import ring_bytes_per_token
+from dhp_ray.planner.encoder_memory import with_encoder_apart
+from dhp_ray.planner.memory import MemoryModel
+
+COMMUNICATION = ("bandwidth_bytes_per_s", "latency_s", "overlap", "group_s")
+
+
+class Session(NamedTuple):
+    """What was measured in one mode: of every part what each rank said."""
+
+    spec: Spec
+    results: dict[str, Sequence[PartResult]]
+
+
+class Points(NamedTuple):
+    """Predicted and measured seconds of one kind of packs, for the picture."""
+
+    kind: str
+    predicted: np.ndarray
+    measured: np.ndarray
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cost and its file's sections beside it, and the points that it was fitted to."""
+
+    cost: CostModel
+    sections: dict[str, Any]
+    points: list[Points]
+
+    def text(self) -> str:
+        """The file."""
+        device, errors = self.sections["device"], self.sections["errors"]["packs"]
+        head = (f"# Measured by jobs/measure.py on {device['count']} ranks of {device_words(device)}. Packs are off by "
+                f"{100 * errors['median']:.1f} % in the median.\n")
+        constants = {name: value for name, value in self.cost.to_json().items()
+                     if value not in ({}, "", 0.0) or name in ("quadratic_s", "linear_s", "fixed_s", "overlap")}
+        dumped = yaml.safe_dump(rounded(constants | self.sections), sort_keys=False, width=120, default_flow_style=None)
+        return head + dumped
+
+    def table(self) -> str:
+        """What people read: every constant with its 95 % interval and mean relative error, and by how much the fit is
+        off from the packs that it was fitted to.
+        """
+        sections, errors = self.sections, self.sections["errors"]
+        seen, settings = sections["measured"], sections["settings"]
+        lines = [f"{self.cost.name}: {sections['device']['count']} ranks of {device_words(sections['device'])}, sync="
+                 f"{', '.join(settings['sync'])}, {settings['precision']}, packs of up to {seen['max_tokens']} tokens",
+                 f"{'':32}{'value':>10}   {'95 % interval':<24}{'mean error':>10}"]
+        for name, (low, high) in sections["intervals"].items():
+            error = f"{100 * errors[name]:.1f} %" if name in errors else ""
+            value = _leaf(self.cost.to_json() | {"fixed_s": self.cost.fixed_s_by_sync or self.cost.fixed_s}, name)
+            lines.append(f"{name:32}{value:>10.4g}   {f'{low:.4g} to {high:.4g}':<24}{error:>10}".rstrip())
+        for kind, what in (("packs", "packs on one rank"), ("rings", "packs on several ranks")):
+            if kind in errors:
+                off = errors[kind]
+                lines.append(f"{what}: the fit is off by {100 * off['median']:.1f} % in the median, "
+                             f"{100 * off['mean']:.1f} % in the mean, {100 * off['worst']:.1f} % at worst")
+        lines.append(f"{seen['packs']} packs, {seen['packs_left_out']} left out of the fit; {seen['repeats']} repeats, "
+                     f"{seen['outliers']} outliers, {seen['disturbed']} with cores that others slowed down")
+        if seen["derived"]:
+            lines.append(f"not measured here, but derived: {', '.join(seen['derived'])}")
+        return "\n".join(lines)
+
+
+def _leaf(tree: Any, name: str) -> float:
+    """`bandwidth_bytes_per_s.intra.2` of nested mappings; what is no mapping holds for every name below it."""
+    for key in name.split("."):
+        if isinstance(tree, dict):
+            tree = tree[int(key) if key.isdigit() else key]
+    return float(tree)
+
+
+def measured_cost(
+    sessions: Sequence[Session], origin: Origin, memory: MemoryModel, derived: CostModel, name: str
+) -> Measured:
+    """Fit the cost of what all sessions measured. `memory` is of the run that it is for; `derived` has the
+    communication that one rank cannot measure.
+
+    Raises:
+        MeasureError: too few packs.
+    """
+    main, seen = sessions[0], observed(sessions[0].spec, sessions[0].results)
+    compute = fit_compute([pack for pack in seen.packs if pack.degree == 1])
+    intervals: dict[str, Any] = dict(compute.intervals)
+    constants: dict[str, Any] = dict(compute.constants) | {"attention_block": compute.block}
+    points = [Points("packs on one rank", compute.predicted, compute.measured)]
+    errors: dict[str, Any] = dict(compute.errors) | {"packs": _of_packs(compute.relative_errors)}
+    if share := forward_share(seen):
+        constants["vision_forward"], intervals["vision_forward"] = share
+    fixed = {}
+    for session in sessions:
+        of_mode = seen if session is main else observed(session.spec, session.results)
+        fixed[session.spec.sync], intervals[f"fixed_s.{session.spec.sync}"] = _fixed(session.spec, of_mode, compute)
+        if session.spec.sync == "micro_batch":
+            constants["update_s"], intervals["update_s"] = fixed_of_step(of_mode)
+    constants |= {"fixed_s": fixed[main.spec.sync], "fixed_s_by_sync": fixed if len(fixed) > 1 else {}}
+    links, ring = _communication(main, seen, compute, memory)
+    bandwidth, not_measured = _bandwidth(links, ring, derived)
+    constants["bandwidth_bytes_per_s"] = bandwidth
+    if ring is None:
+        constants |= {"latency_s": derived.latency_s, "overlap": derived.overlap}
+        not_measured += ["latency_s", "overlap"]
+    else:
+        constants |= {"latency_s": ring.latency_s, "overlap": ring.overlap}
+        intervals |= links.intervals | ring.intervals
+        errors["rings"] = _of_packs(np.abs(ring.predicted / ring.measured - 1.0))
+        points.append(Points("packs on several ranks", ring.predicted, ring.measured))
+    group_s = _group_s(main.results.get("groups", ()))
+    constants["group_s"] = statistics.median(group_s) if group_s else derived.group_s
+    if group_s:
+        intervals["group_s"] = interval(resampled_median(np.array(group_s)))
+    else:
+        not_measured.append("group_s")
+    constants |= _memory(main.results.get("memory", ()), memory)
+    cost = CostModel(**constants, name=name, communication="ring", comm_bytes_per_token=ring_bytes_per_token(memory),
+                     source=f"jobs/measure.py on {device_words(origin.device)}")
+    apart = with_encoder_apart(cost, memory, main.spec.sizes.max_tokens)
+    cost = replace(cost, feature_bytes=apart.feature_bytes, vision_forward=apart.vision_forward)
+    return Measured(cost, origin.to_json() | {
+        "versions": {package: _version(package) for package in ("torch", "transformers", "dhp_ray")},
+        "measured": _summary(sessions, seen, compute, not_measured),
+        "intervals": intervals, "errors": errors}, points)
+
+
+def _fixed(spec: Spec, seen: Observations, compute: Fit) -> tuple[float, Interval]:
+    return fixed_of_micro_batch(seen, compute) if spec.sync == "micro_batch" else fixed_of_step(seen)
+
+
+def _communication(
+    session: Session, seen: Observations, compute: Fit, memory: MemoryModel
+) -> tuple[Links, Ring | None]:
+    exchanged = [result.exchanged for result in session.results.get("exchanges", ())]
+    packs = [pack for pack in seen.packs if pack.degree > 1]
+    links = fit_links(exchanged)
+    return links, fit_ring(packs, compute, ring_bytes_per_token(memory), links) if packs else None
+
+
+def _bandwidth(links: Links, ring: Ring | None, derived: CostModel) -> tuple[dict[str, Any], list[str]]:
+    """The table of the file, and what of it was not measured."""
+    known = derived.bandwidth_bytes_per_s
+    slowness = ring.slowness if ring else 1.0
+    found: dict[str, Any] = {}
+    missing = []
+    for name, table in (("intra", links.intra), ("inter", links.inter)):
+        if table:
+            found[name] = {degree: rate / slowness for degree, rate in table.items()}
+        else:
+            # nodes that nobody has measured are reckoned as known, or else as one node
+            found[name] = known.get(name, known) if not links.intra and not links.inter else None
+            missing.append(f"bandwidth_bytes_per_s.{name}")
+    return {name: table or found["intra"] or found["inter"] for name, table in found.items()}, missing
+
+
+def _group_s(results: Sequence[PartResult]) -> list[float]:
+    """Of the smallest groups, the slowest member's seconds each time."""
+    tables = [result.group_s for result in results if result.group_s]
+    if not tables:
+        return []
+    degree = min(min(table) for table in tables)
+    return np.array([table[degree] for table in tables if degree in table]).max(axis=0).tolist()  # type: ignore[no-any-return]
+
+
+def _memory(results: Sequence[PartResult], memory: MemoryModel) -> dict[str, Any]:
+    """Bytes of a token by the highest peaks of all ranks; the resident state is the memory model's."""
+    found: dict[str, Any] = {"resident_bytes": float(sum(memory.resident().values()))}
+    peaks = [result.peaks for result in results if result.peaks]
+    if peaks:
+        tokens, highest = peaks[0][-1][0], max(of_rank[-1][1] for of_rank in peaks)
+        found["memory_bytes_per_token"] = highest / tokens
+    return found
+
+
+def _summary(sessions: Sequence[Session], seen: Observations, compute: Fit, derived: Sequence[str]) -> dict[str, Any]:
+    one_sided: dict[str, float] = {}
+    for result in sessions[0].results.get("one-sided", ()):
+        one_sided |= {name: statistics.median(rates) for name, rates in result.one_sided.items()}
+    return {"max_tokens": sessions[0].spec.sizes.max_tokens, "quick": sessions[0].spec.quick,
+            "packs": len(seen.packs), "packs_left_out": compute.left_out, "repeats": seen.num_repeats,
+            "outliers": seen.num_outliers, "disturbed": seen.num_disturbed, "derived": list(derived), **one_sided}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "not installed"
+
+
+def _of_packs(errors: np.ndarray) -> dict[str, float]:
+    return {"median": float(np.median(errors)), "mean": float(errors.mean()), "worst": float(errors.max())}
+
+
+def rounded(value: Any) -> Any:
+    """Four digits of every number that is no whole one."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(inner) for inner in value]
+    if not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() else float(f"{value:.4g}")
+
+
+def write(measured: Measured, path: Path) -> None:
+    """The file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(measured.text(), encoding="utf-8")
+    unfinished.replace(path)

@@ -1,0 +1,170 @@
+"""One rank while it measures: what it measures with, and its part of a round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp_ray.comm.device import Accelerator
+from dhp_ray.comm.link import Link
+from dhp_ray.comm.progress import Moment
+from dhp_ray.comm.totals import numbers_of_ranks
+from dhp_ray.comm.transport import Transport
+from dhp_ray.measure.clock import Gauge, lost_of, lost_s, undisturbed
+from dhp_ray.measure.payloads import payload_of
+from dhp_ray.measure.rounds import Round, Spec
+from dhp_ray.measure.timings import AT_BEST, PackTiming, StepTiming
+from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.planner.plan import RankPlan, encoded_images
+from dhp_ray.planner.work import BACKWARD, ENCODE
+from dhp_ray.train.collate import PackInputs
+from dhp_ray.train.encoder_phases import EncoderPhases
+from dhp_ray.train.engine import Engine
+from dhp_ray.train.micro_batch_step import MicroBatchStep
+from dhp_ray.train.payload import Payload
+from dhp_ray.train.rank_step import PackRun, PhaseRun, RankStep
+from dhp_ray.train.step_inputs import StepInputs, collated
+
+LONG_S, QUICK_S = 6.0, 1.5
+"""Seconds that a round is repeated for, where that is not fewer times than LEAST."""
+LEAST, MOST = 3, 9
+"""Times that a round is measured, at least and at most."""
+AGAIN = 3
+"""A round is measured up to so many times as often, until it has enough repeats with cores at their best."""
+QUIET_LOOKS, QUIET_LOOK_S = 8, 0.1
+SLOW_S = 15.0
+"""A round that takes as long is measured once."""
+
+
+class Watched:
+    """What a step takes beside its packs' own account: of each the seconds lost to others, and those of the processor.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.seen: dict[int, tuple[float, float]] = {}
+
+    @contextmanager
+    def _watching(self, number: int) -> Iterator[None]:
+        before, computed = lost_s(), time.thread_time()
+        yield
+        self.seen[number] = lost_s() - before, time.thread_time() - computed
+
+    def _run_pack(self, plan: RankPlan, pack: Any, feed: Iterator[PackInputs], features: Tensor | None) -> PackRun:
+        with self._watching(pack.index):
+            return super()._run_pack(plan, pack, feed, features)  # type: ignore[misc,no-any-return]
+
+    def _phase(
+        self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[Link], Any]
+    ) -> tuple[Any, PhaseRun]:
+        with self._watching(ENCODE if name == "encoding" else BACKWARD):
+            return super()._phase(inputs, name, phases, call)  # type: ignore[misc,no-any-return]
+
+
+class WatchedStep(Watched, RankStep):
+    pass
+
+
+class WatchedMicroBatchStep(Watched, MicroBatchStep):
+    pass
+
+
+@dataclass
+class Member:
+    """A rank of a world that is there for measuring: its engine's state is worth nothing afterwards."""
+
+    rank: int
+    spec: Spec
+    adapter: ModelAdapter
+    engine: Engine
+    transport: Transport
+    world: dist.ProcessGroup | None
+    accelerator: Accelerator
+    device: torch.device
+    precision: str
+    shared_cores: bool = False
+    """Ranks of this node take turns on its cores, as they will in training: then that counts."""
+    preempts: bool = False
+    """Every step runs before all other processes."""
+    gauge: Gauge | None = field(init=False)
+    warm: bool = field(init=False, default=False)
+    stepper: WatchedStep | WatchedMicroBatchStep = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gauge = Gauge() if self.device.type == "cpu" and not self.shared_cores else None
+        kind = WatchedMicroBatchStep if self.spec.sync == "micro_batch" else WatchedStep
+        self.stepper = kind(self.adapter, self.engine, self.transport, self.world, self.device)
+
+    def link(self, ranks: tuple[int, ...]) -> Link:
+        """The link of a group of ranks over the transport; every rank calls `transport.prepare` for it before."""
+        return self.transport.link(ranks, 0)
+
+    def lost_s(self) -> float:
+        return 0.0 if self.shared_cores or self.device.type != "cpu" else lost_s()
+
+    def timed(self, round_: Round) -> list[StepTiming]:
+        """Run a round as often as there is time for; as often on every rank."""
+        plan = round_.plan.rank_plan(1, self.rank)
+        inputs = collated(plan, self._payloads(plan), self.adapter, self.precision, self.device.type != "cpu")
+        if not self.warm:  # the first steps of a process take longer
+            self.warm = bool(self._run(inputs))
+        timings = [self._run(inputs)]
+        slowest_s = max(self.of_all(timings[0].step_s))
+        budget_s = QUICK_S if self.spec.quick else LONG_S
+        times = min(MOST, max(1 if slowest_s > SLOW_S else LEAST, int(budget_s / max(slowest_s, 1e-6))))
+        for _ in range((1 if self.spec.quick else AGAIN) * times):
+            if sum(timing.slowness <= AT_BEST for timing in timings) >= times:
+                break
+            timings.append(self._run(inputs))
+        return timings
+
+    def of_all(self, number: float) -> list[float]:
+        """A number of every rank, by rank; all of them are here then."""
+        return numbers_of_ranks(torch.tensor(number, dtype=torch.float64), self.world, self.engine.progress)
+
+    def _run(self, inputs: StepInputs) -> StepTiming:
+        self._wait_for_quiet()
+        self.stepper.seen.clear()
+        before = self.lost_s()
+        with undisturbed(self.preempts):
+            result = self.stepper.run(inputs, 0.0)  # at learning rate 0 weights stay as they are
+        if self.preempts:
+            time.sleep(result.step_time_s)  # the others' turn
+        of_packs = {} if self.shared_cores or self.device.type != "cpu" else self.stepper.seen
+        phases = zip((ENCODE, BACKWARD), result.encoder_times)
+        times = [*((seen.index, seen) for seen in result.pack_times), *phases]
+        return StepTiming(result.step_time_s, self.lost_s() - before, tuple(
+            PackTiming(number, seen.busy_s, seen.blocked_s, lost_of(seen.busy_s, *of_packs.get(number, (0.0, 0.0))),
+                       seen.start_s, seen.end_s) for number, seen in times), self.slowness())
+
+    def slowness(self) -> float:
+        """Of the slowest rank's core, beside it at its best; on a device 1. All ranks are here then."""
+        with undisturbed(self.preempts):
+            mine = self.gauge.slowness() if self.gauge else 1.0
+        return max(self.of_all(mine))
+
+    def _wait_for_quiet(self) -> None:
+        """All ranks begin together, when their cores are as fast as they can be, or have been waited for long enough.
+        """
+        for _ in range(QUIET_LOOKS // 4 if self.spec.quick else QUIET_LOOKS):
+            if self.slowness() <= AT_BEST:
+                return
+            time.sleep(QUIET_LOOK_S)
+
+    def _payloads(self, plan: RankPlan) -> dict[str, Payload]:
+        return {sample.id: payload_of(sample, self.adapter, here) for pack in (*plan.packs, *plan.encoded)
+                for sample, here in zip(pack.samples, encoded_images(pack, self.rank))}
+
+
+def seconds_of(device: torch.device, call: Any) -> float:
+    """What a call takes of the device's time; waits for it."""
+    begin = Moment(device)
+    call()
+    return Moment(device).since_s(begin)

@@ -1,0 +1,37 @@
+"""One part of a measurement on one rank: what every rank calls alike, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from dhp_ray.measure.links import exchanges, group_seconds, one_sided
+from dhp_ray.measure.member import Member
+from dhp_ray.measure.memory import peaks
+from dhp_ray.measure.rounds import rounds_of
+from dhp_ray.measure.timings import PartResult
+
+
+def measure_part(
+    part: str, member: Member, host_group: dist.ProcessGroup | None, timeout: timedelta,
+    progress: Callable[[float], None] = lambda share: None,
+) -> PartResult:
+    """Measure a part of PARTS; every rank calls this alike. `host_group`: all ranks, over gloo; `progress` is told
+    which share is done.
+    """
+    match part:
+        case "exchanges":
+            return PartResult(exchanged=exchanges(member))
+        case "groups":
+            return PartResult(group_s=group_seconds(member, timeout))
+        case "one-sided":
+            return PartResult(one_sided=one_sided(member, host_group))
+        case "memory":
+            return PartResult(peaks=peaks(member))
+    rounds, found = rounds_of(part, member.spec), []
+    for number, round_ in enumerate(rounds):
+        found.append(member.timed(round_))
+        progress((number + 1) / len(rounds))
+    return PartResult(rounds=found)

@@ -1,0 +1,150 @@
+"""The rounds of a measurement: plans, as a run's own, that all ranks run a few times over.
+
+    packs, images     every rank runs the same packs, all at the same time, each alone
+    apart             every rank encodes the same images in the phases around its packs (sync=step)
+    rings             neighbours run packs together, in groups of 2, 4, 8, ..., all
+    rings across      pairs of ranks on different nodes
+
+With sync=micro_batch a pack of each rank makes a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dhp_ray.measure.loads import TEXT_BESIDE_IMAGES, Load, Sizes, image_loads, samples_of, text_loads
+from dhp_ray.planner.cluster import ClusterSpec
+from dhp_ray.planner.plan import GroupPlan, Pack, Plan, Sample, VisionPlan
+
+ROUND_TOKENS = 4
+"""A round holds so many times the tokens of the largest pack, at most: its inputs lie in memory together."""
+
+PARTS = ("packs", "images", "apart", "rings", "rings across", "exchanges", "groups", "one-sided", "memory")
+"""What is measured, in this order. The last four are no rounds (`links.py`, `memory.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What is measured, alike on all ranks: how they synchronise, the node of each (by number), what packs hold;
+    `quick`: fewer packs, fewer times.
+    """
+
+    sync: str
+    nodes: tuple[int, ...]
+    sizes: Sizes
+    quick: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.nodes)
+
+    def degrees(self) -> list[int]:
+        """Of rings inside a node, or over all ranks where each node has one: 2, 4, 8, ... and the most."""
+        most = max(self.nodes.count(node) for node in self.nodes)
+        return sorted({*(2**power for power in range(1, most.bit_length()) if 2**power <= most), most} - {1})
+
+    def groups(self, degree: int) -> list[tuple[int, ...]]:
+        """Neighbours inside their nodes, in groups of so many ranks; who is left over has none."""
+        found = []
+        for node in sorted(set(self.nodes)):
+            ranks = [rank for rank, other in enumerate(self.nodes) if other == node]
+            found += [tuple(ranks[first : first + degree]) for first in range(0, len(ranks) - degree + 1, degree)]
+        return found
+
+    def pairs_across(self) -> list[tuple[int, ...]]:
+        """Ranks of the first two nodes, two by two; none where there is one node."""
+        names = sorted(set(self.nodes))[:2]
+        if len(names) < 2:
+            return []
+        both = [[rank for rank, node in enumerate(self.nodes) if node == name] for name in names]
+        return [tuple(sorted(pair)) for pair in zip(*both)]
+
+
+class Round(NamedTuple):
+    """A plan that is measured, and the part that it belongs to."""
+
+    part: str
+    plan: Plan
+
+
+def parts_of(spec: Spec, shares_memory: bool) -> list[str]:
+    """The parts of PARTS that there is something to measure of. `shares_memory`: ranks of a node can map one another's.
+    """
+    several, images = spec.num_ranks > 1, bool(spec.sizes.grids)
+    across = len(set(spec.nodes)) > 1
+    left_out = {"images": not images, "apart": not images or spec.sync == "micro_batch",
+                "rings": not spec.degrees(), "rings across": not across, "exchanges": not several,
+                "groups": not several, "one-sided": not (several and shares_memory) or across}
+    return [part for part in PARTS if not left_out.get(part)]
+
+
+def rounds_of(part: str, spec: Spec) -> list[Round]:
+    """The rounds of a part, each of several packs a rank, one after the other."""
+    alone = [(rank,) for rank in range(spec.num_ranks)]
+    if part == "packs":
+        return _rounds(part, spec, alone, text_loads(spec.sizes, spec.quick))
+    if part == "images":
+        return _rounds(part, spec, alone, image_loads(spec.sizes, spec.quick))
+    if part == "apart":
+        loads = [load for load in image_loads(spec.sizes, spec.quick) if sum(len(grids) for _, grids in load) > 1]
+        return [Round(part, plan_of([(ranks, load) for ranks in alone], spec, VisionPlan("world")))
+                for load in loads[-(3 if spec.quick else 8) :]]
+    if part == "rings":
+        return [round_ for degree in spec.degrees()
+                for round_ in _rounds(part, spec, spec.groups(degree), _ring_loads(spec, degree), degree)]
+    if part == "rings across":
+        return _rounds(part, spec, spec.pairs_across(), _ring_loads(spec, 2), 2)
+    return []
+
+
+def _ring_loads(spec: Spec, degree: int) -> list[Load]:
+    """Text alone: what is asked of a ring is what it takes above its share of the compute."""
+    loads = text_loads(spec.sizes, True, degree)
+    return loads if degree == 2 or not spec.quick else loads[::2]
+
+
+def _rounds(
+    part: str, spec: Spec, groups: Sequence[tuple[int, ...]], loads: Sequence[Load], degree: int = 1
+) -> list[Round]:
+    return [Round(part, plan_of([(ranks, load) for load in few for ranks in groups], spec))
+            for few in _cut(loads, spec.sizes, degree)]
+
+
+def _cut(loads: Sequence[Load], sizes: Sizes, degree: int) -> Iterator[list[Load]]:
+    """Pieces of so few loads that their inputs fit in memory together."""
+    piece: list[Load] = []
+    for load in loads:
+        if piece and sum(map(sizes.tokens, [*piece, load])) > degree * ROUND_TOKENS * sizes.max_tokens:
+            yield piece
+            piece = []
+        piece.append(load)
+    if piece:
+        yield piece
+
+
+def plan_of(packs: Sequence[tuple[tuple[int, ...], Load]], spec: Spec, vision: VisionPlan | None = None) -> Plan:
+    """A plan of packs in this order: those of one load are of one micro-batch, and their images are dealt out in turn.
+    """
+    samples: list[Sample] = []
+    groups: list[GroupPlan] = []
+    rows: dict[Load, Pack] = {}
+    for ranks, load in packs:
+        if load not in rows:
+            made = samples_of(load, spec.sizes.merge_area, str(len(rows)))
+            rows[load] = Pack(tuple(range(len(samples), len(samples) + len(made))))
+            samples += made
+        num_images = sum(len(grids) for _, grids in load)
+        encoders = tuple(ranks[image % len(ranks)] for image in range(num_images))
+        micro_batch = list(rows).index(load) if spec.sync == "micro_batch" else 0
+        groups.append(GroupPlan(ranks, rows[load], 0.0, 0.0, micro_batch, encoders))
+    cluster = ClusterSpec.of_nodes(spec.nodes, spec.sizes.max_tokens)
+    return Plan("measured", spec.sync, cluster, tuple(samples), tuple(groups), 0.0, 0.0,
+                vision=vision or VisionPlan())
+
+
+def memory_loads(spec: Spec) -> list[Load]:
+    """Two packs by which what a token takes of memory is told, the smaller one first."""
+    most = spec.sizes.max_tokens
+    return [((max(1, most // 4), ()),), ((most, ()),)] if most > TEXT_BESIDE_IMAGES else [((most, ()),)]

@@ -1,0 +1,53 @@
+"""What ranks say of what they measured: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+AT_BEST = 1.08
+"""Cores count as at their best as long as what they take is no more than so many times the least that it ever took."""
+
+
+class PackTiming(NamedTuple):
+    """One rank's part of a pack (or of a phase, by its number in `planner/work.py`): seconds of compute, of waiting for
+    peers, and of those of compute the ones in which others had the rank's core; when it began and ended, in seconds
+    from the step's start.
+    """
+
+    group: int
+    busy_s: float
+    blocked_s: float
+    lost_s: float
+    start_s: float
+    end_s: float
+
+
+class StepTiming(NamedTuple):
+    """One rank's account of a round that it has run once. `slowness`: of the slowest core, beside it at its best."""
+
+    step_s: float
+    lost_s: float
+    packs: tuple[PackTiming, ...]
+    slowness: float = 1.0
+
+
+class Exchanged(NamedTuple):
+    """Every member of a ring of so many ranks passed a message on and took one: median seconds by its bytes."""
+
+    degree: int
+    across: bool
+    seconds: dict[int, float]
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What one rank says of a part: the repeats of each round; or its exchanges, seconds to make groups by degree,
+    one-sided bytes a second by name, (tokens, bytes at the highest moment) of packs.
+    """
+
+    rounds: list[list[StepTiming]] = field(default_factory=list)
+    exchanged: list[Exchanged] = field(default_factory=list)
+    group_s: dict[int, list[float]] = field(default_factory=dict)
+    one_sided: dict[str, list[float]] = field(default_factory=dict)
+    peaks: list[tuple[int, float]] = field(default_factory=list)

@@ -1,0 +1,141 @@
+"""What a measured cost is of: the sections of its file beside the constants, and whether a run is of the same.
+
+    device: {kind: cuda, name: NVIDIA H100 80GB HBM3, count: 8}           on the CPU also `threads` of a rank
+    model: {name: tiny, family: qwen2_5_vl, shape: {...}}                 every number of its `ModelShape`
+    settings: {sync: [step], precision: bf16, activation_checkpointing: false, freeze: [], lora: {}, sharding: whole}
+    versions: {torch: 2.13.0, ...}     measured: {...}     what else was seen, for people
+    intervals: {linear_s: [low, high], ...}     errors: {linear_s: 0.03, ...}
+
+A file without them is one of the older form: nothing is known of it, and it is taken as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dhp_ray.planner.checks import PlanError
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.model_shape import ModelShape
+
+SETTINGS = ("precision", "activation_checkpointing", "freeze", "lora", "sharding")
+"""Of a run, by the names that the user has of them (`train.`)."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The sections `device`, `model` and `settings`."""
+
+    device: Mapping[str, Any]
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: dict(value) for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class CostFile:
+    """A cost, and what it is of (None: the file does not say)."""
+
+    cost: CostModel
+    origin: Origin | None
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostFile:
+        """Raises PlanError: one line that names the file and what is wrong in it."""
+        return cls.parsed(constants_of_file(path), path)
+
+    @classmethod
+    def parsed(cls, tree: Mapping[str, Any], name: str | Path) -> CostFile:
+        """What a file of this name holds. Raises PlanError as `load` does."""
+        try:
+            cost = CostModel.from_json({key: value for key, value in tree.items() if key not in SECTIONS})
+            return cls(cost, origin_of({key: tree[key] for key in SECTIONS if key in tree}))
+        except PlanError as error:
+            raise PlanError(f"{name}: {error}") from None
+
+
+def origin_of(sections: Mapping[str, Any]) -> Origin | None:
+    """The origin that the sections of a file tell of; None where it has none of them.
+
+    Raises:
+        PlanError: a section that is missing or no mapping, an interval or error that is no number of at least 0.
+    """
+    needed = ("device", "model", "settings")
+    if not any(name in sections for name in needed):
+        return None
+    for name in needed:
+        if not isinstance(sections.get(name), Mapping):
+            raise PlanError(f"{name}: got {sections.get(name)!r}; allowed: a section, as jobs/measure.py writes it")
+    for name in ("kind", "name"):
+        if name not in sections["device"]:
+            raise PlanError(f"device.{name}: missing")
+    for name in ("name", "shape"):
+        if name not in sections["model"]:
+            raise PlanError(f"model.{name}: missing")
+    for name in ("sync", *SETTINGS):
+        if name not in sections["settings"]:
+            raise PlanError(f"settings.{name}: missing")
+    for name in ("intervals", "errors"):
+        for key, value in _leaves(sections.get(name, {}), name):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise PlanError(f"{key}: got {value!r}; allowed: a number of at least 0")
+    return Origin(*(dict(sections[name]) for name in needed))
+
+
+def origin_of_run(
+    memory: MemoryModel, model_name: str, lora: Mapping[str, Any], device: Mapping[str, Any]
+) -> Origin:
+    """What a cost has to be of to be this run's. `lora`: what its adapters are made from, empty without them."""
+    settings = memory.settings
+    return Origin(device, {"name": model_name, "family": memory.shape.family, "shape": shape_numbers(memory.shape)}, {
+        "sync": [settings.sync], "precision": settings.precision, "activation_checkpointing": settings.recomputes,
+        "freeze": sorted(settings.frozen), "lora": dict(lora), "sharding": settings.sharding})
+
+
+def shape_numbers(shape: ModelShape) -> dict[str, Any]:
+    """Every number of a shape, in plain lists and mappings."""
+    return {name: [dict(layer) for layer in value] if isinstance(value, tuple) else value
+            for name, value in asdict(shape).items() if name != "family"}
+
+
+def difference(origin: Origin, run: Origin) -> str:
+    """How what a cost was measured for differs from a run, both named; empty: it does not."""
+    of_file, of_run = origin.model["name"], run.model["name"]
+    if origin.model["shape"] != run.model["shape"] or origin.model.get("family") != run.model["family"]:
+        other = " of another shape" if of_file == of_run else ""
+        return f"measured for model {of_file}, and this run trains {of_run}{other}"
+    for key in ("kind", "name", "threads"):
+        if origin.device.get(key) != run.device.get(key):
+            return f"measured on {device_words(origin.device)}, and this run is on {device_words(run.device)}"
+    if not set(run.settings["sync"]) <= set(origin.settings["sync"]):
+        return (f"measured for planner.sync={', '.join(origin.settings['sync'])}, and this run has planner.sync="
+                f"{', '.join(run.settings['sync'])}")
+    for name in SETTINGS:
+        if origin.settings[name] != run.settings[name]:
+            return (f"measured for train.{name}={_words(origin.settings[name])}, and this run has train.{name}="
+                    f"{_words(run.settings[name])}")
+    return ""
+
+
+def device_words(device: Mapping[str, Any]) -> str:
+    threads = f" with {device['threads']} threads a rank" if device.get("threads", 1) != 1 else ""
+    return f"{device['kind']} {device['name']}{threads}".strip()
+
+
+def _words(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _leaves(tree: Any, prefix: str) -> list[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        return [leaf for name, value in tree.items() for leaf in _leaves(value, f"{prefix}.{name}")]
+    if isinstance(tree, list):
+        return [(prefix, value) for value in tree]
+    return [(prefix, tree)]

@@ -1,0 +1,98 @@
+"""Images of a batch that are encoded apart from its packs, as arrays: whole ones, and each part of one that is split.
+
+    image    0    1    1    2        image 1 is in two parts, which exchange
+    ring    -1    0    0   -1
+    rank     2    0    1    2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.image_parts import exchanges, shares
+from dhp_ray.planner.plan import Grid
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import firsts_of, gathered
+from dhp_ray.planner.split_images import exchange_s, part_bytes
+
+
+@dataclass(frozen=True)
+class EncodedImages:
+    """Arrays by image or part. `image`: its number in the batch; `first`: where each image's parts begin; `seconds` of
+    one nominal rank, forward and backward, with what a part exchanges; `patches`; `activation_bytes` from the forward
+    to the backward pass; `rows`: features; `group`: the group that runs its sequence; `ring`: which of the images in
+    parts that exchange it is of, these in plan order, else -1; `encoder`: the rank that encodes it."""
+
+    image: np.ndarray
+    first: np.ndarray
+    seconds: np.ndarray
+    patches: np.ndarray
+    activation_bytes: np.ndarray
+    rows: np.ndarray
+    group: np.ndarray
+    ring: np.ndarray
+    encoder: np.ndarray
+
+    def on_ranks(self, encoder: np.ndarray) -> EncodedImages:
+        return replace(self, encoder=encoder)
+
+    def split(self) -> np.ndarray:
+        """The images in several parts, in the order of the batch."""
+        return np.flatnonzero(np.diff(self.first) > 1)
+
+    def parts(self, image: int) -> slice:
+        return slice(int(self.first[image]), int(self.first[image + 1]))
+
+
+def encoded_images(
+    problem: Problem, rows: np.ndarray, group_of_row: np.ndarray, num_parts: np.ndarray | Mapping[int, int]
+) -> EncodedImages:
+    """Of a batch whose sequences run in the order `rows`, in these groups; `num_parts` of each image, or of those that
+    are split. Nobody encodes them yet."""
+    count, cost = len(problem.all_image_s), problem.cost
+    counts = np.ones(count, dtype=np.int64)
+    if isinstance(num_parts, Mapping):
+        counts[list(num_parts)] = list(num_parts.values())
+    else:
+        counts = num_parts
+    row = np.repeat(np.arange(len(problem.samples)), np.diff(problem.first_image))
+    first, image = firsts_of(counts), np.repeat(np.arange(count), counts)
+    patches = problem.all_image_patches[image]
+    found = EncodedImages(image, first, problem.all_image_s[image], patches, cost.encoder_bytes_per_patch * patches,
+                          problem.all_image_rows[image], group_of_row[row][image], np.full(len(image), -1),
+                          np.zeros(len(image), dtype=np.int64))
+    split = found.split()
+    if not len(split):
+        return found
+    for number in split.tolist():
+        _cut(found, number, grid_of(problem, number), cost)
+    place = np.empty(count, dtype=np.int64)
+    place[gathered(np.arange(count), problem.first_image, rows)[0]] = np.arange(count)
+    rings = [number for number in split.tolist() if found.ring[found.first[number]] >= 0]
+    for ring, number in enumerate(sorted(rings, key=lambda number: int(place[number]))):
+        found.ring[found.parts(number)] = ring
+    return found
+
+
+def _cut(images: EncodedImages, number: int, grid: Grid, cost: CostModel) -> None:
+    """Write the parts of an image over its copies."""
+    parts = images.parts(number)
+    count = parts.stop - parts.start
+    share = np.array(shares(grid, count))
+    images.seconds[parts] = share * images.seconds[parts] + exchange_s(grid, count, cost)
+    images.patches[parts] *= share
+    images.rows[parts] *= share
+    images.activation_bytes[parts] *= share
+    if exchanges(grid, count):
+        images.activation_bytes[parts] = part_bytes(grid, count, cost)
+        images.ring[parts] = 0
+
+
+def grid_of(problem: Problem, image: int) -> Grid:
+    """The patches of an image of the batch."""
+    row = int(np.searchsorted(problem.first_image, image, side="right")) - 1
+    return problem.samples[row].vision_grids[image - int(problem.first_image[row])]

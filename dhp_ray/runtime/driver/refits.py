@@ -1,0 +1,107 @@
+"""The costs that a run plans with: those that it began with, and what measured packs have made of them.
+
+    commit n     seconds of step n's packs --> refit --> the cost in force
+    begin n + 2  the next step whose planning begins takes it
+
+What is in force stands in the plan file of each step, and in each checkpoint, so a run that is resumed goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dhp_ray.config import Config
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.refit import FAR, Observed, Refit, refit, with_factors
+from dhp_ray.planner.work import TERMS, Work
+
+WINDOW = 16
+"""Steps whose packs are looked at."""
+DECAY = 0.75
+"""What a step's packs count for after the next one."""
+MOST_ROWS = 512
+"""Rows of a step that are kept: of more, every second, third, ..."""
+
+Terms = dict[str, float]
+
+
+def wanted(config: Config, cost: CostModel) -> bool:
+    """Whether a run's costs are refitted: as `planner.refit` says, with auto where they were not measured for it. Runs
+    that are to compute the same bits keep theirs, and with them their plans.
+    """
+    if config.planner.refit != "auto":
+        return config.planner.refit == "true"
+    return cost.estimated and not config.train.deterministic
+
+
+@dataclass
+class CostRefits:
+    """Of one run, over all its generations."""
+
+    prior: CostModel | None = None
+    factors: Terms = field(default_factory=dict)
+    on: bool = False
+    _recorded: tuple[Terms, Terms | None] | None = None
+    _window: deque[Observed] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def cost(self) -> CostModel:
+        """In force."""
+        assert self.prior is not None
+        return with_factors(self.prior, self.factors)
+
+    def enter(self, prior: CostModel, on: bool) -> CostModel:
+        """Begin a generation whose costs are these; returns the cost in force. What was seen is kept where constants
+        are as before; factors are kept in any case: they tell of the device.
+        """
+        if self._recorded and on:
+            terms, of = self._recorded
+            self.factors = _factors(terms, prior) if of is None or of == _terms(prior) else {}
+        self._recorded = None
+        if self.prior is None or _terms(self.prior) != _terms(prior) or not on:
+            self._window.clear()
+        self.prior, self.on = prior, on
+        self.factors = self.factors if on else {}
+        return self.cost
+
+    def restore(self, terms: Mapping[str, float], prior: Mapping[str, float] | None = None) -> None:
+        """Have the next generation go on with recorded terms; where `prior` is given, only from the same prior."""
+        if terms:
+            self._recorded = dict(terms), None if prior is None else dict(prior)
+
+    def observe(self, work: Work, busy_s: np.ndarray) -> Refit | None:
+        """Look at a step's packs, but for those that wait for copies to host memory, of which nobody knows how long;
+        returns what has changed, if anything has."""
+        if not self.on or self.prior is None:
+            return None
+        busy_s = np.where(work.waits_s > 0, np.nan, busy_s)
+        every = 1 + len(busy_s) // MOST_ROWS
+        rows = [array[::every] for array in (work.rank, work.amounts, busy_s, np.ones(len(busy_s)))]
+        self._window = deque((seen._replace(weight=DECAY * seen.weight) for seen in self._window), maxlen=WINDOW)
+        self._window.append(Observed(*rows).usable())
+        found = refit(self.prior, self.factors, Observed(*map(np.concatenate, zip(*self._window))))
+        if found:
+            self.factors = found.factors
+        return found
+
+    def to_json(self) -> dict[str, Terms]:
+        """What a checkpoint keeps: the terms in force, and those that they come from; empty where nothing is refitted.
+        """
+        if not self.on or self.prior is None:
+            return {}
+        return {"terms": _terms(self.cost), "prior": _terms(self.prior)}
+
+
+def _terms(cost: CostModel) -> Terms:
+    return {name: getattr(cost, name) for name in TERMS}
+
+
+def _factors(terms: Terms, prior: CostModel) -> Terms:
+    """Those that make `terms` of a prior; none where they are out of bounds, so of another cost."""
+    of = _terms(prior)
+    found = {name: terms[name] / of[name] for name in TERMS if of[name] > 0 and name in terms}
+    return found if all(1 / FAR <= factor <= FAR for factor in found.values()) else {}

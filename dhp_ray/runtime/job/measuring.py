@@ -1,0 +1,238 @@
+"""Measures the costs of a configuration on this machine, without Ray: ranks are processes, one a device (on the CPU one
+a core), and this process collects what they say.
+
+    this process   store | start ranks | ---- progress, results, part by part ---- | fit, cost file
+    each rank      join as a worker would | part after part, with the other ranks | leave
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import NamedTuple, cast
+
+from dhp_ray.comm.device import ACCELERATORS, Accelerator, choose
+from dhp_ray.config import CONF, Config, ConfigError
+from dhp_ray.constraints import check_device
+from dhp_ray.data.families import PRESETS
+from dhp_ray.measure.clock import may_preempt
+from dhp_ray.measure.cost_file import Measured, Session, measured_cost
+from dhp_ray.measure.rounds import Spec, parts_of
+from dhp_ray.measure.timings import PartResult
+from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.derived_cost import Device, derived_cost, described
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.runtime.messages import Membership, RunError
+from dhp_ray.runtime.origins import origin_of
+from dhp_ray.runtime.worker.measuring import MAX_TOKENS, measured_part, member_with, spec_of
+from dhp_ray.runtime.worker.rank import Rank
+from dhp_ray.runtime.worker.run_model import StateSize, state_size
+
+JOIN_S = 300.0
+"""How long the ranks may take until the first of them says something."""
+SILENT_S = 900.0
+"""How long they may take from one thing that they say to the next."""
+
+Progress = Callable[[str, float], None]
+"""Told what is measured, and which share of all is done."""
+
+
+class Request(NamedTuple):
+    """What is to be measured, and how: `ranks` 0: as many as there is room for; `preempts`: no other process has the
+    ranks' cores while a step runs.
+    """
+
+    name: str
+    ranks: int = 0
+    max_tokens: int = 0
+    quick: bool = False
+    preempts: bool = False
+
+
+def measure_here(config: Config, request: Request, progress: Progress = lambda what, share: None) -> Measured:
+    """Measure and fit the costs of a configuration on this machine.
+
+    Raises:
+        ConfigError: a device, model or number that this machine does not have.
+        MeasureError: too few packs.
+        RunError: a rank failed; one line.
+    """
+    accelerator, size, num_ranks = _checked(config, request)
+    if request.preempts and not may_preempt():
+        raise ConfigError("preempt: got true; this process may not (it needs root, or CAP_SYS_NICE); allowed: false")
+    syncs = SYNCS if config.planner.sync == "auto" else (config.planner.sync,)
+    memory = memory_here(config, size, accelerator, syncs[0], num_ranks)
+    tokens = max_tokens(request, memory, accelerator)
+    specs = [spec_of(config, size.shape, sync, ["here"] * num_ranks, tokens, request.quick) for sync in syncs]
+    sessions = _collected(config, specs, accelerator, request.preempts, progress)
+    origin = origin_of(config, memory, accelerator.name, accelerator.model_name(), num_ranks)
+    origin = replace(origin, settings=dict(origin.settings) | {"sync": list(syncs)})
+    return measured_cost(sessions, origin, memory, known_cost(memory, accelerator), request.name)
+
+
+def _checked(config: Config, request: Request) -> tuple[Accelerator, StateSize, int]:
+    try:
+        accelerator = choose(config.cluster.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    config.cluster.device = accelerator.name
+    check_device(config)
+    for name, value in (("train.activation_checkpointing", config.train.activation_checkpointing),
+                        ("train.sharding", config.train.sharding)):
+        if value == "auto":
+            raise ConfigError(f"{name}: got auto; allowed here: the value that is to be measured")
+    if config.model.preset and config.model.preset not in PRESETS:
+        raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
+    try:
+        size = state_size(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    there = accelerator.num_devices() if accelerator.name != "cpu" else len(os.sched_getaffinity(0))
+    if request.ranks > there:
+        raise ConfigError(f"ranks: got {request.ranks}; this machine has {there} {accelerator.name} "
+                          f"{'cores' if accelerator.name == 'cpu' else 'devices'}; allowed: at most {there}")
+    return accelerator, size, request.ranks or min(there, config.cluster.num_workers)
+
+
+def memory_here(
+    config: Config, size: StateSize, accelerator: Accelerator, sync: str, num_ranks: int
+) -> MemoryModel:
+    """What a rank needs to train so on this machine's devices."""
+    train = config.train
+    return MemoryModel(size.shape, MemorySettings(
+        sync=sync, world_size=num_ranks, precision=train.precision,
+        recomputes=train.activation_checkpointing == "true", frozen=tuple(train.freeze), device=accelerator.name,
+        bucket_bytes=int(train.bucket_mb * 2**20), largest_image=config.data.max_pixels // size.shape.token_pixels,
+        sharding=train.sharding if sync == "step" else "whole", node_ranks=num_ranks, adapters=size.adapters,
+        drops=train.lora.dropout > 0))
+
+
+def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) -> int:
+    """Tokens of the largest pack on one rank: what was asked for, or as many as are worth it; no more than fit."""
+    memory_bytes = 0.8 * accelerator.memory_bytes() / (memory.settings.world_size if accelerator.name == "cpu" else 1)
+    fitting = memory.tokens_that_fit(memory_bytes)
+    if fitting < 1:
+        needed = sum(memory.resident().values())
+        raise ConfigError(f"model: its state needs {needed / 2**30:.3g} GiB on each of {memory.settings.world_size} "
+                          f"ranks, which have {memory_bytes / 2**30:.3g} GiB; allowed: fewer ranks, or a smaller model")
+    if request.max_tokens > fitting:
+        raise ConfigError(f"max_tokens: got {request.max_tokens}; allowed: at most {fitting}, which fit on a rank")
+    return request.max_tokens or min(fitting, MAX_TOKENS[accelerator.name] // (2 if request.quick else 1))
+
+
+def known_cost(memory: MemoryModel, accelerator: Accelerator) -> CostModel:
+    """What is known without measuring: derived from the device's description, else the file of its kind."""
+    device: Device | None = described(CONF / "device", accelerator.model_name()) if accelerator.name != "cpu" else None
+    if device:
+        return derived_cost(memory, device, 1)
+    return CostModel.load(CONF / "cost" / f"{accelerator.name}.yaml")
+
+
+def _collected(
+    config: Config, specs: Sequence[Spec], accelerator: Accelerator, preempts: bool, progress: Progress
+) -> list[Session]:
+    """Run the ranks, and take what they say, to the end.
+
+    Raises:
+        RunError: one of them raised, died, or says nothing any more.
+    """
+    import torch.distributed as dist
+
+    num_ranks = specs[0].num_ranks
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes: list[Connection] = []
+    processes = []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, daemon=True,
+                                  args=(theirs, config, list(specs), accelerator.name, preempts, rank, store.port))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        found = _received(pipes, specs, accelerator, progress)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+    return [Session(spec, {part: [found[rank, number, part] for rank in range(num_ranks)]
+                           for part in parts_of_session(spec, number, accelerator)})
+            for number, spec in enumerate(specs)]
+
+
+def parts_of_session(spec: Spec, number: int, accelerator: Accelerator) -> list[str]:
+    """The parts of session `number`: links and memory are measured in the first one alone."""
+    parts = parts_of(spec, accelerator.shares_memory)
+    return parts if number == 0 else ["images" if "images" in parts else "packs"]
+
+
+def _received(
+    pipes: Sequence[Connection], specs: Sequence[Spec], accelerator: Accelerator, progress: Progress
+) -> dict[tuple[int, int, str], PartResult]:
+    todo = [(number, part) for number, spec in enumerate(specs)
+            for part in parts_of_session(spec, number, accelerator)]
+    found: dict[tuple[int, int, str], PartResult] = {}
+    heard_s, limit_s = time.monotonic(), JOIN_S
+    while len(found) < len(todo) * len(pipes):
+        ready = wait(list(pipes), timeout=1.0)
+        if time.monotonic() - heard_s > limit_s:
+            raise RunError(f"measure: the ranks have said nothing for {limit_s:g} s")
+        for pipe in cast("list[Connection]", ready):
+            rank = pipes.index(pipe)
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                raise RunError(f"measure: rank {rank} died (out of memory, most likely)") from None
+            if kind == "error":
+                raise RunError(f"measure: rank {rank}: {value}")
+            heard_s, limit_s = time.monotonic(), SILENT_S
+            number, part, result = value
+            if kind == "part":
+                found[rank, number, part] = result
+            if rank == 0:
+                done = todo.index((number, part)) + (1.0 if kind == "part" else result)
+                progress(f"{part}, sync={specs[number].sync}", done / len(todo))
+    return found
+
+
+def _tell_share(pipe: Connection, number: int, part: str, share: float) -> None:
+    pipe.send(("share", (number, part, share)))
+
+
+def _rank_main(
+    pipe: Connection, config: Config, specs: list[Spec], device: str, preempts: bool, rank: int, port: int
+) -> None:
+    import torch
+
+    try:
+        threads = max(1, int(config.cluster.cpus_per_worker))
+        accelerator = ACCELERATORS[device]
+        cores = sorted(os.sched_getaffinity(0))
+        if device == "cpu":
+            if specs[0].num_ranks * threads <= len(cores):  # one that moves between cores takes longer, now and then
+                os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
+            torch.set_num_threads(threads)
+        accelerator.activate(rank if device != "cpu" else 0)
+        for number, spec in enumerate(specs):
+            one = replace(config, planner=replace(config.planner, sync=spec.sync))
+            nodes = tuple(f"node {node}" for node in spec.nodes)
+            place = Membership(rank, spec.num_ranks, number + 1, "127.0.0.1", port, nodes=nodes)
+            member = Rank(one, place, accelerator)
+            measuring = member_with(member, spec, len(cores), preempts)
+            for part in parts_of_session(spec, number, accelerator):
+                result = measured_part(member, measuring, part, partial(_tell_share, pipe, number, part))
+                pipe.send(("part", (number, part, result)))
+            member.close()
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(("error", " ".join(f"{type(error).__name__}: {error}".split())))

@@ -1,0 +1,91 @@
+"""A run's rank as a member of a measurement: what is measured for a configuration, and one part of it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from dhp_ray.comm.device import CPU
+from dhp_ray.config import Config
+from dhp_ray.measure.loads import Sizes
+from dhp_ray.measure.member import Member
+from dhp_ray.measure.parts import measure_part
+from dhp_ray.measure.rounds import Spec, parts_of
+from dhp_ray.measure.timings import PartResult
+from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.plan import Grid
+from dhp_ray.runtime.worker.prefetch import processor_spec
+from dhp_ray.runtime.worker.rank import Rank
+
+MeasuredPart = tuple[Spec, PartResult | None]
+"""What is measured, and what a rank says of one part (None: there is nothing of it to measure)."""
+
+MAX_TOKENS = {"cpu": 4096, "cuda": 32768, "npu": 32768}
+"""Longer packs are not measured, where a rank would hold some: what they take follows from the others. Half as long
+ones where it is to be quick.
+"""
+SMALLEST_SIDE = 56
+"""Pixels of the smallest image's sides."""
+NUM_SIDES = 4
+WIDE = (5, 2)
+"""Width and height of one more image are in this ratio."""
+
+
+def spec_of(
+    config: Config, shape: ModelShape, sync: str, nodes: Sequence[str], max_tokens: int, quick: bool = False
+) -> Spec:
+    """What is measured for a run of this configuration; `nodes`: that of each rank, by any name."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    grids = image_grids(config, shape, max_tokens) if shape.vision else ()
+    return Spec(sync=sync, nodes=tuple(numbers[node] for node in nodes),
+                sizes=Sizes(max_tokens, grids, shape.merge_area), quick=quick)
+
+
+def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Grid, ...]:
+    """Grids of images of growing size, as the run's own processor cuts them; none has more than half of a pack."""
+    processor = processor_spec(config).load()
+    most = math.isqrt(int(min(config.data.max_pixels, shape.token_pixels * max_tokens / 2)))
+    sides = [SMALLEST_SIDE * (most / SMALLEST_SIDE) ** (step / (NUM_SIDES - 1)) for step in range(NUM_SIDES)]
+    sizes = [(int(side), int(side)) for side in sides]
+    sizes.append((int(sides[2] * math.sqrt(WIDE[0] / WIDE[1])), int(sides[2] * math.sqrt(WIDE[1] / WIDE[0]))))
+    grids = {processor.grid_of(size) for size in sizes if min(size) > 0}
+    return tuple(sorted((grid for grid in grids if math.prod(grid) // shape.merge_area <= max_tokens / 2),
+                        key=math.prod))
+
+
+def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredPart:
+    """What a run's rank, which has joined its generation, says of a part: of packs of as many tokens as it holds, or of
+    MAX_TOKENS, and quickly, for a run waits. Every rank calls this alike.
+    """
+    assert rank is not None
+    membership = rank.membership
+    nodes = membership.nodes or ("",) * membership.world_size
+    shape = type(rank.adapter).shape(rank.adapter.module.config)
+    tokens = min(tokens_per_rank, MAX_TOKENS[rank.accelerator.name])
+    spec = spec_of(rank.config, shape, rank.mode.sync, nodes, tokens, quick=True)
+    if part not in parts_of(spec, rank.accelerator.shares_memory):
+        return spec, None
+    return spec, measured_part(rank, member_with(rank, spec, len(os.sched_getaffinity(0))), part)
+
+
+def member_with(rank: Rank, spec: Spec, num_cores: int, preempts: bool = False) -> Member:
+    """A rank that has joined its generation. Its state is worth nothing afterwards. `num_cores`: of its node, for all
+    of its ranks together. `preempts`: its steps run before all other processes.
+    """
+    threads = max(1, int(rank.config.cluster.cpus_per_worker))
+    here = spec.nodes.count(spec.nodes[rank.membership.rank])
+    return Member(rank.membership.rank, spec, rank.adapter, rank.engine, rank.stepper.transport, rank.stepper.world,
+                  rank.accelerator, rank.device, rank.config.train.precision,
+                  shared_cores=here * threads > num_cores, preempts=preempts)
+
+
+def measured_part(
+    rank: Rank, member: Member, part: str, progress: Callable[[float], None] = lambda share: None
+) -> PartResult:
+    """What this rank says of a part that there is something to measure of; every rank calls this alike."""
+    host_group: dist.ProcessGroup | None = rank.state_group if rank.accelerator is CPU else None
+    return measure_part(part, member, host_group, timedelta(seconds=rank.config.comm.timeout_s), progress)

@@ -1,0 +1,76 @@
+"""What ranks would say that measure in a world of known costs: every pack takes what these say, with noise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from dhp_ray.measure.links import MESSAGE_BYTES
+from dhp_ray.measure.rounds import Spec, parts_of, rounds_of
+from dhp_ray.measure.timings import Exchanged, PackTiming, PartResult, StepTiming
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.work import work_of
+
+TRUE = CostModel(4e-8, 5.5e-5, 4608.0, 0.012, {"intra": {2: 5e8}, "inter": {2: 1e8}}, communication="ring",
+                 latency_s=2.5e-3, pack_s=6e-3, group_s=0.004, vision_quadratic_s=1.8e-8, vision_linear_s=2e-5,
+                 encoder_pass_s=3e-3, attention_block=512, vision_forward=0.3)
+GATHER_S, UPDATE_S, FIRST_MESSAGE_S, REPEATS = 0.03, 0.007, 1e-4, 5
+
+
+def results_of(spec: Spec, noise: float = 0.0, seed: int = 0, disturbed: float = 0.0) -> dict[str, list[PartResult]]:
+    """Of every part, by rank. `disturbed`: the share of repeats with cores that are half as fast."""
+    draw = np.random.default_rng(seed)
+    found: dict[str, list[PartResult]] = {}
+    for part in parts_of(spec, shares_memory=True):
+        rounds = [_round(round_.plan, spec, draw, noise, disturbed) for round_ in rounds_of(part, spec)]
+        found[part] = [PartResult(rounds=[round_[rank] for round_ in rounds]) for rank in range(spec.num_ranks)]
+    for rank in range(spec.num_ranks):
+        own = {"exchanges": PartResult(exchanged=_exchanged(spec, draw, noise)),
+               "groups": PartResult(group_s={2: [TRUE.group_s * (1 + place / 10) for place in range(-2, 3)]}),
+               "one-sided": PartResult(one_sided={"read_bytes_per_s": [1e9, 2e9, 3e9]}),
+               "memory": PartResult(peaks=[(128, 2e6), (512, 1e7 + rank)])}
+        for part, result in own.items():
+            if part in found:
+                found[part][rank] = result
+    return found
+
+
+def _exchanged(spec: Spec, draw: np.random.Generator, noise: float) -> list[Exchanged]:
+    kinds = [(degree, False, 5e8) for degree in spec.degrees()] + [(2, True, 1e8)] * bool(spec.pairs_across())
+    return [Exchanged(degree, across, {size: (FIRST_MESSAGE_S + size / rate) * (1 + noise * draw.normal())
+                                       for size in MESSAGE_BYTES}) for degree, across, rate in kinds]
+
+
+def _round(
+    plan: Plan, spec: Spec, draw: np.random.Generator, noise: float, disturbed: float
+) -> list[list[StepTiming]]:
+    """The repeats of each rank."""
+    plan = replace(plan, inputs={"cost": TRUE.to_json()})
+    work, rate = work_of(plan), TRUE.rates(max(2, spec.num_ranks))
+    busy_s = dict(zip(zip(work.rank.tolist(), work.group.tolist()), work.seconds(TRUE).tolist()))
+    found: list[list[StepTiming]] = [[] for _ in range(spec.num_ranks)]
+    for _ in range(REPEATS):
+        slow = 1.5 if draw.random() < disturbed else 1.0
+        for rank in range(spec.num_ranks):
+            clock, packs = 0.001, []
+            for (owner, group), seconds in busy_s.items():
+                if owner != rank:
+                    continue
+                blocked_s = 0.0
+                if group >= 0 and plan.groups[group].degree > 1:
+                    degree = plan.groups[group].degree
+                    across = plan.cluster.crosses(plan.groups[group].ranks)
+                    tokens = sum(plan.samples[row].num_tokens for row in plan.groups[group].pack.sequences)
+                    blocked_s = ((degree - 1) * TRUE.latency_s
+                                 + tokens * float(rate[degree].across_s if across else rate[degree].inside_s))
+                lost_s = 0.01 * draw.random()
+                own_s = slow * seconds * (1 + noise * draw.normal()) + lost_s
+                blocked_s += GATHER_S * (spec.sync == "micro_batch")
+                packs.append(PackTiming(group, own_s, blocked_s, lost_s, clock, clock + own_s + blocked_s))
+                clock += own_s + blocked_s
+            after_s = UPDATE_S if spec.sync == "micro_batch" else TRUE.fixed_s
+            lost_s = sum(pack.lost_s for pack in packs)
+            found[rank].append(StepTiming(clock - 0.001 + after_s, lost_s, tuple(packs), slow))
+    return found

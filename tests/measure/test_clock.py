@@ -1,0 +1,76 @@
+"""What a thread loses to others, with a real competitor on its core."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dhp_ray.measure.clock import Gauge, lost_of, lost_s, may_preempt, undisturbed
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no sched_setaffinity")
+
+
+@pytest.fixture
+def shared_core() -> Iterator[None]:
+    """This process and one that never rests, on one core."""
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    program = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    rival = subprocess.Popen([sys.executable, "-c", program])
+    os.sched_setaffinity(0, {core})
+    try:
+        time.sleep(0.3)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        rival.kill()
+        rival.wait()
+
+
+def busy(seconds: float) -> tuple[float, float]:
+    """(on the clock, lost to others) for so many seconds of compute."""
+    lost, begin, computed = lost_s(), time.perf_counter(), time.thread_time()
+    while time.thread_time() - computed < seconds:
+        pass
+    return time.perf_counter() - begin, lost_s() - lost
+
+
+def test_what_is_lost_is_what_the_clock_shows_beyond_the_compute(shared_core: None) -> None:
+    clock_s, lost = busy(0.3)
+    assert lost > 0.1
+    assert clock_s - lost == pytest.approx(0.3, rel=0.1)
+
+
+def test_a_short_span_is_never_taken_for_shorter_than_its_compute(shared_core: None) -> None:
+    """The core changes hands between two looks at what is lost, outside of the span that is timed."""
+    clipped, found = [], []
+    for _ in range(1500):
+        lost, computed = lost_s(), time.thread_time()
+        clock_s, _ = busy(2e-4)
+        lost, computed = lost_s() - lost, time.thread_time() - computed
+        clipped.append(clock_s - min(lost, clock_s))
+        found.append(clock_s - lost_of(clock_s, lost, computed))
+    assert min(clipped) < 1e-4  # what this is about
+    assert min(found) > 1.9e-4
+
+
+@pytest.mark.skipif(not may_preempt(), reason="this process may not run before others")
+def test_undisturbed_nothing_is_lost_and_afterwards_all_is_as_before(shared_core: None) -> None:
+    with undisturbed():
+        assert os.sched_getscheduler(0) == os.SCHED_RR
+        clock_s, lost = busy(0.3)
+    assert lost < 0.03
+    assert clock_s == pytest.approx(0.3, rel=0.1)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_a_core_that_is_shared_is_slower_than_at_its_best() -> None:
+    gauge = Gauge()
+    assert gauge.slowness() >= 1.0
+    gauge.best_s /= 2  # as if it had once been twice as fast
+    assert gauge.slowness() >= 1.9

@@ -1,0 +1,115 @@
+"""Cost files of worlds whose costs are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dhp_ray.measure.cost_file import Measured, Session, measured_cost, write
+from dhp_ray.measure.picture import draw
+from dhp_ray.planner import CostModel
+from dhp_ray.planner.cost_origin import CostFile, Origin, difference, origin_of_run
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings
+from tests.measure.known_world import GATHER_S, TRUE, UPDATE_S, results_of
+from tests.measure.specs import spec
+from tests.published_configs import shape_of
+
+MEMORY = MemoryModel(shape_of("3B", 3), MemorySettings(sync="step", world_size=2, precision="bf16", recomputes=False))
+KNOWN = CostModel(1e-9, 1e-6, 1.0, 0.5, {"intra": 3e11, "inter": 4e10}, communication="ring", latency_s=0.25,
+                  overlap=0.75, group_s=0.125)
+SPEC = spec(quick=False, sizes=spec().sizes._replace(max_tokens=2048))
+
+
+def origin() -> Origin:
+    return origin_of_run(MEMORY, "three", {}, {"kind": "cuda", "name": "NVIDIA H100", "count": 2})
+
+
+def measured(*syncs: str, **changed: Any) -> Measured:
+    specs = [replace(SPEC, sync=sync, **changed) for sync in syncs or ("step",)]
+    return measured_cost([Session(of, results_of(of, 0.02)) for of in specs], origin(), MEMORY, KNOWN, "known")
+
+
+def test_a_file_that_is_written_is_read_as_it_was_fitted(tmp_path: Path) -> None:
+    found = measured()
+    write(found, tmp_path / "new" / "cost.yaml")
+    read = CostFile.load(tmp_path / "new" / "cost.yaml")
+    assert read.origin is not None
+    assert difference(read.origin, origin()) == ""
+    for name in ("quadratic_s", "linear_s", "pack_s", "vision_forward"):
+        assert getattr(read.cost, name) == pytest.approx(getattr(TRUE, name), rel=0.2)
+    assert read.cost.comm_bytes_per_token == 3 * 2 * 2 * 128 * (2 + 2 + 4)  # layers, keys and values, heads, widths
+    assert read.cost.group_s == TRUE.group_s
+    assert not read.cost.estimated
+    tree = yaml.safe_load((tmp_path / "new" / "cost.yaml").read_text())
+    assert tree["measured"]["derived"] == ["bandwidth_bytes_per_s.inter"]
+    assert tree["bandwidth_bytes_per_s"]["inter"] == tree["bandwidth_bytes_per_s"]["intra"]
+    for name in ("linear_s", "vision_forward", "fixed_s.step", "latency_s", "group_s", "bandwidth_bytes_per_s.intra.2"):
+        low, high = tree["intervals"][name]
+        assert 0 <= low <= high
+    assert set(tree["errors"]["packs"]) == {"median", "mean", "worst"}
+    assert tree["errors"]["packs"]["median"] < 0.05
+    assert tree["errors"]["linear_s"] < 0.05
+    assert tree["errors"]["rings"]["median"] < 0.05
+    head = (tmp_path / "new" / "cost.yaml").read_text().splitlines()[0]
+    assert head.startswith("# Measured by jobs/measure.py on 2 ranks of cuda NVIDIA H100.")
+
+
+def test_both_modes_in_one_file() -> None:
+    found = measured("step", "micro_batch")
+    assert found.cost.fixed_s_by_sync == {"step": found.cost.fixed_s, "micro_batch": pytest.approx(GATHER_S, rel=0.2)}
+    assert found.cost.fixed_s == pytest.approx(TRUE.fixed_s, rel=0.01)
+    assert found.cost.update_s == pytest.approx(UPDATE_S, rel=0.01)
+    alone = measured("micro_batch")
+    assert alone.cost.fixed_s == pytest.approx(GATHER_S, rel=0.2)
+    assert alone.cost.fixed_s_by_sync == {}
+    assert alone.cost.linear_s == pytest.approx(TRUE.linear_s, rel=0.2)
+
+
+def test_the_table_has_every_constant_that_was_measured() -> None:
+    found = measured("step", "micro_batch", nodes=(0, 0, 1, 1))
+    lines = found.table().splitlines()
+    assert lines[0] == "known: 2 ranks of cuda NVIDIA H100, sync=step, bf16, packs of up to 2048 tokens"
+    values = {words[0]: words[1:] for words in map(str.split, lines[2:-2])}
+    assert set(found.sections["intervals"]) < set(values)
+    low, high = found.sections["intervals"]["linear_s"]
+    assert values["linear_s"] == [f"{found.cost.linear_s:.4g}", f"{low:.4g}", "to", f"{high:.4g}",
+                                  f"{100 * found.sections['errors']['linear_s']:.1f}", "%"]
+    assert float(values["fixed_s.micro_batch"][0]) == pytest.approx(GATHER_S, rel=0.2)
+    assert float(values["bandwidth_bytes_per_s.inter.2"][0]) == pytest.approx(1e8, rel=0.1)
+    assert lines[-1].startswith(f"{found.sections['measured']['packs']} packs, ")
+    assert measured(nodes=(0,)).table().splitlines()[-1] == (
+        "not measured here, but derived: bandwidth_bytes_per_s.intra, bandwidth_bytes_per_s.inter, latency_s, overlap, "
+        "group_s")
+
+
+def test_one_rank_takes_what_it_cannot_measure_from_what_is_known() -> None:
+    found = measured(nodes=(0,))
+    cost = found.cost
+    assert (cost.bandwidth_bytes_per_s, cost.latency_s, cost.overlap, cost.group_s) == (
+        KNOWN.bandwidth_bytes_per_s, KNOWN.latency_s, KNOWN.overlap, KNOWN.group_s)
+    assert found.sections["measured"]["derived"] == ["bandwidth_bytes_per_s.intra", "bandwidth_bytes_per_s.inter",
+                                                     "latency_s", "overlap", "group_s"]
+
+
+def test_links_across_nodes_are_their_own() -> None:
+    found = measured(nodes=(0, 0, 1, 1))
+    assert found.cost.bandwidth_bytes_per_s["intra"][2] == pytest.approx(5e8, rel=0.1)
+    assert found.cost.bandwidth_bytes_per_s["inter"][2] == pytest.approx(1e8, rel=0.1)
+    assert found.sections["measured"]["derived"] == []
+
+
+def test_a_frozen_encoder_has_no_backward_pass() -> None:
+    frozen = MemoryModel(MEMORY.shape, replace(MEMORY.settings, frozen=("vision",)))
+    found = measured_cost([Session(SPEC, results_of(SPEC))], origin(), frozen, KNOWN, "known")
+    assert found.cost.vision_forward == 1.0
+
+
+def test_the_picture_is_one(tmp_path: Path) -> None:
+    draw(measured(), tmp_path / "cost.png")
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "cost.png").stat().st_size > 10_000

@@ -1,0 +1,98 @@
+"""Real ranks that measure: what they say of rounds, links and memory, and that their weights stay as they were."""
+
+from __future__ import annotations
+
+import pytest
+
+from dhp_ray.comm.device import CPU
+from dhp_ray.config import load
+from dhp_ray.measure.links import MESSAGE_BYTES
+from dhp_ray.measure.loads import Sizes
+from dhp_ray.measure.rounds import Spec, rounds_of
+from dhp_ray.measure.timings import PartResult
+from dhp_ray.planner.work import BACKWARD, ENCODE
+from dhp_ray.runtime.messages import Membership
+from dhp_ray.runtime.worker.measuring import measured_part, member_with
+from dhp_ray.runtime.worker.rank import Rank
+from tests.measure.specs import spec
+from tests.ranks import run_processes
+
+SMALL = Sizes(96, ((1, 4, 4), (1, 8, 8)), 4)
+
+
+def measured(
+    rank: int, port: int, of: Spec, overrides: list[str], parts: list[str]
+) -> tuple[dict[str, PartResult], float]:
+    """What a rank says of each part; how far its weights have moved."""
+    config = load(["model.preset=tiny", "run.dir=unused", f"planner.sync={of.sync}", *overrides])
+    nodes = tuple(f"node {node}" for node in of.nodes)
+    member = Rank(config, Membership(rank, of.num_ranks, 1, "127.0.0.1", port, nodes=nodes), CPU)
+    before = member.engine.full_parameters()
+    found = {part: measured_part(member, member_with(member, of, num_cores=64), part) for part in parts}
+    after = member.engine.full_parameters()
+    moved = max((float((after[name] - value).abs().max()) for name, value in before.items()), default=0.0)
+    member.close()
+    return found, moved
+
+
+def test_two_ranks_measure_every_part() -> None:
+    of = spec(sizes=SMALL)
+    parts = ["packs", "apart", "rings", "exchanges", "groups", "one-sided", "memory"]
+    by_rank = run_processes(measured, 2, of, [], parts, timeout_s=240)
+    for found, moved in by_rank:
+        assert moved == 0.0
+        for part in ("packs", "apart", "rings"):
+            rounds = rounds_of(part, of)
+            assert len(found[part].rounds) == len(rounds)
+            for repeats in found[part].rounds:
+                assert len(repeats) >= 3
+                for step in repeats:
+                    assert all(0 <= pack.lost_s <= pack.busy_s for pack in step.packs)
+                    assert all(pack.end_s <= step.step_s for pack in step.packs)
+                    numbers = [pack.group for pack in step.packs]
+                    assert {ENCODE, BACKWARD} <= set(numbers) if part == "apart" else min(numbers) >= 0
+        assert all(pack.blocked_s > 0 for step in found["rings"].rounds[0] for pack in step.packs)
+        exchanged, = found["exchanges"].exchanged
+        assert (exchanged.degree, exchanged.across) == (2, False)
+        assert exchanged.seconds.keys() == set(MESSAGE_BYTES)
+        assert exchanged.seconds[MESSAGE_BYTES[-1]] > exchanged.seconds[MESSAGE_BYTES[0]] > 0
+        assert min(found["groups"].group_s[2]) > 0
+        assert min(found["one-sided"].one_sided["read_bytes_per_s"]) > 1e7
+        assert min(found["one-sided"].one_sided["add_bytes_per_s"]) > 1e7
+        assert [tokens for tokens, _ in found["memory"].peaks] == [24, 96]
+    repeats = [[len(repeats) for repeats in found["packs"].rounds] for found, _ in by_rank]
+    assert repeats[0] == repeats[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sync", "overrides"), [
+    ("micro_batch", []), ("step", ["train.sharding=node"]), ("step", ["train.activation_checkpointing=true"]),
+    ("step", ["train.freeze=[vision]"])])
+def test_every_way_to_train_is_measured(sync: str, overrides: list[str]) -> None:
+    of = spec(sync=sync, sizes=SMALL)
+    parts = ["packs", "images", "rings", "memory"] + ["apart"] * (sync == "step")
+    frozen = "train.freeze=[vision]" in overrides
+    for found, moved in run_processes(measured, 2, of, overrides, parts, timeout_s=300):
+        assert moved == 0.0
+        for step in found["images"].rounds[0]:
+            assert [pack.group for pack in step.packs] == sorted(pack.group for pack in step.packs)
+        if "apart" in parts:
+            phases = [[pack.group for pack in step.packs if pack.group < 0] for step in found["apart"].rounds[0]]
+            assert phases[0] == ([ENCODE] if frozen else [ENCODE, BACKWARD])
+
+
+@pytest.mark.slow
+def test_one_rank_measures_what_it_can() -> None:
+    (found, moved), = run_processes(measured, 1, spec(1, sizes=SMALL), [], ["packs", "memory"])
+    assert moved == 0.0
+    assert len(found["packs"].rounds) > 1
+
+
+@pytest.mark.slow
+def test_pairs_on_two_nodes_are_links_across() -> None:
+    of = spec(nodes=(0, 1), sizes=SMALL)
+    for found, _ in run_processes(measured, 2, of, [], ["exchanges", "rings across"]):
+        assert [(ring.degree, ring.across) for ring in found["exchanges"].exchanged] == [(2, True)]
+        assert found["rings across"].rounds
+
+

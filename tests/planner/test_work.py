@@ -1,0 +1,116 @@
+"""What ranks compute in a plan, beside the cost formulas reckoned sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
+from dhp_ray.planner.plan import GroupPlan, Pack, SplitImage, VisionPlan
+from dhp_ray.planner.work import BACKWARD, ENCODE, PAID_ONCE, TERMS, work_of
+from dhp_ray.train.results import PackTime, StepResult, busy_s_of
+
+COST = CostModel(2e-6, 1e-3, 100.0, 0.5, {2: 1e6}, communication="ring", latency_s=0.1, pack_s=0.02,
+                 vision_quadratic_s=1e-5, vision_linear_s=1e-3, encoder_pass_s=0.05, attention_block=64)
+SAMPLES = [Sample("long", 900), Sample("short", 100), Sample("image", 60, 16, ((1, 8, 8),)),
+           Sample("clip", 80, 48, ((2, 4, 8), (1, 8, 16)))]
+
+
+def planned(num_ranks: int = 3, **options: str) -> Plan:
+    return plan_batch(SAMPLES, ClusterSpec(num_ranks, num_ranks, 512 if num_ranks > 1 else 4096), COST, **options)
+
+
+def rows_s(plan: Plan) -> dict[tuple[int, int], float]:
+    """Seconds of each rank's part of each pack, images in packs."""
+    found = {}
+    for number, group in enumerate(plan.groups):
+        samples = [plan.samples[row] for row in group.pack.sequences]
+        text_s = sum(COST.attention_s(sample.num_tokens) + COST.linear_s * sample.num_tokens for sample in samples)
+        images_s = [image_s for sample in samples for image_s in COST.image_s(sample)]
+        for rank in group.ranks:
+            own = [image_s for image_s, encoder in zip(images_s, group.encoders, strict=True) if encoder == rank]
+            found[rank, number] = (text_s / group.degree + COST.pack_s + sum(own)
+                                   + COST.encoder_pass_s * bool(own))
+    return found
+
+
+def test_every_part_of_every_pack_is_reckoned_as_the_cost_model_does() -> None:
+    plan = planned(encoder="group")
+    work, expected = work_of(plan), rows_s(plan)
+    assert max(group.degree for group in plan.groups) >= 2
+    rows = zip(work.rank.tolist(), work.group.tolist())
+    assert dict(zip(rows, work.seconds(COST).tolist())) == pytest.approx(expected)
+    assert sorted(work.rank.tolist()) == work.rank.tolist()
+    assert work.amounts.shape[1] == len(TERMS)
+    totals = [sum(seconds for (rank, _), seconds in expected.items() if rank == own) for own in range(3)]
+    assert work.seconds_of_ranks(COST, 3) == pytest.approx(totals)
+    assert work.seconds_of_ranks(COST, 3, PAID_ONCE) == pytest.approx(
+        [COST.pack_s * sum(rank in group.ranks for group in plan.groups) for rank in range(3)])
+
+
+def test_one_rank_alone_takes_what_its_plan_says() -> None:
+    plan = planned(1, encoder="group")
+    assert work_of(plan).seconds(COST).sum() == pytest.approx(plan.predicted_time_s - plan.fixed_s)
+
+
+@pytest.mark.parametrize(("keeps", "forward", "shares"), [
+    (True, 0.25, {ENCODE: 0.25, BACKWARD: 0.75}), (False, 0.25, {ENCODE: 0.25, BACKWARD: 1.0}),
+    (True, 1.0, {ENCODE: 1.0})])
+def test_phases_share_what_images_take(keeps: bool, forward: float, shares: dict[int, float]) -> None:
+    plan = planned(encoder="world")
+    plan = replace(plan, vision=replace(plan.vision, keeps=keeps),
+                   inputs=plan.inputs | {"cost": replace(COST, vision_forward=forward).to_json()})
+    work = work_of(plan)
+    seconds = work.seconds(COST)
+    images_s = {rank: 0.0 for group in plan.groups for rank in group.encoders}
+    for group in plan.groups:
+        of_pack = [image_s for row in group.pack.sequences for image_s in COST.image_s(plan.samples[row])]
+        for image_s, encoder in zip(of_pack, group.encoders, strict=True):
+            images_s[encoder] += image_s
+    found = {(rank, phase): second for rank, phase, second in zip(work.rank.tolist(), work.group.tolist(),
+                                                                  seconds.tolist()) if phase < 0}
+    assert found == pytest.approx({(rank, phase): share * (whole_s + COST.encoder_pass_s)
+                                   for rank, whole_s in images_s.items() for phase, share in shares.items()})
+
+
+def test_each_rank_of_an_image_in_parts_has_its_share() -> None:
+    """Three steps in time over two ranks, and one over three; a text of 7 tokens on rank 0."""
+    cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9}, vision_linear_s=1.0, encoder_pass_s=0.5, image_latency_s=100.0)
+    sample = Sample("a", 7, 0, ((3, 2, 2), (1, 3, 4)))
+    groups = (GroupPlan((0,), Pack((0,)), 7.0, encoders=(0, 2), splits=(
+        SplitImage(0, (0, 1)), SplitImage(1, (2, 0, 1)))),)
+    plan = Plan("listed", "step", ClusterSpec(3, 3, 10), (sample,), groups, 7.0, 1.0, vision=VisionPlan("world"))
+    plan.validate()
+    assert work_of(plan).seconds_of_ranks(cost, 3) == pytest.approx([7.0 + 8.0 + 4.0 + 0.5, 4.0 + 4.0 + 0.5, 4.5])
+    again = work_of(replace(plan, vision=VisionPlan("world", keeps=False)))
+    assert again.seconds_of_ranks(cost, 3) == pytest.approx([7.0 + 12.5 * 4 / 3, 8.5 * 4 / 3, 4.5 * 4 / 3])
+
+
+def test_a_rank_pays_for_each_pass_of_a_plan_in_lockstep() -> None:
+    groups = (GroupPlan((0,), Pack((0,)), 7.0, encoders=(0, 0, 1), passes=(0, 1, 1)),
+              GroupPlan((1,), Pack((1,)), 7.0, encoders=(1,), passes=(1,)))
+    samples = (Sample("a", 7, 0, ((1, 2, 2),) * 3), Sample("b", 7, 0, ((1, 2, 2),)))
+    plan = Plan("listed", "micro_batch", ClusterSpec(2, 2, 10), samples, groups, 7.0, 1.0,
+                vision=VisionPlan("world", num_passes=2))
+    assert work_of(plan).seconds_of_ranks(COST, 2, ("encoder_pass_s",)) == pytest.approx([0.1, 0.05])
+
+
+def test_measured_seconds_find_their_rows() -> None:
+    def result(rank: int, packs: Sequence[PackTime], phases: Sequence[PackTime] = ()) -> StepResult:
+        return StepResult(step=1, rank=rank, loss_sum=1.0, num_valid_tokens=1, gradient_norm=1.0, learning_rate=1.0,
+                          applied=True, state_version=1, step_time_s=9.0, data_wait_s=0.0, pack_times=tuple(packs),
+                          pool={}, encoder_times=tuple(phases))
+
+    plan = planned(2, encoder="world")
+    work = work_of(plan)
+    own = {rank: [number for number, group in enumerate(plan.groups) if rank in group.ranks] for rank in (0, 1)}
+    first = result(0, [PackTime(number, 1.0, 4.0, 0.5) for number in own[0]],
+                   [PackTime(-1, 0.0, 0.25, 0.0), PackTime(-1, 5.0, 6.0, 0.25)])
+    seconds = dict(zip(zip(work.rank.tolist(), work.group.tolist()), busy_s_of(work, [first]).tolist()))
+    for (rank, number), busy_s in seconds.items():
+        if rank == 1:
+            assert busy_s != busy_s  # rank 1 has not reported
+        else:
+            assert busy_s == {ENCODE: 0.25, BACKWARD: 0.75}.get(number, 2.5)

@@ -1,0 +1,104 @@
+"""What a run plans with: from where it began to what packs have shown, over generations, resumes and lost drivers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
+from dhp_ray.planner.refit import with_factors
+from dhp_ray.planner.work import TERMS, constants_of, work_of
+from dhp_ray.runtime.driver.refits import MOST_ROWS, CostRefits, wanted
+from tests.runtime.driver.groups import config_of
+
+PRIOR = CostModel(4e-8, 5e-5, 4608, 0.01, {2: 1e9}, communication="ring", latency_s=2e-3, pack_s=5e-3,
+                  vision_linear_s=2e-5, memory_bytes_per_token=1000.0, estimated=True)
+TRUE = with_factors(PRIOR, {"quadratic_s": 1.6, "linear_s": 1.8, "vision_linear_s": 1.5, "pack_s": 1.2})
+
+
+def stepped(refits: CostRefits, steps: int, num_ranks: int = 2, seed: int = 0) -> list[CostModel]:
+    """Steps whose packs take what TRUE says; the cost in force after each."""
+    draw, found = np.random.default_rng(seed), []
+    for _ in range(steps):
+        samples = [Sample(str(row), int(draw.integers(20, 900)), 64, ((1, 16, 16),)) for row in range(8 * num_ranks)]
+        work = work_of(plan_batch(samples, ClusterSpec(num_ranks, num_ranks, 2048), refits.cost))
+        refits.observe(work, work.seconds(TRUE))
+        found.append(refits.cost)
+    return found
+
+
+def test_costs_become_what_packs_show_and_memory_stays() -> None:
+    refits = CostRefits()
+    assert refits.enter(PRIOR, True) == PRIOR
+    last = stepped(refits, 6)[-1]
+    assert [getattr(last, name) for name in ("quadratic_s", "linear_s")] == pytest.approx(
+        [TRUE.quadratic_s, TRUE.linear_s], rel=0.15)
+    untouched = {name: value for name, value in last.to_json().items() if name not in TERMS}
+    assert untouched == {name: value for name, value in PRIOR.to_json().items() if name not in TERMS}
+
+
+def test_where_it_is_off_nothing_changes() -> None:
+    refits = CostRefits()
+    refits.enter(PRIOR, False)
+    assert stepped(refits, 3) == [PRIOR] * 3
+    assert refits.to_json() == {}
+
+
+def test_a_new_generation_goes_on_with_what_is_known_of_the_device() -> None:
+    """Of other constants, as with recomputation, what was seen says nothing; by how much the first ones were off does.
+    """
+    refits = CostRefits()
+    refits.enter(PRIOR, True)
+    stepped(refits, 4)
+    factors = dict(refits.factors)
+    again = replace(PRIOR, linear_s=1.3 * PRIOR.linear_s, group_s=0.5)
+    now = refits.enter(again, True)
+    assert now.linear_s == pytest.approx(1.3 * PRIOR.linear_s * factors["linear_s"])
+    assert now.group_s == 0.5
+    assert refits.enter(PRIOR, False) == PRIOR
+
+
+def test_a_resumed_run_goes_on_with_the_terms_of_its_checkpoint() -> None:
+    first = CostRefits()
+    first.enter(PRIOR, True)
+    stepped(first, 4)
+    kept = first.to_json()
+    second = CostRefits()
+    second.restore(kept["terms"], kept["prior"])
+    assert constants_of(second.enter(PRIOR, True)) == pytest.approx(constants_of(first.cost))
+    elsewhere = CostRefits()  # on another device
+    elsewhere.restore(kept["terms"], kept["prior"])
+    assert elsewhere.enter(TRUE, True) == TRUE
+    off = CostRefits()
+    off.restore(kept["terms"], kept["prior"])
+    assert off.enter(PRIOR, False) == PRIOR
+    older = CostRefits()  # a checkpoint from before there were refits
+    older.restore({}, None)
+    assert older.enter(PRIOR, True) == PRIOR
+
+
+def test_a_new_driver_goes_on_with_the_terms_of_the_newest_plan() -> None:
+    first = CostRefits()
+    first.enter(PRIOR, True)
+    stepped(first, 4)
+    second = CostRefits()
+    second.restore(first.cost.to_json())
+    assert constants_of(second.enter(PRIOR, True)) == pytest.approx(constants_of(first.cost))
+
+
+def test_of_a_large_step_some_rows_are_looked_at() -> None:
+    refits = CostRefits()
+    refits.enter(PRIOR, True)
+    stepped(refits, 2, num_ranks=400)
+    assert all(len(seen.seconds) <= MOST_ROWS for seen in refits._window)
+    assert refits.cost.linear_s > 1.3 * PRIOR.linear_s
+
+
+@pytest.mark.parametrize(("overrides", "estimated", "expected"), [
+    ([], True, True), ([], False, False), (["planner.refit=true"], False, True), (["planner.refit=false"], True, False),
+    (["train.deterministic=true"], True, False), (["train.deterministic=true", "planner.refit=true"], True, True)])
+def test_when_costs_are_refitted(tmp_path: Path, overrides: list[str], estimated: bool, expected: bool) -> None:
+    assert wanted(config_of(str(tmp_path), *overrides), replace(PRIOR, estimated=estimated)) is expected

@@ -1,0 +1,84 @@
+"""jobs/measure.py: what it refuses, and a whole measurement on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dhp_ray.planner import ClusterSpec, Sample, plan_batch
+from dhp_ray.planner.cost_origin import CostFile
+
+ROOT = Path(__file__).resolve().parents[3]
+SPECIFIED = importlib.util.spec_from_file_location("measure_job", ROOT / "jobs" / "measure.py")
+
+
+@pytest.fixture(scope="module")
+def job() -> Any:
+    assert SPECIFIED is not None
+    assert SPECIFIED.loader is not None
+    module = importlib.util.module_from_spec(SPECIFIED)
+    SPECIFIED.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["quick=maybe"], "quick: got 'maybe'; allowed: true, false"),
+    (["preempt=1"], "preempt: got '1'; allowed: true, false"),
+    (["ranks=0"], "ranks: got '0'; allowed: a whole number of at least 1"),
+    (["ranks=4096"], "ranks: got 4096; this machine has "),
+    (["max_tokens=10"], "max_tokens: got '10'; allowed: a whole number of at least 64"),
+    (["max_tokens=99999999999"], "max_tokens: got 99999999999; allowed: at most "),
+    (["out=cost.txt"], "out: got 'cost.txt'; allowed: a file name that ends in .yaml"),
+    (["name=a/b"], "name: got 'a/b'; allowed: a name without a slash"),
+    (["model=enormous"], "model: got 'enormous'; allowed: "),
+    (["model.preset=enormous"], "model.preset: got 'enormous'; allowed: "),
+    (["model.path=/nowhere"], "model.path: "),
+    (["cluster.device=tpu"], "cluster.device: got 'tpu'; allowed: auto, cpu, cuda, npu"),
+    (["train.sharding=auto"], "train.sharding: got auto; allowed here: the value that is to be measured"),
+    (["train.activation_checkpointing=auto"], "train.activation_checkpointing: got auto; allowed here: "),
+    (["quik=true"], "quik: no such key")])
+def test_bad_words_are_refused_in_one_line(
+    job: Any, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert job.main(["cluster.device=cpu", *words]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"error: {message}")
+
+
+def test_a_device_that_is_not_here_is_refused(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert job.main(["cluster.device=cuda", "train.precision=bf16"]) == 2
+    assert capsys.readouterr().err.startswith("error: cluster.device: got 'cuda', but this machine has no cuda device")
+
+
+@pytest.mark.slow
+def test_a_quick_measurement_gives_a_file_that_plans(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "jobs" / "measure.py"), "model=tiny", "cluster.device=cpu", "quick=true",
+         "planner.sync=auto", f"out={tmp_path / 'cost.yaml'}"], cwd=ROOT, capture_output=True, text=True, timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+    file = CostFile.load(tmp_path / "cost.yaml")
+    assert file.origin is not None
+    assert (file.origin.model["name"], file.origin.device["kind"]) == ("tiny", "cpu")
+    assert file.origin.settings["sync"] == ["step", "micro_batch"]
+    assert 1e-5 < file.cost.linear_s < 1e-3
+    assert 0 < file.cost.fixed_s_by_sync["step"] < 0.5
+    assert done.stdout.startswith("cpu_tiny: ")
+    assert done.stdout.endswith(f"written: {tmp_path / 'cost.yaml'}, {tmp_path / 'cost.png'}\n")
+    tree = yaml.safe_load((tmp_path / "cost.yaml").read_text())
+    assert tree["measured"]["packs"] > 30
+    assert tree["errors"]["packs"]["median"] < 0.25  # also on cores that others use
+    plan_batch([Sample("a", 900), Sample("b", 80)], ClusterSpec(2, 2, 1024), file.cost).validate()

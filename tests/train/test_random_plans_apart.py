@@ -1,0 +1,87 @@
+"""Any plan whose images any rank encodes, apart from the packs, ends with the right gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan
+from tests.packs import PATCH_DIMS, with_images_apart, with_splits
+from tests.ranks import run_processes as run_processes  # over both backends: conftest.py
+from tests.train.random_plans import SAMPLES, World, check, random_plan
+
+APART = [World(num_ranks, sync, transport, recomputes, freeze, sharding, preset, "world")
+         for num_ranks, sync, transport, recomputes, freeze, sharding, preset in (
+    (5, "step", "pool", False, "", "whole", "tiny"), (3, "step", "parent", True, "", "node", "tiny"),
+    (2, "step", "pool", False, "vision", "whole", "tiny"), (3, "step", "pool", False, "language", "whole", "tiny"),
+    (1, "step", "pool", False, "", "whole", "tiny"), (5, "step", "parent", False, "", "node", "tiny"),
+    (3, "step", "pool", True, "language", "node", "tiny"), (5, "step", "parent", True, "vision", "node", "tiny"),
+    (5, "step", "pool", False, "", "whole", "tiny_qwen3_vl"), (3, "step", "parent", True, "", "node", "tiny_qwen3_vl"),
+    (5, "step", "pool", True, "", "whole", "tiny_internvl"),
+    (3, "step", "pool", False, "language", "node", "tiny_internvl"),
+    (3, "micro_batch", "pool", False, "", "whole", "tiny"), (5, "micro_batch", "parent", True, "", "whole", "tiny"),
+    (2, "micro_batch", "pool", True, "vision", "whole", "tiny"),
+    (3, "micro_batch", "parent", False, "language", "whole", "tiny"),
+    (1, "micro_batch", "pool", False, "", "whole", "tiny"),
+    (5, "micro_batch", "pool", True, "language", "whole", "tiny"),
+    (5, "micro_batch", "pool", False, "vision", "whole", "tiny"),
+    (3, "micro_batch", "pool", True, "", "whole", "tiny_qwen3_vl"),
+    (5, "micro_batch", "parent", False, "", "whole", "tiny_internvl"))]
+
+
+SPLIT = [World(num_ranks, sync, transport, recomputes, freeze, sharding, preset, "world", True)
+         for num_ranks, sync, transport, recomputes, freeze, sharding, preset in (
+    (3, "step", "pool", True, "", "whole", "tiny"), (5, "step", "parent", False, "", "node", "tiny"),
+    (2, "step", "pool", False, "language", "whole", "tiny"), (5, "step", "pool", False, "vision", "whole", "tiny"),
+    (5, "step", "pool", False, "", "whole", "tiny_qwen3_vl"), (3, "step", "parent", True, "", "node", "tiny_internvl"),
+    (3, "micro_batch", "pool", False, "", "whole", "tiny"), (5, "micro_batch", "parent", True, "", "whole", "tiny"),
+    (2, "micro_batch", "pool", True, "vision", "whole", "tiny"),
+    (5, "micro_batch", "pool", False, "language", "whole", "tiny"),
+    (3, "micro_batch", "parent", True, "", "whole", "tiny_qwen3_vl"),
+    (5, "micro_batch", "pool", False, "", "whole", "tiny_internvl"))]
+
+
+@pytest.mark.parametrize("world", [
+    world if number in (1, 8) else pytest.param(world, marks=pytest.mark.slow)
+    for number, world in enumerate(APART)], ids=str)
+def test_random_plans_whose_images_any_rank_encodes(reference: Path, world: World) -> None:
+    first = 20_000 + 100 * APART.index(world)
+    plans = [random_plan(seed, world) for seed in range(first, first + 6)]
+    assert {plan.vision.keeps for plan in plans} == {True, False}
+    check(reference, world, plans)
+
+
+@pytest.mark.parametrize("world", [
+    world if number in (0, 6) else pytest.param(world, marks=pytest.mark.slow)
+    for number, world in enumerate(SPLIT)], ids=str)
+def test_random_plans_whose_images_several_ranks_encode(reference: Path, world: World) -> None:
+    first = 30_000 + 100 * SPLIT.index(world)
+    plans = [random_plan(seed, world) for seed in range(first, first + 6)]
+    assert any(group.splits for plan in plans for group in plan.groups)
+    assert world.preset == "tiny_internvl" or any(list(plan.rings()) for plan in plans)
+    check(reference, world, plans)
+
+
+def plan_of_one_image(world: World, ranks: tuple[int, ...], keeps: bool) -> Plan:
+    """A sample whose large image these ranks encode, run by rank 0, beside a text on the others. The image has three
+    steps in time with InternVL, and else one."""
+    name = "reel" if world.preset == "tiny_internvl" else "poster"
+    samples = tuple(sample for wanted in (name, "text") for sample, _ in SAMPLES[world.preset] if sample.id == wanted)
+    groups = (GroupPlan((0,), Pack((0,)), 1.0, encoders=(0,) * len(samples[0].vision_grids)),
+              GroupPlan((2, 1), Pack((1,)), 1.0))
+    plan = with_images_apart(Plan("one image", world.sync, ClusterSpec(3, 3, 10_000), samples, groups, 1.0, 1.0), keeps)
+    plan = with_splits(plan, {0: ranks})
+    plan.validate()
+    assert bool(list(plan.rings())) == (world.preset != "tiny_internvl")
+    return plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("preset", PATCH_DIMS)
+def test_one_image_on_two_and_three_ranks_is_that_of_one(reference: Path, preset: str, sync: str) -> None:
+    world = World(3, sync, "pool", preset=preset, encoder="world", splits=True)
+    plans = [plan_of_one_image(world, ranks, keeps) for ranks in ((2, 1), (1, 2, 0), (0, 1), (2, 0, 1))
+             for keeps in (True, False)]
+    check(reference, world, plans, tolerance=1e-5)
