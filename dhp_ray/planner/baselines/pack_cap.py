@@ -31,6 +31,12 @@ def degrees_at(tokens: np.ndarray, cap: int, num_ranks: int) -> np.ndarray:
     return degrees
 
 
+def powers_of_two(degrees: np.ndarray, num_ranks: int) -> np.ndarray:
+    """The next powers of two, or all ranks."""
+    powers: np.ndarray = np.minimum(2 ** np.ceil(np.log2(degrees)).astype(np.int64), num_ranks)
+    return powers
+
+
 def best_cap(problems: Sequence[Problem], schedule_at: Callable[[Problem, int], Schedule]) -> tuple[float, int]:
     """(seconds of all batches under the best cap, that cap): `schedule_at` plans a batch at a cap. Memory's cap wins
     where no other is shorter."""
