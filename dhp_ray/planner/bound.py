@@ -29,7 +29,7 @@ images V:
     L <= (T - o) x     and     L + V + o x <= T S     so     o L <= (T - o) (T S - L - V)
 
 With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long), with fixed_s for as
-many micro-batches as the tokens need, and o as often.
+many micro-batches as the tokens need, o as often, and each at least gather_s.
 
 For each T, a sequence's least degree d(T) is a short scan and a(T) relaxes to the least charge per token over all
 degrees from d(T) on, which does not depend
@@ -52,8 +52,8 @@ from dhp_ray.planner.problem import Problem
 LIMIT = np.dtype(
     [
         (name, np.float64)
-        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "charge_s", "exchange_s",
-                     "stretch")
+        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "least_s", "charge_s",
+                     "exchange_s", "stretch")
     ]
 )
 """What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest (of all, where
@@ -73,6 +73,7 @@ class LimitOf(Protocol[Number]):
     transfer_s: Number
     overlap: Number
     overhead_s: Number
+    least_s: Number
     charge_s: Number
     exchange_s: Number
     stretch: Number
@@ -112,7 +113,8 @@ def lower_bound_s(problem: Problem) -> float:
         items.image_s = 0.0
     once_s, apart = float(problem.machine.rates.overhead_s[1:].min()), problem.encoder != "group"
     room = Room(float(problem.speeds.sum()), once_s * (1 if apart else micro_batches), apart)
-    return float(_bound(items, limits_of(problem), room)) + problem.cost.fixed_s * micro_batches
+    packs_s = float(_bound(items, limits_of(problem), room))
+    return max(packs_s, problem.cost.gather_s * micro_batches) + problem.cost.fixed_s * micro_batches
 
 
 def bounded(problem: Problem) -> Problem:
@@ -132,7 +134,7 @@ def limits_of(problem: Problem) -> Limits:
     limits.transfer_s = np.where(
         degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s)
     )
-    limits.overlap, limits.overhead_s = rates.overlap, rates.overhead_s
+    limits.overlap, limits.overhead_s, limits.least_s = rates.overlap, rates.overhead_s, rates.least_s
     slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
     exchange = (0.0 if rates.overlap.any() else 1.0) * limits.transfer_s * slowest_sum
     charge = exchange + rates.overhead_s * slowest_sum / (cluster.tokens_per_rank * np.maximum(degrees, 1))
@@ -181,6 +183,7 @@ def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
         limit.transfer_s,
         limit.overlap,
         limit.overhead_s,
+        limit.least_s,
     )
 
 

@@ -5,7 +5,7 @@ For a pack of sequences with lengths s (tokens) and images of p patches a frame,
 
     attention = quadratic_s * sum s^2                                        language = attention + linear_s * sum s
     vision    = vision_quadratic_s * sum p^2 + vision_linear_s * sum p       (an image's frames attend apart)
-    time      = language / (d v) + encode / v + exposed + pack_s
+    time      = max(gather_s, language / (d v) + encode / v + exposed + pack_s)
     encode    = the fullest member's images; before they are dealt out: max(vision / d, largest image)
 
     exposed, communication: all_to_all   bytes / d / bandwidth
@@ -17,7 +17,8 @@ In a ring, each of d - 1 steps sends a rank's keys and values on while attention
 only what attention cannot hide is exposed. `bandwidth` is a table by degree (a degree between two rows takes the row
 above it; past the last row, the last), or one for groups inside a node (`intra`) and one for groups that cross nodes
 (`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`;
-`fixed_s_by_sync` has it by mode where the two differ)
+`fixed_s_by_sync` has it by mode where the two differ; `gather_s` is that of `sync=micro_batch`, where the parameters and
+gradients of its layers travel beside every pack, and 0 in `step`)
 and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode. `group_s` is what the
 ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
 longer plans that need fewer new groups, and is not part of a plan's predicted time.
@@ -34,7 +35,7 @@ most (0: not at all). Where its parts exchange, each pays `image_comm_bytes_per_
 
 Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see;
 `overhead_s` holds latency and pack_s:
-    time = language / (d v) + encode / v + max(0, transfer_s * sum s - overlap * attention / v) + overhead_s
+    time = max(least_s, language / (d v) + encode / v + max(0, transfer_s * sum s - overlap * attention / v) + overhead_s)
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ SYNCS = ("step", "micro_batch")
 
 Number = TypeVar("Number", float, np.ndarray)
 
-RATE = np.dtype([(name, np.float64) for name in ("inside_s", "across_s", "overlap", "overhead_s")])
+RATE = np.dtype([(name, np.float64) for name in ("inside_s", "across_s", "overlap", "overhead_s", "least_s")])
 """What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides
-of that, seconds once."""
+of that, seconds once, seconds at least."""
 
 
 class RateOf(Protocol[Number]):
@@ -68,6 +69,7 @@ class RateOf(Protocol[Number]):
     across_s: Number
     overlap: Number
     overhead_s: Number
+    least_s: Number
 
 
 Rate: TypeAlias = RateOf[float]
@@ -93,13 +95,15 @@ def predicted_s(
     transfer_s: Number,
     overlap: Number,
     overhead_s: Number,
+    least_s: Number,
 ) -> Number:
     """Seconds of a pack by the last formula above, or of many at once: the one place where it stands.
 
     `encode_s` is at the encoding member's own speed; `transfer_s` is `inside_s` or `across_s` of the degree's RATE.
     """
     exposed_s: Number = np.maximum(0.0, transfer_s * num_tokens - overlap * attention_s / speed)
-    return language_s / (degree * speed) + encode_s + exposed_s + overhead_s
+    time_s: Number = np.maximum(least_s, language_s / (degree * speed) + encode_s + exposed_s + overhead_s)
+    return time_s
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class CostModel:
     latency_s: float = 0.0
     pack_s: float = 0.0
     group_s: float = 0.0
+    gather_s: float = 0.0
     vision_quadratic_s: float = 0.0
     vision_linear_s: float = 0.0
     vision_forward: float = 1 / 3
@@ -139,7 +144,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
-                     "group_s", "vision_quadratic_s", "vision_linear_s", "vision_forward", "feature_bytes",
+                     "group_s", "gather_s", "vision_quadratic_s", "vision_linear_s", "vision_forward", "feature_bytes",
                      "encoder_gather_s", "memory_bytes_per_token", "encoder_bytes_per_patch", "encoder_bytes",
                      "image_piece_patches", "image_comm_bytes_per_patch", "image_latency_s",
                      "image_part_bytes_per_patch",
@@ -198,9 +203,12 @@ class CostModel:
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
     def in_mode(self, sync: str) -> CostModel:
-        """This cost with the `fixed_s` of a mode."""
+        """This cost with the `fixed_s` and `gather_s` of a mode."""
         fixed_s = self.fixed_s_by_sync.get(sync, self.fixed_s)
-        return self if fixed_s == self.fixed_s else replace(self, fixed_s=fixed_s)
+        gather_s = self.gather_s if sync == "micro_batch" else 0.0
+        if (fixed_s, gather_s) == (self.fixed_s, self.gather_s):
+            return self
+        return replace(self, fixed_s=fixed_s, gather_s=gather_s)
 
     def resident(self, sync: str) -> float:
         """Bytes of parameters, gradients and optimizer state that a rank holds throughout."""
@@ -254,6 +262,7 @@ class CostModel:
                 for link in links_of(self.bandwidth_bytes_per_s)
             ]
             rates.overlap, rates.overhead_s = np.zeros_like(degrees), self.latency_s * (steps > 0) + self.pack_s
+            rates.least_s = self.gather_s
             if self.communication == "ring":
                 rates.inside_s, rates.across_s = rates.inside_s * steps, rates.across_s * steps
                 rates.overlap, rates.overhead_s = (
@@ -278,5 +287,6 @@ class CostModel:
         transfer_s = rate.across_s if cluster.crosses(ranks) else rate.inside_s
         language = attention + self.linear_s * tokens
         return float(
-            predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rate.overlap, rate.overhead_s)
+            predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rate.overlap, rate.overhead_s,
+                        rate.least_s)
         )

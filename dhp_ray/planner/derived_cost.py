@@ -133,6 +133,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
         latency_s=language_layers * (3 + again) * device.message_s,
         pack_s=(shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s
                 + (_reads_s(memory, device) if shared else 0.0)), group_s=device.group_s,
+        gather_s=gather_s(memory, device, num_nodes) if settings.sync == "micro_batch" else 0.0,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
         bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s})
 

@@ -111,6 +111,7 @@ def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
         transfer_s,
         rate.overlap,
         rate.overhead_s,
+        rate.least_s,
     )
 
 
@@ -133,6 +134,7 @@ def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> 
         transfer_s,
         rate.overlap,
         rate.overhead_s,
+        rate.least_s,
     )
 
 

@@ -28,7 +28,7 @@ def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s)
     encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
     return predicted_s(
-        language, attention, encode_s, tokens, degree, speed, transfer_s, rates.overlap, rates.overhead_s
+        language, attention, encode_s, tokens, degree, speed, transfer_s, rates.overlap, rates.overhead_s, rates.least_s
     )
 
 
