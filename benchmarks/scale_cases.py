@@ -13,8 +13,10 @@ from dhp_ray.planner import Plan, Sample, checked_problem, plan_batch, plan_data
 from dhp_ray.planner.cluster import ClusterSpec
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.model_shape import ModelShape
-from dhp_ray.planner.plan import PlanError
-from dhp_ray.planner.problem import problem_of
+from dhp_ray.planner.plan import PlanError, VisionPlan
+from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
+from dhp_ray.planner.problem import Problem, problem_of
+from dhp_ray.planner.schedule import Schedule
 from dhp_ray.simulate.machine import Machine, Place
 from dhp_ray.simulate.settings import Simulation, load_simulation
 from dhp_ray.simulate.step import simulate_step
@@ -91,13 +93,16 @@ class Opened:
         """The plans of a planner. `static` has one degree and one pack cap for all batches, the best for their sum."""
         cluster, begin = replace(self.cluster, speeds=speeds), time.perf_counter()
         if planner == "static":
-            plans = plan_data_set([checked_problem(batch, cluster, self.cost, sync=self.case.sync)
-                                   for batch in self.batches])
+            plans = plan_data_set(self.problems())
         else:
             plans = [plan_batch(batch, cluster, self.cost, planner=planner, sync=self.case.sync, encoder=encoder)
                      for batch in self.batches]
         planning_s = time.perf_counter() - begin
         return Planned(sum(map(self.step_s, plans)), planning_s, plans)
+
+    def problems(self) -> list[Problem]:
+        """One for each batch."""
+        return [checked_problem(batch, self.cluster, self.cost, sync=self.case.sync) for batch in self.batches]
 
     def step_s(self, plan: Plan) -> float:
         """Seconds of a step: links that packs share, and gathers that nothing hides, included."""
@@ -105,12 +110,19 @@ class Opened:
         return simulate_step(plan, problem, self.place.network, least_s=self.training.gather_s).time_s
 
 
-def opened(case: Case) -> Opened | None:
+def opened(case: Case, batches: Sequence[Sequence[Sample]] | None = None) -> Opened | None:
     """None where the case does not fit."""
     try:
-        return Opened(case)
+        return Opened(case, batches)
     except PlanError:
         return None
+
+
+def plan_of(problem: Problem, schedule: Schedule) -> Plan:
+    """The plan of a schedule that no planner of PLANNERS makes."""
+    times = times_of(problem, schedule)
+    return Plan("as given", problem.sync, problem.cluster, problem.samples, groups_of(problem, schedule, times),
+                makespan_of(problem, schedule, times), 0.0, 0.0, {"cost": problem.cost.to_json()}, VisionPlan())
 
 
 def batches_of(case: Case) -> list[list[Sample]]:

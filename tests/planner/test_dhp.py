@@ -94,6 +94,27 @@ def test_near_the_bound(num_ranks, each, allowed):
         assert gap_of(plan, ALL_TO_ALL) <= allowed
 
 
+def test_packs_of_more_ranks_where_those_leave_less_memory_unused():
+    """A rank holds two sequences of 40 (of 100), two ranks hold five: 40 sequences on 8 ranks are two micro-batches of
+    packs of two ranks, three of packs of one."""
+    cost = replace(ALL_TO_ALL, fixed_s=1e3)
+    plan = plan_batch([Sample(str(row), 40) for row in range(40)], ClusterSpec(8, 8, 100), cost, sync="micro_batch")
+    assert len({group.micro_batch for group in plan.groups}) == 2
+
+
+def test_a_micro_batch_takes_at_least_what_its_parameters_take_to_travel():
+    """Packs fill up to that time for nothing, so all sequences run in one micro-batch, though ranks could hold less of
+    each; the bound knows it too."""
+    samples, cluster = [Sample(str(row), 100) for row in range(32)], ClusterSpec(8, 8, 400)
+    cost = replace(ALL_TO_ALL, fixed_s=0.0, gather_s=5.0)
+    plan = plan_batch(samples, cluster, cost, sync="micro_batch")
+    assert {group.micro_batch for group in plan.groups} == {0}
+    assert plan.predicted_time_s == plan.lower_bound_s == 5.0
+    for planner in ("static", "static_best", "pow2", "dhp_paper", "megatron"):
+        assert plan_batch(samples, cluster, cost, sync="micro_batch", planner=planner).predicted_time_s == 5.0
+    assert plan_batch(samples, cluster, cost).predicted_time_s < 1.0  # no lockstep, no floor
+
+
 def test_slow_ranks_get_less():
     slow = (1.0,) * 5 + (1 / 3,) + (1.0,) * 2
     plan = plan_batch(bimodal(64, 8), ClusterSpec(8, 8, 8192, slow), ALL_TO_ALL)

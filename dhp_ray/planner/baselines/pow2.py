@@ -67,9 +67,12 @@ def by_length_at(runs: int, rounded: bool, problem: Problem, pack_cap: int, degr
 
 
 def packed_to_memory(problem: Problem) -> list[Schedule]:
-    """What costs little to ask: the least static degree, and powers of two, with packs as full as memory allows."""
-    memory = problem.cluster.tokens_per_rank
-    return [uniform(problem, Layout(least_degree_of([problem]), memory)), pow2_at(problem, memory, memory)]
+    """What costs little to ask, with packs as full as memory allows: powers of two, and the least static degree; in
+    `sync=micro_batch` also twice and four times that, inside a node, of whose memory sequences leave less unused."""
+    memory, least = problem.cluster.tokens_per_rank, least_degree_of([problem])
+    degrees = [least] if problem.sync == "step" else [
+        factor * least for factor in (1, 2, 4) if factor == 1 or factor * least <= problem.machine.ranks_per_node]
+    return [*(uniform(problem, Layout(degree, memory)) for degree in degrees), pow2_at(problem, memory, memory)]
 
 
 def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
