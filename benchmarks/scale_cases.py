@@ -57,8 +57,8 @@ class Case:
 
 
 class Planned(NamedTuple):
-    """Of one planner, all batches together: modelled seconds of the steps, planning seconds on this machine, the plans.
-    """
+    """Of one planner, all batches together: modelled seconds of the steps, planning seconds on this machine (of CPU:
+    others may be at work), the plans."""
 
     time_s: float
     planning_s: float
@@ -91,13 +91,13 @@ class Opened:
 
     def planned(self, planner: str, *, encoder: str = "group", speeds: tuple[float, ...] = ()) -> Planned:
         """The plans of a planner. `static` has one degree and one pack cap for all batches, the best for their sum."""
-        cluster, begin = replace(self.cluster, speeds=speeds), time.perf_counter()
+        cluster, begin = replace(self.cluster, speeds=speeds), time.process_time()
         if planner == "static":
             plans = plan_data_set(self.problems())
         else:
             plans = [plan_batch(batch, cluster, self.cost, planner=planner, sync=self.case.sync, encoder=encoder)
                      for batch in self.batches]
-        planning_s = time.perf_counter() - begin
+        planning_s = time.process_time() - begin
         return Planned(sum(map(self.step_s, plans)), planning_s, plans)
 
     def problems(self) -> list[Problem]:

@@ -17,9 +17,9 @@ In a ring, each of d - 1 steps sends a rank's keys and values on while attention
 only what attention cannot hide is exposed. `bandwidth` is a table by degree (a degree between two rows takes the row
 above it; past the last row, the last), or one for groups inside a node (`intra`) and one for groups that cross nodes
 (`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`;
-`fixed_s_by_sync` has it by mode where the two differ; `gather_s` is that of `sync=micro_batch`, where the parameters and
-gradients of its layers travel beside every pack, and 0 in `step`)
-and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode. `group_s` is what the
+`fixed_s_by_sync` has it by mode where the two differ; `gather_s` is that of `sync=micro_batch`, where the parameters
+and gradients of its layers travel beside every pack, and 0 in `step`) and,
+in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode. `group_s` is what the
 ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
 longer plans that need fewer new groups, and is not part of a plan's predicted time.
 
@@ -34,8 +34,9 @@ most (0: not at all). Where its parts exchange, each pays `image_comm_bytes_per_
 `image_latency_s` for each of them, and takes `image_part_bytes_per_patch` in memory.
 
 Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see;
-`overhead_s` holds latency and pack_s:
-    time = max(least_s, language / (d v) + encode / v + max(0, transfer_s * sum s - overlap * attention / v) + overhead_s)
+`overhead_s` holds latency and pack_s, `least_s` is gather_s:
+    time = max(least_s,
+               language / (d v) + encode / v + max(0, transfer_s * sum s - overlap * attention / v) + overhead_s)
 """
 
 from __future__ import annotations

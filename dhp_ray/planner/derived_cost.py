@@ -17,8 +17,9 @@ over the links of them all: the rings of NCCL and HCCL each leave a node by anot
 Where a node has parameters once (`train.sharding=node`, G ranks), a rank exchanges at a step's end its slices alone, 1
 / G of the model's; a pack pays for that: it reads the head's parameters and adds their gradients, which nothing hides,
 and starts 3 G copies a unit (two reads and an add). Its other reads and adds are taken to go on beside compute, as on a
-device that has a stream for each (`gather_s`, which `CostModel` does not hold: a plan of packs that are shorter takes
-longer than predicted). The CPU's adds do not; its costs are measured.
+device that has a stream for each (`gather_s`, which `CostModel` holds for `sync=micro_batch` alone: with
+`train.sharding=node` a plan of packs that are shorter takes longer than predicted).
+The CPU's adds do not; its costs are measured.
 """
 
 from __future__ import annotations

@@ -96,10 +96,12 @@ def test_near_the_bound(num_ranks, each, allowed):
 
 def test_packs_of_more_ranks_where_those_leave_less_memory_unused():
     """A rank holds two sequences of 40 (of 100), two ranks hold five: 40 sequences on 8 ranks are two micro-batches of
-    packs of two ranks, three of packs of one."""
-    cost = replace(ALL_TO_ALL, fixed_s=1e3)
-    plan = plan_batch([Sample(str(row), 40) for row in range(40)], ClusterSpec(8, 8, 100), cost, sync="micro_batch")
+    packs of two ranks, three of packs of one; without micro-batches, 8 packs that each pay pack_s, not 20."""
+    samples, cluster = [Sample(str(row), 40) for row in range(40)], ClusterSpec(8, 8, 100)
+    plan = plan_batch(samples, cluster, replace(ALL_TO_ALL, fixed_s=1e3), sync="micro_batch")
     assert len({group.micro_batch for group in plan.groups}) == 2
+    plan = plan_batch(samples, cluster, replace(ALL_TO_ALL, pack_s=1e3))
+    assert len(plan.groups) == 8
 
 
 def test_a_micro_batch_takes_at_least_what_its_parameters_take_to_travel():

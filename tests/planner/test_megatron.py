@@ -105,8 +105,8 @@ def test_as_a_plain_version_makes_them(lengths, num_ranks, cap, packs):
 
 
 def test_by_hand():
-    """Degrees 2, 1, 1, 1 at a cap of 100, work 11250, 4900, 2500, 900: two runs, 150 and the rest. On dev 70 and 50 have
-    a rank each, and 30 joins 50, for 70 and 30 would be at the cap but 70 has done more. Nothing is free."""
+    """Degrees 2, 1, 1, 1 at a cap of 100, work 11250, 4900, 2500, 900: two runs, 150 and the rest. On dev 70 and 50
+    have a rank each, and 30 joins 50, for 70 and 30 would be at the cap but 70 has done more. Nothing is free."""
     problem = problem_of([150, 70, 50, 30], 4, 100)
     rounds = rounds_of(problem, 100, packs=True)
     assert rounds.group.tolist() == [0, 1, 2, 2]

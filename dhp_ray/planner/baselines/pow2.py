@@ -67,11 +67,11 @@ def by_length_at(runs: int, rounded: bool, problem: Problem, pack_cap: int, degr
 
 
 def packed_to_memory(problem: Problem) -> list[Schedule]:
-    """What costs little to ask, with packs as full as memory allows: powers of two, and the least static degree; in
-    `sync=micro_batch` also twice and four times that, inside a node, of whose memory sequences leave less unused."""
+    """What costs little to ask, with packs as full as memory allows: powers of two; the least static degree, and twice
+    and four times that, inside a node, of whose memory sequences leave less unused."""
     memory, least = problem.cluster.tokens_per_rank, least_degree_of([problem])
-    degrees = [least] if problem.sync == "step" else [
-        factor * least for factor in (1, 2, 4) if factor == 1 or factor * least <= problem.machine.ranks_per_node]
+    degrees = [factor * least for factor in (1, 2, 4)
+               if factor == 1 or factor * least <= min(problem.machine.ranks_per_node, problem.cluster.num_ranks)]
     return [*(uniform(problem, Layout(degree, memory)) for degree in degrees), pow2_at(problem, memory, memory)]
 
 

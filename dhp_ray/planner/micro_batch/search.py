@@ -1,9 +1,9 @@
 """`dhp` for sync=micro_batch: the number of micro-batches, packs and degrees together.
 
-The time is the sum over micro-batches of the slowest pack (or gather_s, if that is more) plus fixed_s. Micro-batches are made one after the other,
-by a beam search. The longest sequence left is in the next one; each time that a pack with it may take is tried as
-the makespan, and the micro-batch is filled (`filling`), largest first, so that sequences of like length come
-together: their packs, full of tokens, take alike long. A partial plan is ranked by its
+The time is the sum over micro-batches of the slowest pack (gather_s, if that is more) plus fixed_s. Micro-batches are
+made one after the other, by a beam search. The longest sequence left is in the next one; each time that a pack with it
+may take is tried as the makespan, and the micro-batch is filled (`filling`), largest first, so that sequences of like
+length come together: their packs, full of tokens, take alike long. A partial plan is ranked by its
 time so far plus what the rest needs at least (its area over all ranks, and fixed_s for as many micro-batches as its
 tokens need), stretched by WASTE; the best `width` go on. Whenever all that is left fits into one micro-batch, ending
 there is a candidate. At last each micro-batch is made as short as can be with its own sequences, by bisection.
