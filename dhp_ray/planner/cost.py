@@ -263,7 +263,7 @@ class CostModel:
                 for link in links_of(self.bandwidth_bytes_per_s)
             ]
             rates.overlap, rates.overhead_s = np.zeros_like(degrees), self.latency_s * (steps > 0) + self.pack_s
-            rates.least_s = self.gather_s
+            rates.least_s = np.full(len(degrees), self.gather_s)
             if self.communication == "ring":
                 rates.inside_s, rates.across_s = rates.inside_s * steps, rates.across_s * steps
                 rates.overlap, rates.overhead_s = (

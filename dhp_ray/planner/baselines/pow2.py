@@ -66,13 +66,13 @@ def by_length_at(runs: int, rounded: bool, problem: Problem, pack_cap: int, degr
     return dealt(problem, packs, items, np.concatenate(micro_batch), powers=True)
 
 
-def packed_to_memory(problem: Problem) -> list[Schedule]:
-    """What costs little to ask, with packs as full as memory allows: powers of two; the least static degree, and twice
+def packed_to(problem: Problem, cap: int) -> list[Schedule]:
+    """What costs little to ask, with packs of so many tokens a rank: powers of two; the least static degree, and twice
     and four times that, inside a node, of whose memory sequences leave less unused."""
     memory, least = problem.cluster.tokens_per_rank, least_degree_of([problem])
     degrees = [factor * least for factor in (1, 2, 4)
                if factor == 1 or factor * least <= min(problem.machine.ranks_per_node, problem.cluster.num_ranks)]
-    return [*(uniform(problem, Layout(degree, memory)) for degree in degrees), pow2_at(problem, memory, memory)]
+    return [*(uniform(problem, Layout(degree, cap)) for degree in degrees), pow2_at(problem, cap, memory)]
 
 
 def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:

@@ -13,6 +13,7 @@ O(micro-batches x width x makespans) fills.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -83,8 +84,7 @@ class MicroBatchSearch:
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self.items = problem.items
         fastest_first = np.argsort(-machine.speeds, kind="stable")
-        rates = machine.rates.copy()
-        rates.least_s = 0.0
+        rates = replace(problem.cost, gather_s=0.0).rates(len(machine.speeds))
         self.ranks = Fastest(
             machine._replace(rates=rates),
             machine.speeds[fastest_first],
