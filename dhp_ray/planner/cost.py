@@ -18,7 +18,7 @@ only what attention cannot hide is exposed. `bandwidth` is a table by degree (a 
 above it; past the last row, the last), or one for groups inside a node (`intra`) and one for groups that cross nodes
 (`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`;
 `fixed_s_by_sync` has it by mode where the two differ; `gather_s` is that of `sync=micro_batch`, where the parameters
-and gradients of its layers travel beside every pack, and 0 in `step`) and,
+and gradients of its layers travel beside every pack, and 0 in `step`; `gather_s_by_sync` has both) and,
 in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode. `group_s` is what the
 ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
 longer plans that need fewer new groups, and is not part of a plan's predicted time.
@@ -139,6 +139,7 @@ class CostModel:
     pack_bytes: float = 0.0
     resident_bytes: float | dict[str, float] = 0.0
     fixed_s_by_sync: dict[str, float] = field(default_factory=dict)
+    gather_s_by_sync: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
     source: str = ""
     _cache: dict[int, Rates] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -161,10 +162,12 @@ class CostModel:
             raise PlanError(f"communication: got {self.communication!r}; allowed: ring, all_to_all")
         for sync in SYNCS:
             self.resident(sync)
-        if not isinstance(self.fixed_s_by_sync, dict) or self.fixed_s_by_sync.keys() not in (set(), set(SYNCS)):
-            raise PlanError(f"fixed_s_by_sync: got {self.fixed_s_by_sync!r}; allowed: none, or {' and '.join(SYNCS)}")
-        for sync, value in self.fixed_s_by_sync.items():
-            constant(f"fixed_s_by_sync.{sync}", value)
+        for name in ("fixed_s_by_sync", "gather_s_by_sync"):
+            by_sync = getattr(self, name)
+            if not isinstance(by_sync, dict) or by_sync.keys() not in (set(), set(SYNCS)):
+                raise PlanError(f"{name}: got {by_sync!r}; allowed: none, or {' and '.join(SYNCS)}")
+            for sync, value in by_sync.items():
+                constant(f"{name}.{sync}", value)
         links_of(self.bandwidth_bytes_per_s)
 
     @classmethod
@@ -206,7 +209,7 @@ class CostModel:
     def in_mode(self, sync: str) -> CostModel:
         """This cost with the `fixed_s` and `gather_s` of a mode."""
         fixed_s = self.fixed_s_by_sync.get(sync, self.fixed_s)
-        gather_s = self.gather_s if sync == "micro_batch" else 0.0
+        gather_s = self.gather_s_by_sync.get(sync, self.gather_s if sync == "micro_batch" else 0.0)
         if (fixed_s, gather_s) == (self.fixed_s, self.gather_s):
             return self
         return replace(self, fixed_s=fixed_s, gather_s=gather_s)

@@ -25,7 +25,7 @@ The CPU's adds do not; its costs are measured.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import yaml
@@ -118,6 +118,8 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
     language_layers = sum(layer.count for layer in shape.language)
     key_values = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in shape.language)
     fixed_s = {sync: _fixed_s(memory, device, num_nodes, sync) for sync in SYNCS}
+    lockstep = MemoryModel(shape, replace(settings, sync="micro_batch", sharding="whole"))
+    gathers_s = {"step": 0.0, "micro_batch": gather_s(lockstep, device, num_nodes)}
     return CostModel(
         name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
         source=f"derived from the model's shape and the published figures of {device.name}; not measured",
@@ -134,7 +136,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
         latency_s=language_layers * (3 + again) * device.message_s,
         pack_s=(shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s
                 + (_reads_s(memory, device) if shared else 0.0)), group_s=device.group_s,
-        gather_s=gather_s(memory, device, num_nodes) if settings.sync == "micro_batch" else 0.0,
+        gather_s=gathers_s[settings.sync], gather_s_by_sync=gathers_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
         bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s})
 
