@@ -29,7 +29,7 @@ images V:
     L <= (T - o) x     and     L + V + o x <= T S     so     o L <= (T - o) (T S - L - V)
 
 With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long), with fixed_s for as
-many micro-batches as the tokens need, and o as often.
+many micro-batches as the tokens need, o as often, and each at least gather_s.
 
 For each T, a sequence's least degree d(T) is a short scan and a(T) relaxes to the least charge per token over all
 degrees from d(T) on, which does not depend
@@ -43,17 +43,17 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from dhp_ray.planner.cost import Number
 from dhp_ray.planner.items import Item, Items, compiled_predicted_s
 from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.rates import Number
 
 LIMIT = np.dtype(
     [
         (name, np.float64)
-        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "encoder_pass_s", "charge_s",
-                     "exchange_s", "stretch")
+        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "encoder_pass_s", "least_s",
+                     "charge_s", "exchange_s", "stretch")
     ]
 )
 """What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest (of all, where
@@ -74,6 +74,7 @@ class LimitOf(Protocol[Number]):
     overlap: Number
     overhead_s: Number
     encoder_pass_s: Number
+    least_s: Number
     charge_s: Number
     exchange_s: Number
     stretch: Number
@@ -113,7 +114,8 @@ def lower_bound_s(problem: Problem) -> float:
         items.image_s = 0.0
     once_s, apart = float(problem.machine.rates.overhead_s[1:].min()), problem.encoder != "group"
     room = Room(float(problem.speeds.sum()), once_s * (1 if apart else micro_batches), apart)
-    return float(_bound(items, limits_of(problem), room)) + problem.cost.fixed_s * micro_batches
+    packs_s = float(_bound(items, limits_of(problem), room))
+    return max(packs_s, problem.cost.gather_s * micro_batches) + problem.cost.fixed_s * micro_batches
 
 
 def bounded(problem: Problem) -> Problem:
@@ -133,7 +135,7 @@ def limits_of(problem: Problem) -> Limits:
     limits.transfer_s = np.where(
         degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s)
     )
-    limits.overlap, limits.overhead_s = rates.overlap, rates.overhead_s
+    limits.overlap, limits.overhead_s, limits.least_s = rates.overlap, rates.overhead_s, rates.least_s
     limits.encoder_pass_s = rates.encoder_pass_s
     slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
     exchange = (0.0 if rates.overlap.any() else 1.0) * limits.transfer_s * slowest_sum
@@ -185,6 +187,7 @@ def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
         limit.transfer_s,
         limit.overlap,
         limit.overhead_s,
+        limit.least_s,
     )
 
 

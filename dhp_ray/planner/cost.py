@@ -5,7 +5,7 @@ For a pack of sequences with lengths s (tokens) and images of p patches a frame,
 
     attention = quadratic_s * sum (s^2 + s min(s, attention_block))          language = attention + linear_s * sum s
     vision    = vision_quadratic_s * sum p^2 + vision_linear_s * sum p       (an image's frames attend apart)
-    time      = language / (d v) + encode / v + exposed + pack_s
+    time      = max(gather_s, language / (d v) + encode / v + exposed + pack_s)
     encode    = the fullest member's images, and encoder_pass_s where the pack has any; before they are dealt out:
                 max(vision / d, largest image)
 
@@ -20,8 +20,10 @@ part as a whole: `attention_block` keys (0: as if it took them one by one). `ban
 between two rows takes the row above it; past the last row, the last), or one for groups inside a node (`intra`) and one
 for groups that cross nodes
 (`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`;
-`fixed_s_by_sync` has it by mode where the two differ; in `sync=micro_batch`, once more a step, `update_s`)
-and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode. `group_s` is what the
+`fixed_s_by_sync` has it by mode where the two differ; in `sync=micro_batch`, once more a step, `update_s`; `gather_s`
+is that of `sync=micro_batch`, where the parameters and gradients of its layers travel beside every pack, and 0 in
+`step`; `gather_s_by_sync` has both) and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of
+the mode. `group_s` is what the
 ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
 longer plans that need fewer new groups, and is not part of a plan's predicted time.
 
@@ -35,9 +37,7 @@ Such an image may be encoded in parts by several ranks (`image_parts`), cut betw
 most (0: not at all). Where its parts exchange, each pays `image_comm_bytes_per_patch` for the patches of the others and
 `image_latency_s` for each of them, and takes `image_part_bytes_per_patch` in memory.
 
-Both kinds are one formula over a table by degree (`CostModel.rates`), which is all that the schedulers see;
-`overhead_s` holds latency and pack_s:
-    time = language / (d v) + encode / v + max(0, transfer_s * sum s - overlap * attention / v) + overhead_s
+Both kinds are one formula over a table by degree (`rates.py`), which is all that the schedulers see.
 """
 
 from __future__ import annotations
@@ -45,71 +45,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar, cast, overload
+from typing import Any, cast
 
 import numpy as np
 
 from dhp_ray.planner.bandwidth import by_degree, constant, links_of
 from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
 from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample
+from dhp_ray.planner.rates import RATE, Rates, pairs_of, predicted_s
 
 REQUIRED = ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "bandwidth_bytes_per_s")
 SYNCS = ("step", "micro_batch")
-
-Number = TypeVar("Number", float, np.ndarray)
-
-RATE = np.dtype([(name, np.float64) for name in ("inside_s", "across_s", "overlap", "overhead_s", "encoder_pass_s")])
-"""What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides
-of that, seconds once, and once more where it has images."""
-
-
-class RateOf(Protocol[Number]):
-    """The fields of RATE: numbers of one record, arrays of many."""
-
-    inside_s: Number
-    across_s: Number
-    overlap: Number
-    overhead_s: Number
-    encoder_pass_s: Number
-
-
-Rate: TypeAlias = RateOf[float]
-
-
-class Rates(RateOf[np.ndarray], Protocol):
-    """A numpy.recarray of RATE: one for each degree from 0 (unused) on, or for each of many packs."""
-
-    def __len__(self) -> int: ...
-    @overload
-    def __getitem__(self, degree: int) -> Rate: ...
-    @overload
-    def __getitem__(self, degree: np.ndarray) -> Rates: ...
-
-
-def pairs_of(num_tokens: Any, block: float) -> Any:
-    """What attention's seconds grow with: pairs of tokens, twice, where a token sees those before it, and what a
-    kernel that takes keys by the block computes beside them.
-    """
-    return num_tokens * (num_tokens + np.minimum(num_tokens, block))
-
-
-def predicted_s(
-    language_s: Number,
-    attention_s: Number,
-    encode_s: Number,
-    num_tokens: Number,
-    degree: Number,
-    speed: Number,
-    transfer_s: Number,
-    overlap: Number,
-    overhead_s: Number,
-) -> Number:
-    """Seconds of a pack by the last formula above, or of many at once: the one place where it stands.
-
-    `encode_s` is at the encoding member's own speed; `transfer_s` is `inside_s` or `across_s` of the degree's RATE.
-    """
-    exposed_s: Number = np.maximum(0.0, transfer_s * num_tokens - overlap * attention_s / speed)
-    return language_s / (degree * speed) + encode_s + exposed_s + overhead_s
 
 
 @dataclass(frozen=True)
@@ -127,6 +73,7 @@ class CostModel:
     latency_s: float = 0.0
     pack_s: float = 0.0
     group_s: float = 0.0
+    gather_s: float = 0.0
     vision_quadratic_s: float = 0.0
     vision_linear_s: float = 0.0
     encoder_pass_s: float = 0.0
@@ -146,14 +93,15 @@ class CostModel:
     pack_bytes: float = 0.0
     resident_bytes: float | dict[str, float] = 0.0
     fixed_s_by_sync: dict[str, float] = field(default_factory=dict)
+    gather_s_by_sync: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
     source: str = ""
     _cache: dict[int, Rates] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
-                     "group_s", "vision_quadratic_s", "vision_linear_s", "encoder_pass_s", "attention_block",
-                     "update_s", "vision_forward", "feature_bytes", "encoder_gather_s",
+                     "group_s", "gather_s", "vision_quadratic_s", "vision_linear_s", "encoder_pass_s",
+                     "attention_block", "update_s", "vision_forward", "feature_bytes", "encoder_gather_s",
                      "memory_bytes_per_token", "encoder_bytes_per_patch", "encoder_bytes",
                      "image_piece_patches", "image_comm_bytes_per_patch", "image_latency_s",
                      "image_part_bytes_per_patch", "language_bytes_per_token", "pack_bytes"):
@@ -168,10 +116,12 @@ class CostModel:
             raise PlanError(f"communication: got {self.communication!r}; allowed: ring, all_to_all")
         for sync in SYNCS:
             self.resident(sync)
-        if not isinstance(self.fixed_s_by_sync, dict) or self.fixed_s_by_sync.keys() not in (set(), set(SYNCS)):
-            raise PlanError(f"fixed_s_by_sync: got {self.fixed_s_by_sync!r}; allowed: none, or {' and '.join(SYNCS)}")
-        for sync, value in self.fixed_s_by_sync.items():
-            constant(f"fixed_s_by_sync.{sync}", value)
+        for name in ("fixed_s_by_sync", "gather_s_by_sync"):
+            by_sync = getattr(self, name)
+            if not isinstance(by_sync, dict) or by_sync.keys() not in (set(), set(SYNCS)):
+                raise PlanError(f"{name}: got {by_sync!r}; allowed: none, or {' and '.join(SYNCS)}")
+            for sync, value in by_sync.items():
+                constant(f"{name}.{sync}", value)
         links_of(self.bandwidth_bytes_per_s)
 
     @classmethod
@@ -206,9 +156,12 @@ class CostModel:
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
     def in_mode(self, sync: str) -> CostModel:
-        """This cost with the `fixed_s` of a mode."""
+        """This cost with the `fixed_s` and `gather_s` of a mode."""
         fixed_s = self.fixed_s_by_sync.get(sync, self.fixed_s)
-        return self if fixed_s == self.fixed_s else replace(self, fixed_s=fixed_s)
+        gather_s = self.gather_s_by_sync.get(sync, self.gather_s if sync == "micro_batch" else 0.0)
+        if (fixed_s, gather_s) == (self.fixed_s, self.gather_s):
+            return self
+        return replace(self, fixed_s=fixed_s, gather_s=gather_s)
 
     def resident(self, sync: str) -> float:
         """Bytes of parameters, gradients and optimizer state that a rank holds throughout."""
@@ -263,6 +216,7 @@ class CostModel:
             ]
             rates.overlap, rates.overhead_s = np.zeros_like(degrees), self.latency_s * (steps > 0) + self.pack_s
             rates.encoder_pass_s = np.full_like(degrees, self.encoder_pass_s)
+            rates.least_s = np.full(len(degrees), self.gather_s)
             if self.communication == "ring":
                 rates.inside_s, rates.across_s = rates.inside_s * steps, rates.across_s * steps
                 rates.overlap, rates.overhead_s = (
@@ -288,5 +242,6 @@ class CostModel:
         transfer_s = rate.across_s if cluster.crosses(ranks) else rate.inside_s
         language = attention + self.linear_s * tokens
         return float(
-            predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rate.overlap, rate.overhead_s)
+            predicted_s(language, attention, encode_s, tokens, degree, speed, transfer_s, rate.overlap, rate.overhead_s,
+                        rate.least_s)
         )

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 
-from dhp_ray.planner.cost import Number, Rate, Rates, predicted_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.primitives.packing import Packs
+from dhp_ray.planner.rates import Number, Rate, Rates, predicted_s
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
@@ -111,6 +111,7 @@ def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
         transfer_s,
         rate.overlap,
         rate.overhead_s,
+        rate.least_s,
     )
 
 
@@ -135,6 +136,7 @@ def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> 
         transfer_s,
         rate.overlap,
         rate.overhead_s,
+        rate.least_s,
     )
 
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from dhp_ray.planner.cost import predicted_s
 from dhp_ray.planner.encoded_images import EncodedImages
 from dhp_ray.planner.encoders import encoders_of
 from dhp_ray.planner.plan import GroupPlan, Pack, SplitImage
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.rates import predicted_s
 from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
 
 
@@ -29,7 +29,7 @@ def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
     encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
     encode_s = encode_s + rates.encoder_pass_s * (encode_s > 0) / speed
     return predicted_s(
-        language, attention, encode_s, tokens, degree, speed, transfer_s, rates.overlap, rates.overhead_s
+        language, attention, encode_s, tokens, degree, speed, transfer_s, rates.overlap, rates.overhead_s, rates.least_s
     )
 
 

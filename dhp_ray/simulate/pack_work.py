@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.cost import predicted_s
 from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.rates import predicted_s
 from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
 
 
@@ -80,7 +80,7 @@ def work_of(plan: Plan, problem: Problem, stretch: np.ndarray | None = None) -> 
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s) * tokens
     hidden_s = rates.overlap * attention / speed
     compute_s = predicted_s(language, attention, encode_s, np.zeros(len(degree)), degree, speed, transfer_s,
-                            rates.overlap, rates.overhead_s)
+                            rates.overlap, rates.overhead_s, np.zeros(len(degree)))
     own_s = (language / degree)[group] / member_speed + images_s + problem.cost.pack_s
     return PackWork(schedule.ranks, schedule.first_rank, schedule.micro_batch, compute_s, transfer_s, hidden_s,
                     rates.overhead_s - problem.cost.pack_s, crosses, own_s)
