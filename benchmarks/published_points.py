@@ -24,7 +24,7 @@ import yaml
 
 from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec
-from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s, update_s
+from dhp_ray.planner.derived_cost import Device, derived_cost, update_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
@@ -115,9 +115,10 @@ class Published:
         for again in {bool(point.recomputes), point.recomputes is True}:
             memory = self._memory(point, ranks, again)
             cost = derived_cost(memory, device, nodes)
+            cost = cost if travels else replace(cost, gather_s=0.0)
             cluster = ClusterSpec(max(point.gpus, point.degree), point.node_gpus, 10**9)
             pack_s = cost.pack_time_s([point.length] * point.sequences, range(point.degree), cluster)
-            found.append(max(pack_s, gather_s(memory, device, nodes) if travels else 0.0) + cost.fixed_s)
+            found.append(pack_s + cost.fixed_s)
         share = float(point.recomputes)
         micro_batch_s = found[0] if len(found) == 1 else share * max(found) + (1 - share) * min(found)
         return point.micro_batches * micro_batch_s + update_s(self._memory(point, ranks, True), device)

@@ -47,7 +47,7 @@ LARGEST = 1e30
 
 FORMATS = ("llava", "parquet", "webdataset", "huggingface", "synthetic")
 
-PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2", "dhp_quick")
+PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2", "megatron", "dhp_quick")
 """Those of dhp_ray/planner, which takes half a second to import."""
 
 

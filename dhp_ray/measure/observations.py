@@ -9,8 +9,8 @@ import numpy as np
 
 from dhp_ray.measure.rounds import Spec, rounds_of
 from dhp_ray.measure.timings import AT_BEST, PackTiming, PartResult, StepTiming
-from dhp_ray.planner.cost import pairs_of
 from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.rates import pairs_of
 from dhp_ray.planner.work import BACKWARD, ENCODE, IMAGES, work_of
 
 OUTLIER = 1.3

@@ -30,7 +30,7 @@ images V:
     L <= (T - o) x     and     L + V + o x <= T S     so     o L <= (T - o) (T S - L - V)
 
 With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long), with fixed_s for as
-many micro-batches as the tokens need, and o as often.
+many micro-batches as the tokens need, o as often, and each at least gather_s.
 
 For each T, a sequence's least degree d(T) is a short scan and a(T) relaxes to the least charge per token over all
 degrees from d(T) on, which does not depend
@@ -53,8 +53,8 @@ from dhp_ray.planner.rates import Number, OverlapOf
 LIMIT = np.dtype(
     [
         (name, np.float64)
-        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "encoder_pass_s", "charge_s",
-                     "exchange_s", "stretch", "moved", "from_tokens", "free_tokens", "forward")
+        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "encoder_pass_s", "least_s",
+                     "charge_s", "exchange_s", "stretch", "moved", "from_tokens", "free_tokens", "forward")
     ]
 )
 """What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest (of all, where
@@ -112,7 +112,8 @@ def lower_bound_s(problem: Problem) -> float:
         items.image_s = 0.0
     once_s, apart = float(problem.machine.rates.overhead_s[1:].min()), problem.encoder != "group"
     room = Room(float(problem.speeds.sum()), once_s * (1 if apart else micro_batches), apart)
-    return float(_bound(items, limits_of(problem), room)) + problem.cost.fixed_s * micro_batches
+    packs_s = float(_bound(items, limits_of(problem), room))
+    return max(packs_s, problem.cost.gather_s * micro_batches) + problem.cost.fixed_s * micro_batches
 
 
 def bounded(problem: Problem) -> Problem:
@@ -132,7 +133,7 @@ def limits_of(problem: Problem) -> Limits:
     limits.transfer_s = np.where(
         degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s)
     )
-    limits.overlap, limits.overhead_s = rates.overlap, rates.overhead_s
+    limits.overlap, limits.overhead_s, limits.least_s = rates.overlap, rates.overhead_s, rates.least_s
     limits.encoder_pass_s = rates.encoder_pass_s
     limits.moved = np.zeros(len(degrees))
     if cluster.offload.share:  # else nobody reads the others

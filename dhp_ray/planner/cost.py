@@ -5,7 +5,7 @@ For a pack of sequences with lengths s (tokens) and images of p patches a frame,
 
     attention = quadratic_s * sum (s^2 + s min(s, attention_block))          language = attention + linear_s * sum s
     vision    = vision_quadratic_s * sum p^2 + vision_linear_s * sum p       (an image's frames attend apart)
-    time      = language / (d v) + encode / v + exposed + waits + pack_s
+    time      = max(gather_s, language / (d v) + encode / v + exposed + waits + pack_s)
     encode    = the fullest member's images, and encoder_pass_s where the pack has any; before they are dealt out:
                 max(vision / d, largest image)
 
@@ -20,8 +20,10 @@ part as a whole: `attention_block` keys (0: as if it took them one by one). `ban
 between two rows takes the row above it; past the last row, the last), or one for groups inside a node (`intra`) and one
 for groups that cross nodes
 (`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`;
-`fixed_s_by_sync` has it by mode where the two differ; in `sync=micro_batch`, once more a step, `update_s`)
-and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of the mode. `group_s` is what the
+`fixed_s_by_sync` has it by mode where the two differ; in `sync=micro_batch`, once more a step, `update_s`; `gather_s`
+is that of `sync=micro_batch`, where the parameters and gradients of its layers travel beside every pack, and 0 in
+`step`; `gather_s_by_sync` has both) and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of
+the mode. `group_s` is what the
 ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
 longer plans that need fewer new groups, and is not part of a plan's predicted time.
 
@@ -44,7 +46,7 @@ Such an image may be encoded in parts by several ranks (`image_parts`), cut betw
 most (0: not at all). Where its parts exchange, each pays `image_comm_bytes_per_patch` for the patches of the others and
 `image_latency_s` for each of them, and takes `image_part_bytes_per_patch` in memory.
 
-`rates.py` has both kinds as one formula over a table by degree (`CostModel.rates`), which is all that schedulers see.
+Both kinds are one formula over a table by degree (`rates.py`), which is all that the schedulers see.
 """
 
 from __future__ import annotations
@@ -60,17 +62,10 @@ from dhp_ray.planner.bandwidth import by_degree, constant, links_of
 from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
 from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample
-from dhp_ray.planner.rates import RATE, Rates, predicted_s
+from dhp_ray.planner.rates import RATE, Rates, pairs_of, predicted_s
 
 REQUIRED = ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "bandwidth_bytes_per_s")
 SYNCS = ("step", "micro_batch")
-
-
-def pairs_of(num_tokens: Any, block: float) -> Any:
-    """What attention's seconds grow with: pairs of tokens, twice, where a token sees those before it, and what a
-    kernel that takes keys by the block computes beside them.
-    """
-    return num_tokens * (num_tokens + np.minimum(num_tokens, block))
 
 
 @dataclass(frozen=True)
@@ -88,6 +83,7 @@ class CostModel:
     latency_s: float = 0.0
     pack_s: float = 0.0
     group_s: float = 0.0
+    gather_s: float = 0.0
     vision_quadratic_s: float = 0.0
     vision_linear_s: float = 0.0
     encoder_pass_s: float = 0.0
@@ -112,14 +108,15 @@ class CostModel:
     forward: float = 1 / 3
     resident_bytes: float | dict[str, float] = 0.0
     fixed_s_by_sync: dict[str, float] = field(default_factory=dict)
+    gather_s_by_sync: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
     source: str = ""
     _cache: dict[tuple[int, Offload], Rates] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
-                     "group_s", "vision_quadratic_s", "vision_linear_s", "encoder_pass_s", "attention_block",
-                     "update_s", "vision_forward", "feature_bytes", "encoder_gather_s",
+                     "group_s", "gather_s", "vision_quadratic_s", "vision_linear_s", "encoder_pass_s",
+                     "attention_block", "update_s", "vision_forward", "feature_bytes", "encoder_gather_s",
                      "memory_bytes_per_token", "encoder_bytes_per_patch", "encoder_bytes",
                      "image_piece_patches", "image_comm_bytes_per_patch", "image_latency_s",
                      "image_part_bytes_per_patch", "language_bytes_per_token", "pack_bytes",
@@ -137,10 +134,12 @@ class CostModel:
             raise PlanError(f"communication: got {self.communication!r}; allowed: ring, all_to_all")
         for sync in SYNCS:
             self.resident(sync)
-        if not isinstance(self.fixed_s_by_sync, dict) or self.fixed_s_by_sync.keys() not in (set(), set(SYNCS)):
-            raise PlanError(f"fixed_s_by_sync: got {self.fixed_s_by_sync!r}; allowed: none, or {' and '.join(SYNCS)}")
-        for sync, value in self.fixed_s_by_sync.items():
-            constant(f"fixed_s_by_sync.{sync}", value)
+        for name in ("fixed_s_by_sync", "gather_s_by_sync"):
+            by_sync = getattr(self, name)
+            if not isinstance(by_sync, dict) or by_sync.keys() not in (set(), set(SYNCS)):
+                raise PlanError(f"{name}: got {by_sync!r}; allowed: none, or {' and '.join(SYNCS)}")
+            for sync, value in by_sync.items():
+                constant(f"{name}.{sync}", value)
         links_of(self.bandwidth_bytes_per_s)
 
     @classmethod
@@ -175,9 +174,12 @@ class CostModel:
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
     def in_mode(self, sync: str) -> CostModel:
-        """This cost with the `fixed_s` of a mode."""
+        """This cost with the `fixed_s` and `gather_s` of a mode."""
         fixed_s = self.fixed_s_by_sync.get(sync, self.fixed_s)
-        return self if fixed_s == self.fixed_s else replace(self, fixed_s=fixed_s)
+        gather_s = self.gather_s_by_sync.get(sync, self.gather_s if sync == "micro_batch" else 0.0)
+        if (fixed_s, gather_s) == (self.fixed_s, self.gather_s):
+            return self
+        return replace(self, fixed_s=fixed_s, gather_s=gather_s)
 
     def resident(self, sync: str) -> float:
         """Bytes of parameters, gradients and optimizer state that a rank holds throughout."""
@@ -239,6 +241,7 @@ class CostModel:
             ]
             rates.overlap, rates.overhead_s = np.zeros_like(degrees), self.latency_s * (steps > 0) + self.pack_s
             rates.encoder_pass_s = np.full_like(degrees, self.encoder_pass_s)
+            rates.least_s = np.full(len(degrees), self.gather_s)
             if self.communication == "ring":
                 rates.inside_s, rates.across_s = rates.inside_s * steps, rates.across_s * steps
                 rates.overlap, rates.overhead_s = (

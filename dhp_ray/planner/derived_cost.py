@@ -20,14 +20,15 @@ over the links of them all: the rings of NCCL and HCCL each leave a node by anot
 Where a node has parameters once (`train.sharding=node`, G ranks), a rank exchanges at a step's end its slices alone, 1
 / G of the model's; a pack pays for that: it reads the head's parameters and adds their gradients, which nothing hides,
 and starts 3 G copies a unit (two reads and an add). Its other reads and adds are taken to go on beside compute, as on a
-device that has a stream for each (`gather_s`, which `CostModel` does not hold: a plan of packs that are shorter takes
-longer than predicted). The CPU's adds do not; its costs are measured.
+device that has a stream for each (`gather_s`, which `CostModel` holds for `sync=micro_batch` alone: with
+`train.sharding=node` a plan of packs that are shorter takes longer than predicted).
+The CPU's adds do not; its costs are measured.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import yaml
@@ -121,6 +122,8 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
     windows = sum(layer.count * layer.window * attention("vision", layer, 4) for layer in shape.vision)
     language_layers = sum(layer.count for layer in shape.language)
     fixed_s = {sync: _fixed_s(memory, device, num_nodes, sync) for sync in SYNCS}
+    lockstep = MemoryModel(shape, replace(settings, sync="micro_batch", sharding="whole"))
+    gathers_s = {"step": 0.0, "micro_batch": gather_s(lockstep, device, num_nodes)}
     return CostModel(
         name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
         source=f"derived from the model's shape and the published figures of {device.name}; not measured",
@@ -137,6 +140,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
         latency_s=language_layers * (3 + again) * device.message_s,
         pack_s=(shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s
                 + (_reads_s(memory, device) if shared else 0.0)), group_s=device.group_s,
+        gather_s=gathers_s[settings.sync], gather_s_by_sync=gathers_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
         bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s},
         host_bytes_per_s=device.host_bytes_per_s, forward=1 / (2 + settings.trains_weights("language") + again),

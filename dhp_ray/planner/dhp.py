@@ -1,4 +1,5 @@
-"""The planner of dhp_ray: the schedule of its mode, or a baseline's plan, packed to memory, where that is better.
+"""The planner of dhp_ray: the schedule of its mode, or a baseline's plan where that is better, packed to memory or
+a little below: where a rank holds few sequences, fuller packs leave ranks waiting.
 
 Near the lower bound no baseline can be better by much, so the baselines are asked only where the plan is farther from
 it, or the batch is small. (Of a huge batch they would take seconds.)
@@ -9,17 +10,18 @@ than it takes for its copies to be hidden, which the first time it may have. So 
 
 from __future__ import annotations
 
+from dhp_ray.planner.baselines.pack_cap import cap_of_rounds
 from dhp_ray.planner.baselines.paper import paper_at
-from dhp_ray.planner.baselines.pow2 import packed_to_memory
+from dhp_ray.planner.baselines.pow2 import packed_to
 from dhp_ray.planner.micro_batch.search import dhp_micro_batch, node_after_node
 from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.problem import Problem, without_waits
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.step.search import dhp_step
 
-NEAR, SMALL, HUGE = 1e-2, 10_000, 20_000
+NEAR, SMALL, MANY, HUGE = 1e-2, 10_000, 5_000_000, 20_000
 """A plan of more than SMALL sequences x ranks is compared with the baselines if it is more than NEAR (a share) above
-the bound; one of more than HUGE sequences is not."""
+the bound, up to MANY also with their packs of one round more, less full; one of more than HUGE sequences is not."""
 
 
 def dhp(problem: Problem) -> Schedule:
@@ -35,7 +37,9 @@ def _timed(problem: Problem) -> list[tuple[float, Schedule]]:
     count = len(problem.samples)
     if count <= HUGE and (not near or count * problem.cluster.num_ranks <= SMALL):
         memory = problem.cluster.tokens_per_rank
-        schedules += [*packed_to_memory(problem), paper_at(problem, memory, memory)]
+        fewer = max(1, int(cap_of_rounds(problem, memory, 1)))
+        for cap in [memory, fewer] if count * problem.cluster.num_ranks <= MANY else [memory]:
+            schedules += [*packed_to(problem, cap), paper_at(problem, cap, memory)]
         if problem.sync == "micro_batch" and not near:
             schedules += node_after_node(problem, schedules[0])
         times += [time_of(problem, schedule) for schedule in schedules[len(times) :]]

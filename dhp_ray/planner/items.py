@@ -140,7 +140,7 @@ def compiled_predicted_s(
     if rate.moved > 0.0:
         copied_s = compiled_moved_s(host_s, num_tokens, rate)
         seconds += compiled_waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
-    return seconds
+    return max(rate.least_s, seconds)
 
 
 @inner

@@ -4,23 +4,24 @@
     compute = language / (d v) + encode / v
     time = compute + max(0, transfer_s * sum s - overlap * attention / v) + waits + overhead_s
 
-`overhead_s` holds latency and pack_s; `waits` are those of `cost.py`.
+and least_s at least. `overhead_s` holds latency and pack_s; `waits` are those of `cost.py`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 
 Number = TypeVar("Number", float, np.ndarray)
 
 RATE = np.dtype([(name, np.float64) for name in (
-    "inside_s", "across_s", "overlap", "overhead_s", "encoder_pass_s", "moved", "from_tokens", "free_tokens",
-    "forward")])
+    "inside_s", "across_s", "overlap", "overhead_s", "encoder_pass_s", "least_s", "moved", "from_tokens",
+    "free_tokens", "forward")])
 """What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides
-of that, seconds once, and once more where it has images; what it moves of its activations to host memory where it has
-more tokens than `free_tokens` (`Offload`, of all its ranks); and the share of its compute that is its forward pass's."""
+of that, seconds once, once more where it has images, and at least; what it moves of its activations to host memory
+where it has more tokens than `free_tokens` (`Offload`, of all its ranks); and the share of its compute that is its
+forward pass's."""
 
 
 class OverlapOf(Protocol[Number]):
@@ -28,6 +29,7 @@ class OverlapOf(Protocol[Number]):
 
     overlap: Number
     overhead_s: Number
+    least_s: Number
     moved: Number
     from_tokens: Number
     free_tokens: Number
@@ -55,6 +57,13 @@ class Rates(RateOf[np.ndarray], Protocol):
     def __getitem__(self, degree: np.ndarray) -> Rates: ...
 
 
+def pairs_of(num_tokens: Any, block: float) -> Any:
+    """What attention's seconds grow with: pairs of tokens, twice, where a token sees those before it, and what a
+    kernel that takes keys by the block computes beside them.
+    """
+    return num_tokens * (num_tokens + np.minimum(num_tokens, block))
+
+
 def predicted_s(
     language_s: Number,
     attention_s: Number,
@@ -74,8 +83,9 @@ def predicted_s(
     seconds = held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
     if np.any(rate.moved):
         copied_s = moved_s(host_s, num_tokens, rate)
-        return seconds + waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
-    return seconds
+        seconds = seconds + waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
+    time_s: Number = np.maximum(rate.least_s, seconds)
+    return time_s
 
 
 def held_s(
@@ -88,7 +98,7 @@ def held_s(
     transfer_s: Number,
     rate: OverlapOf[Number],
 ) -> Number:
-    """Seconds of a pack that moves none of its activations: the one place where this stands."""
+    """Seconds of a pack that moves none of its activations, without `least_s`: the one place where this stands."""
     exposed_s: Number = np.maximum(0.0, transfer_s * num_tokens - rate.overlap * attention_s / speed)
     return language_s / (degree * speed) + encode_s + exposed_s + rate.overhead_s
 

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.cost import CostModel, pairs_of
+from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.image_parts import Grid, shares
 from dhp_ray.planner.plan import GroupPlan, Plan
-from dhp_ray.planner.rates import waits_s
+from dhp_ray.planner.rates import pairs_of, waits_s
 from dhp_ray.planner.schedule import firsts_of, flat
 from dhp_ray.planner.vision_plan import encoding_ranks
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL, RING, bimodal
 
 from dhp_ray.planner import PLANNERS, ClusterSpec, CostModel, Sample, checked_problem, plan_batch, plan_data_set
+from dhp_ray.planner.baselines.megatron import KINDS
 from dhp_ray.planner.baselines.pack_cap import best_cap, capacities, degrees_at
 from dhp_ray.planner.baselines.paper import paper_at
 from dhp_ray.planner.baselines.pow2 import pow2_at
@@ -19,7 +20,8 @@ PACKED_TO_MEMORY = {
     "static_best": lambda problem, memory: [uniform(problem, Layout(degree, memory))
                                             for degree in degrees_for([problem])],
     "pow2": lambda problem, memory: [pow2_at(problem, memory, memory)],
-    "dhp_paper": lambda problem, memory: [paper_at(problem, memory, memory)]}
+    "dhp_paper": lambda problem, memory: [paper_at(problem, memory, memory)],
+    "megatron": lambda problem, memory: [kind(problem, memory) for kind in KINDS]}
 """The baselines as nobody runs them: packs as full as memory allows."""
 
 

@@ -31,6 +31,18 @@ def degrees_at(tokens: np.ndarray, cap: int, num_ranks: int) -> np.ndarray:
     return degrees
 
 
+def powers_of_two(degrees: np.ndarray, num_ranks: int) -> np.ndarray:
+    """The next powers of two, or all ranks."""
+    powers: np.ndarray = np.minimum(2 ** np.ceil(np.log2(degrees)).astype(np.int64), num_ranks)
+    return powers
+
+
+def cap_of_rounds(problem: Problem, memory: int, more: int) -> float:
+    """The cap under which the batch takes so many rounds of packs more than under memory's."""
+    each = int(problem.items.tokens.sum()) / problem.cluster.num_ranks
+    return 1.02 * each / (int(each // memory) + 1 + more)
+
+
 def best_cap(problems: Sequence[Problem], schedule_at: Callable[[Problem, int], Schedule]) -> tuple[float, int]:
     """(seconds of all batches under the best cap, that cap): `schedule_at` plans a batch at a cap. Memory's cap wins
     where no other is shorter."""
@@ -64,9 +76,6 @@ def _coarse_caps(problems: Sequence[Problem]) -> list[int]:
     memory = min(problem.cluster.tokens_per_rank for problem in problems)
     shortest = min(memory, *(int(problem.items.tokens.min()) for problem in problems))
     caps = np.geomspace(shortest, memory, LADDER).tolist()
-    each = (
-        int(problems[0].items.tokens.sum()) / problems[0].cluster.num_ranks
-    )  # batches of a data set are alike: the first one's rounds do for all
-    least = int(each // memory) + 1
-    caps += [1.02 * each / rounds for rounds in range(least, least + ROUNDS)]
+    # batches of a data set are alike: the first one's rounds do for all
+    caps += [cap_of_rounds(problems[0], memory, more) for more in range(ROUNDS)]
     return [memory, *sorted({int(cap) for cap in caps if 1 <= int(cap) < memory}, reverse=True)]

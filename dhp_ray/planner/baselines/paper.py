@@ -22,7 +22,7 @@ from dhp_ray.planner.items import Item, Items, Machine, least_degree, packed, ti
 from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.list_schedule import run_next
-from dhp_ray.planner.primitives.packing import best_fit_decreasing
+from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing
 from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, gathered
@@ -37,19 +37,20 @@ def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
     `degree_cap`."""
     cluster, tokens = problem.cluster, problem.items.tokens
     packs = best_fit_decreasing(tokens, capacities(tokens, degrees_at(tokens, degree_cap, cluster.num_ranks), pack_cap))
-    items, machine = packed(problem.items, packs, cluster.most_tokens_per_rank), problem.nominal_machine
+    items = packed(problem.items, packs, cluster.most_tokens_per_rank)
     items.minimum_degree = degrees_at(items.tokens, degree_cap, cluster.num_ranks)
-    micro_batch, count = first_fit(items.minimum_degree, cluster.num_ranks)
-    members, first = by_owner(micro_batch, count)
-    order, degree, ranks = _deal(items, machine, members, first, problem.sync == "micro_batch")
+    return dealt(problem, packs, items, first_fit(items.minimum_degree, cluster.num_ranks)[0])
+
+
+def dealt(problem: Problem, packs: Packs, items: Items, micro_batch: np.ndarray, powers: bool = False) -> Schedule:
+    """The schedule of packs, `items`, of these micro-batches, each on so many ranks that the slowest of its micro-batch
+    is as fast as can be. `powers`: on powers of two (or all ranks), larger ones first, so that a group of d ranks
+    starts at a multiple of d."""
+    members, first = by_owner(micro_batch, int(micro_batch.max()) + 1)
+    by_micro_batch = problem.sync == "micro_batch"
+    order, degree, ranks = _deal(items, problem.nominal_machine, members, first, by_micro_batch, powers)
     rows, first_row = gathered(packs.rows, packs.first, order)
-    return Schedule(
-        rows,
-        first_row,
-        ranks[: degree.sum()],
-        firsts_of(degree),
-        micro_batch[order] * int(problem.sync == "micro_batch"),
-    )
+    return Schedule(rows, first_row, ranks[: degree.sum()], firsts_of(degree), micro_batch[order] * int(by_micro_batch))
 
 
 @compiled
@@ -69,7 +70,7 @@ def first_fit(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
 
 @compiled
 def _deal(
-    items: Items, machine: Machine, members: np.ndarray, first: np.ndarray, by_micro_batch: bool
+    items: Items, machine: Machine, members: np.ndarray, first: np.ndarray, by_micro_batch: bool, powers: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(packs in order of execution, the degree of each, their ranks one after the other); `members[first[m]:first[m
     + 1]]` are micro-batch m's packs."""
@@ -78,12 +79,12 @@ def _deal(
     ranks, dealt, free = np.zeros(num_ranks * (len(first) - 1), dtype=np.int64), 0, np.zeros(num_ranks)
     for micro_batch in range(len(first) - 1):
         begin, end = first[micro_batch], first[micro_batch + 1]
-        degrees = allocate(items, members[begin:end], machine)
+        degrees = allocate(items, members[begin:end], machine, powers)
         seconds = np.zeros(end - begin)
         for place in range(end - begin):
             seconds[place] = _time(items[members[begin + place]], degrees[place], machine)
         ready, taken = np.arange(num_ranks) if by_micro_batch else ascending(free), 0
-        for index, place in enumerate(ascending(-seconds)):
+        for index, place in enumerate(ascending(-1.0 * degrees if powers else -seconds)):
             chosen = ready[taken : taken + degrees[place]]
             chosen = chosen[ascending(chosen.astype(np.float64))]
             ranks[dealt : dealt + len(chosen)] = chosen
@@ -95,28 +96,43 @@ def _deal(
 
 
 @inner
-def allocate(items: Items, members: np.ndarray, machine: Machine) -> np.ndarray:
+def allocate(items: Items, members: np.ndarray, machine: Machine, powers: bool) -> np.ndarray:
     """The degree of each pack of a micro-batch that makes the slowest fastest; their minimum degrees sum to at most
     N."""
     span = np.zeros(3)
     for item in members:
         span[1] = max(span[1], _time(items[item], items[item].minimum_degree, machine))
     while compiled_halve(span, 1e-6):
-        span[int(_needed(items, members, span[2], machine)[1])] = span[2]
-    return _needed(items, members, span[1], machine)[0]
+        span[int(_needed(items, members, span[2], machine, powers)[1])] = span[2]
+    return _needed(items, members, span[1], machine, powers)[0]
 
 
 @inner
-def _needed(items: Items, members: np.ndarray, makespan: float, machine: Machine) -> tuple[np.ndarray, bool]:
+def _needed(
+    items: Items, members: np.ndarray, makespan: float, machine: Machine, powers: bool
+) -> tuple[np.ndarray, bool]:
     """(the least degrees that meet a makespan, whether there are so many ranks)"""
     degrees, total = np.zeros(len(members), dtype=np.int64), 0
     num_ranks, node_size, rates = len(machine.speeds), machine.ranks_per_node, machine.rates
     for place in range(len(members)):
-        degrees[place] = least_degree(items[members[place]], makespan, 1.0, node_size, rates, num_ranks - total)
+        item = items[members[place]]
+        degrees[place] = least_degree(item, makespan, 1.0, node_size, rates, num_ranks - total)
+        if powers:
+            degrees[place] = _least_power(item, degrees[place], makespan, num_ranks - total, machine)
         if degrees[place] == 0:
             return degrees, False
         total += degrees[place]
     return degrees, True
+
+
+@inner
+def _least_power(item: Item, degree: int, makespan: float, most: int, machine: Machine) -> int:
+    """The least power of two from `degree` on (or all ranks) that meets a makespan, where that is at most `most`; else
+    0."""
+    power, num_ranks = 1, len(machine.speeds)
+    while power < degree or (power <= most and _time(item, power, machine) > makespan):
+        power = min(2 * power, num_ranks) if power < num_ranks else num_ranks + 1
+    return power if degree > 0 and power <= most else 0
 
 
 @inner

@@ -1,40 +1,85 @@
 """Power-of-two degrees: each sequence gets the least power of two that holds it; packs go, slowest first, to the
 aligned ranks that have done them first.
 
+With `sync=micro_batch` also as FlexSP plans (arXiv 2412.01523): sequences by length are cut into runs of alike tokens,
+a micro-batch each, and within one packs have the powers of two with which the slowest is as fast as can be. FlexSP
+finds packs and degrees by an integer program; here packs are by best fit, and degrees as in the published planner. The
+better of both is taken. benchmarks/scale.py has it beside FlexSP's own solver.
+
 The cap, tokens a rank, is tuned: that of the packs alone, or that of packs and degrees, as in systems where one
 number says both.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, tuned
+from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, powers_of_two, tuned
+from dhp_ray.planner.baselines.paper import dealt, first_fit
 from dhp_ray.planner.baselines.static import Layout, least_degree_of, uniform
 from dhp_ray.planner.items import packed, times_at
+from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.list_schedule import on_earliest_blocks
-from dhp_ray.planner.primitives.packing import best_fit_decreasing
+from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 
+RUNS = 5
+"""Numbers of runs that are tried: as many micro-batches as there are at least, and more, as in FlexSP's solver; and one
+for all, whose packs are in any order of length."""
+
 
 def pow2(problem: Problem) -> Schedule:
-    return tuned(problem, pow2_at)
+    found = [tuned(problem, pow2_at)]
+    if problem.sync == "micro_batch":
+        least = -(-int(problem.items.tokens.sum()) // problem.cluster.max_tokens)
+        kinds = [(1, False), *((runs, True) for runs in sorted({1, *range(least, least + RUNS)}))]
+        found += [tuned(problem, partial(by_length_at, *kind)) for kind in kinds]
+    return min(found, key=lambda schedule: time_of(problem, schedule))
 
 
-def packed_to_memory(problem: Problem) -> list[Schedule]:
-    """What costs little to ask: the least static degree, and powers of two, with packs as full as memory allows."""
-    memory = problem.cluster.tokens_per_rank
-    return [uniform(problem, Layout(least_degree_of([problem]), memory)), pow2_at(problem, memory, memory)]
+def by_length_at(runs: int, rounded: bool, problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
+    """As FlexSP plans, in so many runs. A run that the ranks do not hold at once becomes several micro-batches.
+    `rounded`: a pack takes what the power of two that its longest sequence needs holds, else what the fewest ranks
+    hold."""
+    cluster, tokens = problem.cluster, problem.items.tokens
+    longest_first = np.argsort(-tokens, kind="stable")
+    before = np.cumsum(tokens[longest_first]) - tokens[longest_first]
+    run = runs * before // tokens.sum()
+    all_rows, sizes, micro_batch, count = [], [], [], 0
+    for number in np.unique(run).tolist():
+        rows = longest_first[run == number]
+        need = (_powers if rounded else degrees_at)(tokens[rows], degree_cap, cluster.num_ranks)
+        packs = best_fit_decreasing(tokens[rows], capacities(tokens[rows], need, pack_cap))
+        packed_tokens = np.add.reduceat(tokens[rows][packs.rows], packs.first[:-1])
+        of_pack, added = first_fit(_powers(packed_tokens, degree_cap, cluster.num_ranks), cluster.num_ranks)
+        all_rows.append(rows[packs.rows])
+        sizes.append(np.diff(packs.first))
+        micro_batch.append(count + of_pack)
+        count += added
+    packs = Packs(np.concatenate(all_rows), firsts_of(np.concatenate(sizes)))
+    items = packed(problem.items, packs, cluster.most_tokens_per_rank)
+    items.minimum_degree = _powers(items.tokens, degree_cap, cluster.num_ranks)
+    return dealt(problem, packs, items, np.concatenate(micro_batch), powers=True)
+
+
+def packed_to(problem: Problem, cap: int) -> list[Schedule]:
+    """What costs little to ask, with packs of so many tokens a rank: powers of two; the least static degree, and twice
+    and four times that, inside a node, of whose memory sequences leave less unused."""
+    memory, least = problem.cluster.tokens_per_rank, least_degree_of([problem])
+    degrees = [factor * least for factor in (1, 2, 4)
+               if factor == 1 or factor * least <= min(problem.machine.ranks_per_node, problem.cluster.num_ranks)]
+    return [*(uniform(problem, Layout(degree, cap)) for degree in degrees), pow2_at(problem, cap, memory)]
 
 
 def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
     """Sequences of one degree are packed by best fit; a group of d ranks starts at a multiple of d. O(packs x
     ranks)."""
     cluster, machine, items = problem.cluster, problem.nominal_machine, problem.items
-    least = degrees_at(items.tokens, degree_cap, cluster.num_ranks)
-    degrees = np.minimum(2 ** np.ceil(np.log2(least)).astype(np.int64), cluster.num_ranks)
+    degrees = _powers(items.tokens, degree_cap, cluster.num_ranks)
     all_rows, sizes, times, degree = [], [], [], []
     for each in np.unique(degrees).tolist():
         rows = np.flatnonzero(degrees == each)
@@ -58,6 +103,10 @@ def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
     return Schedule(
         rows, first_row, np.repeat(first - first_rank[:-1], need) + np.arange(first_rank[-1]), first_rank, micro_batch
     )
+
+
+def _powers(tokens: np.ndarray, cap: int, num_ranks: int) -> np.ndarray:
+    return powers_of_two(degrees_at(tokens, cap, num_ranks), num_ranks)
 
 
 @compiled

@@ -34,14 +34,16 @@ class MicroBatch(NamedTuple):
 
 
 class Fastest(NamedTuple):
-    """Speeds and nodes of the ranks of `machine`, fastest first, and the seconds of language that a token and a
-    token squared cost."""
+    """Speeds and nodes of the ranks of `machine`, fastest first, the seconds of language that a token and a token
+    squared cost, and those that a micro-batch takes at least (which the machine's rates leave out: what a pack takes
+    besides is its room)."""
 
     machine: Machine
     speed: np.ndarray
     node: np.ndarray
     linear_s: float
     quadratic_s: float
+    gather_s: float
 
 
 @inner
@@ -156,7 +158,7 @@ def fill_micro_batch(
             shrink(rooms, state, found, longest)
         else:
             add(rooms, state, longest, into)
-    return MicroBatch(pack, degree[:count], time[:count], served, served_tokens, complete)
+    return MicroBatch(pack, degree[:count], np.maximum(time[:count], ranks.gather_s), served, served_tokens, complete)
 
 
 @compiled
@@ -180,7 +182,7 @@ def trials(
     does not.
 
     Makespans fall, each the time of a pack with the first item: from several alike in full memory on its minimum
-    degree, to alone on the best degree (or `span` times less), and at most `longest_s`.
+    degree, to alone on the best degree (or `span` times less), at most `longest_s` and at least `gather_s`.
     """
     most_s, least_s = extremes_s(items, rest[0], ranks)
     most_s *= max(1.0, ranks.machine.tokens_per_rank * items[rest[0]].minimum_degree / items[rest[0]].tokens)
@@ -188,7 +190,7 @@ def trials(
     ratio = (max(least_s, most_s / span) / most_s) ** (1.0 / (count - 1))
     found = np.zeros((count, 4))
     for index in range(count):
-        makespan = max(most_s * ratio**index, least_s)
+        makespan = max(most_s * ratio**index, least_s, ranks.gather_s)
         packed = fill_micro_batch(items, rest, value, makespan, ranks, False)
         if packed.pack[0] >= 0:
             found[index, 0], found[index, 1], found[index, 2], found[index, 3] = (
@@ -208,7 +210,7 @@ def shortest_micro_batch(
 
     Bisects between `high` (`complete` is False if even that cannot be had) and `low`, which cannot.
     """
-    best = fill_micro_batch(items, rows, value, high, ranks, True)
+    best, low = fill_micro_batch(items, rows, value, high, ranks, True), max(low, ranks.gather_s)
     span = np.array([low, best.time.max() if best.complete else low, low])
     while compiled_halve(span, tolerance):
         packed = fill_micro_batch(items, rows, value, span[2], ranks, True)

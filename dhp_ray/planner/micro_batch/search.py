@@ -1,9 +1,9 @@
 """`dhp` for sync=micro_batch: the number of micro-batches, packs and degrees together.
 
-The time is the sum over micro-batches of the slowest pack plus fixed_s. Micro-batches are made one after the other,
-by a beam search. The longest sequence left is in the next one; each time that a pack with it may take is tried as
-the makespan, and the micro-batch is filled (`filling`), largest first, so that sequences of like length come
-together: their packs, full of tokens, take alike long. A partial plan is ranked by its
+The time is the sum over micro-batches of the slowest pack (gather_s, if that is more) plus fixed_s. Micro-batches are
+made one after the other, by a beam search. The longest sequence left is in the next one; each time that a pack with it
+may take is tried as the makespan, and the micro-batch is filled (`filling`), largest first, so that sequences of like
+length come together: their packs, full of tokens, take alike long. A partial plan is ranked by its
 time so far plus what the rest needs at least (its area over all ranks, and fixed_s for as many micro-batches as its
 tokens need), stretched by WASTE; the best `width` go on. Whenever all that is left fits into one micro-batch, ending
 there is a candidate. At last each micro-batch is made as short as can be with its own sequences, by bisection.
@@ -13,6 +13,7 @@ O(micro-batches x width x makespans) fills.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -83,12 +84,14 @@ class MicroBatchSearch:
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self.items = problem.items
         fastest_first = np.argsort(-machine.speeds, kind="stable")
+        rates = replace(problem.cost, gather_s=0.0).rates(len(machine.speeds), problem.cluster.offload)
         self.ranks = Fastest(
-            machine,
+            machine._replace(rates=rates),
             machine.speeds[fastest_first],
             machine.node[fastest_first],
             problem.cost.linear_s,
             problem.cost.quadratic_s,
+            problem.cost.gather_s,
         )
         self.fixed_s, self.max_tokens, self.total_speed = (
             problem.cost.fixed_s,
@@ -116,7 +119,8 @@ class MicroBatchSearch:
 
     def least_s(self, value: float, tokens: float) -> float:
         """A lower bound on the time that the rest of a plan takes."""
-        return value / self.total_speed - (-tokens // self.max_tokens) * self.fixed_s
+        micro_batches = -(-tokens // self.max_tokens)
+        return max(value / self.total_speed, micro_batches * self.ranks.gather_s) + micro_batches * self.fixed_s
 
     def end(self, state: State, limit_s: float) -> list[State]:
         """All that is left in one micro-batch, if it fits and ends before `limit_s`."""

@@ -1,0 +1,194 @@
+"""The planner beside its baselines at scale, simulated: one mode and one device memory a row, every baseline tuned.
+
+    export DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1
+    python benchmarks/scale.py [headline] [ablation] [peers] [study] [sizes] [planning] [--quick]    (none: all)
+
+headline   DHP's published ratios (arXiv 2602.21788: OpenVid 1.35, MSRVTT 1.14)     scale_headline.py
+ablation   what each part of `dhp` is worth                                         scale_headline.py
+peers      `pow2` beside FlexSP's own solver, Megatron's rounds beside its own      scale_sizes.py
+study      64 ranks: nine models, two devices, three mixes, both modes where they fit
+sizes      8 to 4,096 ranks, and whether tokens a second and rank stay              scale_sizes.py
+planning   whether a plan is there when the ranks are, at 4,096                     scale_sizes.py
+
+A row is the sum over one batch of each seed, 8 samples a rank, on nodes of 8. The mode's tokens a rank come from the
+memory model, costs from the model's shape and the device's description. A step is simulated with the links that packs
+share and, in micro_batch, with what its layers' parameters take to travel; process groups are taken to be there. Images
+are encoded in their packs, for all planners alike. `--quick`: one seed and the models of QUICK for `study`.
+
+In `study` each planner, ours too, has recomputation on or off, whichever is faster for it. `static` has one degree and
+one pack cap for all batches of a row, the best for their sum; `static_best`, `pow2`, `dhp_paper` and `megatron` choose
+a cap (and degrees) for each batch. All modelled, but for planning seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.scale_cases import Case, Opened, batches_of, opened
+from benchmarks.scale_headline import ablation, headline
+from benchmarks.scale_sizes import peers, planning, sizes
+from dhp_ray.planner import Plan, warm_up
+from dhp_ray.planner.problem import problem_of
+from dhp_ray.simulate.pack_work import work_of
+
+BASELINES = ("static", "static_best", "pow2", "dhp_paper", "megatron")
+MODELS = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "qwen3_vl_2b", "qwen3_vl_8b", "qwen3_vl_32b",
+          "internvl3_2b", "internvl3_8b", "internvl3_38b")
+QUICK = ("qwen2_5_vl_3b", "internvl3_8b", "qwen3_vl_32b")
+MIXES = ("video_heavy", "document_heavy", "caption_heavy")
+WANTED = 1.05
+"""The ratio of the best baseline to `dhp` below which a row is explained."""
+
+
+class Row(NamedTuple):
+    """Modelled seconds of a case by planner, and what bounds them. `mode` and `tokens_per_rank`: those in which `dhp`
+    is fastest. `parts`: what of `dhp`'s time is not computing, as shares of it (`lost`)."""
+
+    case: Case
+    mode: str
+    tokens_per_rank: int
+    times_s: dict[str, float]
+    bound_s: float
+    parts: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        """The best baseline."""
+        return min((name for name in self.times_s if name != "dhp"), key=lambda name: self.times_s[name])
+
+    @property
+    def gain(self) -> float:
+        """The best baseline over dhp."""
+        return self.times_s[self.best] / self.times_s["dhp"]
+
+    @property
+    def most(self) -> float:
+        """The best baseline over the lower bound: no planner gains more."""
+        return self.times_s[self.best] / self.bound_s
+
+    def over(self, planner: str) -> float:
+        return self.times_s[planner] / self.times_s["dhp"]
+
+
+def row_of(case: Case) -> Row | None:
+    """None where the case does not fit."""
+    batches = batches_of(case)
+    found = [one for again in ("false", "true") if (one := opened(replace(case, recomputes=again), batches))]
+    if not found:
+        return None
+    times_s = {name: min(one.planned(name).time_s for one in found) for name in BASELINES}
+    planned = [one.planned("dhp") for one in found]
+    place = min(range(len(found)), key=lambda place: planned[place].time_s)
+    ours, plans = found[place], planned[place].plans
+    bounds = [sum(plan.lower_bound_s for plan in one.plans) for one in planned]
+    return Row(case, str(ours.training.mode), ours.cluster.tokens_per_rank, times_s | {"dhp": planned[place].time_s},
+               min(bounds), lost(ours, plans))
+
+
+def lost(found: Opened, plans: Iterable[Plan]) -> dict[str, float]:
+    """Shares of the ranks' time in which they wait for a step or micro-batch to end, wait inside a pack for the member
+    with most images, exchange what attention does not hide, and pay what a pack or a step pays once."""
+    sums, whole_s = np.zeros(4), 0.0
+    for plan in plans:
+        work = work_of(plan, problem_of(plan.samples, plan.cluster, found.cost, plan.sync))
+        degrees, packs = work.degrees, work.times_s()
+        exposed_s = np.maximum(0.0, work.transfer_s - work.hidden_s)
+        once_s = work.latency_s + found.cost.pack_s
+        own_s = work.own_s.sum() - (found.cost.pack_s * degrees).sum()
+        busy_s, total_s = (degrees * packs).sum(), plan.predicted_time_s * plan.cluster.num_ranks
+        fixed_s = plan.fixed_s * plan.cluster.num_ranks * (len(set(work.micro_batch.tolist())))
+        sums += [total_s - busy_s - fixed_s, busy_s - own_s - (degrees * (exposed_s + once_s)).sum(),
+                 (degrees * exposed_s).sum(), (degrees * once_s).sum() + fixed_s]
+        whole_s += total_s
+    return dict(zip(("waits", "images", "exchange", "packs"), (sums / whole_s).tolist()))
+
+
+def study(quick: bool) -> None:
+    print("\n## 64 ranks: the best baseline over dhp\n")
+    print("A cell: the best baseline over dhp / over the lower bound, above which no planner can gain (that baseline; "
+          "static over dhp).\n")
+    print(f"| model | device | mode | tokens a rank | {' | '.join(MIXES)} |\n|{'---|' * (4 + len(MIXES))}")
+    rows: list[Row] = []
+    for sync in ("step", "micro_batch"):
+        for model in QUICK if quick else MODELS:
+            for device in ("910B", "H100"):
+                found = [row_of(Case(model, device, mix, sync, seeds=(0,) if quick else (0, 1, 2))) for mix in MIXES]
+                if any(found):
+                    print(line_of(found), flush=True)
+                rows += [row for row in found if row]
+    explain(rows)
+
+
+def line_of(found: Sequence[Row | None]) -> str:
+    rows = [row for row in found if row]
+    modes = " / ".join(dict.fromkeys(row.mode for row in rows))
+    room = " / ".join(dict.fromkeys(f"{row.tokens_per_rank:,}" for row in rows))
+    return (f"| {rows[0].case.model} | {rows[0].case.device} | {modes} | {room} | "
+            f"{' | '.join(cell_of(row) if row else 'does not fit' for row in found)} |")
+
+
+def cell_of(row: Row) -> str:
+    return f"{row.gain:.3f} / {row.most:.3f} ({row.best}; {row.over('static'):.2f})"
+
+
+def explain(rows: Sequence[Row]) -> None:
+    gains = [row.gain for row in rows]
+    print(f"\n{len(rows)} rows, geometric mean {geometric_mean(gains):.3f}, least {min(gains):.3f}; "
+          f"{sum(gain < WANTED for gain in gains)} under {WANTED}, {sum(gain < 1 for gain in gains)} under 1. The "
+          f"best baseline over the lower bound: {geometric_mean([row.most for row in rows]):.3f}.")
+    for planner in BASELINES:
+        print(f"- over {planner}: {geometric_mean([row.over(planner) for row in rows]):.3f}")
+    for mix in MIXES:
+        mixed = [row for row in rows if row.case.workload == mix]
+        over = [row.over("static") for row in mixed]
+        print(f"- {mix}: over the best baseline {geometric_mean([row.gain for row in mixed]):.3f}, over static "
+              f"{geometric_mean(over):.3f} ({min(over):.2f} to {max(over):.2f})")
+    few = sum(row.gain < WANTED and row.most < WANTED for row in rows)
+    print(f"\nOf the rows under {WANTED}, {few} have a bound that leaves no more. The others, and what of dhp's time "
+          "is not computing:\n")
+    print("| row | gain | bound leaves | dhp waits | for images in packs | exchanges | pays once a pack or step |\n"
+          "|---|---|---|---|---|---|---|")
+    for row in sorted(rows, key=lambda row: row.gain):
+        if row.gain < WANTED <= row.most:
+            parts = " | ".join(f"{100 * share:.1f} %" for share in row.parts.values())
+            print(f"| {row.case} | {row.gain:.3f} | {row.most:.3f} | {parts} |")
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+TABLES: dict[str, Callable[[bool], object]] = {"headline": headline, "ablation": ablation, "peers": peers,
+                                               "study": study, "sizes": sizes, "planning": planning}
+
+
+def main(words: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
+    names = [word for word in words if word != "--quick"]
+    unknown = [word for word in names if word not in TABLES]
+    if unknown:
+        print(f"scale.py: {unknown[0]}: no such table; allowed: {', '.join(TABLES)}, --quick", file=sys.stderr)
+        return 2
+    warm_up()
+    for name in names or TABLES:
+        begin = time.perf_counter()
+        TABLES[name]("--quick" in words)
+        print(f"\n{name}: {time.perf_counter() - begin:.0f} s, load {os.getloadavg()[0]:.1f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""The cases of benchmarks/scale.py: a model on a cluster with batches of a workload, and what planners make of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from dhp_ray.config import CONF
+from dhp_ray.planner import Plan, Sample, checked_problem, plan_batch, plan_data_set
+from dhp_ray.planner.cluster import ClusterSpec
+from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.plan import PlanError, VisionPlan
+from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
+from dhp_ray.planner.problem import Problem, problem_of
+from dhp_ray.planner.schedule import Schedule
+from dhp_ray.simulate.machine import Machine, Place
+from dhp_ray.simulate.settings import Simulation, load_simulation
+from dhp_ray.simulate.step import simulate_step
+from dhp_ray.simulate.workload import Workload
+
+SAMPLES_PER_RANK, NODE_RANKS = 8, 8
+CLUSTERS = {"910B": "ascend_910b", "H100": "h100"}
+"""Files of conf/cluster/simulated."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on so many devices, with one batch of a workload for each of `seeds`, each of `samples` (0: 8 a rank).
+
+    `recomputes` and `sharding` as `train.activation_checkpointing` and `train.sharding`.
+    """
+
+    model: str
+    device: str
+    workload: str
+    sync: str = "micro_batch"
+    num_ranks: int = 64
+    seeds: tuple[int, ...] = (0, 1, 2)
+    recomputes: str = "auto"
+    sharding: str = "whole"
+    samples: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.num_ranks} {self.device}, {self.workload}, {self.sync}"
+
+    @cached_property
+    def settings(self) -> Simulation:
+        return load_simulation([
+            f"model={self.model}", f"cluster={CLUSTERS[self.device]}", f"workload={self.workload}",
+            f"sync={self.sync}", f"cluster.num_ranks={self.num_ranks}", f"cluster.ranks_per_node={NODE_RANKS}",
+            f"global_samples={self.samples or SAMPLES_PER_RANK * self.num_ranks}",
+            f"train.activation_checkpointing={self.recomputes}", f"train.sharding={self.sharding}"])
+
+
+class Planned(NamedTuple):
+    """Of one planner, all batches together: modelled seconds of the steps, planning seconds on this machine (of CPU:
+    others may be at work), the plans."""
+
+    time_s: float
+    planning_s: float
+    plans: list[Plan]
+
+
+class Opened:
+    """A case with its batches and costs. Process groups are taken to be there: every planner's steps are without the
+    making of them."""
+
+    def __init__(self, case: Case, batches: Sequence[Sequence[Sample]] | None = None) -> None:
+        """Raises:
+            PlanError: the model's state does not fit in this mode, or the longest sequence on all ranks.
+        """
+        self.case, settings = case, case.settings
+        self.batches = batches or batches_of(case)
+        longest = max(sample.num_tokens for batch in self.batches for sample in batch)
+        self.machine = Machine(settings, longest)
+        self.place: Place = self.machine.place(tuple(rank // NODE_RANKS for rank in range(case.num_ranks)))
+        self.training = self.place.training
+        self.cost: CostModel = replace(self.training.cost, group_s=0.0)
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return self.place.cluster
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.num_tokens for batch in self.batches for sample in batch)
+
+    def planned(self, planner: str, *, encoder: str = "group", speeds: tuple[float, ...] = ()) -> Planned:
+        """The plans of a planner. `static` has one degree and one pack cap for all batches, the best for their sum."""
+        cluster, begin = replace(self.cluster, speeds=speeds), time.process_time()
+        if planner == "static":
+            plans = plan_data_set(self.problems())
+        else:
+            plans = [plan_batch(batch, cluster, self.cost, planner=planner, sync=self.case.sync, encoder=encoder)
+                     for batch in self.batches]
+        planning_s = time.process_time() - begin
+        return Planned(sum(map(self.step_s, plans)), planning_s, plans)
+
+    def problems(self) -> list[Problem]:
+        """One for each batch."""
+        return [checked_problem(batch, self.cluster, self.cost, sync=self.case.sync) for batch in self.batches]
+
+    def step_s(self, plan: Plan) -> float:
+        """Seconds of a step: links that packs share, and gathers that nothing hides, included."""
+        problem = problem_of(plan.samples, plan.cluster, self.cost, plan.sync)
+        return simulate_step(plan, problem, self.place.network, least_s=self.training.gather_s).time_s
+
+
+def opened(case: Case, batches: Sequence[Sequence[Sample]] | None = None) -> Opened | None:
+    """None where the case does not fit."""
+    try:
+        return Opened(case, batches)
+    except PlanError:
+        return None
+
+
+def plan_of(problem: Problem, schedule: Schedule) -> Plan:
+    """The plan of a schedule that no planner of PLANNERS makes."""
+    times = times_of(problem, schedule)
+    return Plan("as given", problem.sync, problem.cluster, problem.samples, groups_of(problem, schedule, times),
+                makespan_of(problem, schedule, times), 0.0, 0.0, {"cost": problem.cost.to_json()}, VisionPlan())
+
+
+def batches_of(case: Case) -> list[list[Sample]]:
+    settings = case.settings
+    family = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml").family
+    workload = Workload(settings.workload, family)
+    return [workload.batch(1, settings.global_samples, seed) for seed in case.seeds]
