@@ -5,10 +5,13 @@ Near the lower bound no baseline can be better by much, so the baselines are ask
 it, or the batch is small. (Of a huge batch they would take seconds.)
 
 Where packs may move activations to host memory, all of this is done twice: the second time no sequence has fewer ranks
-than it takes for its copies to be hidden, which the first time it may have. So no plan is longer than without.
+than it takes for its copies to be hidden, which the first time it may have. So no plan is longer than without. A small
+batch, of which one pack more may be a micro-batch more, is planned once more with packs that wait for copies.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from dhp_ray.planner.baselines.pack_cap import cap_of_rounds
 from dhp_ray.planner.baselines.paper import paper_at
@@ -25,7 +28,12 @@ the bound, up to MANY also with their packs of one round more, less full; one of
 
 
 def dhp(problem: Problem) -> Schedule:
-    found = [timed for each in (problem, *without_waits(problem)) for timed in _timed(each)]
+    problems = [problem, *without_waits(problem)]
+    cluster = problem.cluster
+    if (problem.machine.tokens_per_rank < cluster.most_tokens_per_rank
+            and len(problem.samples) * cluster.num_ranks <= SMALL):
+        problems.append(replace(problem, joins_most=True))
+    found = [timed for each in problems for timed in _timed(each)]
     return min(found, key=lambda timed: timed[0])[1]
 
 

@@ -28,6 +28,8 @@ class Problem:
     first_image[i] on; all_image_patches likewise, and all_image_rows, the tokens that each becomes. encoder: a name of
     ENCODERS.
     lower_bound_s: `bound`'s, once known.
+    joins_most: packs of several sequences may have the most tokens that a rank holds, even where they then wait for
+    copies to host memory; else those of `tokens_without_waits`.
     """
 
     samples: tuple[Sample, ...]
@@ -42,6 +44,7 @@ class Problem:
     all_image_rows: np.ndarray
     encoder: str = "group"
     lower_bound_s: float = 0.0
+    joins_most: bool = False
 
     @cached_property
     def speeds(self) -> np.ndarray:
@@ -55,7 +58,7 @@ class Problem:
             np.array(nodes),
             firsts_of(sizes_of(nodes)),
             self.cluster.ranks_per_node,
-            tokens_without_waits(self.cost, self.cluster),
+            self.cluster.most_tokens_per_rank if self.joins_most else tokens_without_waits(self.cost, self.cluster),
             self.cluster.most_tokens_per_rank,
             bool((speeds == 1.0).all()),
             float(speeds.min()),

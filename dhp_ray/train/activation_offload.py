@@ -106,6 +106,10 @@ class Copies:
             moved.arrival = None
         return moved.there
 
+    def end(self) -> None:
+        """Let compute wait for all copies."""
+        self._computing.wait_stream(self._stream)
+
     @property
     def _computing(self) -> Any:
         return self._module.current_stream(self._device)
@@ -246,6 +250,16 @@ class Offload:
             for part in parts:
                 part.close()
         self.moved_bytes = sum(part.num_bytes for part in parts)
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of that pack. Where it fails, memory that copies are still on their way to is let go: what
+        computes next waits for them before it uses that memory again.
+        """
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._copies.end()
+            raise
 
 
 def storages_of(values: Iterable[Any]) -> set[torch.UntypedStorage]:

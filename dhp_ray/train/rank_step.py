@@ -182,7 +182,7 @@ class RankStep:
         with self.offload.of_pack(inputs):
             loss = self._loss(plan, pack, inputs, link)
         if torch.is_grad_enabled():
-            loss.backward()  # type: ignore[no-untyped-call]
+            self.offload.backward(loss)
         self.engine.end_pack()
         return PackRun(pack.index, loss.detach(), inputs.num_valid_tokens, begin, Moment(self.device), link,
                        moved_bytes=self.offload.moved_bytes)

@@ -115,7 +115,7 @@ def test_a_sequence_that_fits_in_no_other_way_is_planned() -> None:
         plan_batch(plan.samples, ClusterSpec(2, 2, 1000), cost_of(1e8))
 
 
-@pytest.mark.parametrize("planner", ["dhp", "dhp_quick", "dhp_paper", "static", "static_best", "pow2"])
+@pytest.mark.parametrize("planner", ["dhp", "dhp_quick", "dhp_paper", "static", "static_best", "pow2", "megatron"])
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 def test_every_planner_plans_it(planner: str, sync: str) -> None:
     plan = planned(10_000, 1e9, num_ranks=4, planner=planner, sync=sync)

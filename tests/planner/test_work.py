@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
+from dhp_ray.planner.offload import Offload
 from dhp_ray.planner.plan import GroupPlan, Pack, SplitImage, VisionPlan
 from dhp_ray.planner.work import BACKWARD, ENCODE, PAID_ONCE, TERMS, work_of
 from dhp_ray.train.results import PackTime, StepResult, busy_s_of
@@ -53,6 +54,27 @@ def test_every_part_of_every_pack_is_reckoned_as_the_cost_model_does() -> None:
 def test_one_rank_alone_takes_what_its_plan_says() -> None:
     plan = planned(1, encoder="group")
     assert work_of(plan).seconds(COST).sum() == pytest.approx(plan.predicted_time_s - plan.fixed_s)
+
+
+def test_waits_for_copies_are_part_of_it_and_as_long_on_a_slow_rank() -> None:
+    """Of a pack with images on one rank: what its plan says. On two, the slowest member's."""
+    moves = replace(COST, offload_bytes_per_token=1e6, offload_bytes_per_patch=1e5, host_bytes_per_s=1e9)
+    offload = Offload(1.0, 0, 4096)
+    plan = plan_batch(SAMPLES, ClusterSpec(1, 1, 512, offload=offload), moves, encoder="group")
+    work = work_of(plan)
+    assert all(group.offload > 0 for group in plan.groups)
+    assert work.waits_s.min() > 0
+    assert work.seconds(moves).sum() == pytest.approx(plan.predicted_time_s - plan.fixed_s)
+    assert work.seconds_of_ranks(moves, 1, PAID_ONCE) == pytest.approx(
+        [len(plan.groups) * COST.pack_s + work.waits_s.sum()])
+    assert not work_of(planned(1, encoder="group")).waits_s.any()
+    shared = replace(plan, cluster=ClusterSpec(2, 2, 512, offload=offload), samples=(Sample("long", 1000),),
+                     groups=(GroupPlan((0, 1), Pack((0,)), 1.0, offload=0.5),))
+    # 2e-6 (10^6 + 64,000) + 1 = 3.128 s on one rank, 1.564 s on each; 0.25 s of copies are hidden;
+    assert work_of(shared).waits_s.tolist() == [0.0, 0.0]
+    # over a tenth of that link 2.5 s are not: out beside 0.5213 s, back beside 1.0427 s
+    slow = replace(shared, inputs={"cost": replace(moves, host_bytes_per_s=1e8).to_json()})
+    assert work_of(slow).waits_s.tolist() == pytest.approx([3.436, 3.436])
 
 
 @pytest.mark.parametrize(("keeps", "forward", "shares"), [

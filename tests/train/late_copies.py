@@ -19,28 +19,43 @@ class LateCopies(Copies):
         super().__init__(torch.device("cpu"))
         self._module = self._stream = LateStream()  # type: ignore[assignment]
 
+    @property
+    def num_behind(self) -> int:
+        """Copies that are not made yet."""
+        return len(self._stream.queue)
+
 
 class LateStream:
-    """Stands for a device's streams and their module: copies wait in a queue until an event after them is waited for.
+    """Stands for a device's stream of copies and its module: copies wait in a queue until an event after them, or all
+    of them, are waited for.
     """
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], Any]] = []
 
     def current_stream(self, device: Any = None) -> Any:
-        return self
+        return Computing()
 
     def wait_stream(self, stream: Any) -> None:
         """The one that computes has done all that it was given."""
-
-    def wait_event(self, event: Any) -> None:
-        event.synchronize()
 
     def stream(self, stream: Any) -> Any:
         return Capturing(self.queue)
 
     def Event(self) -> Any:  # noqa: N802
         return LateEvent(self.queue)
+
+
+class Computing:
+    """Stands for the stream that computes."""
+
+    def wait_event(self, event: Any) -> None:
+        event.synchronize()
+
+    def wait_stream(self, stream: LateStream) -> None:
+        for copy in stream.queue:
+            copy()
+        stream.queue.clear()
 
 
 class LateEvent:

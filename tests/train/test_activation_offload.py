@@ -41,7 +41,7 @@ def passes(adapter: Any, inputs: Any, link: Any, offload: Offload) -> dict[str, 
     adapter.module.zero_grad()
     with offload.of_pack(inputs):
         loss = pack_loss(adapter, inputs, link)
-    loss.backward()
+    offload.backward(loss)
     return {name: parameter.grad.clone() for name, parameter in adapter.module.named_parameters()}
 
 
@@ -88,6 +88,26 @@ def test_a_pack_that_fails_leaves_nothing_behind() -> None:
         assert y.grad_fn._saved_result.data_ptr() == y.data_ptr(), "hooks are still in force"  # type: ignore[union-attr]
         found = passes(adapter, replace(inputs, offload=0.5), link, offload)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_backward_pass_that_fails_ends_copies_before_it_lets_go_what_they_write_to() -> None:
+    with pack_of() as (adapter, inputs, link):
+        offload, copies, behind = Offload(adapter, HOST), LateCopies(), list[int]()
+        offload._copies = copies
+
+        def fail_backward(layer: torch.nn.Module, inputs: Any, outputs: Tensor) -> None:
+            def note_and_fail(gradient: Tensor) -> None:
+                behind.append(copies.num_behind)
+                fail()
+
+            outputs.register_hook(note_and_fail)
+
+        handle = adapter.stack("language").layers[0].register_forward_hook(fail_backward)
+        with pytest.raises(RuntimeError, match="lost a peer"):
+            passes(adapter, replace(inputs, offload=1.0), link, offload)
+        handle.remove()
+        assert behind[0] > 0
+        assert copies.num_behind == 0
 
 
 def fail(*_: Any) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
+from dhp_ray.planner.offload import Offload
 from dhp_ray.planner.refit import with_factors
 from dhp_ray.planner.work import TERMS, constants_of, work_of
 from dhp_ray.runtime.driver.refits import MOST_ROWS, CostRefits, wanted
@@ -38,6 +39,20 @@ def test_costs_become_what_packs_show_and_memory_stays() -> None:
         [TRUE.quadratic_s, TRUE.linear_s], rel=0.15)
     untouched = {name: value for name, value in last.to_json().items() if name not in TERMS}
     assert untouched == {name: value for name, value in PRIOR.to_json().items() if name not in TERMS}
+
+
+def test_packs_that_wait_for_host_memory_say_nothing_of_compute() -> None:
+    """A link that is half as fast as its description is no slower compute."""
+    cost = replace(PRIOR, offload_bytes_per_token=1e6, host_bytes_per_s=1e9)
+    samples = [Sample(str(row), 900 + row) for row in range(24)]
+    work = work_of(plan_batch(samples, ClusterSpec(2, 2, 512, offload=Offload(1.0, 0, 1024)), cost))
+    assert work.waits_s.min() > 0
+    refits = CostRefits()
+    refits.enter(cost, True)
+    for _ in range(4):
+        assert refits.observe(work, work.seconds(cost) + work.waits_s) is None
+    plain = work._replace(waits_s=0.0 * work.waits_s)
+    assert refits.observe(plain, 1.5 * plain.seconds(cost)) is not None
 
 
 def test_where_it_is_off_nothing_changes() -> None:
