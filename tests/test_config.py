@@ -36,17 +36,6 @@ def test_every_name_of_the_contract_is_a_key() -> None:
     assert list(_types()) == KEYS
 
 
-@pytest.mark.parametrize("share", ["on", "0", "0.0", "1.5", "-0.5", "nan"])
-def test_what_is_no_share_of_activations_is_refused(share: str) -> None:
-    assert refused([f"train.activation_offload={share}"]) == (
-        f"train.activation_offload: got {share!r}; allowed: off, auto, or a share above 0, up to 1")
-
-
-def test_shares_of_activations_are_taken_as_written() -> None:
-    assert [load([f"train.activation_offload={good}"]).train.activation_offload
-            for good in ("off", "auto", "1", "1.0", "0.25")] == ["off", "auto", "1", "1.0", "0.25"]
-
-
 def test_overrides_win_and_keep_their_types(bare: list[str]) -> None:
     config = load([*bare, "run.steps=7", "train.learning_rate=3e-4", "batch.drop_last=true", "train.freeze=[vision]",
                    "planner.tokens_per_rank=480", "run.dir=s3://bucket/x?region=a", "cluster.cpus_per_worker=1",

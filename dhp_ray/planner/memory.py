@@ -148,8 +148,7 @@ class MemoryModel(ActivationMemory):
                     "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
                     "gradient of the head": c * self._root if self._sharded and embedding else 0}
         if trains_vision:
-            found["vision, end of forward"] = {"inputs": inputs,
-                                               "activations, vision": self._kept("vision", load, LEAST_LAYERS)}
+            found["vision, end of forward"] = {"inputs": inputs, "activations, vision": vision}
         if shape.vision and not trains_vision:
             # without gradients: the rotation in fp32, the ring over an image's parts, or the MLP
             block = shape.vision[0]

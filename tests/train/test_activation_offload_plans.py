@@ -18,8 +18,8 @@ from dhp_ray.train.step_inputs import collated
 from tests.packs import PATCH_DIMS, own_payloads, rough_model
 from tests.ranks import run_processes
 from tests.train.networks import whole
+from tests.train.random_plans import SAMPLES, STEP, WATCHDOG_S, World, random_plan
 from tests.train.test_lora_plans import with_rough_adapters
-from tests.train.test_random_plans import SAMPLES, STEP, WATCHDOG_S, World, random_plan
 
 ALONE = ("a", "b", "c", "d", "e")
 """Of a node with several ranks the order in which they add gradients, and so the last bits, change from run to run."""
@@ -27,10 +27,12 @@ WORLDS = [(World(3, "step", "pool"), 0.0), (World(5, "micro_batch", "pool", True
           (World(3, "micro_batch", "parent"), 0.0), (World(3, "step", "parent", True, "", "node"), 0.0),
           (World(3, "step", "pool", False, "vision", "node"), 0.0), (World(3, "step", "pool", True, "language"), 0.0),
           (World(3, "step", "pool", False, "vision"), 0.2), (World(3, "micro_batch", "pool", True, "vision"), 0.2),
-          (World(3, "step", "parent", True, "vision", "node"), 0.2), (World(3, "step", "pool", encoder="world"), 0.0)]
+          (World(3, "step", "parent", True, "vision", "node"), 0.2), (World(3, "step", "pool", encoder="world"), 0.0),
+          (World(3, "micro_batch", "pool", True, encoder="world", splits=True), 0.0),
+          (World(3, "step", "pool", encoder="world", splits=True), 0.0)]
 WORLDS += [(World(3, sync, "pool", recomputes, "", sharding, preset), 0.0) for preset in PATCH_DIMS if preset != "tiny"
            for sync, sharding, recomputes in (("step", "whole", False), ("micro_batch", "whole", True))]
-QUICK = [WORLDS[0], WORLDS[7]]
+QUICK = [WORLDS[10]]
 
 
 @pytest.mark.parametrize(("world", "dropout"), [

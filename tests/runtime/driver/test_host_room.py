@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dhp_ray.config import Config
+from dhp_ray.config import Config, ConfigError, load
 from dhp_ray.planner.host_memory import ACTIVATIONS, node_terms
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.host_room import node_limit, offload_of, plain_tokens
+from dhp_ray.runtime.driver.host_room import OFFLOAD, node_limit, offload_of, plain_tokens, share_of_every_pack
 from dhp_ray.runtime.driver.modes import cost_of, memory_of, mode_of
 from dhp_ray.runtime.driver.room import (
     check_host_memory,
@@ -43,6 +43,18 @@ def described(tmp_path: Path, words: Sequence[str] = AUTO, host_gib: float = 64.
               num_ranks: int = 4) -> tuple[Config, WorkerGroup]:
     config = config_of(str(tmp_path), *words)
     return config, on_hosts(group_of(num_ranks, ROOM, config, device), host_gib)
+
+
+@pytest.mark.parametrize("share", ["on", "0", "0.0", "1.5", "-0.5", "nan"])
+def test_what_is_no_share_of_activations_is_refused(share: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load([f"{OFFLOAD}={share}"])
+    assert str(raised.value) == f"{OFFLOAD}: got {share!r}; allowed: off, auto, or a share above 0, up to 1"
+
+
+def test_shares_of_every_pack_are_taken_as_written() -> None:
+    assert [share_of_every_pack(load([f"{OFFLOAD}={good}"])) for good in ("off", "auto", "1", "1.0", "0.25")] == [
+        0.0, 0.0, 1.0, 1.0, 0.25]
 
 
 def test_a_rank_holds_more_tokens_with_activations_in_its_nodes_memory(tmp_path: Path) -> None:
