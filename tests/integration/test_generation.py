@@ -57,6 +57,7 @@ def check(folder: Path, ended: Ended, conversations: list[str]) -> dict[str, flo
     return {name: metrics[-1][name] for name in SCORES}
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_model_that_is_left(
     ray_cluster: None, conversations: list[str], tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_checkpoint_becomes_what_the_run_would_write(kind: str, tmp_path: Path
     assert same_models(tmp_path / "elsewhere", out)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_checkpoint_and_weights_that_are_not_those_of_the_run(tmp_path: Path) -> None:
     source, run = given(tmp_path / "given"), tmp_path / "run"
     run_with(str(run), "model.preset=", f"model.path={source}", "train.lora.rank=4")
