@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.disjoint import disjoint_s, packs_s, row, tokens_without_images
+from benchmarks.disjoint import disjoint_s, packs_s, planned_s, row, tokens_without_images
 from benchmarks.encoder_cases import batch, cluster_and_cost
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from tests.readme import ROOT
@@ -22,6 +22,7 @@ def test_the_best_share() -> None:
     samples = [Sample(str(row), 1, 1, ((1, 1, 1),) * 2) for row in range(12)]
     seconds, encoding = disjoint_s(samples, ClusterSpec(4, 4, 100), ALONE)
     assert (seconds, encoding) == (pytest.approx(12.5), 2)
+    assert planned_s(samples, ClusterSpec(4, 4, 100), ALONE) == pytest.approx(12.5)
 
 
 @pytest.mark.parametrize("kind", ["text", "image"])
@@ -34,6 +35,7 @@ def test_it_is_the_best_of_all_shares_and_below_no_bound(kind: str) -> None:
     plan = plan_batch(samples, cluster, cost, encoder="auto")
     assert tokens > cluster.tokens_per_rank
     assert min(shares) == pytest.approx(disjoint_s(samples, cluster, cost)[0])
+    assert planned_s(samples, cluster, cost) >= disjoint_s(samples, cluster, cost)[0]
     assert row([samples], cluster, cost)[0] == f"{plan.predicted_time_s:.2f}"
 
 

@@ -26,7 +26,7 @@ from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.neighbours import neighbours, renamed, reordered
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample, samples_from_json
-from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
+from dhp_ray.planner.pricing import groups_of, makespan_of, making_s, times_of
 from dhp_ray.planner.problem import ENCODERS, Problem, problem_of
 from dhp_ray.planner.quick import dhp_quick
 from dhp_ray.planner.schedule import Schedule
@@ -135,29 +135,33 @@ def plan_uniform(problem: Problem, layout: Layout) -> Plan:
 
 
 class _Candidate(NamedTuple):
-    """A schedule of packs with its price, before a plan is made of it. `world`: who encodes the images of the batch,
-    where that is apart from the packs."""
+    """A schedule of packs with its price, before a plan is made of it. `making_s`: until its process groups are made
+    that there are not yet. `world`: who encodes the images of the batch, where that is apart from the packs."""
 
     schedule: Schedule
     times: np.ndarray
     makespan_s: float
+    making_s: float
     world: World | None = None
 
 
 def _shortest(problem: Problem, planner: str) -> Plan:
-    """The plan with images in the packs or apart from them; the former of two that take as long."""
+    """The plan with images in the packs or apart from them, whichever takes less with making its process groups; the
+    former of two that take as long. The latter is left out where it could hardly be shorter."""
     problem, found = bounded(problem), list[_Candidate]()
     apart = problem.encoder != "group" and len(problem.all_image_s) > 0
     if problem.encoder != "world" or not apart:
         found.append(_in_packs(problem, planner))
     if apart:
         without = bounded(without_images(problem))
-        images_s = float(problem.all_image_s.sum() / problem.speeds.sum())
-        if not found or found[0].makespan_s > (without.lower_bound_s + images_s) * (1 + GAIN):
+        least_s = problem.lower_bound_s
+        if problem.sync == "micro_batch":  # all ranks encode before all run packs
+            least_s = without.lower_bound_s + float(problem.all_image_s.sum() / problem.speeds.sum())
+        if not found or found[0].makespan_s + found[0].making_s > least_s * (1 + GAIN):
             found += _apart(problem, without, planner)
     if not found:
         found.append(_in_packs(problem, planner))
-    return _plan(problem, planner, min(found, key=lambda candidate: candidate.makespan_s))
+    return _plan(problem, planner, min(found, key=lambda candidate: candidate.makespan_s + candidate.making_s))
 
 
 def _in_packs(problem: Problem, planner: str) -> _Candidate:
@@ -170,9 +174,11 @@ def _apart(problem: Problem, without: Problem, planner: str) -> list[_Candidate]
     """That with images apart from the packs; none where the ranks have no memory for that. `without`: the batch without
     its images, bounded."""
     seen, order = _in_node_order(without)
-    schedule, times, *_ = _priced(without, PLANNERS[planner](seen), order)
-    world = world_of(problem, schedule, times)
-    return [] if world is None else [_Candidate(schedule, times, world.makespan_s, world)]
+    packs = _priced(without, PLANNERS[planner](seen), order)
+    world = world_of(problem, packs.schedule, packs.times)
+    if world is None:
+        return []
+    return [packs._replace(makespan_s=world.makespan_s, making_s=packs.making_s + world.making_s, world=world)]
 
 
 def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:
@@ -186,7 +192,7 @@ def _priced(problem: Problem, schedule: Schedule, order: np.ndarray | None) -> _
     """A schedule of ranks in this order, put back onto the cluster's ranks."""
     schedule = schedule if order is None else renamed(schedule, order)
     times = times_of(problem, schedule)
-    return _Candidate(schedule, times, makespan_of(problem, schedule, times))
+    return _Candidate(schedule, times, makespan_of(problem, schedule, times), making_s(problem, schedule))
 
 
 def _plan(problem: Problem, planner: str, found: _Candidate) -> Plan:

@@ -7,7 +7,8 @@ For a pack of sequences with lengths s (tokens) and images of p patches a frame,
     vision    = vision_quadratic_s * sum p^2 + vision_linear_s * sum p       (an image's frames attend apart)
     time      = max(gather_s, language / (d v) + encode / v + exposed + waits + pack_s)
     encode    = the fullest member's images, and encoder_pass_s where the pack has any; before they are dealt out:
-                max(vision / d, largest image)
+                max(vision / d, largest image). Apart from packs encoder_pass_s is paid once a phase (`sync=step`) or
+                once a pass (`sync=micro_batch`)
 
     exposed, communication: all_to_all   bytes / d / bandwidth
     exposed, communication: ring         max(0, (d - 1) bytes / d / bandwidth - overlap (d - 1) / d * attention / (d v))

@@ -24,8 +24,9 @@ from dhp_ray.planner.split_images import exchange_s, part_bytes
 class EncodedImages:
     """Arrays by image or part. `image`: its number in the batch; `first`: where each image's parts begin; `seconds` of
     one nominal rank, forward and backward, with what a part exchanges; `patches`; `activation_bytes` from the forward
-    to the backward pass; `rows`: features; `group`: the group that runs its sequence; `ring`: which of the images in
-    parts that exchange it is of, these in plan order, else -1; `encoder`: the rank that encodes it."""
+    to the backward pass; `rows`: features; `group`: the group that runs its sequence; `ring`: of a part that
+    exchanges, the number of its image among the images with such parts, in plan order, else -1; `encoder`: the rank
+    that encodes it."""
 
     image: np.ndarray
     first: np.ndarray

@@ -150,9 +150,13 @@ def within_room(images: EncodedImages, room: Room, cost: CostModel) -> VisionPla
         return None
     if not np.isfinite(room.alone).all():
         return VisionPlan("world")
-    keeps = bool((all_bytes <= np.minimum(*room)).all())
-    pass_patches = max(1, int(room.alone.min() / cost.encoder_bytes_per_patch))
-    return VisionPlan("world", keeps or cost.vision_forward == 1.0, pass_patches)
+    if (all_bytes <= np.minimum(*room)).all():
+        return VisionPlan("world", True, max(1, int(room.alone.min() / cost.encoder_bytes_per_patch)))
+    # passes leave their features behind until all of them have run
+    left = room.alone - cost.feature_bytes * np.bincount(images.encoder, images.rows, num_ranks)
+    if (largest > left).any():
+        return None
+    return VisionPlan("world", cost.vision_forward == 1.0, max(1, int(left.min() / cost.encoder_bytes_per_patch)))
 
 
 def _packs_bytes(cost: CostModel, cluster: ClusterSpec, tokens: np.ndarray) -> np.ndarray:

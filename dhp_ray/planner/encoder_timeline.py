@@ -29,7 +29,9 @@ from dhp_ray.planner.schedule import firsts_of
 
 
 class EncoderTimeline(NamedTuple):
-    """Seconds from the step's begin; `fixed_s` left out that all ranks pay first, what later micro-batches pay counted.
+    """Seconds since the step began. The `fixed_s` that all ranks pay at the start is not included; the `fixed_s` of
+    later micro-batches is.
+
     By rank: `encoded_s`, the end of the first phase; `ready_s`, the features are there; `ended_s`, its packs have run;
     `backward_s`, the second phase begins; `end_s`; of both phases, for how long the rank itself encodes,
     `forward_busy_s` and `backward_busy_s`. `starts_s`: of each group."""

@@ -27,14 +27,16 @@ def cut_in_time(grid: Grid, num_parts: int) -> list[Grid]:
 
 
 def shares(grid: Grid, num_parts: int) -> list[float]:
-    """Of an image's patches; where it is cut by tokens, but for the windows at the cuts."""
+    """The share of an image's patches that each part has. Where the image is cut by tokens the shares count as equal;
+    real parts differ by up to one window."""
     if exchanges(grid, num_parts):
         return [1.0 / num_parts] * num_parts
     return [steps / grid[0] for steps, *_ in cut_in_time(grid, num_parts)]
 
 
 def most_parts(grid: Grid, piece_patches: float) -> int:
-    """Of an image that is cut by tokens between pieces of at most so many patches; 0: it is not cut at all."""
+    """The most parts that an image can be cut into: one for each step in time, or one for every `piece_patches` patches
+    where the family can cut by tokens. `piece_patches` 0: the image stays whole."""
     if not piece_patches:
         return 1
     return max(grid[0], int(prod(grid) // piece_patches))

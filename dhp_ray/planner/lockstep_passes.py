@@ -1,10 +1,11 @@
 """Passes of the encoder where ranks run them in lockstep: equally many on every rank, and of one number alike long.
 
-Parts of images that exchange come first, alone in their passes, those of one image in one pass: the first behind all
-that their ranks have so far. Then, with the fewest passes that hold the images of every rank, `most` patches each or
-one larger image, a rank's images come longest first, each to that of its passes with room for it that is furthest from
-being as long as it should be: as the parts that exchange in it elsewhere, or an equal share of what is left of the
-rank's images. (Without such parts that is the pass with least so far: longest processing time first, Graham 1969.)
+First come the images whose parts exchange: all parts of one image get the same pass number, the first that is free on
+all of their ranks, and no other image of these ranks shares that pass. The fewest passes are taken that hold the images
+of every rank, `most` patches each or one larger image. Then each rank's other images are placed, longest first, into
+the pass with room that lacks most of its target length: the length of the exchanging parts that other ranks run in that
+pass, or an equal share of the rank's remaining work. (Without such parts that is the pass with least so far: longest
+processing time first, Graham 1969.) Seconds are those of the ranks at their own speeds.
 
     at most 100 patches a pass, a second for ten      pass 0    pass 1    pass 2
     rank 0, images of 70, 60, 40, 30, 20 patches      70        60 20     40 30

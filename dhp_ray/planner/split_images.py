@@ -31,7 +31,7 @@ def exchange_s(grid: Grid, num_parts: int, cost: CostModel) -> float:
 
 
 def part_bytes(grid: Grid, num_parts: int, cost: CostModel) -> float:
-    """What the largest part of an image takes of a rank's memory. Cuts are at the ends of windows."""
+    """The most bytes that one part takes of a rank's memory. A part may be one window longer than an equal share."""
     if not exchanges(grid, num_parts):
         return cost.encoder_bytes_per_patch * prod(grid) * shares(grid, num_parts)[0]
     return cost.image_part_bytes_per_patch * (prod(grid) / num_parts + cost.image_piece_patches)

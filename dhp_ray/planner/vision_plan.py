@@ -35,10 +35,11 @@ IN_PACKS = VisionPlan()
 
 @dataclass(frozen=True, slots=True)
 class SplitImage:
-    """An image that several ranks encode apart from the packs, a part each (`image_parts`): `image` is its place among
-    those of its pack, `ranks` are those of its parts, in order; with sync=micro_batch `passes` are theirs.
+    """An image whose parts are encoded by several ranks, apart from the packs (`image_parts`). `image`: its number
+    within its pack. `ranks`: the rank of each part, in order. `passes`: the pass of each part, with sync=micro_batch.
 
-    Where the parts exchange, each is a pass of its own, and all ranks run those of a plan in one order: the plan's.
+    Parts that attend to one another each have a pass to themselves. Every rank runs such passes in plan order, so that
+    no two ranks wait for each other.
     """
 
     image: int

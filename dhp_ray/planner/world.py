@@ -75,7 +75,7 @@ def _world(
         return []
     if problem.sync == "micro_batch":
         kept = vision.keeps and problem.cost.vision_forward < 1.0  # then memory holds all of them in one pass
-        seconds = images.seconds if images.seconds.any() else images.patches
+        seconds = images.seconds / problem.speeds[images.encoder] if images.seconds.any() else images.patches
         passes = lockstep_passes(seconds, images.patches, images.encoder, images.ring, num_ranks,
                                  0 if kept else vision.pass_patches)
         vision = replace(vision, num_passes=int(passes.max()) + 1)

@@ -74,7 +74,8 @@ class StepInputs:
         for place, pack in enumerate(self.packs):
             if any(sample.id in found for sample in pack.samples):
                 self.inputs[place] = self._collated(pack, adapter)
-        if any(sample.id in found for pack in self.plan.encoded for sample in pack.samples):
+        if any(sample.id in found for pack in self.plan.encoded
+               for sample, here in zip(pack.samples, encoded_images(pack, self.plan.rank)) if any(here)):
             self.vision = self._encoded(self.payloads.__getitem__, adapter)
 
     def _encoded(self, payload_of: Callable[[str], Payload], adapter: ModelAdapter) -> VisionInputs:

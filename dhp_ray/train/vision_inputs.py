@@ -178,7 +178,8 @@ def vision_inputs(
 def _ready(
     pack: RankPack, payload: Payload, images: Sequence[PlannedImage], adapter: ModelAdapter
 ) -> list[ReadyImage]:
-    """The images or parts of a sample that this rank encodes; of a part, its patches alone are left in the payload."""
+    """The images, or parts of images, of one sample that this rank encodes. Where the rank has only a part, the other
+    patches are removed from the payload."""
     row = images[0].sample
     sample, start = pack.samples[row], sum(other.num_tokens for other in pack.samples[:row])
     parts = {image.image: adapter.image_parts(image.grid, image.num_parts)[image.part] if image.ring else None
@@ -201,7 +202,8 @@ def _ready(
 def _whole(
     pack: RankPack, images: Sequence[ReadyImage], adapter: ModelAdapter, pixel_type: torch.dtype, pinned: bool
 ) -> EncoderPass:
-    """A pass; the images' pixels are rows of its own from now on. A part that exchanges is of `pack`."""
+    """A pass: the patches of its images joined into one tensor, of which the payloads hold views afterwards. A part
+    that exchanges is of `pack`."""
     patches = [image.pixels[image.planned.image] for image in images]
     whole = joined(cast("list[np.ndarray | Tensor]", patches), adapter.patch_dim, pixel_type, pinned)
     sizes = [len(image.places) for image in images]

@@ -1,8 +1,9 @@
 """Rebalances items over ranks by moves and swaps, until the fullest rank ends in time or nothing helps.
 
 The fullest rank gives an item to another one, or swaps it for a smaller one, trying the emptiest rank first. Half of
-what lies between their ends should go over; of all pairs of items the one that brings both ends lowest is taken. Ranks
-keep their items largest first, so that one pass over both finds it:
+what lies between their ends should go over; of all pairs of items the one that brings both ends lowest is taken (where
+packs cost something beside their items, of neighbours in time). Ranks keep their items largest first, so that one pass
+over both finds it:
 
     rank 0  |--5--|--5--|-4-|    14          4 s between the ends: 2 s should go     |--3--|--5--|-4-|    12
     rank 1  |-4-|-3-|-3-|        10          over, which 5 for 3 does                |-4-|--5--|-3-|      12
