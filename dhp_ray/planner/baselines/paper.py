@@ -38,8 +38,9 @@ def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
     cluster, tokens = problem.cluster, problem.items.tokens
     packs = best_fit_decreasing(tokens, capacities(tokens, degrees_at(tokens, degree_cap, cluster.num_ranks), pack_cap))
     items = packed(problem.items, packs, cluster.most_tokens_per_rank)
-    items.minimum_degree = degrees_at(items.tokens, degree_cap, cluster.num_ranks)
-    return dealt(problem, packs, items, first_fit(items.minimum_degree, cluster.num_ranks)[0])
+    degrees = degrees_at(items.tokens, degree_cap, cluster.num_ranks)
+    items.minimum_degree = degrees
+    return dealt(problem, packs, items, first_fit(degrees, cluster.num_ranks)[0])
 
 
 def dealt(problem: Problem, packs: Packs, items: Items, micro_batch: np.ndarray, powers: bool = False) -> Schedule:
