@@ -26,6 +26,7 @@ from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments
 from dhp_ray.schema import Config, Model
+from dhp_ray.simulate.settings import load_simulation
 from tests.checkout import copy_checkout
 from tests.data.samples import picture
 from tests.readme import COMMANDS, README, ROOT, SHELL, jobs, rows_of, section, the_block
@@ -105,6 +106,8 @@ def test_the_other_commands_are_ones() -> None:
     for name, *others in (("report.py",), ("evaluate.py", CONF / "evaluate.yaml", check_evaluation)):
         for arguments in jobs(name):
             load(arguments, *others)
+    for arguments in jobs("simulate.py"):
+        load_simulation(arguments)
 
 
 def test_targets_files_and_links_are_there() -> None:
