@@ -100,14 +100,11 @@ def test_every_run_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_other_commands_are_ones() -> None:
-    plan_job = entry("plan")
-    for arguments in jobs("plan.py"):
-        plan_job.read_arguments(arguments)
-    for name, *others in (("report.py",), ("evaluate.py", CONF / "evaluate.yaml", check_evaluation)):
+    readers = {"plan.py": entry("plan").read_arguments, "simulate.py": load_simulation, "report.py": load,
+               "evaluate.py": lambda arguments: load(arguments, CONF / "evaluate.yaml", check_evaluation)}
+    for name, read in readers.items():
         for arguments in jobs(name):
-            load(arguments, *others)
-    for arguments in jobs("simulate.py"):
-        load_simulation(arguments)
+            read(arguments)
 
 
 def test_targets_files_and_links_are_there() -> None:
