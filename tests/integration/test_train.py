@@ -18,7 +18,7 @@ STEPS = 20
 METRICS = {"step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s",
            "planning_time_s",
            "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees",
-           "planner", "late"}
+           "planner", "late", "cost_error"}
 
 
 @pytest.fixture(scope="session")

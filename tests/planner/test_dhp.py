@@ -231,6 +231,7 @@ print(json.dumps([groups(count, ranks, speeds, cost, sync)
 """
 
 
+@pytest.mark.slow
 def test_compiled_and_plain_python_plan_alike():
     def run(**environment):
         code = PLAIN.format(folder=os.path.dirname(__file__))

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.cases import SYNCS
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, encoded_images
@@ -128,7 +126,9 @@ def test_a_rank_without_a_pack_encodes_images_of_a_placeholder() -> None:
 
 
 @pytest.mark.parametrize("freeze", ["", pytest.param("language", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("sync", "encoder"), [*product(SYNCS, ("group", "world"))])
+@pytest.mark.parametrize(("sync", "encoder"), [
+    pytest.param("step", "group", marks=pytest.mark.slow), ("step", "world"), ("micro_batch", "group"),
+    ("micro_batch", "world")])
 def test_a_batch_with_placeholders_is_the_batch_without(sync: str, encoder: str, freeze: str) -> None:
     config = load([f"planner.sync={sync}", f"planner.encoder={encoder}", f"train.freeze=[{freeze}]",
                    "comm.timeout_s=60", "run.dir=unused",

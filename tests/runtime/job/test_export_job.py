@@ -76,7 +76,8 @@ def same_models(first: Path, second: Path) -> bool:
     return described and all(same_bits(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("preset", marks=pytest.mark.slow), "folder"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["preset", "folder"])
 def test_a_checkpoint_becomes_what_the_run_would_write(kind: str, tmp_path: Path) -> None:
     model = ["model.preset=", f"model.path={given(tmp_path / 'given')}"] if kind == "folder" else ["model.preset=tiny"]
     run_with(str(tmp_path / "run"), *model, "train.freeze=[vision]")
