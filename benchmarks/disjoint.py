@@ -8,7 +8,7 @@ is below that of any such schedule: no exchange costs anything, no rank of eithe
     fixed + max(image seconds / k, lower bound of the packs without images on N - k ranks)
 
 `with planned packs` takes the packs that the planner finds for N - k ranks in place of their bound, and whole images
-dealt out at best; exchanges still cost nothing, and nobody waits. No schedule that this planner could make is below it.
+dealt out at best, for LOOKS shares around the best one; exchanges still cost nothing, and nobody waits.
 
 Ranks without images hold more tokens of a pack; what the encoder's activations took is theirs. Nothing else is freed:
 shares change with every batch, so each rank has the parameters and the optimizer state of both parts as before. Mixes

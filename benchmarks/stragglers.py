@@ -11,6 +11,7 @@ compute at its own speed, waits for the others, and all of them sleep for the co
 
 `pinned`: blocks of steps with and without the counting process take turns; a block's first steps, in which the speed is
 not known yet, count on neither side. What the process leaves of a core is measured before the run, by a loop beside it.
+A throughput far above `allowed` says that the worker was not held to its core, and shows nothing.
 
 `allowed`: the mean of the ranks' speeds. Both end with 1 where throughput is below 95 % of it.
 """
