@@ -14,6 +14,8 @@ Ranks without images hold more tokens of a pack; what the encoder's activations 
 shares change with every batch, so each rank has the parameters and the optimizer state of both parts as before. Mixes
 and models are those of encoder_cases.py.
 
+`auto` is planned as in a run: with the process groups that the batches before it made, BEFORE of them unseen.
+
 `both once`: at best where neither `auto` nor `disjoint` computes the encoder's activations again for the backward pass.
 """
 
@@ -30,7 +32,7 @@ import numpy as np
 
 from benchmarks.encoder_cases import MODELS, NODE_RANKS, batch, cluster_and_cost
 from benchmarks.encoder_exact import least_s
-from dhp_ray.planner import ClusterSpec, CostModel, Sample, checked_problem, plan_batch
+from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, checked_problem, plan_batch
 from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.world import without_images
 
@@ -39,6 +41,9 @@ BUILT_FROM = 0.05
 
 LOOKS = 9
 """Shares that are looked at with planned packs."""
+
+BEFORE = 3
+"""Batches whose groups there are from the first one on."""
 
 
 def tokens_without_images(cluster: ClusterSpec, cost: CostModel) -> int:
@@ -83,14 +88,24 @@ def planned_s(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel) 
                for encoding in sorted(set(shares.tolist())))
 
 
+def planned_in_turn(batches: Sequence[Sequence[Sample]], cluster: ClusterSpec, cost: CostModel) -> list[Plan]:
+    """`auto`'s plans of all but the first, each with the groups that those before it made."""
+    pool, plans = dict[tuple[int, ...], None](), list[Plan]()
+    for samples in batches:
+        plans.append(plan_batch(samples, cluster, cost, encoder="auto", pool=list(pool)))
+        pool |= dict.fromkeys(plans[-1].process_groups())
+    return plans[BEFORE:]
+
+
 def row(batches: Sequence[Sequence[Sample]], cluster: ClusterSpec, cost: CostModel) -> list[str]:
     """auto's seconds, its distance from the bound, what disjoint could gain, its ranks; and the gain where neither
     computes the encoder again."""
     once = replace(cost, vision_linear_s=(1 - cost.vision_forward) * cost.vision_linear_s,
                    vision_quadratic_s=(1 - cost.vision_forward) * cost.vision_quadratic_s)
-    plans = [plan_batch(samples, cluster, cost, encoder="auto") for samples in batches]
+    plans = planned_in_turn(batches, cluster, cost)
     auto_s, bound_s = sum(plan.predicted_time_s for plan in plans), sum(plan.lower_bound_s for plan in plans)
-    once_s = sum(plan_batch(samples, cluster, once, encoder="auto").predicted_time_s for samples in batches)
+    once_s = sum(plan.predicted_time_s for plan in planned_in_turn(batches, cluster, once))
+    batches = batches[BEFORE:]
     seconds, encoding = zip(*(disjoint_s(samples, cluster, cost) for samples in batches))
     packed_s = sum(planned_s(samples, cluster, cost) for samples in batches)
     both_once_s = sum(disjoint_s(samples, cluster, once)[0] for samples in batches)
@@ -110,7 +125,7 @@ def table(
             device, gibibytes = ("h200", 141) if "6B" in model else ("h100", 80)
             cluster, cost = cluster_and_cost(model, num_ranks, device, gibibytes=gibibytes, recomputes=True)
             for kind in ("image", "video", "text"):
-                batches = [batch(kind, 8 * num_ranks, seed) for seed in range(num_batches)]
+                batches = [batch(kind, 8 * num_ranks, seed) for seed in range(-BEFORE, num_batches)]
                 yield [model, kind, str(num_ranks), *row(batches, cluster, cost)]
 
 

@@ -31,7 +31,9 @@ from dhp_ray.config import CONF
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts, warm_up
+from dhp_ray.planner.image_parts import shares
 from dhp_ray.planner.plan import VisionPlan
+from dhp_ray.planner.split_images import exchange_s
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.vision_inputs import vision_inputs
 from tests.packs import Film, make_sample, rough_model
@@ -53,11 +55,16 @@ class Balance(NamedTuple):
 
 
 def balance_of(plan: Plan, cost: CostModel, prove: bool = False) -> Balance:
-    """That of whole images, on equal ranks."""
+    """That on equal ranks; what parts of images exchange counts for the fullest rank."""
     loads = np.zeros(plan.cluster.num_ranks)
     for group in plan.groups:
         seconds = [image_s for row in group.pack.sequences for image_s in cost.image_s(plan.samples[row])]
-        np.add.at(loads, list(group.encoders), seconds)
+        grids = [grid for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
+        parts = {split.image: split.ranks for split in group.splits}
+        for image, (encoder, grid, image_s) in enumerate(zip(group.encoders, grids, seconds)):
+            ranks = parts.get(image, (encoder,))
+            loads[list(ranks)] += [share * image_s + exchange_s(grid, len(ranks), cost)
+                                   for share in shares(grid, len(ranks))]
     images = np.array([image_s for sample in plan.samples for image_s in cost.image_s(sample)])
     if not len(images):
         return Balance(1.0, 1.0)
@@ -69,13 +76,13 @@ def balance_of(plan: Plan, cost: CostModel, prove: bool = False) -> Balance:
 def balance(
     rank_counts: Sequence[int] = (8, 64, 512), sizes: Sequence[int] = (1, 8, 16)
 ) -> Iterator[list[str]]:
-    """The largest ratio of three batches of so many samples a rank, of a 3B on H100. `proven`: no assignment of the
-    batch with the largest ratio of `world` is below that."""
+    """The largest ratio of three batches of so many samples a rank, of a 3B on H100. `proven`: no assignment of whole
+    images of the batch with the largest ratio of `world` is below that."""
     yield ["mix", "ranks", *(name for size in sizes for name in (f"group, {size} a rank", "world", "proven"))]
     for kind in (*KINDS, CUT):
         for num_ranks in rank_counts:
             cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
-            cost, cells = replace(cost, image_piece_patches=0.0), []
+            cells = []
             for size in sizes:
                 batches = [cut_at_each_step(batch("video", size * num_ranks, seed)) if kind == CUT
                            else batch(kind, size * num_ranks, seed) for seed in range(3)]

@@ -1,25 +1,31 @@
 """Which images are cut into parts that several ranks encode, and into how many.
 
-Let T be the mean over all ranks of what encoding takes, at the fastest rank's speed. An image that alone takes longer
-than that holds all others up, whoever encodes it. It is cut into the fewest parts of which each, with its exchange,
-takes at most T, and where there is no such number into those that take least:
+An image that alone takes longer than the mean of all ranks holds the others up, whoever encodes it. It is cut into the
+fewest parts of which each, with its exchange, takes at most a limit, and where there is no such number into those that
+take least. Of limits from the mean to the longest image that one is taken under which the larger of two comes out
+least: the longest part or whole image, and the mean, exchanges counted.
 
-    one image of 12 s, 12 of 1 s, 4 ranks: T = 6 s    2 parts of 6 s    rank 0  |----6----|
-                                                                      rank 1  |----6----|
-    with an exchange of 0.5 s for each part more:     3 parts of 5 s    ranks 2, 3  |1|1|1|1|1|1|
+    one image of 12 s, 12 of 1 s, 4 ranks             2 parts of 6 s    rank 0  |----6----|
+    the mean is 6 s                                                     rank 1  |----6----|
+                                                                        ranks 2, 3  |1|1|1|1|1|1|
+    with an exchange of 0.5 s for each part more      2 parts of 6.5 s: the mean is 6.25 s; of 3 parts of 5 s, 6.75 s
 
 An image of which no rank's memory holds the activations is cut into at least as many parts as it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
 
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.image_parts import Grid, exchanges, most_parts, shares
+
+LIMITS = 16
+"""Limits that are tried, evenly from the mean to the longest image."""
 
 
 def exchange_s(grid: Grid, num_parts: int, cost: CostModel) -> float:
@@ -57,17 +63,39 @@ def parts_for_time(
     grid_of: Callable[[int], Grid], seconds: np.ndarray, least: np.ndarray, speeds: np.ndarray, cost: CostModel
 ) -> np.ndarray:
     """The parts of each image, at least `least` of them, as above."""
-    counts, fastest = least.copy(), float(speeds.max())
-    mean_s = float(seconds.sum() / speeds.sum()) * (1 + 1e-9)
-    for image in np.flatnonzero(seconds / fastest > mean_s).tolist():
-        grid, count, best_s = grid_of(image), int(least[image]), np.inf
-        for number in range(count, min(len(speeds), most_parts(grid, cost.image_piece_patches)) + 1):
-            longest_s = (shares(grid, number)[0] * float(seconds[image]) + exchange_s(grid, number, cost)) / fastest
-            if longest_s < best_s:
-                count, best_s = number, longest_s
-            elif number > grid[0] + 1:  # from there on the exchange takes more than it saves
-                break
-            if best_s <= mean_s:
-                break
-        counts[image] = count
+    fastest, total, mean_s = float(speeds.max()), float(speeds.sum()), float(seconds.sum() / speeds.sum())
+    above = np.flatnonzero(seconds / fastest > mean_s * (1 + 1e-9))
+    if not len(above):
+        return least
+    longest_s = float(seconds[above].max())
+    most = min(len(speeds), 2 * math.ceil(longest_s / fastest / mean_s))
+    part_s, work_s = _choices([grid_of(image) for image in above.tolist()], seconds[above], least[above], most, cost)
+    counts, best_s = least, np.inf
+    for limit_s in np.linspace(fastest * mean_s, longest_s, LIMITS):
+        within = part_s <= limit_s * (1 + 1e-9)
+        place = np.where(within.any(axis=1), within.argmax(axis=1), part_s.argmin(axis=1))
+        rows = np.arange(len(place))
+        mean = (seconds.sum() - seconds[above].sum() + work_s[rows, place].sum()) / total
+        end_s = max(part_s[rows, place].max() / fastest, mean)
+        if end_s < best_s:
+            counts, best_s = least.copy(), end_s
+            counts[above] = place + 1
     return counts
+
+
+def _choices(
+    grids: Sequence[Grid], seconds: np.ndarray, least: np.ndarray, most: int, cost: CostModel
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each image in 1, 2, ... `most` parts: seconds of the largest part on a nominal rank, with its exchange, and of
+    all parts; infinite where it cannot have so many, or has to have more."""
+    steps, patches = np.array(grids)[:, :1], np.array(grids).prod(axis=1)[:, None]
+    allowed = np.array([most_parts(grid, cost.image_piece_patches) for grid in grids])
+    counts = np.arange(1, max(most, int(least.max())) + 1)[None, :]
+    rings = counts > steps
+    share = np.where(rings, 1.0 / counts, -(-steps // counts) / steps)
+    sent_s = cost.image_comm_bytes_per_patch * patches * (counts - 1) / counts / cost.slowest_bytes_per_s
+    exchange = np.where(rings, sent_s + cost.image_latency_s * (counts - 1), 0.0)
+    part_s = share * seconds[:, None] + exchange
+    work_s = seconds[:, None] + counts * exchange
+    part_s[(counts > allowed[:, None]) | (counts < least[:, None])] = np.inf
+    return part_s, work_s

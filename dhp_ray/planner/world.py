@@ -6,6 +6,7 @@ already, then images are balanced over the ranks (`world_encoder`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,21 +15,27 @@ import numpy as np
 from dhp_ray.planner.encoded_images import EncodedImages, encoded_images, grid_of
 from dhp_ray.planner.encoder_memory import Room, room_for_images, within_room
 from dhp_ray.planner.encoder_timeline import Packs, timeline_of
+from dhp_ray.planner.image_ranks import Groups, groups_by_size, one_part_more, parts_on_groups, ranks_of_images
 from dhp_ray.planner.lockstep_passes import lockstep_passes
 from dhp_ray.planner.plan import VisionPlan
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.split_images import parts_for_memory, parts_for_time
-from dhp_ray.planner.world_encoder import balanced_encoders
+from dhp_ray.planner.world_encoder import FAR
+
+CUTS = 4
+"""Parts that images are cut into beyond that, one after the other, at most."""
 
 
 class World(NamedTuple):
     """`images` with the ranks that encode them; `passes`: in which of its rank's each is, with sync=micro_batch.
-    `making_s`: to make the process groups of images in parts that there are not yet."""
+    `busy_s`: for how long each rank encodes. `making_s`: to make the process groups of images in parts that there are
+    not yet."""
 
     vision: VisionPlan
     images: EncodedImages
     passes: np.ndarray | None
+    busy_s: np.ndarray
     makespan_s: float
     making_s: float = 0.0
 
@@ -45,7 +52,8 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
     """Who encodes the images of a batch whose packs run by this schedule, each for `times` seconds; None where the
     ranks have no memory for that. Without vision costs images are dealt out by their patches.
 
-    Images are split where memory asks for it, and further where that makes the step shorter.
+    Images are in parts where memory asks for it, and in more where that makes the step shorter: those that alone take
+    longer than the mean of all ranks, and then, one part after the other, those that hold up the fullest rank.
     """
     group_of_row = np.empty(len(problem.samples), dtype=np.int64)
     group_of_row[schedule.rows] = np.repeat(np.arange(len(schedule.first_row) - 1), np.diff(schedule.first_row))
@@ -57,13 +65,41 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
                              num_ranks, cost)
     if least is None:
         return None
-    more = parts_for_time(lambda image: grid_of(problem, image), problem.all_image_s, least, problem.speeds, cost)
-    found = []
-    for num_parts in [least] + [more] * bool((more > least).any()):
+
+    def shortest(num_parts: np.ndarray) -> World | None:
+        """Of those with parts that exchange on groups that there are, or on neighbours."""
+        groups = groups_by_size(problem, schedule) if (num_parts > 1).any() else {}
+        on_groups = parts_on_groups(problem, num_parts, groups)
+        found = [] if on_groups is None else at(on_groups, groups)
+        return _shortest([*found, *at(num_parts, {})])
+
+    def at(num_parts: np.ndarray, groups: Groups) -> list[World]:
         images = encoded_images(problem, schedule.rows, group_of_row, num_parts)
-        images = images.on_ranks(_encoders(problem, schedule, images))
-        found += _world(problem, schedule, times, images, room)
-    return min(found, key=lambda world: world.makespan_s + world.making_s, default=None)
+        images = images.on_ranks(ranks_of_images(problem, schedule, images, groups))
+        return _world(problem, schedule, times, images, room)
+
+    more = parts_for_time(lambda image: grid_of(problem, image), problem.all_image_s, least, problem.speeds, cost)
+    best = _shortest([shortest(num_parts) for num_parts in [least] + [more] * bool((more > least).any())])
+    for _ in range(CUTS):
+        further = one_part_more(problem, best.images) if best and _is_uneven(problem, best) else None
+        if further is None:
+            break
+        shorter = _shortest([best, shortest(further)])
+        if shorter is best:
+            break
+        best = shorter
+    return best
+
+
+def _shortest(worlds: Sequence[World | None]) -> World | None:
+    """The first of those that take least with making their process groups."""
+    return min(filter(None, worlds), key=lambda world: world.makespan_s + world.making_s, default=None)
+
+
+def _is_uneven(problem: Problem, world: World) -> bool:
+    """Whether the step could be shorter, and images are to blame: the fullest rank encodes longer than the mean."""
+    return (world.makespan_s > problem.lower_bound_s * (1 + FAR)
+            and world.busy_s.max() > float((world.busy_s * problem.speeds).sum() / problem.speeds.sum()) * (1 + FAR))
 
 
 def _world(
@@ -81,31 +117,8 @@ def _world(
         vision = replace(vision, num_passes=int(passes.max()) + 1)
     packs = Packs(schedule.ranks, schedule.first_rank, times, schedule.micro_batch)
     timeline = timeline_of(images, passes, packs, problem.speeds, problem.cost, vision.keeps)
-    return [World(vision, images, passes, problem.cost.fixed_s + timeline.makespan_s,
-                  _making_s(problem, schedule, images))]
-
-
-def _encoders(problem: Problem, schedule: Schedule, images: EncodedImages) -> np.ndarray:
-    """The rank of each image or part, balanced; those of one image are different, and those that exchange ascend."""
-    costs = problem.all_image_s.any()
-    seconds, speeds = (images.seconds, problem.speeds) if costs else (images.patches, np.ones(len(problem.speeds)))
-    encoder = balanced_encoders(seconds, images.group, schedule.ranks, schedule.first_rank, speeds)
-    load_s = np.bincount(encoder, seconds, len(speeds)) / speeds
-    for image in images.split().tolist():
-        parts = images.parts(image)
-        taken = set[int]()
-        for part in range(parts.start, parts.stop):
-            rank = int(encoder[part])
-            if rank in taken:  # to the rank that ends first with it, of those that have no part yet
-                load_s[rank] -= seconds[part] / speeds[rank]
-                ends_s = load_s + seconds[part] / speeds
-                ends_s[list(taken)] = np.inf
-                rank = encoder[part] = int(ends_s.argmin())
-                load_s[rank] = ends_s[rank]
-            taken.add(rank)
-        if images.ring[parts.start] >= 0:
-            encoder[parts].sort()
-    return encoder
+    return [World(vision, images, passes, timeline.forward_busy_s + timeline.backward_busy_s,
+                  problem.cost.fixed_s + timeline.makespan_s, _making_s(problem, schedule, images))]
 
 
 def _making_s(problem: Problem, schedule: Schedule, images: EncodedImages) -> float:

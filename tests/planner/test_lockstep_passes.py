@@ -14,7 +14,7 @@ from dhp_ray.planner.lockstep_passes import lockstep_passes
 from dhp_ray.planner.plan import VisionPlan
 from dhp_ray.planner.timeline import apart_timeline, fixed_starts, plan_starts
 from tests.planner.reference_encoder import timeline
-from tests.planner.test_world_encoder import ALONE, MIXED, example
+from tests.planner.test_images_apart import ALONE, MIXED, example
 
 
 def passes_of(images, most):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, plan_batch, replay
 from dhp_ray.planner.image_parts import cut_in_time, exchanges, most_parts, shares
 from dhp_ray.planner.plan import SplitImage, VisionPlan
-from dhp_ray.planner.split_images import exchange_s, part_bytes, parts_for_memory, parts_for_time
+from dhp_ray.planner.split_images import LIMITS, exchange_s, part_bytes, parts_for_memory, parts_for_time
 from dhp_ray.planner.timeline import apart_timeline, plan_starts
 from tests.planner.reference_encoder import timeline
 
@@ -29,13 +29,48 @@ def test_how_an_image_is_cut():
     assert [most_parts((2, 4, 8), piece) for piece in (0, 4, 20, 32, 64)] == [1, 16, 3, 2, 2]
 
 
-@pytest.mark.parametrize(("latency_s", "num_parts"), [(0.0, 2), (0.5, 3), (3.0, 2), (30.0, 1)])
+@pytest.mark.parametrize(("latency_s", "num_parts"), [(0.0, 2), (0.5, 2), (3.0, 2), (30.0, 1)])
 def test_the_module_s_example(latency_s, num_parts):
     """With 3 s for each part more two are best, and still longer than the mean; with 30 s none is worth it."""
     cost = replace(ALONE, image_latency_s=latency_s)
     seconds = np.array([12.0] + [1.0] * 12)
     found = parts_for_time(lambda image: (1, 3, 4), seconds, np.ones(13, dtype=np.int64), np.ones(4), cost)
     assert found.tolist() == [num_parts] + [1] * 12
+
+
+def parts_in_plain_python(grids, seconds, least, speeds, cost):
+    """The rule of split_images.py, image by image."""
+    mean, longest = sum(seconds) / sum(speeds), max(seconds)
+    above = [image for image, time in enumerate(seconds) if time / max(speeds) > mean * (1 + 1e-9)]
+
+    def part_s(image, count):
+        return shares(grids[image], count)[0] * seconds[image] + exchange_s(grids[image], count, cost)
+
+    found = []
+    for limit in np.linspace(max(speeds) * mean, longest, LIMITS) if above else []:
+        counts, work, end = list(least), sum(seconds), 0.0
+        for image in above:
+            most = min(len(speeds), most_parts(grids[image], cost.image_piece_patches))
+            allowed = range(least[image], max(least[image], most) + 1)
+            within = [count for count in allowed if part_s(image, count) <= limit * (1 + 1e-9)]
+            count = counts[image] = within[0] if within else min(allowed, key=lambda count: part_s(image, count))
+            work += count * exchange_s(grids[image], count, cost)
+            end = max(end, part_s(image, count) / max(speeds))
+        found.append((max(end, work / sum(speeds)), counts))
+    return min(found, key=lambda one: one[0], default=(0.0, least))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=8),
+       st.integers(1, 7), st.booleans(), st.sampled_from([0.0, 0.7, 9.0]), st.integers(1, 2))
+def test_parts_as_a_plain_loop_chooses_them(grids, num_ranks, uneven, latency_s, least):
+    speeds = [0.5 + 0.25 * (rank % 3) if uneven else 1.0 for rank in range(num_ranks)]
+    cost = replace(ALONE, image_piece_patches=2.0, image_latency_s=latency_s, image_comm_bytes_per_patch=1e7)
+    seconds = [float(time * height * width) for time, height, width in grids]
+    at_least = [min(least, num_ranks, most_parts(grid, 2.0)) for grid in grids]
+    found = parts_for_time(grids.__getitem__, np.array(seconds), np.array(at_least), np.array(speeds), cost).tolist()
+    _, expected = parts_in_plain_python(grids, seconds, at_least, speeds, cost)
+    assert found == expected
 
 
 def plan_of(cost, sync="step", samples=LARGE, num_ranks=4, **more):
