@@ -36,7 +36,7 @@ from benchmarks.worlds import Corpus, corpus_of, data_overrides
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.config import Config, load
-from dhp_ray.measure.clock import Gauge, lost_s, may_preempt, undisturbed
+from dhp_ray.measure.clock import Gauge, lost_s, lost_since, may_preempt, undisturbed
 from dhp_ray.measure.timings import AT_BEST
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
 from dhp_ray.runtime.job.measuring import Request, measure_here
@@ -157,7 +157,7 @@ def measured(
             before = lost_s()
             with undisturbed(preempt):
                 result = member.stepper.run(inputs, 0.0)
-            own.append(Run(result.step_time_s, lost_s() - before, slowest(member, gauge, preempt),
+            own.append(Run(result.step_time_s, lost_since(before), slowest(member, gauge, preempt),
                            [list(seen) for seen in (*result.encoder_times, *result.pack_times)]))
             time.sleep(result.step_time_s * preempt)  # the others' turn
         found.append(own)
