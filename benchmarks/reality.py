@@ -36,7 +36,7 @@ from benchmarks.worlds import Corpus, corpus_of, data_overrides
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.config import Config, load
-from dhp_ray.measure.clock import Gauge, lost_s, may_preempt, undisturbed
+from dhp_ray.measure.clock import Gauge, lost_s, lost_since, may_preempt, undisturbed
 from dhp_ray.measure.timings import AT_BEST
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
 from dhp_ray.runtime.job.measuring import Request, measure_here
@@ -48,7 +48,8 @@ from tests.ranks import run_processes
 DEFAULTS = {"batches": "50", "runs": "3", "ranks": "1,2", "sync": "step,micro_batch", "preempt": "false", "out": "",
             "quick": "false"}
 TOKENS = (4096, 1400)
-"""Tokens that a rank holds, in turns: with the fewer ones long sequences need both ranks."""
+"""Tokens that a rank holds, in turns: with the fewer ones long sequences need both ranks. A batch that both together do
+not hold so has the more."""
 AGAIN, QUIET_LOOKS, QUIET_LOOK_S = 4, 20, 0.1
 """A run waits for its cores to be at their best, and is repeated so many times as often where they were not."""
 MOST_MEAN, MOST_OF_ONE = 0.05, 0.15
@@ -127,6 +128,8 @@ def cases_of(
     found = []
     for number, batch in enumerate(batches):
         tokens = TOKENS[0] if num_ranks == 1 else TOKENS[number % len(TOKENS)]
+        if max(sample.num_tokens for sample in batch) > num_ranks * tokens:
+            tokens = TOKENS[0]
         for layout in ("group", "world") if sync == "step" and num_ranks > 1 else ("group",):
             plan = plan_batch(batch, ClusterSpec(num_ranks, num_ranks, tokens), cost, sync=sync,
                               encoder=layout)
@@ -154,7 +157,7 @@ def measured(
             before = lost_s()
             with undisturbed(preempt):
                 result = member.stepper.run(inputs, 0.0)
-            own.append(Run(result.step_time_s, lost_s() - before, slowest(member, gauge, preempt),
+            own.append(Run(result.step_time_s, lost_since(before), slowest(member, gauge, preempt),
                            [list(seen) for seen in (*result.encoder_times, *result.pack_times)]))
             time.sleep(result.step_time_s * preempt)  # the others' turn
         found.append(own)

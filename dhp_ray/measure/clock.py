@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 
 import torch
 
@@ -21,16 +21,25 @@ THREADS = Path("/proc/self/task")
 
 
 def lost_s() -> float:
-    """Seconds since the thread began in which it was ready to run and the scheduler let others run in its place; 0
-    where the system does not tell (Linux does, as the second number of a task's `schedstat`, in nanoseconds).
+    """Seconds since the thread began in which it was ready to run and the scheduler let other processes run in its
+    place; 0 where the system does not tell (Linux does, as the second number of a task's `schedstat`, in nanoseconds).
+
+    What this process's other threads took of the processor counts as not lost: on one core with this thread they keep
+    it waiting, and their work, such as an exchange, is the process's own. It may be more than the thread waited, so
+    between two looks this can fall: take what is lost from `lost_since`.
 
     What a pack takes on the clock, less what it lost meanwhile, is what it takes on a machine that nobody else uses.
     """
     try:
         text = (THREADS / str(threading.get_native_id()) / "schedstat").read_text()
-        return int(text.split()[1]) / 1e9
+        return int(text.split()[1]) / 1e9 - (process_time() - thread_time())
     except (OSError, IndexError, ValueError):
         return 0.0
+
+
+def lost_since(before_s: float) -> float:
+    """Seconds lost since `lost_s` said so much."""
+    return max(0.0, lost_s() - before_s)
 
 
 def lost_of(busy_s: float, lost_s: float, computed_s: float) -> float:

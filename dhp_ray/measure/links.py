@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.node_memory import NodeMemory
 from dhp_ray.comm.pool import GroupPool
-from dhp_ray.measure.clock import undisturbed
+from dhp_ray.measure.clock import lost_s, undisturbed
 from dhp_ray.measure.member import Member, seconds_of
 from dhp_ray.measure.timings import Exchanged
 
@@ -49,9 +49,9 @@ def _message_s(member: Member, ranks: tuple[int, ...], size: int) -> float:
 
     with undisturbed(member.preempts):
         for _ in range(TIMES_QUICK if member.spec.quick else TIMES):
-            before = member.lost_s()
+            before = lost_s()
             seconds = seconds_of(member.device, pass_on)
-            times.append(seconds - min(seconds, member.lost_s() - before))
+            times.append(seconds - min(seconds, member.lost_since(before)))
     return statistics.median(times[2:])
 
 
@@ -103,7 +103,7 @@ def one_sided(member: Member, group: dist.ProcessGroup | None) -> dict[str, list
 def _repeated(member: Member, call: Callable[[], None]) -> Sequence[float]:
     times = []
     for _ in range(TIMES_QUICK):
-        before = member.lost_s()
+        before = lost_s()
         seconds = seconds_of(member.device, call)
-        times.append(seconds - min(seconds, member.lost_s() - before))
+        times.append(seconds - min(seconds, member.lost_since(before)))
     return times[2:]

@@ -17,7 +17,7 @@ from dhp_ray.comm.link import Link
 from dhp_ray.comm.progress import Moment
 from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.comm.transport import Transport
-from dhp_ray.measure.clock import Gauge, lost_of, lost_s, undisturbed
+from dhp_ray.measure.clock import Gauge, lost_of, lost_s, lost_since, undisturbed
 from dhp_ray.measure.payloads import payload_of
 from dhp_ray.measure.rounds import Round, Spec
 from dhp_ray.measure.timings import AT_BEST, PackTiming, StepTiming
@@ -55,7 +55,7 @@ class Watched:
     def _watching(self, number: int) -> Iterator[None]:
         before, computed = lost_s(), time.thread_time()
         yield
-        self.seen[number] = lost_s() - before, time.thread_time() - computed
+        self.seen[number] = lost_since(before), time.thread_time() - computed
 
     def _run_pack(self, plan: RankPlan, pack: Any, feed: Iterator[PackInputs], features: Tensor | None) -> PackRun:
         with self._watching(pack.index):
@@ -106,8 +106,9 @@ class Member:
         """The link of a group of ranks over the transport; every rank calls `transport.prepare` for it before."""
         return self.transport.link(ranks, 0)
 
-    def lost_s(self) -> float:
-        return 0.0 if self.shared_cores or self.device.type != "cpu" else lost_s()
+    def lost_since(self, before_s: float) -> float:
+        """Seconds lost to other processes since `lost_s` said so much, where they are to be left out."""
+        return 0.0 if self.shared_cores or self.device.type != "cpu" else lost_since(before_s)
 
     def timed(self, round_: Round) -> list[StepTiming]:
         """Run a round as often as there is time for; as often on every rank."""
@@ -132,7 +133,7 @@ class Member:
     def _run(self, inputs: StepInputs) -> StepTiming:
         self._wait_for_quiet()
         self.stepper.seen.clear()
-        before = self.lost_s()
+        before = lost_s()
         with undisturbed(self.preempts):
             result = self.stepper.run(inputs, 0.0)  # at learning rate 0 weights stay as they are
         if self.preempts:
@@ -140,7 +141,7 @@ class Member:
         of_packs = {} if self.shared_cores or self.device.type != "cpu" else self.stepper.seen
         phases = zip((ENCODE, BACKWARD), result.encoder_times)
         times = [*((seen.index, seen) for seen in result.pack_times), *phases]
-        return StepTiming(result.step_time_s, self.lost_s() - before, tuple(
+        return StepTiming(result.step_time_s, self.lost_since(before), tuple(
             PackTiming(number, seen.busy_s, seen.blocked_s, lost_of(seen.busy_s, *of_packs.get(number, (0.0, 0.0))),
                        seen.start_s, seen.end_s) for number, seen in times), self.slowness())
 

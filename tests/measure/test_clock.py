@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from dhp_ray.measure.clock import Gauge, lost_of, lost_s, may_preempt, undisturbed
+from dhp_ray.measure.clock import Gauge, lost_of, lost_s, lost_since, may_preempt, undisturbed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no sched_setaffinity")
 
@@ -37,7 +39,7 @@ def busy(seconds: float) -> tuple[float, float]:
     lost, begin, computed = lost_s(), time.perf_counter(), time.thread_time()
     while time.thread_time() - computed < seconds:
         pass
-    return time.perf_counter() - begin, lost_s() - lost
+    return time.perf_counter() - begin, lost_since(lost)
 
 
 def test_what_is_lost_is_what_the_clock_shows_beyond_the_compute(shared_core: None) -> None:
@@ -46,13 +48,35 @@ def test_what_is_lost_is_what_the_clock_shows_beyond_the_compute(shared_core: No
     assert clock_s - lost == pytest.approx(0.3, rel=0.1)
 
 
+def test_what_the_process_s_own_threads_take_of_the_core_is_not_lost() -> None:
+    before, stop = os.sched_getaffinity(0), threading.Event()
+    os.sched_setaffinity(0, {max(before)})  # the thread inherits it
+    own = threading.Thread(target=multiply_until, args=(stop,))
+    own.start()
+    try:
+        clock_s, lost = busy(0.3)
+    finally:
+        stop.set()
+        own.join()
+        os.sched_setaffinity(0, before)
+    assert clock_s > 0.4, "both threads had the core"
+    assert lost < 0.2 * (clock_s - 0.3)
+
+
+def multiply_until(stop: threading.Event) -> None:
+    """Work that does not hold the interpreter's lock."""
+    matrix = torch.randn(256, 256)
+    while not stop.is_set():
+        torch.mm(matrix, matrix)
+
+
 def test_a_short_span_is_never_taken_for_shorter_than_its_compute(shared_core: None) -> None:
     """The core changes hands between two looks at what is lost, outside of the span that is timed."""
     clipped, found = [], []
     for _ in range(1500):
         lost, computed = lost_s(), time.thread_time()
         clock_s, _ = busy(2e-4)
-        lost, computed = lost_s() - lost, time.thread_time() - computed
+        lost, computed = lost_since(lost), time.thread_time() - computed
         clipped.append(clock_s - min(lost, clock_s))
         found.append(clock_s - lost_of(clock_s, lost, computed))
     assert min(clipped) < 1e-4  # what this is about
