@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.disjoint import disjoint_s, packs_s, planned_s, row, tokens_without_images
+from benchmarks.disjoint import BEFORE, disjoint_s, packs_s, planned_s, row, tokens_without_images
 from benchmarks.encoder_cases import batch, cluster_and_cost
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from tests.readme import ROOT
@@ -32,11 +32,19 @@ def test_it_is_the_best_of_all_shares_and_below_no_bound(kind: str) -> None:
     images_s = sum(seconds for sample in samples for seconds in cost.image_s(sample))
     tokens = tokens_without_images(cluster, cost)
     shares = [max(images_s / each + cost.fixed_s, packs_s(samples, 8 - each, tokens, cost)) for each in range(1, 8)]
-    plan = plan_batch(samples, cluster, cost, encoder="auto")
     assert tokens > cluster.tokens_per_rank
     assert min(shares) == pytest.approx(disjoint_s(samples, cluster, cost)[0])
     assert planned_s(samples, cluster, cost) >= disjoint_s(samples, cluster, cost)[0]
-    assert row([samples], cluster, cost)[0] == f"{plan.predicted_time_s:.2f}"
+
+
+def test_auto_has_the_groups_of_the_batches_before() -> None:
+    cluster, cost = cluster_and_cost("3B", 8, recomputes=True)
+    batches, pool = [batch("text", 64, seed) for seed in range(BEFORE + 1)], list[tuple[int, ...]]()
+    for samples in batches:
+        plan = plan_batch(samples, cluster, cost, encoder="auto", pool=pool)
+        pool = list(dict.fromkeys((*pool, *plan.process_groups())))
+    assert pool
+    assert row(batches, cluster, cost)[0] == f"{plan.predicted_time_s:.2f}"
 
 
 def test_the_command_runs_in_a_checkout() -> None:
