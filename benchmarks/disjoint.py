@@ -14,7 +14,8 @@ Ranks without images hold more tokens of a pack; what the encoder's activations 
 shares change with every batch, so each rank has the parameters and the optimizer state of both parts as before. Mixes
 and models are those of encoder_cases.py.
 
-`auto` is planned as in a run: with the process groups that the batches before it made, BEFORE of them unseen.
+`auto` is planned as in a run, with the process groups that the batches before it made. The first BEFORE batches only
+fill the pool.
 
 `both once`: at best where neither `auto` nor `disjoint` computes the encoder's activations again for the backward pass.
 """
@@ -43,7 +44,7 @@ LOOKS = 9
 """Shares that are looked at with planned packs."""
 
 BEFORE = 3
-"""Batches whose groups there are from the first one on."""
+"""Batches that only fill the pool and are not counted."""
 
 
 def tokens_without_images(cluster: ClusterSpec, cost: CostModel) -> int:

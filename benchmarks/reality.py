@@ -48,8 +48,8 @@ from tests.ranks import run_processes
 DEFAULTS = {"batches": "50", "runs": "3", "ranks": "1,2", "sync": "step,micro_batch", "preempt": "false", "out": "",
             "quick": "false"}
 TOKENS = (4096, 1400)
-"""Tokens that a rank holds, in turns: with the fewer ones long sequences need both ranks. A batch that both together do
-not hold so has the more."""
+"""Tokens that a rank holds, in turns: with the fewer ones long sequences need both ranks. A batch with a sequence
+that does not fit on all ranks with the fewer uses the more."""
 AGAIN, QUIET_LOOKS, QUIET_LOOK_S = 4, 20, 0.1
 """A run waits for its cores to be at their best, and is repeated so many times as often where they were not."""
 MOST_MEAN, MOST_OF_ONE = 0.05, 0.15

@@ -21,24 +21,26 @@ THREADS = Path("/proc/self/task")
 
 
 def lost_s() -> float:
-    """Seconds since the thread began in which it was ready to run and the scheduler let other processes run in its
-    place; 0 where the system does not tell (Linux does, as the second number of a task's `schedstat`, in nanoseconds).
+    """Seconds in which this thread was ready to run and the scheduler let others run in its place, counted from some
+    moment on: only differences mean anything (`lost_since`). 0 where the system does not tell; Linux does, as the
+    second number of a task's `schedstat`, in nanoseconds.
 
-    What this process's other threads took of the processor counts as not lost: on one core with this thread they keep
-    it waiting, and their work, such as an exchange, is the process's own. It may be more than the thread waited, so
-    between two looks this can fall: take what is lost from `lost_since`.
+    On a single core what the process's other threads computed is taken off: they keep this thread waiting, but their
+    work, such as an exchange, is the process's own. They may compute while this thread waits for something else, so a
+    difference may be negative. On several cores their compute says nothing of this thread's waiting, and all counts.
 
     What a pack takes on the clock, less what it lost meanwhile, is what it takes on a machine that nobody else uses.
     """
     try:
         text = (THREADS / str(threading.get_native_id()) / "schedstat").read_text()
-        return int(text.split()[1]) / 1e9 - (process_time() - thread_time())
-    except (OSError, IndexError, ValueError):
+        own_s = process_time() - thread_time() if len(os.sched_getaffinity(0)) == 1 else 0.0
+        return int(text.split()[1]) / 1e9 - own_s
+    except (AttributeError, OSError, IndexError, ValueError):
         return 0.0
 
 
 def lost_since(before_s: float) -> float:
-    """Seconds lost since `lost_s` said so much."""
+    """Seconds lost since `lost_s()` returned `before_s`."""
     return max(0.0, lost_s() - before_s)
 
 

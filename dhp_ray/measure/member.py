@@ -107,7 +107,7 @@ class Member:
         return self.transport.link(ranks, 0)
 
     def lost_since(self, before_s: float) -> float:
-        """Seconds lost to other processes since `lost_s` said so much, where they are to be left out."""
+        """Seconds lost to other processes since `lost_s()` returned `before_s`, where they are to be left out."""
         return 0.0 if self.shared_cores or self.device.type != "cpu" else lost_since(before_s)
 
     def timed(self, round_: Round) -> list[StepTiming]:

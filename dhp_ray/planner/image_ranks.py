@@ -1,8 +1,9 @@
 """The rank that encodes each image or part of one, where any rank may.
 
-1. Parts that exchange come first, those of the longest image before all others: on the process group of so many ranks
-   that is done first, of those that there are; where there is none, on the block of neighbours that is done first. Of
-   two parts there are the blocks (0, 1), (2, 3), ..., so that batches make the same groups.
+1. Parts that exchange are placed first, those of the longest image before all others: on the existing process group of
+   so many ranks that would finish first. Where there is none, on the block of neighbours that would: for two parts the
+   blocks are (0, 1), (2, 3), ..., so that batches make the same groups. Ranks of unequal speed are first ordered by
+   speed, as a group is as fast as its slowest rank.
 2. Whole images and other parts are then balanced beside them (`world_encoder`), each at home where that costs nothing.
 3. Of an image in parts that do not exchange, each is on a rank of its own.
 """
@@ -24,7 +25,7 @@ Groups = Mapping[int, Sequence[Ranks]]
 
 
 def groups_by_size(problem: Problem, schedule: Schedule) -> Groups:
-    """Those of the pool and of the packs."""
+    """The process groups of the pool and of the packs."""
     packs = np.split(schedule.ranks, schedule.first_rank[1:-1])
     found: dict[int, list[Ranks]] = {}
     for ranks in dict.fromkeys([*map(_sorted, problem.pool), *(_sorted(of_pack.tolist()) for of_pack in packs)]):
@@ -69,15 +70,15 @@ def ranks_of_images(problem: Problem, schedule: Schedule, images: EncodedImages,
     costs = problem.all_image_s.any()
     seconds, speeds = (images.seconds, problem.speeds) if costs else (images.patches, np.ones(len(problem.speeds)))
     encoder, busy_s = np.full(len(seconds), -1), np.zeros(len(speeds))
-    split = images.split()
+    split, by_speed = images.split(), np.argsort(-speeds, kind="stable").tolist()
     rings = [images.parts(image) for image in split.tolist() if images.ring[images.first[image]] >= 0]
     for parts in sorted(rings, key=lambda parts: -float(seconds[parts].sum())):
         count, part_s = parts.stop - parts.start, float(seconds[parts.start])
-        there = groups.get(count) or [tuple(range(first, first + count))
+        there = groups.get(count) or [_sorted(by_speed[first : first + count])
                                       for first in range(0, len(speeds) - count + 1, count)]
-        ranks = list(min(there, key=lambda ranks: (busy_s[list(ranks)] + part_s / speeds[list(ranks)]).max()))
-        encoder[parts] = ranks
-        busy_s[ranks] = (busy_s[ranks] + part_s / speeds[ranks]).max()
+        ends_s = [busy_s[list(ranks)].max() + part_s / speeds[list(ranks)].min() for ranks in there]
+        ranks = list(there[int(np.argmin(ends_s))])
+        encoder[parts], busy_s[ranks] = ranks, min(ends_s)
     others = encoder < 0
     encoder[others] = balanced_encoders(seconds[others], images.group[others], schedule.ranks, schedule.first_rank,
                                         speeds, busy_s)

@@ -24,13 +24,13 @@ from dhp_ray.planner.split_images import parts_for_memory, parts_for_time
 from dhp_ray.planner.world_encoder import FAR
 
 CUTS = 4
-"""Parts that images are cut into beyond that, one after the other, at most."""
+"""How many more parts are tried at most, one at a time, after `parts_for_time`."""
 
 
 class World(NamedTuple):
     """`images` with the ranks that encode them; `passes`: in which of its rank's each is, with sync=micro_batch.
-    `busy_s`: for how long each rank encodes. `making_s`: to make the process groups of images in parts that there are
-    not yet."""
+    `busy_s`: for how long each rank encodes. `making_s`: seconds to make the process groups for split images that do
+    not exist yet."""
 
     vision: VisionPlan
     images: EncodedImages

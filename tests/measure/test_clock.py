@@ -65,8 +65,25 @@ def test_what_the_process_s_own_threads_take_of_the_core_is_not_lost() -> None:
     assert lost == pytest.approx(clock_s - 0.3 - others_s, abs=0.05)  # other processes may be at work, too
 
 
-def multiply_until(stop: threading.Event) -> None:
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="wants two cores")
+def test_threads_on_other_cores_hide_nothing_that_is_lost(shared_core: None) -> None:
+    """The thread shares its core with a rival; a thread of its own computes on another core."""
+    stop, here = threading.Event(), max(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {here, 0 if here else 1})
+    own = threading.Thread(target=multiply_until, args=(stop, 0 if here else 1))
+    own.start()
+    try:
+        clock_s, lost = busy(0.3)
+        assert lost == pytest.approx(clock_s - 0.3, abs=0.05)
+    finally:
+        stop.set()
+        own.join()
+
+
+def multiply_until(stop: threading.Event, core: int | None = None) -> None:
     """Work that does not hold the interpreter's lock."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
     matrix = torch.randn(256, 256)
     while not stop.is_set():
         torch.mm(matrix, matrix)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.timeline import apart_timeline
@@ -11,10 +12,10 @@ COST = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9}, vision_linear_s=1.0, latency_s=3.
 """A second a token and a patch; groups of several ranks do not pay; images are cut between any two patches."""
 
 
-def plan_of(widths, num_ranks, texts=(), cost=COST, **more):
+def plan_of(widths, num_ranks, texts=(), cost=COST, speeds=(), **more):
     samples = [*(Sample(f"image {row}", 1, 0, ((1, 1, width),)) for row, width in enumerate(widths)),
                *(Sample(f"text {row}", text) for row, text in enumerate(texts))]
-    return plan_batch(samples, ClusterSpec(num_ranks, 8, 64), cost, encoder="world", **more)
+    return plan_batch(samples, ClusterSpec(num_ranks, 8, 64, speeds), cost, encoder="world", **more)
 
 
 def rings_of(plan):
@@ -44,6 +45,14 @@ def test_parts_go_to_a_pack_s_group():
 
 def test_new_groups_are_of_neighbours_so_that_other_batches_make_the_same():
     assert rings_of(plan_of([12, 12, 1, 1, 1, 1], 6)) <= {(0, 1), (2, 3), (4, 5), (0, 1, 2), (3, 4, 5)}
+
+
+@pytest.mark.parametrize(("widths", "speeds", "time_s"), [
+    ([12, 1, 1], (0.5, 1, 1, 1), 5.0), ([12, 3, 3], (0.5, 1, 1), 11.0),
+    ([12, 12, 4, 4, 4], (0.5, 1, 1, 1, 1, 0.5), 12.0)])
+def test_neighbours_in_speed_encode_an_image_together(widths, speeds, time_s):
+    """A slow rank would hold up all of its group."""
+    assert plan_of(widths, len(speeds), speeds=speeds).predicted_time_s == pytest.approx(time_s)
 
 
 def test_an_image_below_the_mean_is_cut_where_whole_images_come_out_uneven():
