@@ -90,7 +90,7 @@ def planned_s(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel) 
 
 
 def planned_in_turn(batches: Sequence[Sequence[Sample]], cluster: ClusterSpec, cost: CostModel) -> list[Plan]:
-    """`auto`'s plans of all but the first, each with the groups that those before it made."""
+    """`auto`'s plans of the batches after the first BEFORE, each with the groups that the batches before it made."""
     pool, plans = dict[tuple[int, ...], None](), list[Plan]()
     for samples in batches:
         plans.append(plan_batch(samples, cluster, cost, encoder="auto", pool=list(pool)))

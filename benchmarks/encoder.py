@@ -55,7 +55,7 @@ class Balance(NamedTuple):
 
 
 def balance_of(plan: Plan, cost: CostModel, prove: bool = False) -> Balance:
-    """That on equal ranks; what parts of images exchange counts for the fullest rank."""
+    """That of a plan for equal ranks. What parts of an image exchange is part of their seconds."""
     loads = np.zeros(plan.cluster.num_ranks)
     for group in plan.groups:
         seconds = [image_s for row in group.pack.sequences for image_s in cost.image_s(plan.samples[row])]

@@ -62,7 +62,7 @@ def parts_for_memory(
 def parts_for_time(
     grid_of: Callable[[int], Grid], seconds: np.ndarray, least: np.ndarray, speeds: np.ndarray, cost: CostModel
 ) -> np.ndarray:
-    """The parts of each image, at least `least` of them, as above."""
+    """The parts of each image, as above: at least `least`, at most twice what brings the longest image to the mean."""
     fastest, total, mean_s = float(speeds.max()), float(speeds.sum()), float(seconds.sum() / speeds.sum())
     above = np.flatnonzero(seconds / fastest > mean_s * (1 + 1e-9))
     if not len(above):

@@ -67,7 +67,7 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
         return None
 
     def shortest(num_parts: np.ndarray) -> World | None:
-        """Of those with parts that exchange on groups that there are, or on neighbours."""
+        """The shorter of two: parts that exchange are on existing process groups, or on neighbours."""
         groups = groups_by_size(problem, schedule) if (num_parts > 1).any() else {}
         on_groups = parts_on_groups(problem, num_parts, groups)
         found = [] if on_groups is None else at(on_groups, groups)

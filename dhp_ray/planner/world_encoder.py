@@ -53,7 +53,7 @@ def balanced_encoders(
     """The rank that encodes each image.
 
     `image_s`: seconds of each on a nominal rank; group g has the ranks `ranks[first_rank[g]:first_rank[g + 1]]`.
-    `busy_s`: for how long each rank encodes something else.
+    `busy_s`: for how long each rank encodes something else: it counts in T, which is at least the longest of them.
     """
     encoder, num_ranks = np.zeros(len(image_s), dtype=np.int64), len(speeds)
     if len(image_s) == 0:
