@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 DHP_RAY_TEST_DATA=FOLDER python benchmarks/reality.py [key=value ...]
 
     batches=50      real NLVR pictures (FOLDER) and synthetic clips, mixed
-    runs=3          of each batch's step; the median counts, and their spread stands beside the error
+    runs=3          of each batch's step, in turns with all others; the median counts, and their spread stands beside
+                    the error
     ranks=1,2       each with a cost file of its own, measured just before as jobs/measure.py does
     sync=step,micro_batch
     preempt=false   true: nothing else has the ranks' cores while a step runs (root), on a machine that others use too
@@ -143,24 +144,24 @@ def measured(
     """Of each case, this rank's runs: as many as wanted with cores at their best, or several times as many."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     member = Rank(config, Membership(rank, cases[0].ranks, 1, "127.0.0.1", port), CPU)
-    gauge, found = Gauge(), list[list[Run]]()
-    for case in cases:
-        plan = case.plan.rank_plan(1, rank)
-        inputs = collated(plan, corpus.rank_payloads(plan), member.adapter)
-        member.stepper.run(inputs, 0.0)
-        own: list[Run] = []
-        while sum(run.slowness <= AT_BEST for run in own) < runs and len(own) < AGAIN * runs:
-            for _ in range(QUIET_LOOKS):
-                if slowest(member, gauge, preempt) <= AT_BEST:
-                    break
-                time.sleep(QUIET_LOOK_S)
-            before = lost_s()
-            with undisturbed(preempt):
-                result = member.stepper.run(inputs, 0.0)
-            own.append(Run(result.step_time_s, lost_since(before), slowest(member, gauge, preempt),
-                           [list(seen) for seen in (*result.encoder_times, *result.pack_times)]))
-            time.sleep(result.step_time_s * preempt)  # the others' turn
-        found.append(own)
+    gauge, found = Gauge(), [list[Run]() for _ in cases]
+    for wanted in range(1, runs + 1):  # what slows a machine for a while is not in all runs of a case
+        for case, own in zip(cases, found):
+            plan = case.plan.rank_plan(1, rank)
+            inputs = collated(plan, corpus.rank_payloads(plan), member.adapter)
+            member.stepper.run(inputs, 0.0)
+            most = len(own) + AGAIN
+            while sum(run.slowness <= AT_BEST for run in own) < wanted and len(own) < most:
+                for _ in range(QUIET_LOOKS):
+                    if slowest(member, gauge, preempt) <= AT_BEST:
+                        break
+                    time.sleep(QUIET_LOOK_S)
+                before = lost_s()
+                with undisturbed(preempt):
+                    result = member.stepper.run(inputs, 0.0)
+                own.append(Run(result.step_time_s, lost_since(before), slowest(member, gauge, preempt),
+                               [list(seen) for seen in (*result.encoder_times, *result.pack_times)]))
+                time.sleep(result.step_time_s * preempt)  # the others' turn
     member.close()
     return found
 

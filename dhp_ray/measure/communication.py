@@ -5,7 +5,7 @@
                                                                       - overlap (d - 1) / d * attention / d)
 
 `slowness`, at least 1, is what an exchange takes beside compute over what it takes alone; the file's bandwidths have it
-in them.
+in them. With sync=micro_batch its messages wait behind those that gather parameters: `latency_s` is of the mode.
 """
 
 from __future__ import annotations
@@ -65,40 +65,72 @@ def fit_links(by_rank: Sequence[Sequence[Exchanged]]) -> Links:
     return Links(tables[False], tables[True], intervals)
 
 
-def fit_ring(
-    packs: Sequence[PackSeconds], known: Fit, bytes_per_token: float, links: Links
-) -> Ring:
-    """From packs on two and more ranks, whose compute is known."""
+class RingSeconds(NamedTuple):
+    """Of packs on two and more ranks: the degree, what it took, and of that one rank's compute, its messages as they
+    take alone, and the attention that may hide them.
+    """
+
+    degree: np.ndarray
+    whole: np.ndarray
+    compute: np.ndarray
+    transfer: np.ndarray
+    hidden: np.ndarray
+
+    def exposed(self, slowness: float, overlap: float) -> np.ndarray:
+        found: np.ndarray = np.maximum(0.0, slowness * self.transfer - overlap * self.hidden)
+        return found
+
+    def latency(self, slowness: float, overlap: float) -> tuple[float, float]:
+        """(the weighted median of what is left for each of a ring's steps, by how much all packs are then off)"""
+        left = self.whole - self.compute - self.exposed(slowness, overlap)
+        latency = max(0.0, weighted_median(left / (self.degree - 1), (self.degree - 1) / self.whole))
+        return latency, float((np.abs(left - latency * (self.degree - 1)) / self.whole).sum())
+
+    def rows(self, rows: np.ndarray) -> RingSeconds:
+        return RingSeconds(*(values[rows] for values in self))
+
+
+def ring_seconds(
+    packs: Sequence[PackSeconds], known: Fit, bytes_per_token: float, links: Links, gathers_s: float | None = None
+) -> RingSeconds:
+    """Of packs whose compute is known. `gathers_s`: what a micro-batch takes beside its packs; None: ranks do not meet
+    between packs.
+    """
     degree = np.array([pack.degree for pack in packs], dtype=np.float64)
-    whole = np.array([pack.busy_s + pack.exposed_s for pack in packs])
-    compute = np.array([known.seconds(pack) for pack in packs])
+    whole = np.array([pack.busy_s + pack.exposed_s if gathers_s is None else max(pack.busy_s, pack.whole_s - gathers_s)
+                      for pack in packs])
     bandwidth = np.array([(links.inter if pack.across else links.intra)[pack.degree] for pack in packs])
     transfer = (degree - 1) / degree * bytes_per_token * np.array([pack.tokens for pack in packs]) / bandwidth
     # of one rank's share
     attention = known.constants["quadratic_s"] * np.array([pack.amounts_at(known.block)[0] for pack in packs])
-    hidden = (degree - 1) / degree * attention
+    return RingSeconds(degree, whole, np.array([known.seconds(pack) for pack in packs]), transfer,
+                       (degree - 1) / degree * attention)
 
-    def exposed(slowness: float, overlap: float, rows: np.ndarray) -> np.ndarray:
-        found: np.ndarray = np.maximum(0.0, slowness * transfer[rows] - overlap * hidden[rows])
-        return found
+
+def fit_ring(seen: RingSeconds) -> Ring:
+    """Of a grid the point with the least slowness, and then the least overlap, of those that are as good as any."""
 
     def solve(rows: np.ndarray) -> np.ndarray:
-        """Of a grid the point with the least slowness, and then the least overlap, of those that are as good as any;
-        for each of its points the latency is the weighted median of what is left.
-        """
-        points = []
+        of_rows, points = seen.rows(rows), []
         for slowness in SLOWNESS:
             for overlap in OVERLAP:
-                left = whole[rows] - compute[rows] - exposed(slowness, overlap, rows)
-                latency = max(0.0, weighted_median(left / (degree[rows] - 1), (degree[rows] - 1) / whole[rows]))
-                off = float((np.abs(left - latency * (degree[rows] - 1)) / whole[rows]).sum())
+                latency, off = of_rows.latency(slowness, overlap)
                 points.append((off, slowness, overlap, latency))
         least = min(off for off, *_ in points)
         return np.array(next(point for off, *point in points if off <= AS_GOOD * least + 1e-12))
 
-    everything = np.arange(len(packs))
+    everything = np.arange(len(seen.whole))
     slowness, overlap, latency = solve(everything).tolist()
-    resampled = resample(len(packs), solve, 40)
-    predicted = compute + exposed(slowness, overlap, everything) + latency * (degree - 1)
+    resampled = resample(len(everything), solve, 40)
+    predicted = seen.compute + seen.exposed(slowness, overlap) + latency * (seen.degree - 1)
     intervals = {"overlap": interval(resampled[:, 1]), "latency_s": interval(resampled[:, 2])}
-    return Ring(slowness, overlap, latency, intervals, predicted, whole)
+    return Ring(slowness, overlap, latency, intervals, predicted, seen.whole)
+
+
+def fit_latency(seen: RingSeconds, ring: Ring) -> tuple[float, Interval]:
+    """Seconds of a ring's step in the other mode, where `ring` says the rest."""
+    def solve(rows: np.ndarray) -> np.ndarray:
+        return np.array(seen.rows(rows).latency(ring.slowness, ring.overlap)[0])
+
+    everything = np.arange(len(seen.whole))
+    return float(solve(everything)), interval(resample(len(everything), solve))

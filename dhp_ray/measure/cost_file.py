@@ -1,7 +1,7 @@
 """Makes a cost file of what was measured: constants, what they are of, how sure they are.
 
     session (sync=step)          packs, images, apart, rings, ... -> constants of compute, ring, fixed_s
-    session (sync=micro_batch)   packs, images, rings             -> fixed_s of a micro-batch
+    session (sync=micro_batch)   packs, images, rings             -> fixed_s of a micro-batch, latency_s beside gathers
 
 Where one mode is measured, all is of that one. What needs several ranks and there is one is derived from the shape and
 what is known of the device, and named under `measured.derived`.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from dhp_ray.measure.communication import Links, Ring, fit_links, fit_ring
+from dhp_ray.measure.communication import Links, Ring, RingSeconds, fit_latency, fit_links, fit_ring, ring_seconds
 from dhp_ray.measure.fitting import (
     Fit,
     Interval,
@@ -84,9 +84,11 @@ class Measured:
         lines = [f"{self.cost.name}: {sections['device']['count']} ranks of {device_words(sections['device'])}, sync="
                  f"{', '.join(settings['sync'])}, {settings['precision']}, packs of up to {seen['max_tokens']} tokens",
                  f"{'':32}{'value':>10}   {'95 % interval':<24}{'mean error':>10}"]
+        by_sync = {"fixed_s": self.cost.fixed_s_by_sync or self.cost.fixed_s,
+                   "latency_s": self.cost.latency_s_by_sync or self.cost.latency_s}
         for name, (low, high) in sections["intervals"].items():
             error = f"{100 * errors[name]:.1f} %" if name in errors else ""
-            value = _leaf(self.cost.to_json() | {"fixed_s": self.cost.fixed_s_by_sync or self.cost.fixed_s}, name)
+            value = _leaf(self.cost.to_json() | by_sync, name)
             lines.append(f"{name:32}{value:>10.4g}   {f'{low:.4g} to {high:.4g}':<24}{error:>10}".rstrip())
         for kind, what in (("packs", "packs on one rank"), ("rings", "packs on several ranks")):
             if kind in errors:
@@ -125,22 +127,31 @@ def measured_cost(
     errors: dict[str, Any] = dict(compute.errors) | {"packs": _of_packs(compute.relative_errors)}
     if share := forward_share(seen):
         constants["vision_forward"], intervals["vision_forward"] = share
-    fixed = {}
+    fixed, seen_in = dict[str, float](), dict[str, Observations]()
     for session in sessions:
-        of_mode = seen if session is main else observed(session.spec, session.results)
-        fixed[session.spec.sync], intervals[f"fixed_s.{session.spec.sync}"] = _fixed(session.spec, of_mode, compute)
-        if session.spec.sync == "micro_batch":
-            constants["update_s"], intervals["update_s"] = fixed_of_step(of_mode)
+        sync = session.spec.sync
+        seen_in[sync] = seen if session is main else observed(session.spec, session.results)
+        fixed[sync], intervals[f"fixed_s.{sync}"] = _fixed(session.spec, seen_in[sync], compute)
+        if sync == "micro_batch":
+            constants["update_s"], intervals["update_s"] = fixed_of_step(seen_in[sync])
     constants |= {"fixed_s": fixed[main.spec.sync], "fixed_s_by_sync": fixed if len(fixed) > 1 else {}}
-    links, ring = _communication(main, seen, compute, memory)
+    links = fit_links([result.exchanged for result in main.results.get("exchanges", ())])
+    rings = {sync: _rings(of_mode, compute, memory, links, None if sync == "step" else fixed[sync])
+             for sync, of_mode in seen_in.items() if any(pack.degree > 1 for pack in of_mode.packs)}
+    ring = fit_ring(rings[main.spec.sync]) if main.spec.sync in rings else None
     bandwidth, not_measured = _bandwidth(links, ring, derived)
     constants["bandwidth_bytes_per_s"] = bandwidth
     if ring is None:
         constants |= {"latency_s": derived.latency_s, "overlap": derived.overlap}
         not_measured += ["latency_s", "overlap"]
     else:
-        constants |= {"latency_s": ring.latency_s, "overlap": ring.overlap}
         intervals |= links.intervals | ring.intervals
+        latency = {main.spec.sync: ring.latency_s}
+        for sync in rings.keys() - latency.keys():
+            intervals[f"latency_s.{main.spec.sync}"] = intervals.pop("latency_s")
+            latency[sync], intervals[f"latency_s.{sync}"] = fit_latency(rings[sync], ring)
+        constants |= {"latency_s": ring.latency_s, "overlap": ring.overlap,
+                      "latency_s_by_sync": latency if len(latency) > 1 else {}}
         errors["rings"] = _of_packs(np.abs(ring.predicted / ring.measured - 1.0))
         points.append(Points("packs on several ranks", ring.predicted, ring.measured))
     group_s = _group_s(main.results.get("groups", ()))
@@ -164,13 +175,11 @@ def _fixed(spec: Spec, seen: Observations, compute: Fit) -> tuple[float, Interva
     return fixed_of_micro_batch(seen, compute) if spec.sync == "micro_batch" else fixed_of_step(seen)
 
 
-def _communication(
-    session: Session, seen: Observations, compute: Fit, memory: MemoryModel
-) -> tuple[Links, Ring | None]:
-    exchanged = [result.exchanged for result in session.results.get("exchanges", ())]
+def _rings(
+    seen: Observations, compute: Fit, memory: MemoryModel, links: Links, gathers_s: float | None
+) -> RingSeconds:
     packs = [pack for pack in seen.packs if pack.degree > 1]
-    links = fit_links(exchanged)
-    return links, fit_ring(packs, compute, ring_bytes_per_token(memory), links) if packs else None
+    return ring_seconds(packs, compute, ring_bytes_per_token(memory), links, gathers_s)
 
 
 def _bandwidth(links: Links, ring: Ring | None, derived: CostModel) -> tuple[dict[str, Any], list[str]]:

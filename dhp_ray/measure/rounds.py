@@ -14,7 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dhp_ray.measure.loads import TEXT_BESIDE_IMAGES, Load, Sizes, image_loads, samples_of, text_loads
+from dhp_ray.measure.loads import (
+    MIXED_QUICK,
+    TEXT_BESIDE_IMAGES,
+    Load,
+    Sizes,
+    image_loads,
+    mixed_loads,
+    samples_of,
+    text_loads,
+)
 from dhp_ray.planner.cluster import ClusterSpec
 from dhp_ray.planner.plan import GroupPlan, Pack, Plan, Sample, VisionPlan
 
@@ -100,9 +109,14 @@ def rounds_of(part: str, spec: Spec) -> list[Round]:
 
 
 def _ring_loads(spec: Spec, degree: int) -> list[Load]:
-    """Text alone: what is asked of a ring is what it takes above its share of the compute."""
-    loads = text_loads(spec.sizes, True, degree)
-    return loads if degree == 2 or not spec.quick else loads[::2]
+    """What is asked of a ring is what it takes above its share of the compute: with images also that its members pass
+    one another what they have encoded."""
+    text = text_loads(spec.sizes, True, degree)
+    return [*(text if degree == 2 or not spec.quick else text[::2]), *_mixed(spec.sizes, degree)]
+
+
+def _mixed(sizes: Sizes, degree: int) -> list[Load]:
+    return mixed_loads(sizes, MIXED_QUICK, True, degree) if sizes.grids else []
 
 
 def _rounds(

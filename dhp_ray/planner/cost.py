@@ -23,7 +23,8 @@ for groups that cross nodes
 (`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`;
 `fixed_s_by_sync` has it by mode where the two differ; in `sync=micro_batch`, once more a step, `update_s`; `gather_s`
 is that of `sync=micro_batch`, where the parameters and gradients of its layers travel beside every pack, and 0 in
-`step`; `gather_s_by_sync` has both) and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of
+`step`; `gather_s_by_sync` has both, and `latency_s_by_sync` has `latency_s` where a ring's messages wait longer beside
+these) and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of
 the mode. `group_s` is what the
 ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
 longer plans that need fewer new groups, and is not part of a plan's predicted time.
@@ -110,6 +111,7 @@ class CostModel:
     resident_bytes: float | dict[str, float] = 0.0
     fixed_s_by_sync: dict[str, float] = field(default_factory=dict)
     gather_s_by_sync: dict[str, float] = field(default_factory=dict)
+    latency_s_by_sync: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
     source: str = ""
     _cache: dict[tuple[int, Offload], Rates] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -135,7 +137,7 @@ class CostModel:
             raise PlanError(f"communication: got {self.communication!r}; allowed: ring, all_to_all")
         for sync in SYNCS:
             self.resident(sync)
-        for name in ("fixed_s_by_sync", "gather_s_by_sync"):
+        for name in ("fixed_s_by_sync", "gather_s_by_sync", "latency_s_by_sync"):
             by_sync = getattr(self, name)
             if not isinstance(by_sync, dict) or by_sync.keys() not in (set(), set(SYNCS)):
                 raise PlanError(f"{name}: got {by_sync!r}; allowed: none, or {' and '.join(SYNCS)}")
@@ -175,12 +177,13 @@ class CostModel:
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
     def in_mode(self, sync: str) -> CostModel:
-        """This cost with the `fixed_s` and `gather_s` of a mode."""
+        """This cost with the `fixed_s`, `gather_s` and `latency_s` of a mode."""
         fixed_s = self.fixed_s_by_sync.get(sync, self.fixed_s)
         gather_s = self.gather_s_by_sync.get(sync, self.gather_s if sync == "micro_batch" else 0.0)
-        if (fixed_s, gather_s) == (self.fixed_s, self.gather_s):
+        latency_s = self.latency_s_by_sync.get(sync, self.latency_s)
+        if (fixed_s, gather_s, latency_s) == (self.fixed_s, self.gather_s, self.latency_s):
             return self
-        return replace(self, fixed_s=fixed_s, gather_s=gather_s)
+        return replace(self, fixed_s=fixed_s, gather_s=gather_s, latency_s=latency_s)
 
     def resident(self, sync: str) -> float:
         """Bytes of parameters, gradients and optimizer state that a rank holds throughout."""

@@ -37,7 +37,9 @@ class Recovery:
     _before: Generation | None = None  # whose state counts until the present one has taken a step
     _failures: Failures = field(default_factory=Failures)
 
-    def changed(self, generation: Generation, now_s: float, slow: Collection[int]) -> Formed | None:
+    def changed(
+        self, generation: Generation, now_s: float, slow: Collection[int], mirrors: bool
+    ) -> Formed | None:
         """The generation that follows between two steps: those that are ready join, slow ones leave for others, each
         place once. None: nobody does."""
         leaving = set(slow) - self._evicted
@@ -49,7 +51,7 @@ class Recovery:
         for slot in leaving:
             self._coming[slot] = now_s + self.faults.worker.return_s
         why = [f"{len(joining)} join"] * bool(joining) + [f"{len(leaving)} leave, which are slow"] * bool(leaving)
-        formed = self._formed(generation, stay, now_s, generation.newest, generation.mirrors)
+        formed = self._formed(generation, stay, now_s, generation.newest, mirrors)
         return formed, now_s + self.faults.join_s, " and ".join(why)
 
     def recovered(

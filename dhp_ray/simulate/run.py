@@ -195,7 +195,7 @@ class SimulatedRun:
     def _changed(self) -> bool:
         """Whether ranks join or leave between two steps, and the next generation stands."""
         slow = {} if self.speeds.even else {self.generation.slots[rank] for rank in self.meter.no_good()}
-        formed = self.recovery.changed(self.generation, self.now_s, slow)
+        formed = self.recovery.changed(self.generation, self.now_s, slow, self._mirrors)
         return formed is not None and self._formed(*formed)
 
     def _broken(self, fault: Fault) -> None:

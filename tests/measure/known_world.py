@@ -17,6 +17,8 @@ TRUE = CostModel(4e-8, 5.5e-5, 4608.0, 0.012, {"intra": {2: 5e8}, "inter": {2: 1
                  latency_s=2.5e-3, pack_s=6e-3, group_s=0.004, vision_quadratic_s=1.8e-8, vision_linear_s=2e-5,
                  encoder_pass_s=3e-3, attention_block=512, vision_forward=0.3)
 GATHER_S, UPDATE_S, FIRST_MESSAGE_S, REPEATS = 0.03, 0.007, 1e-4, 5
+BESIDE_GATHERS_S = 0.02
+"""By which a ring's step takes longer in lockstep."""
 
 
 def results_of(spec: Spec, noise: float = 0.0, seed: int = 0, disturbed: float = 0.0) -> dict[str, list[PartResult]]:
@@ -63,7 +65,8 @@ def _round(
                     degree = plan.groups[group].degree
                     across = plan.cluster.crosses(plan.groups[group].ranks)
                     tokens = sum(plan.samples[row].num_tokens for row in plan.groups[group].pack.sequences)
-                    blocked_s = ((degree - 1) * TRUE.latency_s
+                    lockstep_s = BESIDE_GATHERS_S * (spec.sync == "micro_batch")
+                    blocked_s = ((degree - 1) * (TRUE.latency_s + lockstep_s)
                                  + tokens * float(rate[degree].across_s if across else rate[degree].inside_s))
                 lost_s = 0.01 * draw.random()
                 own_s = slow * seconds * (1 + noise * draw.normal()) + lost_s

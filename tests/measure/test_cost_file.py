@@ -15,7 +15,7 @@ from dhp_ray.planner import CostModel
 from dhp_ray.planner.cost_origin import CostFile, Origin, difference, origin_of_run
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from tests.measure.known_world import GATHER_S, TRUE, UPDATE_S, results_of
+from tests.measure.known_world import BESIDE_GATHERS_S, GATHER_S, TRUE, UPDATE_S, results_of
 from tests.measure.specs import spec
 from tests.published_configs import shape_of
 
@@ -64,7 +64,11 @@ def test_both_modes_in_one_file() -> None:
     assert found.cost.fixed_s_by_sync == {"step": found.cost.fixed_s, "micro_batch": pytest.approx(GATHER_S, rel=0.2)}
     assert found.cost.fixed_s == pytest.approx(TRUE.fixed_s, rel=0.01)
     assert found.cost.update_s == pytest.approx(UPDATE_S, rel=0.01)
+    assert found.cost.latency_s_by_sync == {
+        "step": found.cost.latency_s, "micro_batch": pytest.approx(found.cost.latency_s + BESIDE_GATHERS_S, rel=0.2)}
     alone = measured("micro_batch")
+    assert alone.cost.latency_s == pytest.approx(found.cost.latency_s + BESIDE_GATHERS_S, rel=0.2)
+    assert alone.cost.latency_s_by_sync == {}
     assert alone.cost.fixed_s == pytest.approx(GATHER_S, rel=0.2)
     assert alone.cost.fixed_s_by_sync == {}
     assert alone.cost.linear_s == pytest.approx(TRUE.linear_s, rel=0.2)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dhp_ray.measure.communication import fit_links, fit_ring
+from dhp_ray.measure.communication import fit_links, fit_ring, ring_seconds
 from dhp_ray.measure.fitting import (
     fit_compute,
     fixed_of_micro_batch,
@@ -106,8 +106,8 @@ def test_links_and_rings() -> None:
     found = observed(both, results)  # type: ignore[arg-type]
     links = fit_links([result.exchanged for result in results["exchanges"]])
     assert (links.intra, links.inter) == (pytest.approx({2: 5e8}), pytest.approx({2: 1e8}))
-    ring = fit_ring([pack for pack in found.packs if pack.degree > 1], fit_compute(alone(found)),
-                    TRUE.comm_bytes_per_token, links)
+    ring = fit_ring(ring_seconds([pack for pack in found.packs if pack.degree > 1], fit_compute(alone(found)),
+                                 TRUE.comm_bytes_per_token, links))
     assert (ring.slowness, ring.overlap) == (1.0, 0.0)
     assert ring.latency_s == pytest.approx(TRUE.latency_s, rel=0.05)
     assert np.abs(ring.predicted / ring.measured - 1).max() < 0.02
