@@ -14,6 +14,7 @@ import ray
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import Plan, RankPlan
 from dhp_ray.planner.work import work_of
+from dhp_ray.runtime.messages import Status
 from dhp_ray.train.results import PackTime, StepResult
 
 
@@ -48,6 +49,11 @@ class Ranks:
     @ray.method(concurrency_group="control")
     def mirrored(self) -> list[float]:
         return []
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> Status:
+        """Asked of a rank whose answer is long in coming, as it may be where few actors answer for many."""
+        return Status(1, "run")
 
 
 def prepared_handles(plan: Plan, num_steps: int) -> list[Any]:

@@ -2,7 +2,8 @@
 a little below: where a rank holds few sequences, fuller packs leave ranks waiting.
 
 Near the lower bound no baseline can be better by much, so the baselines are asked only where the plan is farther from
-it, or the batch is small. (Of a huge batch they would take seconds.)
+it, or the batch is small. (Of a huge batch they would take seconds.) Where a step is long enough to hide it, all of
+them are tuned, as their users would: where a rank holds few sequences, how full packs are decides.
 
 Where packs may move activations to host memory, all of this is done twice: the second time no sequence has fewer ranks
 than it takes for its copies to be hidden, which the first time it may have. So no plan is longer than without. A small
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dhp_ray.planner.baselines.megatron import megatron
 from dhp_ray.planner.baselines.pack_cap import cap_of_rounds
-from dhp_ray.planner.baselines.paper import paper_at
-from dhp_ray.planner.baselines.pow2 import packed_to
+from dhp_ray.planner.baselines.paper import dhp_paper, paper_at
+from dhp_ray.planner.baselines.pow2 import packed_to, pow2
+from dhp_ray.planner.baselines.static_best import static_best
 from dhp_ray.planner.micro_batch.search import dhp_micro_batch, node_after_node
 from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.problem import Problem, without_waits
@@ -25,6 +28,10 @@ from dhp_ray.planner.step.search import dhp_step
 NEAR, SMALL, MANY, HUGE = 1e-2, 10_000, 5_000_000, 20_000
 """A plan of more than SMALL sequences x ranks is compared with the baselines if it is more than NEAR (a share) above
 the bound, up to MANY also with their packs of one round more, less full; one of more than HUGE sequences is not."""
+
+TUNING_S, HIDDEN = 1e-3, 0.25
+"""The baselines are tuned, each to its best pack cap, where TUNING_S for each sequence, which that takes, is at most
+HIDDEN of the step: it is done beside the step before."""
 
 
 def dhp(problem: Problem) -> Schedule:
@@ -48,6 +55,8 @@ def _timed(problem: Problem) -> list[tuple[float, Schedule]]:
         fewer = max(1, int(cap_of_rounds(problem, memory, 1)))
         for cap in [memory, fewer] if count * problem.cluster.num_ranks <= MANY else [memory]:
             schedules += [*packed_to(problem, cap), paper_at(problem, cap, memory)]
+        if not near and count * problem.cluster.num_ranks > SMALL and TUNING_S * count <= HIDDEN * min(times):
+            schedules += [baseline(problem) for baseline in (pow2, dhp_paper, static_best, megatron)]
         if problem.sync == "micro_batch" and not near:
             schedules += node_after_node(problem, schedules[0])
         times += [time_of(problem, schedule) for schedule in schedules[len(times) :]]

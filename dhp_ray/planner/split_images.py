@@ -2,8 +2,8 @@
 
 An image that alone takes longer than the mean of all ranks holds the others up, whoever encodes it. It is cut into the
 fewest parts of which each, with its exchange, takes at most a limit, and where there is no such number into those that
-take least. Of limits from the mean to the longest image that one is taken under which the larger of two comes out
-least: the longest part or whole image, and the mean, exchanges counted.
+take least. Of limits from the longest image down to the mean the first one is taken under which the larger of two comes
+out least: the longest part or whole image, and the mean, exchanges counted.
 
     one image of 12 s, 12 of 1 s, 4 ranks             2 parts of 6 s    rank 0  |----6----|
     the mean is 6 s                                                     rank 1  |----6----|
@@ -25,7 +25,7 @@ from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.image_parts import Grid, exchanges, most_parts, shares
 
 LIMITS = 16
-"""Limits that are tried, evenly from the mean to the longest image."""
+"""Limits that are tried, evenly from the longest image to the mean."""
 
 
 def exchange_s(grid: Grid, num_parts: int, cost: CostModel) -> float:
@@ -71,7 +71,7 @@ def parts_for_time(
     most = min(len(speeds), 2 * math.ceil(longest_s / fastest / mean_s))
     part_s, work_s = _choices([grid_of(image) for image in above.tolist()], seconds[above], least[above], most, cost)
     counts, best_s = least, np.inf
-    for limit_s in np.linspace(fastest * mean_s, longest_s, LIMITS):
+    for limit_s in np.linspace(longest_s, fastest * mean_s, LIMITS):
         within = part_s <= limit_s * (1 + 1e-9)
         place = np.where(within.any(axis=1), within.argmax(axis=1), part_s.argmin(axis=1))
         rows = np.arange(len(place))

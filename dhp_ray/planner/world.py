@@ -80,14 +80,13 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
 
     more = parts_for_time(lambda image: grid_of(problem, image), problem.all_image_s, least, problem.speeds, cost)
     best = _shortest([shortest(num_parts) for num_parts in [least] + [more] * bool((more > least).any())])
-    for _ in range(CUTS):
-        further = one_part_more(problem, best.images) if best and _is_uneven(problem, best) else None
+    newest = best
+    for _ in range(CUTS):  # past one that gains nothing: of two images that hold up two ranks, both are to be cut
+        further = one_part_more(problem, newest.images) if newest and _is_uneven(problem, newest) else None
         if further is None:
             break
-        shorter = _shortest([best, shortest(further)])
-        if shorter is best:
-            break
-        best = shorter
+        newest = shortest(further)
+        best = _shortest([best, newest])
     return best
 
 

@@ -38,6 +38,13 @@ def test_the_module_s_example(latency_s, num_parts):
     assert found.tolist() == [num_parts] + [1] * 12
 
 
+def test_an_image_stays_whole_where_another_one_takes_longer_anyway():
+    """20 s in one piece, and one of 12 s that two ranks could share: the mean of four ranks is 8 s."""
+    found = parts_for_time([(1, 1, 1), (1, 3, 4)].__getitem__, np.array([20.0, 12.0]), np.ones(2, dtype=np.int64),
+                           np.ones(4), ALONE)
+    assert found.tolist() == [1, 1]
+
+
 def parts_in_plain_python(grids, seconds, least, speeds, cost):
     """The rule of split_images.py, image by image."""
     mean, longest = sum(seconds) / sum(speeds), max(seconds)
@@ -47,7 +54,7 @@ def parts_in_plain_python(grids, seconds, least, speeds, cost):
         return shares(grids[image], count)[0] * seconds[image] + exchange_s(grids[image], count, cost)
 
     found = []
-    for limit in np.linspace(max(speeds) * mean, longest, LIMITS) if above else []:
+    for limit in np.linspace(longest, max(speeds) * mean, LIMITS) if above else []:
         counts, work, end = list(least), sum(seconds), 0.0
         for image in above:
             most = min(len(speeds), most_parts(grids[image], cost.image_piece_patches))
