@@ -52,7 +52,7 @@ class Ranks:
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        """Asked of a rank whose answer is long in coming, as it may be where few actors answer for many."""
+        """The driver asks this of ranks that are slow to answer, as few actors that stand for many are."""
         return Status(1, "run")
 
 

@@ -5,7 +5,8 @@
                                                                       - overlap (d - 1) / d * attention / d)
 
 `slowness`, at least 1, is what an exchange takes beside compute over what it takes alone; the file's bandwidths have it
-in them. With sync=micro_batch its messages wait behind those that gather parameters: `latency_s` is of the mode.
+in them. With sync=micro_batch a ring's messages queue behind those that gather parameters, so `latency_s` is fitted for
+each mode.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def fit_links(by_rank: Sequence[Sequence[Exchanged]]) -> Links:
 
 
 class RingSeconds(NamedTuple):
-    """Of packs on two and more ranks: the degree, what it took, and of that one rank's compute, its messages as they
-    take alone, and the attention that may hide them.
+    """One entry a pack on several ranks: degree, measured seconds, and of these one rank's compute, its transfer at the
+    bandwidth measured alone, and the attention that can hide it.
     """
 
     degree: np.ndarray
@@ -93,9 +94,7 @@ class RingSeconds(NamedTuple):
 def ring_seconds(
     packs: Sequence[PackSeconds], known: Fit, bytes_per_token: float, links: Links, gathers_s: float | None = None
 ) -> RingSeconds:
-    """Of packs whose compute is known. `gathers_s`: what a micro-batch takes beside its packs; None: ranks do not meet
-    between packs.
-    """
+    """Of packs whose compute is known. `gathers_s`: seconds of a micro-batch beyond its packs; None: sync=step."""
     degree = np.array([pack.degree for pack in packs], dtype=np.float64)
     whole = np.array([pack.busy_s + pack.exposed_s if gathers_s is None else max(pack.busy_s, pack.whole_s - gathers_s)
                       for pack in packs])

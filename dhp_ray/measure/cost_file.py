@@ -1,7 +1,7 @@
 """Makes a cost file of what was measured: constants, what they are of, how sure they are.
 
     session (sync=step)          packs, images, apart, rings, ... -> constants of compute, ring, fixed_s
-    session (sync=micro_batch)   packs, images, rings             -> fixed_s of a micro-batch, latency_s beside gathers
+    session (sync=micro_batch)   images (else packs), rings       -> fixed_s, update_s and latency_s of micro_batch
 
 Where one mode is measured, all is of that one. What needs several ranks and there is one is derived from the shape and
 what is known of the device, and named under `measured.derived`.
@@ -147,9 +147,9 @@ def measured_cost(
     else:
         intervals |= links.intervals | ring.intervals
         latency = {main.spec.sync: ring.latency_s}
-        for sync in rings.keys() - latency.keys():
-            intervals[f"latency_s.{main.spec.sync}"] = intervals.pop("latency_s")
-            latency[sync], intervals[f"latency_s.{sync}"] = fit_latency(rings[sync], ring)
+        if main.spec.sync == "step" and "micro_batch" in rings:
+            intervals["latency_s.step"] = intervals.pop("latency_s")
+            latency["micro_batch"], intervals["latency_s.micro_batch"] = fit_latency(rings["micro_batch"], ring)
         constants |= {"latency_s": ring.latency_s, "overlap": ring.overlap,
                       "latency_s_by_sync": latency if len(latency) > 1 else {}}
         errors["rings"] = _of_packs(np.abs(ring.predicted / ring.measured - 1.0))
@@ -179,6 +179,8 @@ def _rings(
     seen: Observations, compute: Fit, memory: MemoryModel, links: Links, gathers_s: float | None
 ) -> RingSeconds:
     packs = [pack for pack in seen.packs if pack.degree > 1]
+    if gathers_s is not None:  # which has the encoder's gather in it, where there is one
+        packs = [pack for pack in packs if pack.has_images] or packs
     return ring_seconds(packs, compute, ring_bytes_per_token(memory), links, gathers_s)
 
 

@@ -19,6 +19,7 @@ from dhp_ray.measure.loads import (
     TEXT_BESIDE_IMAGES,
     Load,
     Sizes,
+    distinct,
     image_loads,
     mixed_loads,
     samples_of,
@@ -109,14 +110,11 @@ def rounds_of(part: str, spec: Spec) -> list[Round]:
 
 
 def _ring_loads(spec: Spec, degree: int) -> list[Load]:
-    """What is asked of a ring is what it takes above its share of the compute: with images also that its members pass
-    one another what they have encoded."""
+    """Rings are measured for what they add to their share of the compute: the exchange of keys and values, and with
+    images that of encoded features."""
     text = text_loads(spec.sizes, True, degree)
-    return [*(text if degree == 2 or not spec.quick else text[::2]), *_mixed(spec.sizes, degree)]
-
-
-def _mixed(sizes: Sizes, degree: int) -> list[Load]:
-    return mixed_loads(sizes, MIXED_QUICK, True, degree) if sizes.grids else []
+    images = mixed_loads(spec.sizes, MIXED_QUICK, True, degree) if spec.sizes.grids else []
+    return distinct([*(text if degree == 2 or not spec.quick else text[::2]), *images])
 
 
 def _rounds(

@@ -246,7 +246,7 @@ def warm_up() -> float:
     for sync in SYNCS:
         for speeds in ((), (1.0, 1.0, 1.0, 0.5)):
             plan_batch(samples, ClusterSpec(4, 4, 10, speeds), cost, sync=sync, encoder="auto")
-    plan_batch(samples, ClusterSpec(4, 4, 10), cost, planner="megatron")  # the one that `dhp` has no use for
+    plan_batch(samples, ClusterSpec(4, 4, 10), cost, planner="megatron")  # `dhp` asks it of larger batches only
     return time.perf_counter() - begin
 
 

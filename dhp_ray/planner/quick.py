@@ -1,8 +1,8 @@
 """The last resort where a plan is not there when the ranks are: near `dhp`'s plans, in less time.
 
 With `sync=step` the same search on the makespan with its cheapest settings: one trial for each makespan, no local
-search, no regard for the pool, no baselines. `dhp` itself where that would be far from it (small batches, up to 1.27
-times as long) or no faster (`sync=micro_batch`).
+search, no regard for the pool, no baselines. `dhp` itself, with no baseline tuned, where that would be far from it
+(small batches, up to 1.27 times as long) or no faster (`sync=micro_batch`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEAR = 0.02
 def dhp_quick(problem: Problem) -> Schedule:
     """A balanced schedule in either mode. O(sequences x ranks) for a few makespans."""
     if problem.sync == "micro_batch" or len(problem.items) * problem.cluster.num_ranks <= TINY:
-        return dhp(problem)
+        return dhp(problem, tunes=False)
     return quick_step(replace(problem, pool=()), problem.lower_bound_s - problem.cost.fixed_s)
 
 

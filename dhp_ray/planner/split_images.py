@@ -2,8 +2,9 @@
 
 An image that alone takes longer than the mean of all ranks holds the others up, whoever encodes it. It is cut into the
 fewest parts of which each, with its exchange, takes at most a limit, and where there is no such number into those that
-take least. Of limits from the longest image down to the mean the first one is taken under which the larger of two comes
-out least: the longest part or whole image, and the mean, exchanges counted.
+take least. The limit is one of LIMITS between the longest image and the mean: the one under which the larger of two
+comes out least, the longest part or whole image and the mean, exchanges counted; of equals the largest, which cuts
+fewest images.
 
     one image of 12 s, 12 of 1 s, 4 ranks             2 parts of 6 s    rank 0  |----6----|
     the mean is 6 s                                                     rank 1  |----6----|

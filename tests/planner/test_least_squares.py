@@ -43,8 +43,8 @@ def test_the_example_of_the_page():
 
 
 def test_what_the_data_cannot_tell():
-    """Nothing of a column of zeros, and of two alike only their sum: the ridge that makes them equal leaves four of a
-    number's sixteen digits for the halves, others on other processors."""
+    """Nothing of a column of zeros, and of two alike only their sum: the ridge that splits them evenly costs twelve
+    digits, and rounding differs between processors."""
     assert bounded_least_squares(np.array([[1.0, 0.0], [2.0, 0.0]]), np.array([1.0, 2.0])) == pytest.approx([1.0, 0.0])
     halves = bounded_least_squares(np.array([[1.0, 1.0], [2.0, 2.0]]), np.array([1.0, 2.0]))
     assert halves == pytest.approx([0.5, 0.5], abs=1e-3)

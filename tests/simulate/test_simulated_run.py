@@ -56,6 +56,19 @@ def test_a_lost_worker_costs_the_running_step_where_every_step_is_mirrored() -> 
     assert record.steps[3].generation == 2
 
 
+def test_the_state_is_copied_again_after_a_time_with_one_rank() -> None:
+    two = ["cluster.num_ranks=2", "cluster.ranks_per_node=1", "faults.mirror_every_steps='1'", *QUICK]
+    step_s = run_of(*two).steps[0].end_s
+    times_s = [1.5 * step_s, 1.5 * step_s + 100 + 10 * step_s]
+    events = ", ".join(f"{{time_s: {time_s}, kind: worker, rank: 1}}" for time_s in times_s)
+    record = run_of(*two, "num_batches=60", f"faults.events=[{events}]")
+    words = events_of(record)
+    assert words[0] == "2: worker lost; 1 ranks go on with step 2"
+    assert ["join" in text for text in words[:3]] == [False, True, False]
+    assert not any("run again" in text for text in words)
+    assert record.lost == []
+
+
 def test_without_copies_a_lost_worker_takes_all_back_to_the_checkpoint() -> None:
     calm = run_of("faults.mirror_every_steps='0'", *QUICK)
     moment = calm.steps[4].begin_s + 0.1

@@ -173,7 +173,9 @@ def _collected(
 def parts_of_session(spec: Spec, number: int, accelerator: Accelerator) -> list[str]:
     """The parts of session `number`: links and memory are measured in the first one alone."""
     parts = parts_of(spec, accelerator.shares_memory)
-    return parts if number == 0 else ["images" if "images" in parts else "packs", *{"rings"}.intersection(parts)]
+    if number == 0:
+        return parts
+    return [part for part in parts if part in ("images" if "images" in parts else "packs", "rings", "rings across")]
 
 
 def _received(
