@@ -2,9 +2,10 @@
 a little below: where a rank holds few sequences, fuller packs leave ranks waiting.
 
 Near the lower bound no baseline can be better by much, so the baselines are asked only where the plan is farther from
-it, or the batch is small. (Of a huge batch they would take seconds.) They are asked at two pack caps. A larger batch
-whose plan is far from the bound is compared with every baseline at its best cap, where that takes a small share of the
-step: planning runs beside the step before. Where a rank holds few sequences at a time, the cap decides.
+it, or the batch is small. (Of a huge batch they would take seconds.) They are asked at two pack caps. If one of a
+larger batch is then about as short as what the search found, and that is far from the bound, all baselines are tuned,
+each to its best cap, where this takes a small share of the step: planning runs beside the step before. (With
+sync=micro_batch two caps do not show how short a baseline can be.)
 
 Where packs may move activations to host memory, all of this is done twice: the second time no sequence has fewer ranks
 than it takes for its copies to be hidden, which the first time it may have. So no plan is longer than without. A small
@@ -13,7 +14,9 @@ batch, of which one pack more may be a micro-batch more, is planned once more wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from dhp_ray.planner.baselines.megatron import megatron
 from dhp_ray.planner.baselines.pack_cap import cap_of_rounds
@@ -30,9 +33,18 @@ NEAR, SMALL, MANY, HUGE = 1e-2, 10_000, 5_000_000, 20_000
 """A plan of more than SMALL sequences x ranks is compared with the baselines if it is more than NEAR (a share) above
 the bound, up to MANY also with their packs of one round more, less full; one of more than HUGE sequences is not."""
 
-FAR, TUNING_S, HIDDEN = 3e-2, 5e-4, 0.15
-"""A plan of more than SMALL sequences x ranks (up to MANY, on equal ranks) that is more than FAR above the bound is
-compared with all tuned baselines, if tuning, about TUNING_S a sequence, takes at most the share HIDDEN of the step."""
+CLOSE, FAR, TUNING_S, HIDDEN = 1e-2, 3e-2, 5e-4, 0.15
+"""A plan of more than SMALL sequences x ranks (up to MANY, on equal ranks) is compared with all tuned baselines if it
+is more than FAR above the bound, a baseline at two caps takes at most CLOSE longer (asked in step alone), and tuning,
+about TUNING_S a sequence, takes at most HIDDEN of a step."""
+
+
+class Timed(NamedTuple):
+    """A schedule, its seconds with those of making its groups, and whether it is a baseline's."""
+
+    seconds: float
+    schedule: Schedule
+    is_baseline: bool = False
 
 
 def dhp(problem: Problem, tunes: bool = True) -> Schedule:
@@ -43,31 +55,41 @@ def dhp(problem: Problem, tunes: bool = True) -> Schedule:
             and len(problem.samples) * cluster.num_ranks <= SMALL):
         problems.append(replace(problem, joins_most=True))
     found = [timed for each in problems for timed in _timed(each)]
-    if tunes and _worth_tuning(problem, min(found, key=lambda timed: timed[0])[0]):
+    best = _shortest(found)
+    if tunes and _worth_tuning(problem, best, [timed for timed in found if timed.is_baseline]):
         schedules = [baseline(problem) for baseline in (pow2, dhp_paper, static_best, megatron)]
-        found += [(time_of(problem, schedule) + making_s(problem, schedule), schedule) for schedule in schedules]
-    return min(found, key=lambda timed: timed[0])[1]
+        best = _shortest([best, *(Timed(time_of(problem, schedule) + making_s(problem, schedule), schedule)
+                                  for schedule in schedules)])
+    return best.schedule
 
 
-def _worth_tuning(problem: Problem, makespan_s: float) -> bool:
+def _shortest(found: Sequence[Timed]) -> Timed:
+    return min(found, key=lambda timed: timed.seconds)
+
+
+def _worth_tuning(problem: Problem, best: Timed, baselines: Sequence[Timed]) -> bool:
     fixed_s, count = problem.cost.fixed_s, len(problem.samples)
-    return (problem.machine.uniform and SMALL < count * problem.cluster.num_ranks <= MANY
-            and TUNING_S * count <= HIDDEN * makespan_s
-            and makespan_s - fixed_s > (problem.lower_bound_s - fixed_s) * (1 + FAR))
+    if not (baselines and problem.machine.uniform and SMALL < count * problem.cluster.num_ranks <= MANY):
+        return False
+    far = best.seconds - fixed_s > (problem.lower_bound_s - fixed_s) * (1 + FAR)
+    close = problem.sync == "micro_batch" or _shortest(baselines).seconds <= best.seconds * (1 + CLOSE)
+    return far and close and TUNING_S * count <= HIDDEN * best.seconds
 
 
-def _timed(problem: Problem) -> list[tuple[float, Schedule]]:
-    """Schedules of a batch, each with its seconds and those of making its groups."""
+def _timed(problem: Problem) -> list[Timed]:
+    """Schedules of a batch."""
     schedules = dhp_micro_batch(problem) if problem.sync == "micro_batch" else dhp_step(problem)
     times, fixed_s = [time_of(problem, schedule) for schedule in schedules], problem.cost.fixed_s
     near = min(times) - fixed_s <= (problem.lower_bound_s - fixed_s) * (1 + NEAR)
-    count = len(problem.samples)
+    count, num_found = len(problem.samples), len(schedules)
     if count <= HUGE and (not near or count * problem.cluster.num_ranks <= SMALL):
+        if problem.sync == "micro_batch" and not near:
+            schedules += node_after_node(problem, schedules[0])
+            num_found = len(schedules)
         memory = problem.cluster.tokens_per_rank
         fewer = max(1, int(cap_of_rounds(problem, memory, 1)))
         for cap in [memory, fewer] if count * problem.cluster.num_ranks <= MANY else [memory]:
             schedules += [*packed_to(problem, cap), paper_at(problem, cap, memory)]
-        if problem.sync == "micro_batch" and not near:
-            schedules += node_after_node(problem, schedules[0])
         times += [time_of(problem, schedule) for schedule in schedules[len(times) :]]
-    return [(time + making_s(problem, schedule), schedule) for time, schedule in zip(times, schedules)]
+    return [Timed(time + making_s(problem, schedule), schedule, place >= num_found)
+            for place, (time, schedule) in enumerate(zip(times, schedules))]
