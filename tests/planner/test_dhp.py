@@ -74,7 +74,7 @@ def test_unequal_ranks_are_no_reason_to_cross_nodes(lengths, num_ranks, ranks_pe
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 def test_hardly_ever_behind_a_tuned_baseline(sync):
     """Small batches, where `dhp` is nearest to them: their search over caps takes longer than `dhp`, which does not
-    repeat it.
+    repeat it there.
     """
     ratios = []
     for seed in range(24):
