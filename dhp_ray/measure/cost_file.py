@@ -39,8 +39,6 @@ from dhp_ray.planner.derived_cost import ring_bytes_per_token
 from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.memory import MemoryModel
 
-COMMUNICATION = ("bandwidth_bytes_per_s", "latency_s", "overlap", "group_s")
-
 
 class Session(NamedTuple):
     """What was measured in one mode: of every part what each rank said."""
