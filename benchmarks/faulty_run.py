@@ -1,7 +1,7 @@
 """Two real workers under five faults in twenty minutes, beside the simulator.
 
     python benchmarks/faulty_run.py                    DHP_RAY_TEST_DATA=FOLDER: with real pictures
-    python benchmarks/faulty_run.py --minutes 4        a try
+    python benchmarks/faulty_run.py --minutes 8        a try
 
 The faults are those of the hour in benchmarks/goodput.py: worker, node, worker, node, worker, at even distances. A
 worker comes back as soon as Ray has started another; a lost node is replaced after NODE_AFTER_S.
@@ -57,7 +57,7 @@ SETTINGS = ["data.max_pixels=40000", f"planner.tokens_per_rank={TOKENS}", f"plan
             "run.steps=1000000", "planner.sync=step", "elastic.mirror_every_steps=1",
             f"checkpoint.every_steps={SAVE_EVERY}", "planner.encoder=group"]
 FIRST_STEPS, CALM_STEPS, SLOW_STEPS = 40, 15, 10
-"""Of the rehearsal: steps before its first fault, and before the others. A run's first SLOW_STEPS do not count."""
+"""Of the rehearsal: steps before its first fault, and before the others. Its first SLOW_STEPS do not count."""
 MOST_ERROR = 0.1
 
 
@@ -199,7 +199,7 @@ def calibrated(folder: Path, observed: Observed, losses: list[Loss], first_fault
 
 
 def scaled(cost: CostModel, factor: float) -> CostModel:
-    """All seconds times `factor`."""
+    """All constants in seconds times `factor`; bandwidths stay."""
     def of(value: Any) -> Any:
         return {name: factor * each for name, each in value.items()} if isinstance(value, dict) else factor * value
 
@@ -257,6 +257,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     arguments = parser.parse_args(argv)
     duration_s = 60 * arguments.minutes
+    if duration_s < 2 * NODE_AFTER_S * (len(KINDS) + 1):
+        least = 2 * NODE_AFTER_S * (len(KINDS) + 1) / 60
+        parser.error(f"--minutes: got {arguments.minutes:g}; allowed: at least {least:g}, so that a lost node is back "
+                     "before the next fault")
     with tempfile.TemporaryDirectory(prefix="dhp_ray_faulty_") as name, Nodes(HEAD_CPUS) as nodes:
         os.environ["RAY_ADDRESS"] = nodes.address
         folder = Path(name)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.faulty_run import KINDS, NODE_AFTER_S, Calibration, Loss, SeenBatches, scaled, simulated, times_of
+from benchmarks.faulty_run import KINDS, NODE_AFTER_S, Calibration, Loss, SeenBatches, main, scaled, simulated, times_of
 from dhp_ray.planner import CostModel, Sample
 
 COST = CostModel(0.0, 1e-3, 0.0, 0.1, {"intra": 1e9, "inter": 1e9}, latency_s=0.01, fixed_s_by_sync={
@@ -41,3 +41,9 @@ def test_what_faults_cost_a_simulated_run(tmp_path, back_s):
     alone_s = 5 * back_s
     assert faulty / calm == pytest.approx((1200 - stands_s - alone_s * (1 - 0.5 / 0.9)) / 1200, abs=0.01)
     assert 1200 / (len(KINDS) + 1) > NODE_AFTER_S
+
+
+def test_too_short_a_run_is_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--minutes", "4"])
+    assert "--minutes: got 4; allowed: at least 6, so that a lost node is back" in capsys.readouterr().err

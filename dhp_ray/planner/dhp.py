@@ -36,7 +36,7 @@ the bound, up to MANY also with their packs of one round more, less full; one of
 CLOSE, FAR, TUNING_S, HIDDEN = 1e-2, 3e-2, 5e-4, 0.15
 """A plan of more than SMALL sequences x ranks (up to MANY, on equal ranks) is compared with all tuned baselines if it
 is more than FAR above the bound, a baseline at two caps takes at most CLOSE longer (asked in step alone), and tuning,
-about TUNING_S a sequence, takes at most HIDDEN of a step."""
+about TUNING_S a sequence, takes at most HIDDEN of a step. (With `encoder=auto` two plans are made, each with that.)"""
 
 
 class Timed(NamedTuple):
