@@ -23,7 +23,7 @@ from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.plan import RankPack, RankPlan
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.runtime.worker.heap import give_back_memory
+from dhp_ray.runtime.worker.heap import give_back_memory, map_large_blocks
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import build_adapter
 from dhp_ray.train.flat_engine import resident_bytes
@@ -32,8 +32,9 @@ from tests.packs import make_sample, rough_model
 from tests.ranks import run_processes
 
 NUM_RANKS = 4
-ALLOCATOR_BYTES = 48 * 2**20
-"""What glibc keeps of what was freed, on each rank, however large the model: much beside a small one."""
+ALLOCATOR_BYTES = {"step": 24 * 2**20, "micro_batch": 24 * 2**20, "node": 64 * 2**20}
+"""What glibc keeps of blocks below `LARGE_BYTES` that were freed, on each rank, by mode, however large the model: much
+beside a small one. Measured: at most 14 MB after loading, 46 MB after the step that `node` takes."""
 ROLLUP = Path("/proc/self/smaps_rollup")
 
 
@@ -76,6 +77,7 @@ def disk_bytes() -> int:
 
 def load_model(rank: int, port: int, config: Config, warm_up: Config) -> Loaded:
     Rank(warm_up, Membership(rank, NUM_RANKS, 1, "127.0.0.1", port), CPU).close()  # brings in code and threads
+    map_large_blocks()  # else glibc keeps, by chance, up to 50 MB of freed parameters: not what is measured here
     give_back_memory()
     adapter = build_adapter(config)
     idle, peak, done = pss_bytes(), 0, threading.Event()
@@ -162,6 +164,6 @@ def test_no_more_is_held_or_read_than_is_kept(
     peak, kept, values_read, from_disk = map(sum, zip(*found))
     print(f"{peak / 1e9:.2f} GB at most, {kept / 1e9:.2f} kept, {needed / 1e9:.2f} reckoned")
     assert 0.98 * needed < (peak if mode == "node" else kept)
-    assert peak <= 1.1 * needed + (NUM_RANKS * ALLOCATOR_BYTES if num_layers == 8 else 0)
+    assert peak <= 1.1 * needed + (NUM_RANKS * ALLOCATOR_BYTES[mode] if num_layers == 8 else 0)
     assert 2 * num_parameters <= values_read <= 1.1 * file.stat().st_size
     assert from_disk <= 1.1 * file.stat().st_size
