@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import statistics
 import sys
@@ -102,6 +103,7 @@ def main(argv: list[str]) -> int:
         driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, num_steps, handles_of,
                                     arguments.images)
         assert driver.session is not None
+        gc.freeze()  # as the driver does then
         watch = Stopwatch()
         watch.time(driver.session.current.dispatcher, "begin", WAITING)
         for owner, name, part in PARTS:

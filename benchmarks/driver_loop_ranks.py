@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import numpy as np
 import ray
 
 from dhp_ray.planner import CostModel
-from dhp_ray.planner.plan import Plan, RankPlan
+from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.work import work_of
 from dhp_ray.runtime.messages import Status
 from dhp_ray.train.results import PackTime, StepResult
@@ -30,7 +31,7 @@ class Handle:
 
     def _answer(self, method: str, *arguments: Any) -> ray.ObjectRef:
         self.calls[method] += 1
-        return self._results[arguments[0] - 1] if method == "run" else self._others[method]
+        return self._results[pickle.loads(arguments[0]).step - 1] if method == "run" else self._others[method]
 
 
 class Ranks:
@@ -40,11 +41,12 @@ class Ranks:
         self.result = result
 
     @ray.method(concurrency_group="prefetch")
-    def prefetch(self, plan: RankPlan, blocks: list[Any]) -> dict[str, str]:
+    def prefetch(self, packed: bytes, references: list[ray.ObjectRef]) -> dict[str, str]:
         return {}
 
-    def run(self, step: int, plan_id: str, *_: Any) -> StepResult:
-        return self.result._replace(step=step, plan_id=plan_id)
+    def run(self, packed: bytes) -> StepResult:
+        order = pickle.loads(packed)
+        return self.result._replace(step=order.step, plan_id=order.plan_id)
 
     @ray.method(concurrency_group="control")
     def mirrored(self) -> list[float]:

@@ -22,6 +22,7 @@ import argparse
 import functools
 import multiprocessing
 import os
+import pickle
 import statistics
 import sys
 import tempfile
@@ -70,7 +71,10 @@ class SleepingRank:
         self.plans: dict[str, Any] = {}
         self.asked = 0
 
-    def prefetch(self, plan: Any, blocks: list[Any]) -> dict[str, str]:
+    def prefetch(self, packed: bytes, references: list[Any]) -> dict[str, str]:
+        from dhp_ray.runtime.slices import unpacked_slice
+
+        plan, _ = unpacked_slice(packed, references)
         self.plans[plan.plan_id] = plan
         return {}
 
@@ -83,9 +87,10 @@ class SleepingRank:
         self.asked += 1  # what sleeps gets on
         return Status(call="run", mark_id=str(self.asked))
 
-    def run(self, step: int, plan_id: str, *_: Any) -> Any:
+    def run(self, packed: bytes) -> Any:
         from dhp_ray.train.results import StepResult
 
+        step, plan_id, *_ = pickle.loads(packed)
         start = time.perf_counter()
         plan = self.plans.pop(plan_id)
         times = tuple(self._pack(pack, f"{plan_id}/{pack.index}", start) for pack in plan.packs)

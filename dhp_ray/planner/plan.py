@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from dhp_ray.planner.checks import PlanError as PlanError
@@ -19,7 +20,7 @@ from dhp_ray.planner.cluster import ClusterSpec as ClusterSpec
 from dhp_ray.planner.encoder_checks import check_passes, check_splits
 from dhp_ray.planner.image_parts import Grid as Grid
 from dhp_ray.planner.image_parts import exchanges
-from dhp_ray.planner.vision_plan import IN_PACKS, encoding_ranks
+from dhp_ray.planner.vision_plan import IN_PACKS
 from dhp_ray.planner.vision_plan import SplitImage as SplitImage
 from dhp_ray.planner.vision_plan import VisionPlan as VisionPlan
 
@@ -267,8 +268,11 @@ class Plan:
 
 def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
     """For every sample of the pack, whether `rank` encodes each of its images, or a part of it."""
-    ranks = iter(encoding_ranks(pack.encoders, pack.splits))
-    return [tuple(rank in next(ranks) for _ in sample.vision_grids) for sample in pack.samples]
+    here = [encoder == rank for encoder in pack.encoders]
+    for split in pack.splits:
+        here[split.image] = rank in split.ranks
+    ends = list(accumulate(len(sample.vision_grids) for sample in pack.samples))
+    return [tuple(here[begin:end]) for begin, end in zip([0, *ends], ends)]
 
 
 def planned_samples(plan: RankPlan) -> Iterator[Sample]:
@@ -277,7 +281,7 @@ def planned_samples(plan: RankPlan) -> Iterator[Sample]:
     for pack in plan.packs:
         yield from pack.samples
     for pack in plan.encoded:
-        yield from (sample for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if any(here))
+        yield from (sample for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if True in here)
 
 
 def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:

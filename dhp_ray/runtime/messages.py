@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from dhp_ray.config import Config
@@ -65,6 +65,19 @@ class Membership:
         return Mode(chosen.sync if sync == "auto" else sync,
                     chosen.recomputes if again == "auto" else again == "true",
                     chosen.sharding if sharding == "auto" else sharding)
+
+
+class StepOrder(NamedTuple):
+    """What all ranks are told to run: the plan of a step that they have prefetched. The samples in `placeholders` keep
+    their place with every label masked; the values are reasons. `total_steps` are those of the learning rate's
+    schedule. `mirrors`: the state is copied to other ranks after the step.
+    """
+
+    step: int
+    plan_id: str
+    placeholders: dict[str, str]
+    total_steps: int
+    mirrors: bool
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from dhp_ray.runtime.driver.batch_reader import BatchReader, blocks_of
 from dhp_ray.runtime.driver.group import STOP_POLL_S, WorkerGroup
 from dhp_ray.runtime.driver.planning import Expectation, Patience, Planning, patience_s
 from dhp_ray.runtime.driver.stages import DispatchedStep
+from dhp_ray.runtime.slices import packed_slice
 
 ANSWERS_S = 0.1
 """How long the driver waits for the thread that takes the prefetches' answers; then it asks itself, and finds out who
@@ -248,6 +249,6 @@ class Dispatcher:
                                    "activation_checkpointing": train.activation_checkpointing == "true",
                                    "sharding": train.sharding})
         prefetches: list[ray.ObjectRef] = [
-            member.actor.prefetch.remote(rank_plan, blocks_of(rank_plan, batch))
+            member.actor.prefetch.remote(*packed_slice(rank_plan, blocks_of(rank_plan, batch)))
             for member, rank_plan in zip(self.group.members, plan.rank_plans(step, plan_id), strict=True)]
         return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(ray.get, prefetches))

@@ -9,8 +9,10 @@ When the group breaks, or ought to change, a new generation takes its place (`re
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import pickle
 import statistics
 import traceback
 from collections.abc import Generator, Iterator
@@ -34,7 +36,7 @@ from dhp_ray.runtime.driver.recovery import form_anew, reopened
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.stages import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.start import open_session
-from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StoppingError
+from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError
 from dhp_ray.runtime.waits import LONG_S, Waited, Waits
 from dhp_ray.storage import Folder, StorageError
 
@@ -103,6 +105,7 @@ class Driver:
             self.session = session = yield from open_session(
                 self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
             self.commits = Commits(session)
+            gc.freeze()  # what is loaded stays: looking through it, in the midst of a step, holds up every thread
             yield from self._train(session, "the driver was lost" if self.going_on else "")
         except ConfigError as error:
             yield RunFinished("", str(error), status=2)
@@ -198,8 +201,8 @@ class Driver:
                 self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"
                 return None
         begun, mirrors = perf_counter(), session.mirroring.due(dispatched.step)
-        results = session.group.start("run", dispatched.step, dispatched.plan_id, failures, session.total_steps,
-                                      mirrors)
+        order = StepOrder(dispatched.step, dispatched.plan_id, failures, session.total_steps, mirrors)
+        results = session.group.start("run", pickle.dumps(order))  # once, not for each rank as Ray would
         session.current.dispatcher.started(dispatched)
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait, mirrors)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import shutil
 import traceback
 from collections.abc import Callable
@@ -24,10 +25,10 @@ from dhp_ray.comm.device import CPU, choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.world import abort_groups, close_store_connections, destroy_world, is_peer_loss
 from dhp_ray.config import Config
-from dhp_ray.data.blocks import BlockRows, fetch_rows
+from dhp_ray.data.blocks import fetch_rows
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPlan
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
+from dhp_ray.runtime.slices import unpacked_slice
 from dhp_ray.runtime.worker.answering import answers
 from dhp_ray.runtime.worker.failures import words_of
 from dhp_ray.runtime.worker.folders import check_reached, save_folder
@@ -149,9 +150,12 @@ class Worker:
         return self.rank.engine.state_version
 
     @ray.method(concurrency_group="prefetch")
-    def prefetch(self, plan: RankPlan, blocks: list[BlockRows]) -> dict[str, str]:
-        """Fetch, decode and collate what this rank needs of a step; returns the samples that failed, with reasons."""
+    def prefetch(self, packed: bytes, references: list[ray.ObjectRef]) -> dict[str, str]:
+        """Fetch, decode and collate what this rank needs of a step (`packed_slice`); returns the samples that failed,
+        with reasons.
+        """
         assert self.adapter is not None
+        plan, blocks = unpacked_slice(packed, references)
         self.accelerator.activate()  # the current device is a thread's own
         self.prefetched[plan.plan_id], failures = load_inputs(
             plan, fetch_rows(blocks, encoded_grids(plan)), self.processor, self.adapter, num_decoders(self.config),
@@ -159,9 +163,10 @@ class Worker:
         return failures
 
     @training
-    def run(self, step: int, plan_id: str, placeholders: dict[str, str], total_steps: int, mirrors: bool) -> StepResult:
-        """Run a prefetched plan of a step; the samples in `placeholders` keep their place with every label masked."""
+    def run(self, packed: bytes) -> StepResult:
+        """Run a prefetched plan of a step: a `StepOrder`, pickled."""
         assert self.rank is not None
+        step, plan_id, placeholders, total_steps, mirrors = pickle.loads(packed)
         wait = perf_counter()
         inputs = self._take(step, plan_id, placeholders)
         factor = self.rank.learning_rate_factor(step, total_steps)

@@ -21,6 +21,7 @@ from dhp_ray.planner.plan import ClusterSpec, RankPack, RankPlan, Sample, Vision
 from dhp_ray.runtime.driver.batch_reader import blocks_of
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.slices import unpacked_slice
 
 SAMPLES = [Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9), Sample("c", 7, 8, ((1, 4, 4), (1, 4, 4)))]
 
@@ -49,7 +50,8 @@ class Listener:
     def __init__(self) -> None:
         self.sent: list[tuple[RankPlan, int]] = []
 
-    def prefetch(self, plan: RankPlan, blocks: list[Any]) -> dict[str, str]:
+    def prefetch(self, packed: bytes, references: list[ray.ObjectRef]) -> dict[str, str]:
+        plan, blocks = unpacked_slice(packed, references)
         self.sent.append((plan, sum(len(block.rows) for block in blocks)))
         return {}
 

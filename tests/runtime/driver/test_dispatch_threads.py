@@ -22,7 +22,7 @@ from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 
 COST = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
-ACTOR: Any = SimpleNamespace(prefetch=SimpleNamespace(remote=lambda rank_plan, blocks: None))
+ACTOR: Any = SimpleNamespace(prefetch=SimpleNamespace(remote=lambda packed, references: None))
 
 
 class Rows:
