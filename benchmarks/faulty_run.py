@@ -246,7 +246,7 @@ def simulated(calibration: Calibration, folder: Path, duration_s: float, with_fa
         join_s=calibration.median_of("join_s"), mirror_every_steps="1", copy_s=1e-3,
         checkpoint_every_s=calibration.save_every_s, stage_s=calibration.stage_s)
     batches: Any = SeenBatches(calibration.samples)
-    machine = Machine(replace(settings, faults=faults), batches.longest_tokens)
+    machine = Machine(replace(settings, faults=faults), batches.longest_tokens, batches(1))
     record = SimulatedRun("dhp", machine, batches).simulate()
     assert not record.error, record.error
     return float(sum(step.num_tokens for step in record.steps))

@@ -76,7 +76,7 @@ class Opened:
         self.case, settings = case, case.settings
         self.batches = batches or batches_of(case)
         longest = max(sample.num_tokens for batch in self.batches for sample in batch)
-        self.machine = Machine(settings, longest)
+        self.machine = Machine(settings, longest, self.batches[0])
         self.place: Place = self.machine.place(tuple(rank // NODE_RANKS for rank in range(case.num_ranks)))
         self.training = self.place.training
         self.cost: CostModel = replace(self.training.cost, group_s=0.0)

@@ -69,7 +69,7 @@ def row(name: str, device_name: str, kind: str, gibibytes: int, count: int) -> s
     batches = [[Sample(str(place), int(length)) for place, length in enumerate(bimodal(count, NUM_RANKS, seed))]
                for seed in range(BATCHES)]
     base = Wanted(longest_tokens=max(sample.num_tokens for batch in batches for sample in batch),
-                  samples_per_rank=math.ceil(count / NUM_RANKS))
+                  batch=tuple(batches[0]))
     machine = (name, device_name, kind, gibibytes)
     found = [trained(*machine, replace(base, sync=sync, sharding=sharding)) for sync, sharding in KINDS]
     taken_s = [seconds(training, batches) for training in found]

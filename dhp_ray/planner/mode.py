@@ -1,28 +1,38 @@
 """How a run trains where it is to choose: how its ranks synchronise, whether activations are recomputed, and where
 parameters and gradient sums lie.
 
-Of the modes in which the ranks hold the longest sequence, the one whose modelled step is shortest; where none holds
-it, the one with the most room. The step by which they are compared has as many sequences a rank as the run's batch,
-each as large as the largest image, in packs as large as the mode's room. So recomputation is taken where it is needed
-to hold the longest sequence, or where packs are so short without it that launching kernels, exchanging keys and values
-and, where a rank has no parameters of its own, gathering them cost more than computing twice. Where activations may go
-to host memory, a rank holds more tokens; so that this is charged for, the step then has the longest sequence as well.
+Of the modes in which the ranks hold the longest sequence, the one in which a batch takes least time; where none holds
+it, the one with the most room. The batch is the run's first one, planned for each mode's room and costs by the planner
+of last resort, which takes milliseconds; before any is read, one of equal sequences as large as the largest image. So
+what decides is what the lengths make of the room: recomputation costs a third of the forward and backward passes, and
+saves the exchanges of long sequences on many ranks, and short packs' launches and gathers.
+
+    a 3B on 64 H100, video-heavy: step 8.6 s with 2,170 tokens a rank, 7.0 s with recomputation and 62,816;
+                                  micro_batch 6.8 s with 3,191, and is taken
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
+from dhp_ray.planner import LAST_RESORT, plan_batch
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.offload import NO_OFFLOAD, Offload
-from dhp_ray.planner.plan import ClusterSpec
+from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
 
-LOCKSTEP = 1.04
-"""`sync=micro_batch` over this step of equal sequences, for the waits at the end of each micro-batch: the most by which
-`step` was shorter on mixed batches at equal memory (benchmarks/README.md), modelled."""
+COMPARED_RANKS = 256
+"""Of more ranks so many are planned for, with their share of the batch, unless its longest sequence takes more: modes
+are compared again for every number of ranks that a run may have."""
+
+TIE = 0.01
+"""Modes whose steps differ by a smaller share count as equally fast: costs are not known so well. The first of them is
+taken, in which ranks wait for one another least. On 24 cases nothing changes up to 2 %, and 4 % costs 0.5 % on average
+(benchmarks/modes.py)."""
 
 MEMORY_SHARE = 0.9
 """Share of a device's memory, and of a node's, that is planned with; the rest is the allocator's and the libraries'."""
@@ -59,54 +69,70 @@ class Candidate:
         return self.tokens_per_rank >= max(1, tokens_per_rank)
 
 
-def reference_step_s(
-    cost: CostModel, sync: str, tokens_per_rank: int, nodes: Sequence[int], num_sequences: int, sequence_tokens: int,
-    merge_area: int, gather_s: float, offload: Offload = NO_OFFLOAD, longest_tokens: int = 0,
-) -> float:
-    """Seconds of the step above, with `num_sequences` sequences a rank, on ranks of these nodes; infinite where a
-    sequence does not fit on all of them.
+def equal_samples(num_sequences: int, sequence_tokens: int, merge_area: int) -> list[Sample]:
+    """A batch of images alone. `merge_area`: patches of a vision token."""
+    return [Sample(str(number), 0, sequence_tokens, ((1, merge_area, sequence_tokens),))
+            for number in range(num_sequences)]
 
-    `merge_area`: patches of a vision token; `gather_s`: what a pack's (or micro-batch's) layers take to gather and to
-    reduce, which no compute shortens; 0 where a rank has all of them. `longest_tokens`: of one sequence more, which all
-    ranks run; 0: there is none.
+
+def held_samples(samples: Sequence[Sample], limit_tokens: int) -> list[Sample]:
+    """Those of a batch that a run would train on whose sequences have so many tokens at most."""
+    return [sample for sample in samples if sample.num_tokens <= limit_tokens]
+
+
+def compared_step_s(
+    samples: Sequence[Sample], cost: CostModel, sync: str, tokens_per_rank: int, nodes: Sequence[int],
+    gather_s: float, offload: Offload = NO_OFFLOAD,
+) -> float:
+    """Seconds by which modes are compared: of a batch on ranks of these nodes; infinite where a sequence does not fit
+    on all of them.
+
+    `gather_s`: what a pack's (or micro-batch's) layers take to gather and to reduce, which no compute shortens; 0 where
+    a rank has all of them.
     """
-    most_tokens = max(tokens_per_rank, offload.tokens_per_rank)
-    if tokens_per_rank < 1 or max(sequence_tokens, longest_tokens) > most_tokens * len(nodes):
+    longest, room = max(sample.num_tokens for sample in samples), max(tokens_per_rank, offload.tokens_per_rank)
+    if tokens_per_rank < 1 or longest > room * len(nodes):
         return math.inf
-    cluster = ClusterSpec.of_nodes(nodes, tokens_per_rank, offload=offload)
-    degree = min(math.ceil(sequence_tokens / tokens_per_rank), cluster.num_ranks)
-    fitting = max(1, tokens_per_rank // sequence_tokens)
-    # a group of several ranks runs the sequences of all its members, one after the other
-    counts = [fitting] * (num_sequences // fitting) + [num_sequences % fitting] * (num_sequences % fitting > 0)
-    packs = [([sequence_tokens] * count, degree) for count in counts * degree]
-    packs += [([longest_tokens], cluster.num_ranks)] * (longest_tokens > 0)
-    found = []
-    for lengths, count in packs:
-        patches = sum(lengths) * merge_area
-        encode_s = patches * cost.vision_linear_s / count
-        found.append(cost.pack_time_s(lengths, range(count), cluster, encode_s, patches))
-    if sync == "micro_batch":
-        return LOCKSTEP * sum(max(time_s, gather_s) + cost.fixed_s for time_s in found)
-    return sum(max(time_s, gather_s) for time_s in found) + cost.fixed_s
+    num_ranks = min(len(nodes), max(COMPARED_RANKS, math.ceil(longest / room)))
+    samples = samples[:math.ceil(len(samples) * num_ranks / len(nodes))]
+    cluster = ClusterSpec.of_nodes(nodes[:num_ranks], tokens_per_rank, offload=offload)
+    plan = plan_batch(samples, cluster, replace(cost, group_s=0.0), planner=LAST_RESORT, sync=sync)
+    return plan.predicted_time_s + _gathering_s(plan, gather_s)
+
+
+def _gathering_s(plan: Plan, gather_s: float) -> float:
+    """What a step takes longer, at most, where packs (or micro-batches) wait for what their layers gather."""
+    times_s = np.array([group.predicted_time_s for group in plan.groups])
+    if plan.sync == "micro_batch":
+        longest_s = np.zeros(1 + max(group.micro_batch for group in plan.groups))
+        np.maximum.at(longest_s, [group.micro_batch for group in plan.groups], times_s)
+        return float(np.maximum(0.0, gather_s - longest_s).sum())
+    waits_s = np.zeros(plan.cluster.num_ranks)
+    for group, wait_s in zip(plan.groups, np.maximum(0.0, gather_s - times_s)):
+        waits_s[list(group.ranks)] += wait_s
+    return float(waits_s.max())
 
 
 def choose(candidates: Sequence[Candidate], needed_tokens: int) -> Candidate:
-    """The fastest of those that hold so many tokens a rank, the first of several that are; else the last one with most
-    room: candidates come in the order of what they need, most first.
+    """The fastest of those that hold so many tokens a rank, the first of several that are (`TIE`); else the last one
+    with most room: candidates come in the order of what they need, most first.
     """
     holding = [candidate for candidate in candidates if candidate.holds(needed_tokens)]
     if holding:
-        return min(holding, key=lambda candidate: candidate.step_s)
+        least_s = min(candidate.step_s for candidate in holding)
+        return next(candidate for candidate in holding if candidate.step_s <= (1 + TIE) * least_s)
     return max(reversed(candidates), key=lambda candidate: candidate.tokens_per_rank)
 
 
-def reason(candidates: Sequence[Candidate], needed_tokens: int, num_sequences: int, sequence_tokens: int) -> str:
-    """Why `choose` takes which: what each holds and takes, in one line."""
+def reason(candidates: Sequence[Candidate], needed_tokens: int, samples: Sequence[Sample]) -> str:
+    """Why `choose` takes which: what each holds and takes for a batch, in one line."""
     parts = []
     for candidate in candidates:
         if not candidate.holds(needed_tokens):
             parts.append(f"{candidate.mode} holds {candidate.tokens_per_rank:,}")
         else:
             parts.append(f"{candidate.mode} takes {candidate.step_s:.3g} s")
-    return (f"a rank is to hold {max(1, needed_tokens):,} tokens, and a step of {num_sequences} sequences of "
-            f"{sequence_tokens:,} tokens a rank is modelled: {'; '.join(parts)}")
+    lengths = sorted({sample.num_tokens for sample in samples})
+    tokens = f"{lengths[0]:,} to {lengths[-1]:,}" if len(lengths) > 1 else f"{lengths[0]:,}"
+    return (f"a rank is to hold {max(1, needed_tokens):,} tokens, and a batch of {len(samples)} sequences of {tokens} "
+            f"tokens is modelled: {'; '.join(parts)}")

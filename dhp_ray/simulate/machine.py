@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,7 +17,7 @@ from dhp_ray.planner.derived_cost import Device
 from dhp_ray.planner.mode import MEMORY_SHARE
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.nodes import numbered
-from dhp_ray.planner.plan import PlanError
+from dhp_ray.planner.plan import PlanError, Sample
 from dhp_ray.simulate.links import links_of
 from dhp_ray.simulate.settings import Simulation
 from dhp_ray.simulate.step import Network
@@ -37,8 +38,8 @@ class Place:
 class Machine:
     """The cluster of a simulation's settings, with a model on it."""
 
-    def __init__(self, settings: Simulation, longest_tokens: int) -> None:
-        """`longest_tokens`: of the longest sequence.
+    def __init__(self, settings: Simulation, longest_tokens: int, batch: Sequence[Sample]) -> None:
+        """`longest_tokens`: of the longest sequence. `batch`: the first one, by which modes are compared.
 
         Raises:
             PlanError: a file is damaged; the state does not fit on a device, or the sequence on all of them.
@@ -50,7 +51,7 @@ class Machine:
         self.memory_bytes = cluster.memory_gib * 2**30
         self.pool_groups = ACCELERATORS[cluster.kind].pool_groups("auto", int(self.memory_bytes))
         self._cost = CostModel.load(cluster.cost) if cluster.cost else None
-        self._longest_tokens = longest_tokens
+        self._longest_tokens, self._batch = longest_tokens, tuple(batch)
         self._made = cache(self._place)
         first = self._training(self._nodes(cluster.num_ranks))
         if first.tokens_per_rank < 1:
@@ -91,7 +92,7 @@ class Machine:
             tokens_per_rank=tokens_per_rank or settings.train.tokens_per_rank,
             activation_offload=settings.train.activation_offload,
             mirror_every_steps="0" if settings.faults.policy == "restart" else settings.faults.mirror_every_steps,
-            longest_tokens=self._longest_tokens,
+            longest_tokens=self._longest_tokens, batch=self._batch,
             samples_per_rank=math.ceil(settings.global_samples / len(nodes)))
         ranks = Ranks(device=self.device, kind=settings.cluster.kind, memory_bytes=self.memory_bytes, nodes=nodes,
                       node_memory_bytes=settings.cluster.node_memory_gib * 2**30)

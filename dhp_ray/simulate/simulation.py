@@ -55,7 +55,7 @@ def prepared(settings: Simulation) -> Simulated:
     shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
     batches = Batches(Workload(settings.workload, shape.family), settings.global_samples,
                       0 if settings.duration_s else settings.num_batches, settings.seed)
-    return Simulated(settings, Machine(settings, batches.longest_tokens), batches)
+    return Simulated(settings, Machine(settings, batches.longest_tokens, batches(1)), batches)
 
 
 def simulated(simulation: Simulated, progress: Progress = lambda planner, step, now_s: None) -> Iterator[RunRecord]:

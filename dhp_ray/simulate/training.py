@@ -15,11 +15,12 @@ from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.host_memory import node_terms
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import MEMORY_SHARE, Candidate, Mode, choose, reference_step_s
+from dhp_ray.planner.mode import MEMORY_SHARE, Candidate, Mode, choose, compared_step_s, equal_samples, held_samples
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.nodes import sizes_of
 from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.offload_limits import largest_offload
+from dhp_ray.planner.plan import Sample
 
 IMAGE_TOKENS = 4096
 """Of the largest image or piece of a video, which one rank encodes (`data.max_pixels` allows fewer)."""
@@ -56,14 +57,16 @@ class Wanted:
     mirror_every_steps: str = "0"
     longest_tokens: int = 1
     """The longest sequence, which all ranks together must hold."""
+    batch: tuple[Sample, ...] = ()
+    """By which modes are compared; empty: `samples_per_rank` images a rank."""
     samples_per_rank: int = 1
     largest_image: int = IMAGE_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """`tokens_per_rank`: at most, of a pack, but for those that `offload` admits. `gather_s`: what a pack's layers take
-    to travel beside its compute."""
+    """`tokens_per_rank`: at most, of a pack, but for those that `offload` admits. `step_s`: of the batch by which modes
+    are compared. `gather_s`: what a pack's layers take to travel beside its compute."""
 
     mode: Mode
     tokens_per_rank: int
@@ -122,10 +125,9 @@ def _training(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode, measu
     offload = _offload(memory, ranks, wanted, tokens, most)
     cost = measured.in_mode(mode.sync) if measured else derived_cost(memory, ranks.device, ranks.num_nodes)
     travels_s = gather_s(memory, ranks.device, ranks.num_nodes)
-    sequence_tokens = min(wanted.largest_image, wanted.longest_tokens)
-    step_s = reference_step_s(cost, mode.sync, tokens, ranks.nodes, wanted.samples_per_rank, sequence_tokens,
-                              shape.merge_area, travels_s, offload,
-                              wanted.longest_tokens if wanted.activation_offload == "auto" else 0)
+    samples = held_samples(wanted.batch, wanted.longest_tokens) or equal_samples(
+        wanted.samples_per_rank * len(ranks.nodes), min(wanted.largest_image, wanted.longest_tokens), shape.merge_area)
+    step_s = compared_step_s(samples, cost, mode.sync, tokens, ranks.nodes, travels_s, offload)
     return Training(mode=mode, tokens_per_rank=tokens, step_s=step_s, memory=memory, cost=cost, gather_s=travels_s,
                     offload=offload)
 

@@ -13,7 +13,8 @@ from dhp_ray.planner import CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import LOCKSTEP, Candidate, Mode, choose, reason, reference_step_s
+from dhp_ray.planner.mode import COMPARED_RANKS, Candidate, Mode, choose, compared_step_s, equal_samples, reason
+from dhp_ray.planner.plan import Sample
 from tests.published_configs import published_config
 
 DEVICES = Path(__file__).parents[2] / "conf" / "device"
@@ -28,6 +29,7 @@ def candidates(*pairs: tuple[int, float]) -> list[Candidate]:
 
 def test_the_fastest_of_those_that_hold_the_tokens() -> None:
     found = candidates((1000, 1.0), (9000, 1.3), (3000, 1.2), (20000, 1.4))
+    assert choose(candidates((9, 1.009), (9, 1.3), (9, 1.0), (9, 1.4)), 9).mode == MODES[0]  # as fast
     assert [choose(found, needed).mode for needed in (0, 1000, 1001, 3001, 9001)] == [
         MODES[0], MODES[0], MODES[2], MODES[1], MODES[3]]
     assert choose(found, 20001).mode == MODES[3]  # none holds them: the one with most room
@@ -36,14 +38,15 @@ def test_the_fastest_of_those_that_hold_the_tokens() -> None:
 
 
 def test_the_reason_is_one_line_with_what_each_holds_or_takes() -> None:
-    assert reason(candidates((1000, 1.0), (9000, 1.3)), 4500, 2, 4096) == (
-        "a rank is to hold 4,500 tokens, and a step of 2 sequences of 4,096 tokens a rank is modelled: "
+    samples = [*equal_samples(2, 4096, 4), Sample("text", 35)]
+    assert reason(candidates((1000, 1.0), (9000, 1.3)), 4500, samples) == (
+        "a rank is to hold 4,500 tokens, and a batch of 3 sequences of 35 to 4,096 tokens is modelled: "
         "step holds 1,000; step with recomputation takes 1.3 s")
 
 
 def step_s(sync: str, tokens: int, num_ranks: int, gathering_s: float = 0.0) -> float:
     """5 sequences of 1,000 vision tokens, of 4 patches, a rank."""
-    return reference_step_s(COST, sync, tokens, [0] * num_ranks, 5, 1000, 4, gathering_s)
+    return compared_step_s(equal_samples(5 * num_ranks, 1000, 4), COST, sync, tokens, [0] * num_ranks, gathering_s)
 
 
 def test_a_mode_in_words() -> None:
@@ -53,16 +56,31 @@ def test_a_mode_in_words() -> None:
 
 def test_a_step_by_hand() -> None:
     """A sequence takes 1 s and 0.4 s to encode; 0.1 s a pack."""
-    assert step_s("step", 2999, 4) == pytest.approx(2 + 5 * 1.4 + 3 * 0.1)  # packs of 2, 2 and 1
-    assert step_s("step", 500, 4) == pytest.approx(2 + 10 * (1.4 / 2 + 0.1))  # two ranks run each other's too
-    assert step_s("micro_batch", 2999, 4) == pytest.approx(LOCKSTEP * (3 * 2 + 5 * 1.4 + 3 * 0.1))
-    assert step_s("micro_batch", 2999, 4, 2.5) == pytest.approx(LOCKSTEP * (3 * 2 + 2 * 2.9 + 2.5))
+    assert step_s("step", 5999, 4) == pytest.approx(2 + 5 * 1.4 + 0.1)  # a pack of 5 on each rank
+    assert step_s("step", 5999, 4, 9.0) == pytest.approx(2 + 9.0)  # a pack waits for what it reads
+    assert step_s("step", 1999, 4) == pytest.approx(2 + 5 * (1.4 + 0.1))
+    assert step_s("step", 1999, 4, 2.5) == pytest.approx(2 + 5 * 2.5)
+    assert step_s("micro_batch", 5999, 4) == pytest.approx(2 + 5 * 1.4 + 0.1)
+    assert step_s("micro_batch", 5999, 4, 9.0) == pytest.approx(2 + 9.0)
+    three = 2 * 3 + 20 * 1.4 / 4 + 3 * 0.1  # micro-batches, of a pack on all ranks each
+    assert step_s("micro_batch", 1999, 4) == pytest.approx(three, rel=0.05)
+    assert step_s("micro_batch", 1999, 4, 9.0) == pytest.approx(3 * (2 + 9.0))
     assert step_s("step", 200, 4) == step_s("step", 0, 4) == math.inf
-    assert step_s("step", 2999, 4, 2.5) == pytest.approx(2 + 2 * 2.9 + 2.5)  # a pack waits for what it reads
+
+
+def test_of_many_ranks_a_part_is_planned_for() -> None:
+    """They take as long as all with their share of the batch, unless a sequence needs more of them."""
+    few, many = ([0] * num_ranks for num_ranks in (COMPARED_RANKS, 4 * COMPARED_RANKS))
+    batch = equal_samples(8 * len(many), 1000, 4)
+    assert compared_step_s(batch, COST, "step", 1999, many, 0.0) == compared_step_s(
+        batch[:8 * len(few)], COST, "step", 1999, few, 0.0)
+    longest = Sample("longest", 1999 * 2 * len(few))
+    assert compared_step_s([longest, *batch], COST, "step", 1999, many, 0.0) < math.inf
+    assert compared_step_s([longest], COST, "step", 1999, few, 0.0) == math.inf
 
 
 @pytest.mark.parametrize(("name", "device", "gigabytes", "num_ranks", "expected"), [
-    ("3B", "h100", 80, 8, Mode("step", True)),  # without recomputation packs are short
+    ("3B", "h100", 80, 8, Mode("micro_batch", True)),  # without recomputation packs are short
     ("3B", "h200", 141, 8, Mode("step", False)),
     ("7B", "h100", 80, 8, Mode("micro_batch", True)),  # whole parameters and gradients leave no room
     ("32B", "h100", 80, 64, Mode("micro_batch", True)),
@@ -78,6 +96,7 @@ def test_published_models_on_described_devices(
     for mode in MODES:
         memory = MemoryModel(shape, replace(plain, sync=mode.sync, recomputes=mode.recomputes))
         tokens, cost = memory.tokens_that_fit(0.9 * gigabytes * 2**30), derived_cost(memory, described, num_nodes)
-        found.append(Candidate(mode, tokens, reference_step_s(
-            cost, mode.sync, tokens, nodes, 8, 4096, shape.merge_area, gather_s(memory, described, num_nodes))))
-    assert choose(found, 1280).mode == expected, reason(found, 1280, 8, 4096)
+        samples = equal_samples(8 * num_ranks, 4096, shape.merge_area)
+        found.append(Candidate(mode, tokens, compared_step_s(
+            samples, cost, mode.sync, tokens, nodes, gather_s(memory, described, num_nodes))))
+    assert choose(found, 1280).mode == expected, reason(found, 1280, samples)

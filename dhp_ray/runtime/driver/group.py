@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from dhp_ray.errors import first_line_of
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
+from dhp_ray.planner.plan import Sample
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, Standstill, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status, StoppingError
 from dhp_ray.runtime.waits import Waits
@@ -77,6 +78,7 @@ class WorkerGroup:
         self.members, self.look_s = list(members), look_s
         self.exchange_s = math.inf  # how long all ranks may wait for one another
         self.measured_cost: CostFile | None = None  # of planner.cost=measure
+        self.first_batch: Sequence[Sample] = ()  # of the run; empty where nobody has to compare modes
         self.waits = waits or Waits()
 
     @property

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from dhp_ray.config import Config
 from dhp_ray.planner.host_memory import node_terms
@@ -15,6 +16,18 @@ from dhp_ray.planner.offload_limits import largest_offload
 from dhp_ray.runtime.driver.group import WorkerGroup
 
 OFFLOAD = "train.activation_offload"
+
+
+class Limits(NamedTuple):
+    """Tokens of a pack that a rank holds, and what packs move of their activations to host memory."""
+
+    tokens: int
+    offload: Offload
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a pack with activations there."""
+        return max(self.tokens, self.offload.tokens_per_rank)
 
 
 def share_of_every_pack(config: Config) -> float:

@@ -20,10 +20,11 @@ from dhp_ray.planner.cost_origin import CostFile, Origin, difference
 from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import SHARDING, Candidate, Mode, choose, reason, reference_step_s
+from dhp_ray.planner.mode import SHARDING, Candidate, Mode, choose, compared_step_s, equal_samples, held_samples, reason
 from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.plan import Sample
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.host_room import offload_of, plain_tokens
+from dhp_ray.runtime.driver.host_room import Limits, offload_of, plain_tokens
 from dhp_ray.runtime.origins import origin_of
 
 STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
@@ -56,25 +57,39 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
     """The mode in which so many ranks like those of `group` train (0: as many as it has).
 
     `auto_tokens`: tokens a rank follow the memory of each generation's ranks. Then a rank is to hold its share of the
-    longest sequence; as long as that is open, the largest image. Else it is to hold `planner.tokens_per_rank`.
+    longest sequence (as long as that is open, of the longest one of the first batch that any mode holds) and the
+    largest image. Else it is to hold `planner.tokens_per_rank`.
     """
-    syncs = SYNCS if config.planner.sync == "auto" else (config.planner.sync,)
     kind, num_ranks = group.members[0].described["device"], num_ranks or group.size
-    recomputes = RECOMPUTES[config.train.activation_checkpointing]
-    modes = [Mode(sync, again, sharding) for sync in syncs for sharding in _shardings(config, sync, kind)
-             for again in recomputes]
-    keys = ("planner.sync",) * (len(syncs) > 1) + (RECOMPUTATION,) * (len(recomputes) > 1)
-    keys += (SHARDING,) * (len({mode.sharding for mode in modes}) > 1)
+    modes = _modes(config, kind)
+    values = zip(("planner.sync", RECOMPUTATION, SHARDING), zip(*modes))
+    keys = tuple(key for key, found in values if len(set(found)) > 1)
     if not keys:
         return Choice(modes[0])
     if kind not in STAND_INS:
         return Choice(modes[0], keys, f"what {kind} ranks have of memory and speed is not described")
-    needed, most = _needed_tokens(config, group, auto_tokens, num_ranks)
-    sequence_tokens = memory_of(config, group, modes[0], num_ranks).settings.largest_image
-    sequence_tokens = min(sequence_tokens, config.planner.max_sequence_tokens or sequence_tokens)
-    step = (math.ceil(config.batch.global_samples / num_ranks), sequence_tokens)
-    candidates = [_candidate(config, group, mode, num_ranks, most, step) for mode in modes]
-    return Choice(choose(candidates, needed).mode, keys, reason(candidates, needed, *step))
+    most = _most_tokens(config, auto_tokens, num_ranks)
+    memories = [memory_of(config, group, mode, num_ranks) for mode in modes]
+    limits = [_limits(config, group, memory, most) for memory in memories]
+    longest = config.planner.max_sequence_tokens or num_ranks * max(1, *(limit.most_tokens for limit in limits))
+    samples = held_samples(group.first_batch, longest) or _images(config, memories[0], num_ranks, longest)
+    needed = _needed_tokens(config, group, auto_tokens, num_ranks, max(sample.num_tokens for sample in samples))
+    candidates = [Candidate(mode, limit.most_tokens, _step_s(group, memory, limit, num_ranks, samples))
+                  for mode, memory, limit in zip(modes, memories, limits)]
+    return Choice(choose(candidates, needed).mode, keys, reason(candidates, needed, samples))
+
+
+def compares_modes(config: Config, group: WorkerGroup) -> bool:
+    """Whether `mode_of` compares modes, by `group.first_batch` where there is one."""
+    kind = group.members[0].described["device"]
+    return kind in STAND_INS and len(_modes(config, kind)) > 1
+
+
+def _modes(config: Config, kind: str) -> list[Mode]:
+    """What the configuration admits on devices of this kind, in the order of what it needs, most first."""
+    syncs = SYNCS if config.planner.sync == "auto" else (config.planner.sync,)
+    return [Mode(sync, again, sharding) for sync in syncs for sharding in _shardings(config, sync, kind)
+            for again in RECOMPUTES[config.train.activation_checkpointing]]
 
 
 def _shardings(config: Config, sync: str, kind: str) -> tuple[str, ...]:
@@ -86,32 +101,44 @@ def _shardings(config: Config, sync: str, kind: str) -> tuple[str, ...]:
     return ("whole", "node") if ACCELERATORS[kind].shares_memory else ("whole",)
 
 
-def _needed_tokens(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int) -> tuple[int, int | None]:
-    """Tokens that a rank is to hold, and those that it is given at most."""
-    tokens, longest = config.planner.tokens_per_rank, config.planner.max_sequence_tokens
-    share = math.ceil(longest / num_ranks)
-    image = config.data.max_pixels // group.members[0].described["shape"].token_pixels  # one rank encodes and holds it
+def _most_tokens(config: Config, auto_tokens: bool, num_ranks: int) -> int | None:
+    """Tokens that a rank is given at most; None: as many as it holds."""
+    tokens = config.planner.tokens_per_rank
     if tokens == "auto":
-        return max(share, min(image, longest or image)), None
-    if auto_tokens:
-        return max(share, min(image, int(tokens))), max(int(tokens), share)
-    return int(tokens), int(tokens)
+        return None
+    return max(int(tokens), math.ceil(config.planner.max_sequence_tokens / num_ranks)) if auto_tokens else int(tokens)
 
 
-def _candidate(
-    config: Config, group: WorkerGroup, mode: Mode, num_ranks: int, most_tokens: int | None, step: tuple[int, int]
-) -> Candidate:
-    """`step`: sequences a rank, and tokens of each, of the step that modes are compared by."""
-    memory = memory_of(config, group, mode, num_ranks)
+def _needed_tokens(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int, longest: int) -> int:
+    """Tokens that a rank is to hold: of the longest sequence, while its limit is open of the `longest` one known."""
+    tokens, limit = config.planner.tokens_per_rank, config.planner.max_sequence_tokens
+    if not (auto_tokens or tokens == "auto"):
+        return int(tokens)
+    image = config.data.max_pixels // group.members[0].described["shape"].token_pixels  # one rank encodes and holds it
+    image = min(image, limit or image)
+    return max(math.ceil((limit or longest) / num_ranks), image if tokens == "auto" else min(image, int(tokens)))
+
+
+def _limits(config: Config, group: WorkerGroup, memory: MemoryModel, most_tokens: int | None) -> Limits:
     fitting = plain_tokens(config, memory, group)
-    tokens, num_nodes = fitting if most_tokens is None else min(fitting, most_tokens), len(set(group.nodes))
-    cost, device = _slowest(memory, group)
+    tokens = fitting if most_tokens is None else min(fitting, most_tokens)
+    return Limits(tokens, offload_of(config, memory, group, max(1, tokens), most_tokens or 2**62))
+
+
+def _images(config: Config, memory: MemoryModel, num_ranks: int, longest: int) -> list[Sample]:
+    """In place of a batch: the largest image, on each rank as often."""
+    count = math.ceil(config.batch.global_samples / num_ranks) * num_ranks
+    return equal_samples(count, min(memory.settings.largest_image, longest), memory.shape.merge_area)
+
+
+def _step_s(
+    group: WorkerGroup, memory: MemoryModel, limits: Limits, num_ranks: int, samples: Sequence[Sample]
+) -> float:
+    """Seconds of a batch in the mode of `memory`."""
+    (cost, device), num_nodes = _slowest(memory, group), len(set(group.nodes))
     nodes = [rank * num_nodes // num_ranks for rank in range(num_ranks)]
-    offload = offload_of(config, memory, group, max(1, tokens), most_tokens or 2**62)
-    longest = config.planner.max_sequence_tokens if config.train.activation_offload == "auto" else 0
-    step_s = reference_step_s(cost, mode.sync, tokens, nodes, *step, memory.shape.merge_area,
-                              gather_s(memory, device, num_nodes), offload, longest)
-    return Candidate(mode, max(tokens, offload.tokens_per_rank), step_s)
+    return compared_step_s(samples, cost, memory.settings.sync, limits.tokens, nodes,
+                           gather_s(memory, device, num_nodes), limits.offload)
 
 
 def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0) -> MemoryModel:

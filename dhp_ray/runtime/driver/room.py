@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import Config
@@ -21,10 +20,10 @@ from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.host_memory import node_terms
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.mode import MEMORY_SHARE, SHARDING, Mode
-from dhp_ray.planner.offload import Offload
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.host_room import (
     OFFLOAD,
+    Limits,
     node_limit,
     offload_of,
     plain_tokens,
@@ -32,18 +31,6 @@ from dhp_ray.runtime.driver.host_room import (
 )
 from dhp_ray.runtime.driver.modes import cost_of, memory_of, mode_of
 from dhp_ray.runtime.messages import RunError
-
-
-class Limits(NamedTuple):
-    """Tokens of a pack that a rank holds, and what packs move of their activations to host memory."""
-
-    tokens: int
-    offload: Offload
-
-    @property
-    def most_tokens(self) -> int:
-        """Of a pack with activations there."""
-        return max(self.tokens, self.offload.tokens_per_rank)
 
 
 def tokens_that_fit(config: Config, group: WorkerGroup) -> int:

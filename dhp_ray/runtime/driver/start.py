@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -15,13 +15,14 @@ from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import warm_up
 from dhp_ray.planner.cost import SYNCS
+from dhp_ray.planner.plan import Sample
 from dhp_ray.run_folder import TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.measuring import kept_cost, measure_costs
-from dhp_ray.runtime.driver.modes import MEASURE, Choice, check_cost, mode_of
+from dhp_ray.runtime.driver.modes import MEASURE, Choice, check_cost, compares_modes, mode_of
 from dhp_ray.runtime.driver.room import (
     check_host_memory,
     check_memory,
@@ -76,6 +77,9 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     else:
         describe(group, folder, config.cluster.device)
     auto_tokens = config.planner.tokens_per_rank == "auto"
+    if compares_modes(config, group):
+        with group.waits.on("the first batch"):
+            group.first_batch = first_samples(stream, config.batch.global_samples)
     choice = resolve_limits(config, records.stored_config(), group, going_on)
     if not going_on:
         check_cost(config, group, choice.mode)
@@ -142,6 +146,17 @@ def _compiled() -> Future[float]:
 
     Thread(target=compile_loops, name="planner-warm-up", daemon=True).start()
     return done
+
+
+def first_samples(stream: Stream | Mixture, num_samples: int) -> Sequence[Sample]:
+    """The samples of the run's first batch, of any length; the stream is left at its begin.
+
+    Raises:
+        DataError: they cannot be read.
+    """
+    batch = stream.next_batch(num_samples)
+    stream.start_epoch(0)
+    return batch.samples if batch else ()
 
 
 def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
