@@ -103,6 +103,7 @@ def main(argv: list[str]) -> int:
         driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, num_steps, handles_of,
                                     arguments.images)
         assert driver.session is not None
+        gc.collect()
         gc.freeze()  # as the driver does then
         watch = Stopwatch()
         watch.time(driver.session.current.dispatcher, "begin", WAITING)

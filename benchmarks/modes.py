@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.scale_cases import Case, opened  # noqa: E402
 from dhp_ray.planner import warm_up  # noqa: E402
-from dhp_ray.planner.mode import Candidate, Mode, choose  # noqa: E402
+from dhp_ray.planner.mode import Candidate, Mode, Offer, candidates_of, choose  # noqa: E402
 from dhp_ray.planner.problem import problem_of  # noqa: E402
 from dhp_ray.simulate.step import simulate_step  # noqa: E402
 
@@ -51,13 +51,14 @@ def found_in(case: Case) -> list[Found]:
             if one is None:
                 continue
             plan, training = one.planned("dhp").plans[0], one.training
+            offer = Offer(training.mode, training.tokens_per_rank, one.cost, training.gather_s, training.offload)
+            [candidate] = candidates_of([offer], 1, plan.samples, one.cluster.nodes)
             problem = problem_of(plan.samples, plan.cluster, one.cost, plan.sync)
             drawn = np.random.default_rng(0).normal(0.0, SPREAD, (DRAWS, len(plan.groups)))
             spread_s = statistics.median(simulate_step(
                 plan, problem, one.place.network, least_s=training.gather_s, stretch=np.exp(row)).time_s
                 for row in drawn)
-            found.append(Found(Candidate(training.mode, training.most_tokens, training.step_s), one.step_s(plan),
-                               spread_s))
+            found.append(Found(candidate, one.step_s(plan), spread_s))
     return found
 
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from dhp_ray.config import CONF
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, CostModel, Plan, Sample, plan_batch, warm_up
 
+CONF = Path(__file__).resolve().parents[1] / "conf"  # dhp_ray.config needs OmegaConf
 FOLDER = Path(os.environ.get("DHP_RAY_TEST_DATA", "data"))
 TOKENS_PER_RANK = 8192
 

@@ -5,15 +5,17 @@ conf/model_shape, and models of them without memory.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 
-from dhp_ray.config import CONF
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.planner.model_shape import ModelShape
+
+CONF = Path(__file__).resolve().parents[1] / "conf"  # dhp_ray.config needs OmegaConf
 
 TEXT = {"3B": "qwen2_5_vl_3b", "7B": "qwen2_5_vl_7b", "32B": "qwen2_5_vl_32b", "72B": "qwen2_5_vl_72b"}
 QWEN3 = {f"Qwen3-VL-{size}": f"qwen3_vl_{size.lower()}" for size in ("2B", "4B", "8B", "32B")}

@@ -107,6 +107,15 @@ def test_the_core_passes_there(python: str, name: str) -> None:
         pytest.fail(told, pytrace=False)
 
 
+def test_the_cores_tests_import_nothing_else() -> None:
+    """Without waiting for the environment: here, with those packages hidden."""
+    hidden = "import sys; sys.modules.update(dict.fromkeys(('ray', 'omegaconf', 'av', 'matplotlib', 'PIL')))"
+    paths = sorted({part for command in COMMANDS.values() for part in command if part.startswith("tests/")})
+    arguments = [*PYTEST[2:], "--collect-only", "--noconftest", *paths]
+    program = f"{hidden}; import pytest; raise SystemExit(pytest.main({arguments!r}))"
+    assert failure(sys.executable, ["-c", program]) == ""
+
+
 def test_a_command_that_fails_is_told_with_its_output() -> None:
     assert failure(sys.executable, ["-c", "print(1)"]) == ""
     told = failure(sys.executable, ["-c", "print('why'); raise SystemExit(3)"]).splitlines()

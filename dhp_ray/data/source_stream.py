@@ -59,8 +59,9 @@ class SourceStream:
 
     Responsibilities: the reading stage and its limits, rows in the order of an epoch. A sample of more than
     `max_tokens` tokens, or with an image of more than `max_image_tokens`, is a bad row (0: no limit); both may be set
-    until the first row is asked for. Ids begin with `prefix`; with one, they also end with the number of the epoch from
-    the second on. `share`: the part of the window that this source has. `answer_tokens`: see ReadFragments.
+    until the first row is asked for, or before a `start`. Ids begin with `prefix`; with one, they also end with the
+    number of the epoch from the second on. `share`: the part of the window that this source has. `answer_tokens`: see
+    ReadFragments.
 
     Raises:
         DataError: the data cannot be used at all (found before anything is read).

@@ -3,9 +3,9 @@ parameters and gradient sums lie.
 
 Of the modes in which the ranks hold the longest sequence, the one in which a batch takes least time; where none holds
 it, the one with the most room. The batch is the run's first one, planned for each mode's room and costs by the planner
-of last resort, which takes milliseconds; before any is read, one of equal sequences as large as the largest image. So
-what decides is what the lengths make of the room: recomputation costs a third of the forward and backward passes, and
-saves the exchanges of long sequences on many ranks, and short packs' launches and gathers.
+of last resort, which takes milliseconds; where none has been read, one of equal sequences as large as the largest
+image. So the batch's lengths decide: recomputation costs a third of the forward and backward passes, and saves the
+exchanges of long sequences on many ranks, and short packs' launches and gathers.
 
     a 3B on 64 H100, video-heavy: step 8.6 s with 2,170 tokens a rank, 7.0 s with recomputation and 62,816;
                                   micro_batch 6.8 s with 3,191, and is taken
@@ -26,13 +26,13 @@ from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
 
 COMPARED_RANKS = 256
-"""Of more ranks so many are planned for, with their share of the batch, unless its longest sequence takes more: modes
-are compared again for every number of ranks that a run may have."""
+"""Modes are compared on at most so many ranks, with their share of the batch, unless its longest sequence takes more: a
+plan for 4,096 ranks takes seconds."""
 
 TIE = 0.01
 """Modes whose steps differ by a smaller share count as equally fast: costs are not known so well. The first of them is
-taken, in which ranks wait for one another least. On 24 cases nothing changes up to 2 %, and 4 % costs 0.5 % on average
-(benchmarks/modes.py)."""
+taken, in which ranks wait for one another least. Of 24 cases (benchmarks/modes.py) one changes at 0.02, and costs 3 %.
+"""
 
 MEMORY_SHARE = 0.9
 """Share of a device's memory, and of a node's, that is planned with; the rest is the allocator's and the libraries'."""
@@ -59,7 +59,7 @@ PLAIN = Mode("step", False)
 @dataclass(frozen=True)
 class Candidate:
     """A mode, the tokens that each rank holds in it (at most, with activations in host memory where that is admitted),
-    and the seconds of the step by which modes are compared."""
+    and the seconds of the batch by which modes are compared."""
 
     mode: Mode
     tokens_per_rank: int
@@ -69,6 +69,31 @@ class Candidate:
         return self.tokens_per_rank >= max(1, tokens_per_rank)
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What ranks have in a mode: tokens of a pack (more with `offload`), costs, and what a pack's (or micro-batch's)
+    layers take to gather and to reduce, which no compute shortens; 0 where a rank has all of them."""
+
+    mode: Mode
+    tokens_per_rank: int
+    cost: CostModel
+    gather_s: float = 0.0
+    offload: Offload = NO_OFFLOAD
+
+    @property
+    def most_tokens(self) -> int:
+        return max(self.tokens_per_rank, self.offload.tokens_per_rank)
+
+    def holds(self, tokens_per_rank: int) -> bool:
+        return self.tokens_per_rank >= 1 and self.most_tokens >= tokens_per_rank
+
+    def step_s(self, samples: Sequence[Sample], nodes: Sequence[int]) -> float:
+        """Seconds of a batch that ranks of these nodes hold."""
+        cluster = ClusterSpec.of_nodes(nodes, self.tokens_per_rank, offload=self.offload)
+        plan = plan_batch(samples, cluster, replace(self.cost, group_s=0.0), planner=LAST_RESORT, sync=self.mode.sync)
+        return plan.predicted_time_s + _gathering_s(plan, self.gather_s)
+
+
 def equal_samples(num_sequences: int, sequence_tokens: int, merge_area: int) -> list[Sample]:
     """A batch of images alone. `merge_area`: patches of a vision token."""
     return [Sample(str(number), 0, sequence_tokens, ((1, merge_area, sequence_tokens),))
@@ -76,32 +101,31 @@ def equal_samples(num_sequences: int, sequence_tokens: int, merge_area: int) -> 
 
 
 def held_samples(samples: Sequence[Sample], limit_tokens: int) -> list[Sample]:
-    """Those of a batch that a run would train on whose sequences have so many tokens at most."""
+    """Samples of at most so many tokens."""
     return [sample for sample in samples if sample.num_tokens <= limit_tokens]
 
 
-def compared_step_s(
-    samples: Sequence[Sample], cost: CostModel, sync: str, tokens_per_rank: int, nodes: Sequence[int],
-    gather_s: float, offload: Offload = NO_OFFLOAD,
-) -> float:
-    """Seconds by which modes are compared: of a batch on ranks of these nodes; infinite where a sequence does not fit
-    on all of them.
-
-    `gather_s`: what a pack's (or micro-batch's) layers take to gather and to reduce, which no compute shortens; 0 where
-    a rank has all of them.
-    """
-    longest, room = max(sample.num_tokens for sample in samples), max(tokens_per_rank, offload.tokens_per_rank)
-    if tokens_per_rank < 1 or longest > room * len(nodes):
-        return math.inf
-    num_ranks = min(len(nodes), max(COMPARED_RANKS, math.ceil(longest / room)))
-    samples = samples[:math.ceil(len(samples) * num_ranks / len(nodes))]
-    cluster = ClusterSpec.of_nodes(nodes[:num_ranks], tokens_per_rank, offload=offload)
-    plan = plan_batch(samples, cluster, replace(cost, group_s=0.0), planner=LAST_RESORT, sync=sync)
-    return plan.predicted_time_s + _gathering_s(plan, gather_s)
+def candidates_of(
+    offers: Sequence[Offer], needed_tokens: int, samples: Sequence[Sample], nodes: Sequence[int]
+) -> list[Candidate]:
+    """The modes with the seconds of a batch on ranks of these nodes; infinite where a mode does not hold
+    `needed_tokens` a rank, or the batch's longest sequence on all of them."""
+    longest = max(sample.num_tokens for sample in samples)
+    needed = max(1, needed_tokens, math.ceil(longest / len(nodes)))
+    holding = [offer for offer in offers if offer.holds(needed)]
+    least = min((offer.most_tokens for offer in holding), default=1)
+    num_ranks = min(len(nodes), max(COMPARED_RANKS, math.ceil(longest / least)))
+    part = list(samples)
+    if num_ranks < len(nodes):
+        count = math.ceil(len(samples) * num_ranks / len(nodes))
+        part.sort(key=lambda sample: -sample.num_tokens)
+        part = [part[place * len(part) // count] for place in range(count)]  # the longest among them
+    return [Candidate(offer.mode, offer.most_tokens,
+                      offer.step_s(part, nodes[:num_ranks]) if offer in holding else math.inf) for offer in offers]
 
 
 def _gathering_s(plan: Plan, gather_s: float) -> float:
-    """What a step takes longer, at most, where packs (or micro-batches) wait for what their layers gather."""
+    """Estimated seconds that gathering adds to a step, where packs (or micro-batches) wait for it."""
     times_s = np.array([group.predicted_time_s for group in plan.groups])
     if plan.sync == "micro_batch":
         longest_s = np.zeros(1 + max(group.micro_batch for group in plan.groups))

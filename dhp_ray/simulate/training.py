@@ -15,7 +15,7 @@ from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.host_memory import node_terms
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import MEMORY_SHARE, Candidate, Mode, choose, compared_step_s, equal_samples, held_samples
+from dhp_ray.planner.mode import MEMORY_SHARE, Mode, Offer, candidates_of, choose, equal_samples, held_samples
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.nodes import sizes_of
 from dhp_ray.planner.offload import NO_OFFLOAD, Offload
@@ -65,16 +65,17 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """`tokens_per_rank`: at most, of a pack, but for those that `offload` admits. `step_s`: of the batch by which modes
-    are compared. `gather_s`: what a pack's layers take to travel beside its compute."""
+    """`tokens_per_rank`: at most, of a pack, but for those that `offload` admits. `gather_s`: what a
+    pack's layers take to travel beside its compute. `step_s`: of the batch by which modes were compared; infinite where
+    one alone was open."""
 
     mode: Mode
     tokens_per_rank: int
-    step_s: float
     memory: MemoryModel
     cost: CostModel
     gather_s: float
     offload: Offload = NO_OFFLOAD
+    step_s: float = math.inf
 
     @property
     def most_tokens(self) -> int:
@@ -92,9 +93,18 @@ def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel
     found = [_training(shape, ranks, wanted, Mode(sync, again, sharding), cost)
              for sync in syncs for sharding in _shardings(wanted, sync, ranks.kind)
              for again in {"true": (True,), "false": (False,), "auto": (False, True)}[wanted.recomputes]]
-    needed = math.ceil(wanted.longest_tokens / len(ranks.nodes))
-    chosen = choose([Candidate(one.mode, one.most_tokens, one.step_s) for one in found], needed)
-    best = next(one for one in found if one.mode == chosen.mode)
+    best = found[0]
+    if len(found) > 1:
+        num_ranks = len(ranks.nodes)
+        needed = math.ceil(wanted.longest_tokens / num_ranks)
+        held = num_ranks * max(1, *(one.most_tokens for one in found))
+        limit = min(wanted.longest_tokens, held)
+        samples = held_samples(wanted.batch, limit) or equal_samples(
+            wanted.samples_per_rank * num_ranks, min(wanted.largest_image, limit), shape.merge_area)
+        offers = [Offer(one.mode, one.tokens_per_rank, one.cost, one.gather_s, one.offload) for one in found]
+        candidates = candidates_of(offers, needed, samples, ranks.nodes)
+        chosen = choose(candidates, needed)
+        best = replace(found[candidates.index(chosen)], step_s=chosen.step_s)
     return replace(best, cost=_with_memory(shape, ranks, wanted, best))
 
 
@@ -124,12 +134,8 @@ def _training(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode, measu
     tokens = min(memory.tokens_that_fit(MEMORY_SHARE * ranks.memory_bytes, _share_of_every_pack(wanted)), most)
     offload = _offload(memory, ranks, wanted, tokens, most)
     cost = measured.in_mode(mode.sync) if measured else derived_cost(memory, ranks.device, ranks.num_nodes)
-    travels_s = gather_s(memory, ranks.device, ranks.num_nodes)
-    samples = held_samples(wanted.batch, wanted.longest_tokens) or equal_samples(
-        wanted.samples_per_rank * len(ranks.nodes), min(wanted.largest_image, wanted.longest_tokens), shape.merge_area)
-    step_s = compared_step_s(samples, cost, mode.sync, tokens, ranks.nodes, travels_s, offload)
-    return Training(mode=mode, tokens_per_rank=tokens, step_s=step_s, memory=memory, cost=cost, gather_s=travels_s,
-                    offload=offload)
+    return Training(mode=mode, tokens_per_rank=tokens, memory=memory, cost=cost,
+                    gather_s=gather_s(memory, ranks.device, ranks.num_nodes), offload=offload)
 
 
 def _share_of_every_pack(wanted: Wanted) -> float:

@@ -13,7 +13,7 @@ from dhp_ray.planner import CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import COMPARED_RANKS, Candidate, Mode, choose, compared_step_s, equal_samples, reason
+from dhp_ray.planner.mode import COMPARED_RANKS, Candidate, Mode, Offer, candidates_of, choose, equal_samples, reason
 from dhp_ray.planner.plan import Sample
 from tests.published_configs import published_config
 
@@ -46,7 +46,8 @@ def test_the_reason_is_one_line_with_what_each_holds_or_takes() -> None:
 
 def step_s(sync: str, tokens: int, num_ranks: int, gathering_s: float = 0.0) -> float:
     """5 sequences of 1,000 vision tokens, of 4 patches, a rank."""
-    return compared_step_s(equal_samples(5 * num_ranks, 1000, 4), COST, sync, tokens, [0] * num_ranks, gathering_s)
+    offer = Offer(Mode(sync, False), tokens, COST, gathering_s)
+    return candidates_of([offer], 1, equal_samples(5 * num_ranks, 1000, 4), [0] * num_ranks)[0].step_s
 
 
 def test_a_mode_in_words() -> None:
@@ -68,15 +69,19 @@ def test_a_step_by_hand() -> None:
     assert step_s("step", 200, 4) == step_s("step", 0, 4) == math.inf
 
 
-def test_of_many_ranks_a_part_is_planned_for() -> None:
-    """They take as long as all with their share of the batch, unless a sequence needs more of them."""
+def test_many_ranks_are_compared_by_a_part_of_the_batch() -> None:
+    """All modes by the same part, in which the longest sequence is, on as many ranks as it takes."""
     few, many = ([0] * num_ranks for num_ranks in (COMPARED_RANKS, 4 * COMPARED_RANKS))
+    roomy, narrow = (Offer(Mode("step", again), tokens, COST) for again, tokens in ((True, 9000), (False, 1999)))
     batch = equal_samples(8 * len(many), 1000, 4)
-    assert compared_step_s(batch, COST, "step", 1999, many, 0.0) == compared_step_s(
-        batch[:8 * len(few)], COST, "step", 1999, few, 0.0)
+    whole, part = (candidates_of([roomy, narrow], 1, samples, nodes)
+                   for samples, nodes in ((batch, many), (batch[:8 * len(few)], few)))
+    assert whole == part
     longest = Sample("longest", 1999 * 2 * len(few))
-    assert compared_step_s([longest, *batch], COST, "step", 1999, many, 0.0) < math.inf
-    assert compared_step_s([longest], COST, "step", 1999, few, 0.0) == math.inf
+    found = candidates_of([roomy, narrow], 1, [*batch, longest], many)
+    assert all(COST.linear_s * longest.num_tokens / len(many) < one.step_s < math.inf for one in found)
+    assert [one.step_s for one in candidates_of([narrow], 1, [longest], few)] == [math.inf]
+    assert candidates_of([roomy, narrow], 2000, batch, many)[1].step_s == math.inf  # does not hold what is needed
 
 
 @pytest.mark.parametrize(("name", "device", "gigabytes", "num_ranks", "expected"), [
@@ -92,11 +97,11 @@ def test_published_models_on_described_devices(
     described, num_nodes = Device.load(DEVICES / f"{device}.yaml"), max(1, num_ranks // 8)
     nodes, shape = [rank // 8 for rank in range(num_ranks)], Qwen25VL.shape(published_config(name))
     plain = MemorySettings(sync="step", world_size=num_ranks, precision="bf16", recomputes=False)
-    found = []
+    offers = []
     for mode in MODES:
         memory = MemoryModel(shape, replace(plain, sync=mode.sync, recomputes=mode.recomputes))
         tokens, cost = memory.tokens_that_fit(0.9 * gigabytes * 2**30), derived_cost(memory, described, num_nodes)
-        samples = equal_samples(8 * num_ranks, 4096, shape.merge_area)
-        found.append(Candidate(mode, tokens, compared_step_s(
-            samples, cost, mode.sync, tokens, nodes, gather_s(memory, described, num_nodes))))
+        offers.append(Offer(mode, tokens, cost, gather_s(memory, described, num_nodes)))
+    samples = equal_samples(8 * num_ranks, 4096, shape.merge_area)
+    found = candidates_of(offers, 1280, samples, nodes)
     assert choose(found, 1280).mode == expected, reason(found, 1280, samples)

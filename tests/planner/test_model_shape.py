@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedConfig
 
-from dhp_ray.config import CONF
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.model.presets import preset_config
 from dhp_ray.planner import PlanError
 from dhp_ray.planner.model_shape import ModelShape
 from tests.packs import TOKEN_IDS
-from tests.published_configs import NUM_PARAMETERS, model_without_memory, published_config, shape_of, stored_shape
+from tests.published_configs import CONF, NUM_PARAMETERS, model_without_memory, published_config, shape_of, stored_shape
 
 
 def config_of(name: str) -> PreTrainedConfig:

@@ -25,6 +25,16 @@ PACKED_TO_MEMORY = {
 """The baselines as nobody runs them: packs as full as memory allows."""
 
 
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("planner", sorted(PLANNERS))
+def test_many_packs_a_rank(planner, sync):
+    """More than fifty: two per cent above a round's share of the tokens is then above memory."""
+    cost = CostModel.load("conf/cost/cuda.yaml")
+    lengths = np.minimum(np.random.default_rng(5).lognormal(6, 1, 330).astype(int) + 1, 1500)
+    samples = [Sample(str(row), int(length)) for row, length in enumerate(lengths)]
+    plan_batch(samples, ClusterSpec(1, 8, 1500), cost, planner=planner, sync=sync)  # is validated
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 60_000), min_size=1, max_size=40), st.integers(1, 12),
        st.sampled_from(sorted(PACKED_TO_MEMORY)),

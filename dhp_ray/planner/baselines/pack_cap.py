@@ -38,9 +38,10 @@ def powers_of_two(degrees: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def cap_of_rounds(problem: Problem, memory: int, more: int) -> float:
-    """The cap under which the batch takes so many rounds of packs more than under memory's."""
+    """The cap under which the batch takes so many rounds of packs more than under memory's; where there are many of
+    them, memory's."""
     each = int(problem.items.tokens.sum()) / problem.cluster.num_ranks
-    return 1.02 * each / (int(each // memory) + 1 + more)
+    return min(memory, 1.02 * each / (int(each // memory) + 1 + more))
 
 
 def best_cap(problems: Sequence[Problem], schedule_at: Callable[[Problem, int], Schedule]) -> tuple[float, int]:

@@ -105,6 +105,7 @@ class Driver:
             self.session = session = yield from open_session(
                 self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
             self.commits = Commits(session)
+            gc.collect()  # garbage would stay as well: references to blocks among it
             gc.freeze()  # what is loaded stays: looking through it, in the midst of a step, holds up every thread
             yield from self._train(session, "the driver was lost" if self.going_on else "")
         except ConfigError as error:

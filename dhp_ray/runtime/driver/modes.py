@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from dhp_ray.planner.cost_origin import CostFile, Origin, difference
 from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import SHARDING, Candidate, Mode, choose, compared_step_s, equal_samples, held_samples, reason
+from dhp_ray.planner.mode import SHARDING, Mode, Offer, candidates_of, choose, equal_samples, held_samples, reason
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.plan import Sample
 from dhp_ray.runtime.driver.group import WorkerGroup
@@ -70,24 +70,41 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
         return Choice(modes[0], keys, f"what {kind} ranks have of memory and speed is not described")
     most = _most_tokens(config, auto_tokens, num_ranks)
     memories = [memory_of(config, group, mode, num_ranks) for mode in modes]
-    limits = [_limits(config, group, memory, most) for memory in memories]
-    longest = config.planner.max_sequence_tokens or num_ranks * max(1, *(limit.most_tokens for limit in limits))
-    samples = held_samples(group.first_batch, longest) or _images(config, memories[0], num_ranks, longest)
-    needed = _needed_tokens(config, group, auto_tokens, num_ranks, max(sample.num_tokens for sample in samples))
-    candidates = [Candidate(mode, limit.most_tokens, _step_s(group, memory, limit, num_ranks, samples))
-                  for mode, memory, limit in zip(modes, memories, limits)]
+    offers = [_offer(config, group, mode, memory, most) for mode, memory in zip(modes, memories)]
+    held = num_ranks * max(1, *(offer.most_tokens for offer in offers))
+    limit = min(config.planner.max_sequence_tokens or held, held)
+    longest = max((sample.num_tokens for sample in held_samples(group.first_batch, limit)), default=1)
+    needed = _needed_tokens(config, group, auto_tokens, num_ranks, longest)
+    least = min((offer.most_tokens for offer in offers if offer.holds(needed)), default=held)
+    limit = min(limit, num_ranks * least)  # what every mode that is compared holds
+    samples = held_samples(group.first_batch, limit) or _images(config, memories[0], num_ranks, limit)
+    num_nodes = len(set(group.nodes))
+    candidates = candidates_of(offers, needed, samples, [rank * num_nodes // num_ranks for rank in range(num_ranks)])
     return Choice(choose(candidates, needed).mode, keys, reason(candidates, needed, samples))
 
 
-def compares_modes(config: Config, group: WorkerGroup) -> bool:
-    """Whether `mode_of` compares modes, by `group.first_batch` where there is one."""
+def most_tokens_of(config: Config, group: WorkerGroup, num_ranks: int, limits: Callable[[Mode], Limits]) -> int:
+    """Tokens of a pack that each of so many ranks holds in the mode that they would train in; `limits` of each mode.
+
+    Without comparing modes: either some mode holds the longest sequence, and one that does is taken, or the roomiest
+    is.
+    """
     kind = group.members[0].described["device"]
-    return kind in STAND_INS and len(_modes(config, kind)) > 1
+    modes = _modes(config, kind)
+    return max(limits(mode).most_tokens for mode in (modes if kind in STAND_INS else modes[:1]))
 
 
-def _modes(config: Config, kind: str) -> list[Mode]:
+def compares_modes(config: Config, group: WorkerGroup, sync: str = "") -> bool:
+    """Whether `mode_of` compares modes, by `group.first_batch` where there is one; `sync`: in place of the
+    configuration's."""
+    kind = group.members[0].described["device"]
+    return kind in STAND_INS and len(_modes(config, kind, sync)) > 1
+
+
+def _modes(config: Config, kind: str, sync: str = "") -> list[Mode]:
     """What the configuration admits on devices of this kind, in the order of what it needs, most first."""
-    syncs = SYNCS if config.planner.sync == "auto" else (config.planner.sync,)
+    sync = sync or config.planner.sync
+    syncs = SYNCS if sync == "auto" else (sync,)
     return [Mode(sync, again, sharding) for sync in syncs for sharding in _shardings(config, sync, kind)
             for again in RECOMPUTES[config.train.activation_checkpointing]]
 
@@ -119,26 +136,19 @@ def _needed_tokens(config: Config, group: WorkerGroup, auto_tokens: bool, num_ra
     return max(math.ceil((limit or longest) / num_ranks), image if tokens == "auto" else min(image, int(tokens)))
 
 
-def _limits(config: Config, group: WorkerGroup, memory: MemoryModel, most_tokens: int | None) -> Limits:
-    fitting = plain_tokens(config, memory, group)
+def _offer(
+    config: Config, group: WorkerGroup, mode: Mode, memory: MemoryModel, most_tokens: int | None
+) -> Offer:
+    fitting, (cost, device) = plain_tokens(config, memory, group), _slowest(memory, group)
     tokens = fitting if most_tokens is None else min(fitting, most_tokens)
-    return Limits(tokens, offload_of(config, memory, group, max(1, tokens), most_tokens or 2**62))
+    return Offer(mode, tokens, cost, gather_s(memory, device, len(set(group.nodes))),
+                 offload_of(config, memory, group, max(1, tokens), most_tokens or 2**62))
 
 
 def _images(config: Config, memory: MemoryModel, num_ranks: int, longest: int) -> list[Sample]:
     """In place of a batch: the largest image, on each rank as often."""
     count = math.ceil(config.batch.global_samples / num_ranks) * num_ranks
     return equal_samples(count, min(memory.settings.largest_image, longest), memory.shape.merge_area)
-
-
-def _step_s(
-    group: WorkerGroup, memory: MemoryModel, limits: Limits, num_ranks: int, samples: Sequence[Sample]
-) -> float:
-    """Seconds of a batch in the mode of `memory`."""
-    (cost, device), num_nodes = _slowest(memory, group), len(set(group.nodes))
-    nodes = [rank * num_nodes // num_ranks for rank in range(num_ranks)]
-    return compared_step_s(samples, cost, memory.settings.sync, limits.tokens, nodes,
-                           gather_s(memory, device, num_nodes), limits.offload)
 
 
 def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0) -> MemoryModel:

@@ -29,7 +29,7 @@ from dhp_ray.runtime.driver.host_room import (
     plain_tokens,
     share_of_every_pack,
 )
-from dhp_ray.runtime.driver.modes import cost_of, memory_of, mode_of
+from dhp_ray.runtime.driver.modes import cost_of, memory_of, mode_of, most_tokens_of
 from dhp_ray.runtime.messages import RunError
 
 
@@ -55,7 +55,11 @@ def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
 def limits_of_generation(config: Config, group: WorkerGroup, num_ranks: int) -> Limits:
     """What each of so many ranks like these holds of a pack: no more than at the run's first start, or than its longest
     sequence asks of so few ranks; and what beyond that with activations in host memory."""
-    memory = memory_of(config, group, mode_of(config, group, True, num_ranks).mode, num_ranks)
+    return _limits_in(config, group, num_ranks, mode_of(config, group, True, num_ranks).mode)
+
+
+def _limits_in(config: Config, group: WorkerGroup, num_ranks: int, mode: Mode) -> Limits:
+    memory = memory_of(config, group, mode, num_ranks)
     most = max(int(config.planner.tokens_per_rank), math.ceil(config.planner.max_sequence_tokens / num_ranks))
     tokens = max(1, min(most, _fitting(config, memory, group)))
     return Limits(tokens, offload_of(config, memory, group, tokens))
@@ -90,9 +94,10 @@ def _fitting(config: Config, memory: MemoryModel, group: WorkerGroup) -> int:
 def ranks_that_hold(config: Config, group: WorkerGroup, max_ranks: int) -> Callable[[int], int]:
     """How many ranks hold a sequence of so many tokens, where tokens a rank follow the number of ranks; more than
     `max_ranks` where these do not."""
-    limits_of = cache(partial(limits_of_generation, config, group))
+    most_of = cache(lambda num_ranks: most_tokens_of(config, group, num_ranks,
+                                                     partial(_limits_in, config, group, num_ranks)))
     return lambda num_tokens: 1 + bisect_left(
-        range(1, max_ranks + 1), num_tokens, key=lambda num_ranks: num_ranks * limits_of(num_ranks).most_tokens)
+        range(1, max_ranks + 1), num_tokens, key=lambda num_ranks: num_ranks * most_of(num_ranks))
 
 
 def within_memory(config: Config, group: WorkerGroup, mode: Mode, auto: bool) -> tuple[Limits, CostModel]:

@@ -15,7 +15,7 @@ from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import warm_up
 from dhp_ray.planner.cost import SYNCS
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan import Sample, samples_from_json
 from dhp_ray.run_folder import TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
@@ -77,10 +77,14 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     else:
         describe(group, folder, config.cluster.device)
     auto_tokens = config.planner.tokens_per_rank == "auto"
-    if compares_modes(config, group):
+    stored = records.stored_config()
+    if compares_modes(config, group, recorded_sync(config, stored)):
+        with group.waits.on("the planner's loops, which are being compiled"):
+            group.wait(compiled)
         with group.waits.on("the first batch"):
-            group.first_batch = first_samples(stream, config.batch.global_samples)
-    choice = resolve_limits(config, records.stored_config(), group, going_on)
+            planned = samples_from_json(records.planned_samples(1))
+            group.first_batch = planned or first_samples(stream, config.batch.global_samples)
+    choice = resolve_limits(config, stored, group, going_on)
     if not going_on:
         check_cost(config, group, choice.mode)
     stream.max_tokens = config.planner.max_sequence_tokens
@@ -185,9 +189,8 @@ def resolve_limits(
     planner.max_sequence_tokens = planner.max_sequence_tokens or int(stored.get("planner.max_sequence_tokens") or 0)
     if auto_tokens:
         planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or "auto")
-    recorded = planner.sync == "auto" and stored.get("planner.sync") in SYNCS
-    if recorded:
-        planner.sync = stored["planner.sync"]
+    recorded = recorded_sync(config, stored)
+    planner.sync = recorded or planner.sync
     choice = mode_of(config, group, auto_tokens)
     if recorded:
         choice = choice._replace(keys=("planner.sync", *choice.keys), why="; ".join(
@@ -204,6 +207,12 @@ def resolve_limits(
     if not going_on:
         check_host_memory(config, group, choice.mode)
     return choice
+
+
+def recorded_sync(config: Config, stored: Mapping[str, Any]) -> str:
+    """What `planner.sync=auto` came to at the run's first start; empty: it is not open, or this is the first."""
+    found = stored.get("planner.sync")
+    return str(found) if config.planner.sync == "auto" and found in SYNCS else ""
 
 
 def _opening(config: Config, group: WorkerGroup, stream: Stream | Mixture, resumed_step: int) -> tuple[str, ...]:

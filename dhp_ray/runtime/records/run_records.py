@@ -155,6 +155,13 @@ class RunRecords:
                 return found
         return {}
 
+    def planned_samples(self, step: int) -> list[dict[str, Any]]:
+        """The samples of a step, as its plan file has them; empty: there is none."""
+        if not self.folder.exists(plan_file(step)):
+            return []
+        found: list[dict[str, Any]] = self.read_plan(step)["inputs"]["samples"]
+        return found
+
     def cluster(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Replace the membership: for each rank its rank, pid, node_id and device."""
         members = [{name: rank[name] for name in ("rank", "pid", "node_id", "device")} for rank in ranks]
