@@ -72,7 +72,7 @@ class SleepingRank:
         self.asked = 0
 
     def prefetch(self, packed: bytes, references: list[Any]) -> dict[str, str]:
-        from dhp_ray.runtime.slices import unpacked_slice
+        from dhp_ray.runtime.rank_slices import unpacked_slice
 
         plan, _ = unpacked_slice(packed, references)
         self.plans[plan.plan_id] = plan

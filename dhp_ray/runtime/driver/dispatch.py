@@ -31,7 +31,7 @@ from dhp_ray.runtime.driver.batch_reader import BatchReader, blocks_of
 from dhp_ray.runtime.driver.group import STOP_POLL_S, WorkerGroup
 from dhp_ray.runtime.driver.planning import Expectation, Patience, Planning, patience_s
 from dhp_ray.runtime.driver.stages import DispatchedStep
-from dhp_ray.runtime.slices import packed_slice
+from dhp_ray.runtime.rank_slices import packed_slice
 
 ANSWERS_S = 0.1
 """How long the driver waits for the thread that takes the prefetches' answers; then it asks itself, and finds out who

@@ -28,7 +28,7 @@ from dhp_ray.config import Config
 from dhp_ray.data.blocks import fetch_rows
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
-from dhp_ray.runtime.slices import unpacked_slice
+from dhp_ray.runtime.rank_slices import unpacked_slice
 from dhp_ray.runtime.worker.answering import answers
 from dhp_ray.runtime.worker.failures import words_of
 from dhp_ray.runtime.worker.folders import check_reached, save_folder
@@ -97,8 +97,8 @@ class Worker:
         self.accelerator = choose(device)
         self.accelerator.activate()
         check_reached(Folder(self.config.run.dir), probe)
-        context = ray.get_runtime_context()
-        return {"pid": os.getpid(), "node_id": context.get_node_id(), "device": self.accelerator.name,
+        return {"pid": os.getpid(), "node_id": ray.get_runtime_context().get_node_id(),
+                "device": self.accelerator.name,
                 "device_name": self.accelerator.model_name(), "memory_bytes": self.accelerator.memory_bytes(),
                 "host_memory_bytes": CPU.memory_bytes(), **state_size(self.config)._asdict(),
                 "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free}
@@ -151,9 +151,7 @@ class Worker:
 
     @ray.method(concurrency_group="prefetch")
     def prefetch(self, packed: bytes, references: list[ray.ObjectRef]) -> dict[str, str]:
-        """Fetch, decode and collate what this rank needs of a step (`packed_slice`); returns the samples that failed,
-        with reasons.
-        """
+        """Fetch, decode and collate what a packed slice needs; returns the samples that failed, with reasons."""
         assert self.adapter is not None
         plan, blocks = unpacked_slice(packed, references)
         self.accelerator.activate()  # the current device is a thread's own
@@ -167,9 +165,8 @@ class Worker:
         """Run a prefetched plan of a step: a `StepOrder`, pickled."""
         assert self.rank is not None
         step, plan_id, placeholders, total_steps, mirrors = pickle.loads(packed)
-        wait = perf_counter()
+        wait, factor = perf_counter(), self.rank.learning_rate_factor(step, total_steps)
         inputs = self._take(step, plan_id, placeholders)
-        factor = self.rank.learning_rate_factor(step, total_steps)
         result = self.rank.run(inputs, factor, perf_counter() - wait, mirrors)
         self.kept.clear()  # every rank has its copies of this generation: the one before is done with
         self.ran[step] = Ran(result, placeholders)
@@ -204,9 +201,8 @@ class Worker:
     def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> StepInputs:
         """The plan that all ranks are told to run, whatever other one of this step was sent as well."""
         if plan_id not in self.prefetched:
-            raise RunError(
-                f"step {step}: told to run plan {plan_id}; prefetched here: {', '.join(self.prefetched) or 'none'}"
-            )
+            here = ", ".join(self.prefetched) or "none"
+            raise RunError(f"step {step}: told to run plan {plan_id}; prefetched here: {here}")
         inputs = self.prefetched.pop(plan_id)
         for other in [other for other, held in list(self.prefetched.items()) if held.plan.step == step]:
             del self.prefetched[other]
@@ -233,8 +229,7 @@ class Worker:
 
     @training
     def export(self, name: str) -> None:
-        """Write the trained model with its tokenizer and processor to the run folder (all ranks write, and call this).
-        """
+        """Write the trained model, its tokenizer and processor to the run folder (all ranks write, and call this)."""
         assert self.rank is not None
         self.rank.export(name, self.processor.save)
 

@@ -21,7 +21,7 @@ from dhp_ray.planner.plan import ClusterSpec, RankPack, RankPlan, Sample, Vision
 from dhp_ray.runtime.driver.batch_reader import blocks_of
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.slices import unpacked_slice
+from dhp_ray.runtime.rank_slices import unpacked_slice
 
 SAMPLES = [Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9), Sample("c", 7, 8, ((1, 4, 4), (1, 4, 4)))]
 
@@ -46,7 +46,6 @@ def test_a_rank_decodes_the_images_that_the_plan_gives_it() -> None:
 
 class Listener:
     """Takes slices of plans as a worker does, and decodes nothing."""
-
     def __init__(self) -> None:
         self.sent: list[tuple[RankPlan, int]] = []
 

@@ -15,13 +15,11 @@ from dhp_ray.config import CONF, ConfigError
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.plan import Sample
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.modes import (
     RECOMPUTATION,
     Choice,
     check_cost,
-    compares_modes,
     cost_of,
     fewest_of_a_node,
     memory_of,
@@ -70,61 +68,6 @@ def test_recomputation_is_taken_where_the_longest_sequence_needs_it(tmp_path: Pa
         f"sequences of 4,096 tokens is modelled: step holds {held[False]:,}; step with recomputation takes ")
     config.planner.tokens_per_rank = str(held[False])  # given: a rank is to hold these, whatever there is of sequences
     assert mode_of(config, group, auto_tokens=False).mode == Mode("step", False)
-
-
-@pytest.mark.parametrize(("lengths", "mode", "words"), [
-    # packs so short that launching kernels takes longer than computing twice
-    ([1000] * 64, Mode("step", True), "1,280 tokens, and a batch of 64 sequences of 1,000 tokens"),
-    ([50] * 64, Mode("step", False), "1,280 tokens, and a batch of 64 sequences of 50 tokens"),
-    ([50, 60_000] * 4, Mode("step", True), "15,000 tokens, and a batch of 8 sequences of 50 to 60,000 tokens"),
-    # no mode holds the longest, which is left out
-    ([50, 10**9] * 4, Mode("step", False), "1,280 tokens, and a batch of 4 sequences of 50 tokens")])
-def test_the_first_batch_decides(tmp_path: Path, lengths: list[int], mode: Mode, words: str) -> None:
-    config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
-    group = group_of(4, 1.0, config)
-    group.first_batch = [Sample(str(number), length) for number, length in enumerate(lengths)]
-    choice = mode_of(config, group, auto_tokens=True)
-    assert choice.mode == mode
-    assert f": a rank is to hold {words} is modelled: step " in choice.line
-    config.planner.max_sequence_tokens = 60  # what the run leaves out counts for nothing
-    assert mode_of(config, group, auto_tokens=True).mode == Mode("step", False)
-
-
-def test_what_some_mode_does_not_hold_is_left_out_of_the_comparison(tmp_path: Path) -> None:
-    """After ranks were lost, or with tokens as given, a sequence below the limit may fit in no mode."""
-    config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64",
-                       "planner.max_sequence_tokens=60000")
-    config.planner.tokens_per_rank = "4096"
-    group = group_of(4, ROOM, config)
-    group.first_batch = [Sample("fits", 4 * 4096), Sample("does not", 4 * 4096 + 1), Sample("short", 50)]
-    for auto_tokens in (False, True):
-        choice = mode_of(config, group, auto_tokens)
-        assert "takes" in choice.why
-        assert "inf" not in choice.why
-    assert "a batch of 2 sequences of 50 to 16,384 tokens" in mode_of(config, group, False).why
-
-
-def test_the_ranks_that_hold_a_sequence_are_those_of_the_modes_that_would_be_taken(tmp_path: Path) -> None:
-    config = config_of(str(tmp_path), *AUTO, "batch.global_samples=512", "train.activation_offload=auto")
-    group = group_of(8, 1.0, config)
-    group.first_batch = [Sample(str(row), length) for row, length in enumerate([50, 700, 9000] * 170)]
-    resolve_limits(config, {}, group)
-    longest = config.planner.max_sequence_tokens
-    held = [num_ranks * limits_of_generation(config, group, num_ranks).most_tokens for num_ranks in range(1, 9)]
-    needed = ranks_that_hold(config, group, 8)
-    for tokens in (1, longest // 3, longest // 2, longest):
-        assert needed(tokens) == next(place for place, most in enumerate(held, 1) if most >= tokens)
-
-
-def test_modes_are_compared_where_they_are_open_and_devices_are_described(tmp_path: Path) -> None:
-    config = config_of(str(tmp_path), *AUTO)
-    assert compares_modes(config, group_of(2, 1.0, config))
-    assert not compares_modes(config, group_of(2, 1.0, config, "cpu"))
-    given = config_of(str(tmp_path), "planner.sync=step", "train.activation_checkpointing=true")
-    assert not compares_modes(given, group_of(2, 1.0, given))
-    given.planner.sync = "auto"
-    assert compares_modes(given, group_of(2, 1.0, given))
-    assert not compares_modes(given, group_of(2, 1.0, given), "micro_batch")  # as at its first start
 
 
 def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dhp_ray.data.blocks import BlockRows
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample, SplitImage, VisionPlan
-from dhp_ray.runtime.slices import packed_slice, unpacked_slice
+from dhp_ray.runtime.rank_slices import packed_slice, unpacked_slice
 
 SAMPLES = (Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9))
 PACK = RankPack(3, (0, 2), SAMPLES, (2,), 0.5, 1, (0,), (SplitImage(0, (0, 2), (0, 1)),), 0.25)
