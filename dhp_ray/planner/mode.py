@@ -31,8 +31,8 @@ plan for 4,096 ranks takes seconds."""
 
 TIE = 0.01
 """Modes whose steps differ by a smaller share count as equally fast: costs are not known so well. The first of them is
-taken, in which ranks wait for one another least. Of 24 cases (benchmarks/modes.py) one changes at 0.02, and costs 3 %.
-"""
+taken, in which ranks wait for one another least. Tried by hand on the 24 cases of benchmarks/modes.py: at 0.02 one
+changes, and costs 3 %."""
 
 MEMORY_SHARE = 0.9
 """Share of a device's memory, and of a node's, that is planned with; the rest is the allocator's and the libraries'."""
