@@ -53,7 +53,7 @@ def images_each(num_samples: int, num_images: int = 4) -> list[Sample]:
 def shape_of(model: str) -> ModelShape:
     language, vision = (ModelShape.load(CONF / "model_shape" / f"{name}.yaml") for name in MODELS[model])
     return replace(language, vision=vision.vision, vision_rest=vision.vision_rest, patch_dim=vision.patch_dim,
-                   merger_width=vision.merger_width, vision_one_row=vision.vision_one_row)
+                   merger_width=vision.merger_width, vision_projector=vision.vision_projector)
 
 
 def cluster_and_cost(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Embedding, Module
+from torch.nn import Embedding, Module, Parameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -186,6 +186,12 @@ class ModelAdapter(Protocol):
     def units(self) -> Sequence[Module]:
         """The submodules whose parameters are gathered on their own where they are sharded, inner ones first; each is
         only used by calling it.
+        """
+        ...
+
+    def one_row_parameters(self) -> Sequence[Parameter]:
+        """Parameters whose leading dimensions are 1, and which may be used without these: sharded by rows, one row
+        would be padded to as many as there are ranks.
         """
         ...
 

@@ -17,6 +17,8 @@ backward pass those of LEAST_LAYERS are on the device at least.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dhp_ray.planner.memory_terms import COMPUTE_BYTES, MemorySettings, PackLoad
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 from dhp_ray.planner.offload import num_moved
@@ -75,7 +77,9 @@ class ActivationMemory:
         """Bytes that the mergers keep of a patch: their norms, their first products and their activations."""
         shape = self.shape
         width, levels = shape.vision[0].width, shape.feature_levels
-        norm = self._norm("vision", shape.vision[0]) * width
+        # a projector behind the encoder has a layer norm, whatever the encoder's norms are
+        norm = self._norm("vision", replace(shape.vision[0], layer_norms=True) if shape.vision_projector
+                          else shape.vision[0]) * width
         shared = self._c * width * (levels - 1)  # a layer norm's input, which the next block has too
         return levels * (norm + 2 * self._c * shape.merger_width / shape.merge_area) - shared
 

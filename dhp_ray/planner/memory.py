@@ -13,7 +13,8 @@ backward pass wants (`activation_memory.py`). Beside them at a time, for layers 
 
     loss           (8 + c) V D, gradient of the head summed in fp32, scaled, and cast; logits of a chunk
     last norm      (2 c + 16) D, gradients in the computing type and in fp32
-    layer          gradients in its MLP, c F (3 - t), or in its attention, with the kernel's workspace
+    layer          gradients in its MLP, c F (3 - t), or c F and that of its last weights, c D F in all; or in its
+                   attention, with the kernel's workspace
     embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D
     gathered       sync=micro_batch: the root's parameters c R throughout; of a layer its own, the next one's, the
                    gradients on their way (4 bytes). train.sharding=node: of the head its own, in the loss's forward
@@ -54,12 +55,7 @@ class MemoryModel(ActivationMemory):
         trained = self.settings.num_trained(self.shape)
         share = math.ceil(trained / ranks)
         if self._sharded:
-            whole = self.shape.vision_one_row  # on rank 0
-            trained_whole = whole if self._trains_weights["vision"] else 0
-            share = math.ceil((trained - trained_whole) / ranks) + trained_whole
-            kept_whole = whole - trained_whole
-            kept = math.ceil((size - trained - kept_whole) / ranks) + kept_whole
-            parameters, gradients = 4 * share + self._c * kept, 4 * share
+            parameters, gradients = 4 * share + self._c * math.ceil((size - trained) / ranks), 4 * share
         elif self._shares:
             among = self.settings.node_ranks
             parameters, gradients = self._c * math.ceil(size / among), 4 * (math.ceil(trained / among) + share)
@@ -165,7 +161,7 @@ class MemoryModel(ActivationMemory):
             found["language, forward"] = held | root | {
                 "activations, language": language * max(0, count - 2) / count,
                 "gathered: a layer": 3 * c * shape.language[0].num_parameters}
-            first = shape.vision_rest if load.patches else shape.language[0].num_parameters
+            first = (shape.vision_rest - shape.vision_projector) if load.patches else shape.language[0].num_parameters
             found["gathering"] = {"inputs": inputs, "gathered: embedding, head": 2 * c * self._root,
                                   "embeddings, features": 2 * c * shape.width * load.tokens + features,
                                   "gathered: first unit": 2 * c * first}
@@ -187,10 +183,12 @@ class MemoryModel(ActivationMemory):
         gradient = c * layer.width
         mlp = c * layer.mlp_width * ((3 if layer.gated else 2) - trained)
         has_none = self._sharded or self._shares  # of parameters and gradients of its own
-        weights = c * layer.width * layer.mlp_width if has_none and self._trains_weights[part] else 0
+        product = c * layer.width * layer.mlp_width if self._trains_weights[part] else 0
+        weights, added = (product, 0) if has_none else (0, product)  # kept to the end of the layer, or added at once
         under_way = {"gathered: a layer": self._gathered(part, 2, 1)}
         yield "MLP backward", under_way | {"layer, recomputed": again * positions, "gradients of weights": weights,
-                                           "layer, backward": (gradient + mlp) * positions}
+                                           "layer, backward": gradient * positions + max(
+                                               mlp * positions, c * layer.mlp_width * positions + added)}
         if self.settings.drops and part in self.settings.adapters:
             # of the MLP's last product two gradients and, for what was dropped, a hash and its copy, or a mask and a
             # third gradient

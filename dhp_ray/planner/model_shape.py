@@ -56,8 +56,9 @@ class ModelShape:
     `merge_area` patches of `patch_dim` values make one vision token, `token_pixels` of an image; `merger_width` is what
     the merger makes of them. A vision feature has `feature_levels` rows of the language model's width, each by a merger
     of its own. The encoder adds to a patch a mean of four of `position_rows` learned positions, where it has some.
-    `vision_one_row`: those of `vision_rest` in tables of one row, which cannot be shared out by rows. An image is cut
-    among ranks between pieces of at most `piece_patches` patches.
+    `vision_projector`: those of `vision_rest` in a module of their own behind the encoder, gathered apart from the
+    others.
+    An image is cut among ranks between pieces of at most `piece_patches` patches.
     """
 
     family: str
@@ -73,7 +74,7 @@ class ModelShape:
     token_pixels: int
     feature_levels: int = 1
     position_rows: int = 0
-    vision_one_row: int = 0
+    vision_projector: int = 0
     piece_patches: int = 0
 
     @classmethod
@@ -117,7 +118,8 @@ class ModelShape:
         """Every parameter once, in the order in which units are used."""
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return (*(Unit("vision", "layer", layer.num_parameters, layer.count) for layer in self.vision),
-                Unit("vision", "rest", self.vision_rest),
+                Unit("vision", "rest", self.vision_rest - self.vision_projector),
+                *(Unit("vision", "projector", size) for size in (self.vision_projector,) if size),
                 *(Unit("language", "layer", layer.num_parameters, layer.count) for layer in self.language),
                 Unit("language", "rest", embeddings + self.language_rest))
 

@@ -71,9 +71,13 @@ class ShardedEngine(Engine):
         module: Any = adapter.module
         self.root = MicroBatchModel(adapter)
         self._units = units = [*adapter.units(), self.root]
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in module.named_parameters():
             if parameter.ndim == 0:
                 raise ValueError(f"parameter {name}: a scalar, which cannot be sharded; allowed with planner.sync=step")
+            self._shapes[name] = tuple(parameter.shape)
+        for parameter in adapter.one_row_parameters():
+            parameter.data = parameter.data.squeeze()
         self._mesh = mesh = DeviceMesh.from_group(world_group, device.type)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32,
                                       cast_forward_inputs=False)
@@ -100,7 +104,7 @@ class ShardedEngine(Engine):
             raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
         self._unit_pieces = self._lay_out(units)
         pieces = tuple(piece for found in self._unit_pieces.values() for piece in found)
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        shapes = {name: self._shapes[name] for name in self.parameters}
         ends = {start: found[-1].shard.stop for start, found in self._unit_pieces.items()}
         self._buckets = tuple(Bucket(start, stop, slice(start, stop)) for start, stop in ends.items())
         super().__init__(settings, world_group if self.world_size > 1 else None, shapes, pieces, self._buckets,
@@ -140,8 +144,8 @@ class ShardedEngine(Engine):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients summed over all ranks, whole, by name; zero for what no pack used. Every rank calls this."""
-        return {name: torch.zeros(parameter.shape, device=self.device) if parameter.grad is None
-                else cast(DTensor, parameter.grad).full_tensor()
+        return {name: torch.zeros(self._shapes[name], device=self.device) if parameter.grad is None
+                else cast(DTensor, parameter.grad).full_tensor().view(self._shapes[name])
                 for name, parameter in self.parameters.items()}
 
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
@@ -152,7 +156,8 @@ class ShardedEngine(Engine):
                 continue
             with self.progress.waiting("a parameter's rows of other ranks"):
                 whole = cast(DTensor, everything[name].detach()).full_tensor()
-            value = whole.to("cpu", torch.float32, copy=True) if owner == self.rank else None
+            value = (whole.to("cpu", torch.float32, copy=True).view(self._shapes[name]) if owner == self.rank
+                     else None)
             self.progress.synchronize()
             del whole  # before the next one comes
             yield name, value
@@ -165,7 +170,7 @@ class ShardedEngine(Engine):
 
     def _stored(self, name: str) -> Tensor:
         """A parameter from its file, fp32 on the CPU."""
-        value = torch.empty(self.frozen[name].shape)
+        value = torch.empty(self._shapes[name])
         assert self.adapter.weights is not None
         self.adapter.weights.read([Interval(name, 0, value.view(-1))])
         return value

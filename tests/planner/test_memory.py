@@ -100,8 +100,20 @@ def test_predicted_peaks_of_internvl_are_the_traced_ones(
         check("InternVL3-1B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=2, largest=TILES)
 
 
+def test_what_ranks_gather_does_not_grow_with_them() -> None:
+    """InternVL's positions are a table of one row, which FSDP would pad to a row a rank."""
+    settings, peaks = settings_of("micro_batch", True, ("language",)), []
+    for num_ranks in (8, 64):
+        with fake_world(num_ranks):
+            found = traced(published_config("InternVL3-38B", 1), [(500, [(1, 32, 32)])],
+                           replace(settings, world_size=num_ranks))
+        peaks.append(found.pack_bytes)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
+
+
 @pytest.mark.parametrize(("name", "mode", "recomputes", "frozen", "seed", "degree", "share"), [
-    ("3B", "step", False, (), 9, 1, 1.0), ("InternVL3-1B", "micro_batch", True, (), 2, 2, 0.5),
+    ("3B", "step", False, (), 9, 1, 1.0), ("InternVL3-38B", "step", True, ("language",), 11, 2, 0.25),
+    ("InternVL3-1B", "micro_batch", True, (), 2, 2, 0.5),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("Qwen3-VL-2B", "micro_batch", False, (), 1, 1, 1.0), ("InternVL3-1B", "node", False, ("vision",), 4, 2, 0.75),
         ("Qwen3-VL-2B", "step", True, ("language",), 5, 1, 1.0), ("3B", "step", False, (), 2, 1, 0.5)))], ids=str)

@@ -29,8 +29,9 @@ def counted(adapter: VisionLanguageModel) -> Counter[tuple[str, str, int]]:
         own = [parameter for parameter in unit.parameters() if parameter not in taken]
         taken.update(own)
         part = "vision" if adapter.is_vision(names[own[0]]) else "language"
-        kind = "layer" if "Layer" in type(unit).__name__ or "Block" in type(unit).__name__ else "rest"
-        if kind == "layer":
+        kind = ("layer" if "Layer" in type(unit).__name__ or "Block" in type(unit).__name__
+                else "projector" if "Projector" in type(unit).__name__ else "rest")
+        if kind != "rest":
             found[part, kind, sum(parameter.numel() for parameter in own)] += 1
         else:
             rest[part] += sum(parameter.numel() for parameter in own)

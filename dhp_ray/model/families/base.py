@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dhp_ray.compatibility import checkpoint_activations
@@ -236,6 +236,9 @@ class VisionLanguageModel(ABC):
     def units(self) -> list[Module]:
         model: Any = self.module.model
         return [*self.vision_units(), *model.language_model.layers]
+
+    def one_row_parameters(self) -> Sequence[Parameter]:
+        return ()
 
     @abstractmethod
     def vision_stack(self) -> LayerStack:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Identity, Module
+from torch.nn import Identity, Module, Parameter
 from torch.nn import functional as F
 from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
@@ -93,6 +93,10 @@ class InternVL(VisionLanguageModel):
         model: Any = self.module.model
         return [*model.vision_tower.encoder.layer, model.vision_tower, model.multi_modal_projector]
 
+    def one_row_parameters(self) -> list[Parameter]:
+        embeddings: Any = self.module.model.vision_tower.embeddings  # type: ignore[union-attr]
+        return [table for table in (embeddings.cls_token, embeddings.position_embeddings) if table is not None]
+
     def vision_stack(self) -> LayerStack:
         tower: Any = self.module.model.vision_tower  # type: ignore[union-attr]
         return LayerStack(tower, tower.encoder.layer)
@@ -123,8 +127,8 @@ class InternVL(VisionLanguageModel):
         # q, k, v, the projection behind them, the MLP; two norms and two scales
         block = (4 * width * width + (1 + 3 * vision.attention_bias) * width + 2 * width * mlp + mlp + width
                  + 2 * (1 + has_means) * width + 2 * width + 2 * vision.use_qk_norm * width)
-        one_row = (1 + (height * columns + 1) * vision.use_absolute_position_embeddings) * width  # a token, positions
-        embeddings = (patch_dim + 1) * width + one_row
+        positions = (height * columns + 1) * vision.use_absolute_position_embeddings
+        embeddings = (patch_dim + 1 + 1 + positions) * width  # a product with a bias, a token
         merged, out = merge_area * width, text.hidden_size
         projector = 2 * merged + (merged + 1) * out + (out + 1) * out
         is_qwen3 = text.model_type == "qwen3"
@@ -135,7 +139,7 @@ class InternVL(VisionLanguageModel):
                                layer_norms=has_means, query_key_norms=vision.use_qk_norm),),
             vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
             vision_rest=embeddings + 2 * width * (not vision.use_mean_pooling) + projector,
-            vision_one_row=one_row, patch_dim=patch_dim, merge_area=merge_area, merger_width=out,
+            vision_projector=projector, patch_dim=patch_dim, merge_area=merge_area, merger_width=out,
             token_pixels=merge_area * vision.patch_size[0] * vision.patch_size[1], piece_patches=height * columns)
 
 
@@ -151,10 +155,13 @@ class TileEmbedding(Module):
         self.train(plain.training)
 
     def forward(self, pixel_values: Tensor, bool_masked_pos: None = None) -> Tensor:
-        """(T, N + 1, width) of T tiles of N patches, `pixel_values` (T, N, channels x height x width)."""
+        """(T, N + 1, width) of T tiles of N patches, `pixel_values` (T, N, channels x height x width).
+
+        The token (1, 1, width) and the positions (1, N + 1, width) may also be without their leading ones.
+        """
         projection = self.patch_embeddings.projection
         patches = F.linear(pixel_values.to(projection.weight.dtype), projection.weight.flatten(1), projection.bias)
-        embeddings = torch.cat((self.cls_token.expand(len(patches), -1, -1), patches), 1)
+        embeddings = torch.cat((self.cls_token.expand(len(patches), 1, -1), patches), 1)
         return embeddings if self.position_embeddings is None else embeddings + self.position_embeddings
 
 

@@ -140,9 +140,13 @@ def test_three_ranks_export_the_adapters_that_one_does(way: str, tmp_path: Path)
     assert not list((tmp_path / "three/model").glob("model*"))
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny_qwen3_vl", "tiny_internvl"])
-def test_a_presets_keys_are_those_of_transformers(preset: str, tmp_path: Path) -> None:
-    common = [f"model.preset={preset}", "train.freeze=[vision]", f"run.dir={tmp_path / 'run'}"]
+@pytest.mark.parametrize(("preset", "way", "freeze"), [
+    ("tiny", "whole", "vision"), ("tiny_qwen3_vl", "whole", "vision"), ("tiny_internvl", "whole", "vision"),
+    ("tiny_internvl", "sharded", "vision"), ("tiny_internvl", "sharded", "language")])
+def test_a_presets_keys_and_shapes_are_those_of_transformers(
+    preset: str, way: str, freeze: str, tmp_path: Path
+) -> None:
+    common = [f"model.preset={preset}", f"train.freeze=[{freeze}]", f"run.dir={tmp_path / 'run'}", *WAYS[way]]
     run_processes(run, 2, 2, common, 0)
     processor = load_processor(preset, "", 3136, 1003520)
     module = build_model(preset, "", processor.token_ids, load(common).seed).module
