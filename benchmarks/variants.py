@@ -71,7 +71,6 @@ VARIANTS = (
     one("step: local search from the plan alone", _STARTS, f"seeds = 1\n    {_STARTS}"),
     one("step: no packs made beforehand", _PACKED, "if False:"),
     one("step: of packs and sequences the better after the quick search", "SHORTER = 0.03", "SHORTER = 0.0"),
-    one("step: local search of packs and of sequences", "better if local else found", "found"),
     one("step: packs made beforehand of whole memory", _HALF, "problem.machine.tokens_per_rank"),
     one("step: at most 2 ranks more than needed", _HIGHEST, "return min(num_ranks, more)"),
     one("step: no rank more than needed", _HIGHEST, "return degree"),

@@ -32,13 +32,14 @@ def write_results(simulation: Simulated, folder: Path) -> list[Path]:
     (folder / "results.json").write_text(json.dumps(simulation.to_json(), indent=1))
     files = [folder / "results.json"]
     drawn = next((record for record in simulation.records if record.kept), None)
-    if drawn:
-        (folder / "step.png").write_bytes(step_picture(drawn))
+    drawing = step_picture(drawn) if drawn else None
+    if drawn and drawing:
+        (folder / "step.png").write_bytes(drawing)
         steps = [(begin_s, step.plan, step.results(number)) for number, (begin_s, step) in drawn.kept.items()]
         details = {"simulated": True, "planner": drawn.planner, "steps": sorted(drawn.kept)}
         (folder / "trace.json").write_text(json.dumps(trace_of_steps(steps, details)))
         files += [folder / "step.png", folder / "trace.json"]
-    (folder / "page.html").write_text(page(simulation))
+    (folder / "page.html").write_text(page(simulation, drawing))
     return [*files, folder / "page.html"]
 
 
@@ -50,8 +51,8 @@ def step_picture(record: RunRecord) -> bytes:
     return stream.getvalue()
 
 
-def page(simulation: Simulated) -> str:
-    """One HTML page with everything in it, no script, and nothing fetched."""
+def page(simulation: Simulated, drawing: bytes | None) -> str:
+    """One HTML page with everything in it, no script, and nothing fetched. `drawing`: of the first run's first step."""
     settings, training = simulation.settings, simulation.machine.first
     summaries = simulation.summaries()
     cluster = settings.cluster
@@ -65,10 +66,10 @@ def page(simulation: Simulated) -> str:
                                for row in summaries if row["error"])
                      + picture(shares_picture(simulation), "what the ranks' time went into, by planner"))]
     parts.append(section("Steps", picture(steps_picture(simulation.records), "seconds of each step, by planner")))
-    drawn = next((record for record in simulation.records if record.kept), None)
-    if drawn:
-        note = f"<p>The first step under {text(drawn.planner)}:</p>"
-        parts.append(section("A step", note + picture(step_picture(drawn), "ranks down, time across, packs as boxes")))
+    if drawing:
+        planner = next(record.planner for record in simulation.records if record.kept)
+        note = f"<p>The first step under {text(planner)}:</p>"
+        parts.append(section("A step", note + picture(drawing, "ranks down, time across, packs as boxes")))
     for record in simulation.records:
         if record.events:
             rows = [(f"{event.time_s:.1f}", event.kind, event.text, f"{event.seconds:.1f}")
