@@ -1,7 +1,7 @@
 """The planner beside its baselines at scale, simulated: one mode and one device memory a row, every baseline tuned.
 
     export DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1
-    python benchmarks/scale.py [headline] [ablation] [peers] [study] [sizes] [planning] [--quick]    (none: all)
+    python benchmarks/scale.py [headline] [ablation] [peers] [study] [sizes] [planning] [slices] [--quick]   (none: all)
 
 headline   DHP's published ratios (arXiv 2602.21788: OpenVid 1.35, MSRVTT 1.14)     scale_headline.py
 ablation   what each part of `dhp` is worth                                         scale_headline.py
@@ -9,6 +9,7 @@ peers      `pow2` beside FlexSP's own solver, Megatron's rounds beside its own  
 study      64 ranks: nine models, two devices, three mixes, both modes where they fit
 sizes      8 to 4,096 ranks, and whether tokens a second and rank stay              scale_sizes.py
 planning   whether a plan is there when the ranks are, at 4,096                     scale_sizes.py
+slices     videos cut into entries of few tokens, or many                           scale_sizes.py
 
 A row is the sum over one batch of each seed, 8 samples a rank, on nodes of 8. The mode's tokens a rank come from the
 memory model, costs from the model's shape and the device's description. A step is simulated with the links that packs
@@ -38,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.scale_cases import Case, Opened, batches_of, opened
 from benchmarks.scale_headline import ablation, headline
-from benchmarks.scale_sizes import peers, planning, sizes
+from benchmarks.scale_sizes import peers, planning, sizes, slices
 from dhp_ray.planner import Plan, warm_up
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.simulate.pack_work import work_of
@@ -182,7 +183,8 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 TABLES: dict[str, Callable[[bool], object]] = {"headline": headline, "ablation": ablation, "peers": peers,
-                                               "study": study, "sizes": sizes, "planning": planning}
+                                               "study": study, "sizes": sizes, "planning": planning,
+                                               "slices": slices}
 
 
 def main(words: Sequence[str]) -> int:

@@ -48,4 +48,4 @@ def test_a_row_says_what_it_means() -> None:
 def test_unknown_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nonsense"]) == 2
     assert capsys.readouterr().err == ("scale.py: nonsense: no such table; allowed: headline, ablation, peers, study, "
-                                       "sizes, planning, --quick\n")
+                                       "sizes, planning, slices, --quick\n")

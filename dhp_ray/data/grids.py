@@ -13,9 +13,9 @@ from dhp_ray.planner.plan import Grid
 VIDEO_PIXELS = 25_165_824
 """Of all frames of a video at most, where the family bounds them and the folder does not say: Qwen3-VL's as published.
 """
-SLICE_TOKENS = 4096
+SLICE_TOKENS = 1024
 """A longer video is cut in time into entries of at most so many tokens, for several members to encode: a frame pair's
-patches see no other's.
+patches see no other's. Members encode whole entries, so large ones leave members waiting (benchmarks/scale.py slices).
 """
 
 Size = tuple[int, int] | Clip
@@ -36,6 +36,11 @@ def grid_of(
     num_frames = family.num_frames(size, limits, together)
     rows, columns = family.frame_size(size, num_frames, settings, bounds)
     return (-(-num_frames // together), rows // bounds.patch_size, columns // bounds.patch_size)
+
+
+def largest_image_tokens(max_pixels: int, token_pixels: int) -> int:
+    """Vision tokens of the largest entry that one rank encodes: an image of `max_pixels`, or a piece of a video."""
+    return max(SLICE_TOKENS, max_pixels // token_pixels)
 
 
 def pieces_of(size: Size, grid: Grid, merge_area: int, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:

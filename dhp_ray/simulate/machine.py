@@ -92,7 +92,7 @@ class Machine:
             tokens_per_rank=tokens_per_rank or settings.train.tokens_per_rank,
             activation_offload=settings.train.activation_offload,
             mirror_every_steps="0" if settings.faults.policy == "restart" else settings.faults.mirror_every_steps,
-            longest_tokens=self._longest_tokens, batch=self._batch,
+            longest_tokens=self._longest_tokens, batch=self._batch, max_pixels=settings.workload.max_pixels,
             samples_per_rank=math.ceil(settings.global_samples / len(nodes)))
         ranks = Ranks(device=self.device, kind=settings.cluster.kind, memory_bytes=self.memory_bytes, nodes=nodes,
                       node_memory_bytes=settings.cluster.node_memory_gib * 2**30)

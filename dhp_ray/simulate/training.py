@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.data.grids import largest_image_tokens
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
 from dhp_ray.planner.encoder_memory import with_encoder_apart
@@ -21,9 +22,7 @@ from dhp_ray.planner.nodes import sizes_of
 from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.offload_limits import largest_offload
 from dhp_ray.planner.plan import Sample
-
-IMAGE_TOKENS = 4096
-"""Of the largest image or piece of a video, which one rank encodes (`data.max_pixels` allows fewer)."""
+from dhp_ray.schema import Data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,8 @@ class Wanted:
     batch: tuple[Sample, ...] = ()
     """By which modes are compared; empty: `samples_per_rank` images a rank."""
     samples_per_rank: int = 1
-    largest_image: int = IMAGE_TOKENS
+    max_pixels: int = Data().max_pixels
+    """Of an image, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel
         held = num_ranks * max(1, *(one.most_tokens for one in found))
         limit = min(wanted.longest_tokens, held)
         samples = held_samples(wanted.batch, limit) or equal_samples(
-            wanted.samples_per_rank * num_ranks, min(wanted.largest_image, limit), shape.merge_area)
+            wanted.samples_per_rank * num_ranks, min(_largest_image(shape, wanted), limit), shape.merge_area)
         offers = [Offer(one.mode, one.tokens_per_rank, one.cost, one.gather_s, one.offload) for one in found]
         candidates = candidates_of(offers, needed, samples, ranks.nodes)
         chosen = choose(candidates, needed)
@@ -114,10 +114,14 @@ def memory_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode) -> Me
     groups = min(accelerator.pool_groups("auto", int(ranks.memory_bytes)), 2**min(world_size, 60) - world_size - 1)
     return MemoryModel(shape, MemorySettings(
         sync=mode.sync, world_size=world_size, precision=wanted.precision, recomputes=mode.recomputes,
-        frozen=wanted.frozen, device=ranks.kind, largest_image=wanted.largest_image,
+        frozen=wanted.frozen, device=ranks.kind, largest_image=_largest_image(shape, wanted),
         mirror_every_steps=wanted.mirror_every_steps,
         communicators_bytes=groups * accelerator.group_bytes, sharding=mode.sharding,
         node_ranks=min(sizes_of(ranks.nodes))))
+
+
+def _largest_image(shape: ModelShape, wanted: Wanted) -> int:
+    return largest_image_tokens(wanted.max_pixels, shape.token_pixels)
 
 
 def _shardings(wanted: Wanted, sync: str, kind: str) -> tuple[str, ...]:

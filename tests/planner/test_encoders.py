@@ -20,6 +20,7 @@ def test_longest_processing_time_first(images, degree, uneven, random):
     schedule = Schedule(np.arange(len(images)), firsts_of(sizes), ranks, firsts_of([degree, 1][:len(sizes)]),
                         np.zeros(len(sizes), dtype=np.int64))
     flat = np.array([float(seconds) for row in images for seconds in row])
+    first_member = schedule.first_rank
     encoders, first, longest_s = encoders_of(schedule, firsts_of([len(row) for row in images]), flat, speeds)
     for group, rows in enumerate([images[:cut], images[cut:]][:len(sizes)]):
         seconds = [value for row in rows for value in row]
@@ -29,6 +30,11 @@ def test_longest_processing_time_first(images, degree, uneven, random):
             wanted[image] = min(range(len(paces)),
                                 key=lambda member: (loads[member] + seconds[image] / paces[member], member))
             loads[wanted[image]] += seconds[image] / paces[wanted[image]]
+        for cost in set(seconds):  # alike: neighbours to one member
+            alike = [image for image, value in enumerate(seconds) if value == cost]
+            for image, member in zip(alike, sorted((wanted[image] for image in alike),
+                                                   key=lambda member: schedule.ranks[first_member[group] + member])):
+                wanted[image] = member
         members = schedule.ranks[schedule.first_rank[group]:schedule.first_rank[group + 1]]
         assert encoders[first[group]:first[group + 1]].tolist() == [members[member] for member in wanted]
         assert longest_s[group] == max(loads)
@@ -40,3 +46,12 @@ def test_without_vision_costs_patches_are_dealt_out_and_cost_nothing():
     plan = plan_batch(samples, ClusterSpec(2, 2, 60), cost, planner="static")
     assert plan.groups[0].encoders == (0, 1, 1)
     assert plan.groups[0].predicted_time_s == cost.pack_time_s([110], (0, 1), plan.cluster)
+
+
+def test_a_member_takes_neighbouring_entries_of_a_video():
+    """Ten entries of one length and a last one, shorter, on three members."""
+    schedule = Schedule(np.array([0]), np.array([0, 1]), np.array([4, 5, 7]), np.array([0, 3]),
+                        np.zeros(1, dtype=np.int64))
+    encoders, _, longest_s = encoders_of(schedule, np.array([0, 11]), np.array([2.0] * 10 + [1.0]), np.ones(8))
+    assert encoders.tolist() == [4, 4, 4, 4, 5, 5, 5, 7, 7, 7, 5]
+    assert longest_s.tolist() == [8.0]

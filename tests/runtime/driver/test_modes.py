@@ -65,7 +65,7 @@ def test_recomputation_is_taken_where_the_longest_sequence_needs_it(tmp_path: Pa
     assert choice.mode == Mode("step", True)
     assert choice.line.startswith(
         f"train.activation_checkpointing=auto is true: a rank is to hold {held[False] + 1:,} tokens, and a batch of 64 "
-        f"sequences of 4,096 tokens is modelled: step holds {held[False]:,}; step with recomputation takes ")
+        f"sequences of 1,280 tokens is modelled: step holds {held[False]:,}; step with recomputation takes ")
     config.planner.tokens_per_rank = str(held[False])  # given: a rank is to hold these, whatever there is of sequences
     assert mode_of(config, group, auto_tokens=False).mode == Mode("step", False)
 
@@ -161,7 +161,7 @@ def test_a_state_that_fits_in_one_mode_alone_gets_that_one(tmp_path: Path) -> No
 
 
 def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_path: Path) -> None:
-    config = config_of(str(tmp_path), "train.precision=bf16")
+    config = config_of(str(tmp_path), "train.precision=bf16", f"data.max_pixels={4000 * 784}")
     config.planner.tokens_per_rank = "3000"
     memory = memory_of(config, group_of(2, 1.0, config), Mode("step", False))
     assert memory.worst_load(1000).patches == (1000 + 3000) * memory.shape.merge_area

@@ -79,7 +79,7 @@ def test_losses_are_those_of_training(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_long_video_is_put_together_again(tmp_path: Path) -> None:
-    """Which is cut into pieces of 4096 tokens."""
+    """Which is cut into entries of at most SLICE_TOKENS."""
     processor = load_processor("tiny", "", 3136, 1003520)
     (tmp_path / "long.mp4").write_bytes(video(60, 560, 560, rate=2))
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "video": "long.mp4",
