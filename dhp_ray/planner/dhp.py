@@ -3,9 +3,9 @@ a little below: where a rank holds few sequences, fuller packs leave ranks waiti
 
 Near the lower bound no baseline can be better by much, so the baselines are asked only where the plan is farther from
 it, or the batch is small. (Of a huge batch they would take seconds.) They are asked at two pack caps. If one of a
-larger batch is then about as short as what the search found, and that is far from the bound, all baselines are tuned,
-each to its best cap, where this takes a small share of the step: planning runs beside the step before. (With
-sync=micro_batch two caps do not show how short a baseline can be.)
+larger batch is then about as short as what the search found, and that is far from the bound, baselines are tuned, each
+to its best cap, as many as take a small share of the step: planning runs beside the step before. (With sync=micro_batch
+two caps do not show how short a baseline can be.)
 
 Where packs may move activations to host memory, all of this is done twice: the second time no sequence has fewer ranks
 than it takes for its copies to be hidden, which the first time it may have. So no plan is longer than without. A small
@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from dhp_ray.planner.baselines.megatron import megatron
 from dhp_ray.planner.baselines.pack_cap import cap_of_rounds
@@ -33,10 +35,13 @@ NEAR, SMALL, MANY, HUGE = 1e-2, 10_000, 5_000_000, 20_000
 """A plan of more than SMALL sequences x ranks is compared with the baselines if it is more than NEAR (a share) above
 the bound, up to MANY also with their packs of one round more, less full; one of more than HUGE sequences is not."""
 
-CLOSE, FAR, TUNING_S, HIDDEN = 1e-2, 3e-2, 5e-4, 0.15
-"""A plan of more than SMALL sequences x ranks (up to MANY, on equal ranks) is compared with all tuned baselines if it
-is more than FAR above the bound, a baseline at two caps takes at most CLOSE longer (asked in step alone), and tuning,
-about TUNING_S a sequence, takes at most HIDDEN of a step. (With `encoder=auto` two plans are made, each with that.)"""
+TUNING = ((pow2, 7e-5), (dhp_paper, 7e-5), (megatron, 5e-5), (static_best, 3e-4))
+"""The baselines, and about how many seconds a sequence it takes to tune each."""
+
+CLOSE, FAR, HIDDEN = 1e-2, 3e-2, 0.15
+"""A plan of more than SMALL sequences x ranks (up to MANY, on equal ranks) is compared with tuned baselines if it is
+more than FAR above the bound, and a baseline at two caps takes at most CLOSE longer (asked in step alone): with as many
+of TUNING as take at most HIDDEN of a step. (With `encoder=auto` two plans are made, each with that.)"""
 
 
 class Timed(NamedTuple):
@@ -57,7 +62,9 @@ def dhp(problem: Problem, tunes: bool = True) -> Schedule:
     found = [timed for each in problems for timed in _timed(each)]
     best = _shortest(found)
     if tunes and _worth_tuning(problem, best, [timed for timed in found if timed.is_baseline]):
-        schedules = [baseline(problem) for baseline in (pow2, dhp_paper, static_best, megatron)]
+        seconds = np.cumsum([len(problem.samples) * seconds for _, seconds in TUNING])
+        schedules = [baseline(problem) for (baseline, _), end_s in zip(TUNING, seconds)
+                     if end_s <= HIDDEN * best.seconds]
         best = _shortest([best, *(Timed(time_of(problem, schedule) + making_s(problem, schedule), schedule)
                                   for schedule in schedules)])
     return best.schedule
@@ -73,7 +80,7 @@ def _worth_tuning(problem: Problem, best: Timed, baselines: Sequence[Timed]) -> 
         return False
     far = best.seconds - fixed_s > (problem.lower_bound_s - fixed_s) * (1 + FAR)
     close = problem.sync == "micro_batch" or _shortest(baselines).seconds <= best.seconds * (1 + CLOSE)
-    return far and close and TUNING_S * count <= HIDDEN * best.seconds
+    return far and close
 
 
 def _timed(problem: Problem) -> list[Timed]:
