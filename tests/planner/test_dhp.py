@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, checked_problem, plan_batch
 from dhp_ray.planner.baselines.paper import paper_at
 from dhp_ray.planner.baselines.pow2 import packed_to
-from dhp_ray.planner.baselines.static_best import static_best
 from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.micro_batch.search import micro_batch_schedule
@@ -117,15 +116,17 @@ def test_a_larger_batch_far_from_the_bound_is_never_behind_a_tuned_baseline(sync
 
 
 @pytest.mark.parametrize(("speed", "planner", "tuned"), [
-    (1.0, "dhp", True), (10.0, "dhp", False), (1.0, "dhp_quick", False)])
-def test_baselines_are_tuned_where_the_step_is_long_enough_and_never_by_the_last_resort(
+    (1.0, "dhp", ["pow2", "dhp_paper", "megatron", "static_best"]), (2.5, "dhp", ["pow2", "dhp_paper", "megatron"]),
+    (10.0, "dhp", ["pow2"]), (100.0, "dhp", []), (1.0, "dhp_quick", [])])
+def test_baselines_are_tuned_as_far_as_the_step_is_long_enough_and_never_by_the_last_resort(
     monkeypatch, speed, planner, tuned
 ):
-    asked = []
-    monkeypatch.setattr(sys.modules["dhp_ray.planner.dhp"], "static_best",
-                        lambda problem: asked.append(problem) or static_best(problem))
+    module, asked = sys.modules["dhp_ray.planner.dhp"], []
+    monkeypatch.setattr(module, "TUNING", [
+        (lambda problem, baseline=baseline: asked.append(baseline.__name__) or baseline(problem), seconds)
+        for baseline, seconds in module.TUNING])
     captions_at(speed, "micro_batch", planner)
-    assert bool(asked) == tuned
+    assert asked == tuned
 
 
 def test_packs_of_more_ranks_where_those_leave_less_memory_unused():
