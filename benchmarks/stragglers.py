@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
 import os
 import pickle
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 LEAST = 0.95
 UNKNOWN = 5
 """Steps after which the driver knows a rank's speed: it halves what it remembers at each."""
+COUNTING = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 
 
 def main(argv: list[str]) -> int:
@@ -227,16 +228,18 @@ def count(core: int, seconds: float = 1e9) -> int:
 
 @contextmanager
 def counting(core: int, wanted: bool = True) -> Iterator[None]:
-    """A process counts on a core."""
-    process = multiprocessing.get_context("fork").Process(target=count, args=(core,), daemon=True)
-    if wanted:
-        process.start()
+    """A process counts on a core. (Not a fork: of a process with threads, it may hang before it counts.)"""
+    if not wanted:
+        yield
+        return
+    process = subprocess.Popen([sys.executable, "-c", COUNTING, str(core)])
     try:
         yield
+        if process.poll() is not None:
+            raise RuntimeError(f"the counting process has ended with {process.returncode}")
     finally:
-        if wanted:
-            process.kill()
-            process.join()
+        process.kill()
+        process.wait()
 
 
 def left_of_a_core(core: int) -> float:

@@ -38,9 +38,11 @@ def grid_of(
     return (-(-num_frames // together), rows // bounds.patch_size, columns // bounds.patch_size)
 
 
-def largest_image_tokens(max_pixels: int, token_pixels: int) -> int:
-    """Vision tokens of the largest entry that one rank encodes: an image of `max_pixels`, or a piece of a video."""
-    return max(SLICE_TOKENS, max_pixels // token_pixels)
+def largest_image_tokens(family: Family, max_pixels: int, frame_pixels: int, token_pixels: int) -> int:
+    """Vision tokens of the largest entry that one rank encodes: an image of `max_pixels`, or a piece of a video whose
+    frames have at most `frame_pixels` before the family rounds.
+    """
+    return max(SLICE_TOKENS, max_pixels // token_pixels, family.most_frame_pixels(frame_pixels) // token_pixels)
 
 
 def pieces_of(size: Size, grid: Grid, merge_area: int, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:

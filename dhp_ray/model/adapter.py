@@ -190,8 +190,8 @@ class ModelAdapter(Protocol):
         ...
 
     def one_row_parameters(self) -> Sequence[Parameter]:
-        """Parameters whose leading dimensions are 1, and which may be used without these: sharded by rows, one row
-        would be padded to as many as there are ranks.
+        """Parameters whose leading dimensions are 1; the forward pass accepts them squeezed. (Sharded by rows, one row
+        would be padded to as many as there are ranks.)
         """
         ...
 

@@ -105,10 +105,17 @@ def shape_numbers(shape: ModelShape) -> dict[str, Any]:
             for name, value in asdict(shape).items() if name != "family"}
 
 
+def _same_shape(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Whether two have equal numbers, but for those that follow from the family and the others: older files have none
+    of the one, and one more."""
+    told = {"vision_projector", "vision_one_row"}
+    return all(first.get(name) == second.get(name) for name in (first.keys() | second.keys()) - told)
+
+
 def difference(origin: Origin, run: Origin) -> str:
     """How what a cost was measured for differs from a run, both named; empty: it does not."""
     of_file, of_run = origin.model["name"], run.model["name"]
-    if origin.model["shape"] != run.model["shape"] or origin.model.get("family") != run.model["family"]:
+    if not _same_shape(origin.model["shape"], run.model["shape"]) or origin.model.get("family") != run.model["family"]:
         other = " of another shape" if of_file == of_run else ""
         return f"measured for model {of_file}, and this run trains {of_run}{other}"
     for key in ("kind", "name", "threads"):

@@ -1,5 +1,5 @@
 """Which member of a group encodes which image: longest first, each to the member that would finish it first. Of images
-that cost the same each member then takes neighbours: of a video that is cut in time it decodes few frames.
+that cost the same each member then takes neighbours: of a video that is cut in time it decodes one stretch.
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ class Machine:
             activation_offload=settings.train.activation_offload,
             mirror_every_steps="0" if settings.faults.policy == "restart" else settings.faults.mirror_every_steps,
             longest_tokens=self._longest_tokens, batch=self._batch, max_pixels=settings.workload.max_pixels,
+            frame_pixels=settings.workload.frame_pixels,
             samples_per_rank=math.ceil(settings.global_samples / len(nodes)))
         ranks = Ranks(device=self.device, kind=settings.cluster.kind, memory_bytes=self.memory_bytes, nodes=nodes,
                       node_memory_bytes=settings.cluster.node_memory_gib * 2**30)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.data.families import FAMILIES
 from dhp_ray.data.grids import largest_image_tokens
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
@@ -60,7 +61,8 @@ class Wanted:
     """By which modes are compared; empty: `samples_per_rank` images a rank."""
     samples_per_rank: int = 1
     max_pixels: int = Data().max_pixels
-    """Of an image, at most."""
+    frame_pixels: int = Data().max_pixels
+    """Of an image, and of a frame of a video, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,9 @@ def memory_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode) -> Me
 
 
 def _largest_image(shape: ModelShape, wanted: Wanted) -> int:
-    return largest_image_tokens(wanted.max_pixels, shape.token_pixels)
+    if not shape.vision:
+        return 0
+    return largest_image_tokens(FAMILIES[shape.family], wanted.max_pixels, wanted.frame_pixels, shape.token_pixels)
 
 
 def _shardings(wanted: Wanted, sync: str, kind: str) -> tuple[str, ...]:

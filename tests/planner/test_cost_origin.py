@@ -67,6 +67,14 @@ def test_another_run_is_told_apart_with_both_names(run: Origin, words: str) -> N
     assert difference(origin(), run) == words
 
 
+def test_a_file_of_before_the_projector_was_told_apart_is_still_of_its_model() -> None:
+    run = origin()
+    numbers = {name: value for name, value in run.model["shape"].items() if name != "vision_projector"}
+    older = replace(run, model={**run.model, "shape": {**numbers, "vision_one_row": 0}})
+    assert difference(older, run) == ""
+    assert difference(replace(older, model={**older.model, "shape": {**numbers, "vision_rest": 1}}), run)
+
+
 def test_as_many_ranks_as_there_are() -> None:
     """Constants are a rank's; a run may grow and shrink."""
     assert difference(origin(), origin(device=CPU | {"count": 64}, world_size=64)) == ""

@@ -120,6 +120,10 @@ class Family(ABC):
     ) -> tuple[int, int]:
         """(height, width) in pixels that the frames of a video are scaled to, of which so many are taken."""
 
+    def most_frame_pixels(self, max_pixels: int) -> int:
+        """Of a frame at most, where `max_pixels` are allowed."""
+        return max_pixels
+
     @abstractmethod
     def num_frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> int:
         """How many frames of a video are taken."""

@@ -37,6 +37,10 @@ class Qwen3VL(Qwen25VL):
         return {"cap_pixels_per_frame": True, "max_video_tokens": bounds.maximum // bounds.factor**2,
                 "size": {"shortest_edge": bounds.minimum, "longest_edge": bounds.of_video}}
 
+    def most_frame_pixels(self, max_pixels: int) -> int:
+        """The published processor rounds half of the frames: of five it bounds four, of nine eight."""
+        return max_pixels * 5 // 4
+
     def frame_size(
         self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
     ) -> tuple[int, int]:

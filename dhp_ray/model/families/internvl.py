@@ -95,7 +95,8 @@ class InternVL(VisionLanguageModel):
 
     def one_row_parameters(self) -> list[Parameter]:
         embeddings: Any = self.module.model.vision_tower.embeddings  # type: ignore[union-attr]
-        return [table for table in (embeddings.cls_token, embeddings.position_embeddings) if table is not None]
+        tables = embeddings.cls_token, embeddings.position_embeddings, embeddings.mask_token
+        return [table for table in tables if table is not None]
 
     def vision_stack(self) -> LayerStack:
         tower: Any = self.module.model.vision_tower  # type: ignore[union-attr]

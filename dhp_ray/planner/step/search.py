@@ -170,16 +170,19 @@ def dhp_step(problem: Problem) -> list[Schedule]:
     if tiny and (machine.rates.inside_s == machine.rates.across_s).all():
         machine = _as_one_node(machine)
     pool, lists, local = cached_groups_of(problem), rank_lists(machine), tiny and alike(machine)
-    found = list[tuple[Found, Search]]()
+    found, at_bound = list[tuple[Found, Search]](), False
     for items, packs in item_sets(problem):
         search = Search(items, packs, machine, lists, pool, bound_s)
         if found and search.size > LARGE and not search.below(found[0][0].makespan_s, search.tolerance):
             break
         found.append((search.shortest(search.tolerance, search.quick), search))
-        if _packs_cost(machine) and _at_bound(problem, unpacked(search.scheduled(found[-1][0]), packs), bound_s):
+        at_bound = _packs_cost(machine) and _at_bound(
+            problem, unpacked(search.scheduled(found[-1][0]), packs), bound_s)
+        if at_bound:
             break
     share = SHORTER if local else 0.0
-    quick, search = found[-1] if found[-1][0].makespan_s < (1 - share) * found[0][0].makespan_s else found[0]
+    shorter = found[-1][0].makespan_s < (1 - share) * found[0][0].makespan_s
+    quick, search = found[-1] if at_bound or shorter else found[0]
     best, *reusing = search.thoroughly(quick, problem)
     schedule, *others = [search.scheduled(one) for one in (best, *reusing)]
     schedules = [unpacked(one, search.packs) for one in (schedule, *others)]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF, Config, ConfigError
+from dhp_ray.data.families import FAMILIES
 from dhp_ray.data.grids import largest_image_tokens
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.cost_origin import CostFile, Origin, difference
@@ -166,7 +167,8 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
         sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
         frozen=tuple(train.freeze), device=device.name, bucket_bytes=int(train.bucket_mb * 2**20),
         mirror_every_steps=config.elastic.mirror_every_steps,
-        largest_image=largest_image_tokens(config.data.max_pixels, shape.token_pixels),
+        largest_image=largest_image_tokens(
+            FAMILIES[shape.family], config.data.max_pixels, config.data.max_pixels, shape.token_pixels),
         image_limit=None if tokens == "auto" else int(tokens),
         communicators_bytes=num_groups * device.group_bytes, sharding=mode.sharding,
         node_ranks=fewest_of_a_node(group.nodes, world_size), adapters=described.get("adapters", {}),

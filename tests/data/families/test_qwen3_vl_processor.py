@@ -22,6 +22,7 @@ from dhp_ray.data.clip import Clip
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import FAMILIES, PRESETS, check_processor_files
 from dhp_ray.data.families.base import Bounds
+from dhp_ray.data.grids import largest_image_tokens
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import Processor, load_processor
@@ -196,3 +197,12 @@ def test_a_model_of_no_known_family(tmp_path: Path) -> None:
 def test_presets_have_the_families_of_their_models() -> None:
     assert {name: preset_config(name, TOKEN_IDS).model_type for name in MODEL_PRESETS} == {
         name: family for name, family in PRESETS.items() if name != "bytes"}
+
+
+@given(st.integers(32, 3000), st.integers(32, 3000), st.integers(1, 40))
+def test_no_entry_of_a_video_is_larger_than_memory_is_kept_for(height: int, width: int, num_frames: int) -> None:
+    """Of five frames the family bounds four."""
+    assume(max(height, width) < 100 * min(height, width))
+    bounds = Bounds(16, 2, 4096, 1_003_520, 10**9)
+    rows, columns = FAMILY.frame_size(Clip(width, height, num_frames, 2.0), num_frames, SETTINGS, bounds)
+    assert rows * columns // 1024 <= largest_image_tokens(FAMILY, 0, bounds.maximum, 1024)
