@@ -106,10 +106,10 @@ def shape_numbers(shape: ModelShape) -> dict[str, Any]:
 
 
 def _same_shape(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether two have equal numbers, but for those that follow from the family and the others: older files have none
-    of the one, and one more."""
-    told = {"vision_projector", "vision_one_row"}
-    return all(first.get(name) == second.get(name) for name in (first.keys() | second.keys()) - told)
+    """Whether two shapes have equal numbers. `vision_projector`, which older files lack, and `vision_one_row`, which
+    they have in its place, follow from the others and are not compared."""
+    compared = (first.keys() | second.keys()) - {"vision_projector", "vision_one_row"}
+    return all(first.get(name) == second.get(name) for name in compared)
 
 
 def difference(origin: Origin, run: Origin) -> str:

@@ -13,8 +13,8 @@ backward pass wants (`activation_memory.py`). Beside them at a time, for layers 
 
     loss           (8 + c) V D, gradient of the head summed in fp32, scaled, and cast; logits of a chunk
     last norm      (2 c + 16) D, gradients in the computing type and in fp32
-    layer          gradients in its MLP, c F (3 - t), or c F and that of its last weights, c D F in all; or in its
-                   attention, with the kernel's workspace
+    layer          gradients in its MLP, c F (3 - t), or c F and, once, that of its last product's weights, c D F; or in
+                   its attention, with the kernel's workspace
     embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D
     gathered       sync=micro_batch: the root's parameters c R throughout; of a layer its own, the next one's, the
                    gradients on their way (4 bytes). train.sharding=node: of the head its own, in the loss's forward

@@ -57,8 +57,7 @@ class ModelShape:
     the merger makes of them. A vision feature has `feature_levels` rows of the language model's width, each by a merger
     of its own. The encoder adds to a patch a mean of four of `position_rows` learned positions, where it has some.
     `vision_projector`: those of `vision_rest` in a module of their own behind the encoder, gathered apart from the
-    others.
-    An image is cut among ranks between pieces of at most `piece_patches` patches.
+    others. An image is cut among ranks between pieces of at most `piece_patches` patches.
     """
 
     family: str
