@@ -54,15 +54,18 @@ def test_what_the_process_s_own_threads_take_of_the_core_is_not_lost() -> None:
     own = threading.Thread(target=multiply_until, args=(stop,))
     own.start()
     try:
-        others_s = time.process_time() - time.thread_time()
-        clock_s, lost = busy(0.3)
-        others_s = time.process_time() - time.thread_time() - others_s
+        for _ in range(10):  # other processes may be at work, too: the thread is to have had its share of the core
+            others_s = time.process_time() - time.thread_time()
+            clock_s, lost = busy(0.3)
+            others_s = time.process_time() - time.thread_time() - others_s
+            if others_s > 0.1:
+                break
     finally:
         stop.set()
         own.join()
         os.sched_setaffinity(0, before)
     assert others_s > 0.1, "both threads had the core"
-    assert lost == pytest.approx(clock_s - 0.3 - others_s, abs=0.05)  # other processes may be at work, too
+    assert lost == pytest.approx(clock_s - 0.3 - others_s, abs=0.05)
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="wants two cores")
