@@ -64,14 +64,16 @@ class _Exchange(Thread):
     """
 
     def __init__(
-        self, begun_s: float, receives: Mapping[int, list[dist.Work]], send: Callable[[], list[dist.Work]]
+        self, begun_s: float, receives: Mapping[int, list[dist.Work]], send: Callable[[], list[dist.Work]],
+        failure: str = "",
     ) -> None:
+        """`failure`: why an owner, which is not among `receives`, or the replica rank could not be reached."""
         super().__init__(name="mirror", daemon=True)
         self._work = receives, send
         self._begun_s = begun_s
         self.sent = Event()  # this rank's shard is staged, and its sends are posted or have failed
         self.arrived: list[int] = []  # owners whose replicas are whole
-        self.failure = ""
+        self.failure = failure
         self.seconds = 0.0
 
     def run(self) -> None:
@@ -80,7 +82,7 @@ class _Exchange(Thread):
         try:
             sends = send()
         except Exception as error:  # of the device or of a group that is gone; `finish` raises it
-            self.failure = first_line(error)
+            self.failure = self.failure or first_line(error)
         finally:
             self.sent.set()
         self.arrived = [owner for owner, works in receives.items() if self._waited(works, f"from rank {owner}")]
@@ -159,20 +161,29 @@ class Mirror:
         """Start to send this rank's current version and to receive the replicas that it holds; returns at once.
 
         Every rank calls this after the same updates, each applied, and at the start of a generation. Until `finish` the
-        engine may run packs and, without a snapshot, not update twice. Raises RuntimeError when a peer is gone.
+        engine may run packs and, without a snapshot, not update twice. Of a peer that is gone `finish` tells: the
+        others have their parts nevertheless.
         """
         if self._group is None:
             return
         if self._exchange is not None:
             raise RuntimeError("mirror: begin before the last exchange was finished")
-        begun_s, receives = perf_counter(), dict[int, list[dist.Work]]()
+        begun_s, receives, failure = perf_counter(), dict[int, list[dist.Work]](), ""
         for owner, buffers in self._replicas.items():
             buffers.back.version = UNFINISHED
             tensors = [buffers.version, *buffers.back.tensors().values()]
             peer = torch_peer(owner)
-            receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
-                               for tag, tensor in enumerate(tensors) if tensor.numel()]
-        self._exchange = _Exchange(begun_s, receives, self._sending(self._engine.current))
+            try:
+                receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
+                                   for tag, tensor in enumerate(tensors) if tensor.numel()]
+            except RuntimeError as error:  # gloo refuses to receive from a peer whose connection is closed
+                failure = failure or f"from rank {owner}: {first_line(error)}"
+        send: Callable[[], list[dist.Work]] = list
+        try:
+            send = self._sending(self._engine.current)
+        except RuntimeError as error:
+            failure = failure or f"to its replica rank: {first_line(error)}"
+        self._exchange = _Exchange(begun_s, receives, send, failure)
         self._exchange.start()
 
     def finish(self) -> None:

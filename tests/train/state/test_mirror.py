@@ -130,9 +130,9 @@ def test_one_rank_holds_no_replica_and_no_rank_its_own() -> None:
     assert run_ranks(no_group, 2) == [[({}, [], 0), said]] * 2
 
 
-def broken_off(rank: int, port: int, width: int, sends: bool) -> Any:
+def broken_off(rank: int, port: int, width: int, sends: bool, late_s: float) -> Any:
     """Rank 2 dies before it sends its version 2, or while that is on its way: what the others hold, and whether it is
-    right.
+    right. They begin `late_s` after it.
     """
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
@@ -149,6 +149,7 @@ def broken_off(rank: int, port: int, width: int, sends: bool) -> Any:
         if sends:
             mirror.begin()
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(late_s)
     said = ""
     try:
         mirror.begin()
@@ -165,11 +166,15 @@ def broken_off(rank: int, port: int, width: int, sends: bool) -> Any:
 
 
 @pytest.mark.gloo("the world's collectives are gloo's, and raise")
-@pytest.mark.parametrize(("width", "sends"), [(6, False), pytest.param(1000, True, marks=pytest.mark.slow)])
-def test_a_peer_that_dies_before_all_has_come_leaves_its_older_version_whole(width: int, sends: bool) -> None:
-    """What is to be sent is 2 kB, or 64 MB, all of which may get away before its sender is gone."""
+@pytest.mark.parametrize(("width", "sends", "late_s"), [
+    (6, False, 0.0), (6, False, 0.5), pytest.param(1000, True, 0.0, marks=pytest.mark.slow)])
+def test_a_peer_that_dies_before_all_has_come_leaves_its_older_version_whole(
+    width: int, sends: bool, late_s: float
+) -> None:
+    """What is to be sent is 2 kB, or 64 MB, all of which may get away before its sender is gone. The others may find
+    it gone already, when they begin."""
     (said, versions, right), (other_said, other_versions,
-                              other_right) = run_processes(broken_off, 3, width, sends, mortal=[2])[:2]
+                              other_right) = run_processes(broken_off, 3, width, sends, late_s, mortal=[2])[:2]
     if not (sends and versions == {1: [1, 2], 2: [1, 2]}):
         assert said.startswith("mirror: rank 0's exchange broke off: ")
         assert "\n" not in said.strip()
