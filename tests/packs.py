@@ -137,7 +137,9 @@ def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "
     adapter = build_model(preset, "", TOKEN_IDS, seed)
     if not tie_word_embeddings:
         config = type(adapter.module.config).from_dict(adapter.module.config.to_dict() | {"tie_word_embeddings": False})
-        adapter = type(adapter)(type(adapter.module)(config))  # type: ignore[call-arg]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapter = type(adapter)(type(adapter.module)(config))  # type: ignore[call-arg]
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in adapter.module.parameters():

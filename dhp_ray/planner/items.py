@@ -8,18 +8,21 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 import numpy as np
 
 from dhp_ray.planner.primitives.compiled import inner
-from dhp_ray.planner.primitives.packing import Packs
 from dhp_ray.planner.rates import Number, OverlapOf, Rate, Rates, held_s, moved_s, predicted_s, waits_s
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
+DEGREES = 16
+"""Up to so many ranks, an item says how long the one of them encodes that has most to encode."""
+
 ITEM = np.dtype(
     [(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s", "host_s")]
-    + [("tokens", np.int64), ("minimum_degree", np.int64)]
+    + [("tokens", np.int64), ("minimum_degree", np.int64), ("fullest_s", np.float64, (DEGREES,))]
 )
 """One item; seconds are one nominal rank's. attention_s: a part of language_s. vision_s: all its images; image_s:
-the largest of them. host_s: its activations over a rank's link to host memory, one way, were all of them moved.
-minimum_degree: the fewest ranks that hold it. A pack's are the sums of its sequences', `image_s` their largest."""
+the largest of them. fullest_s[d - 1]: on d ranks, the images of the rank that has most to encode (`encoders`). host_s:
+its activations over a rank's link to host memory, one way, were all of them moved. minimum_degree: the fewest ranks
+that hold it. A pack's are the sums of its sequences', `image_s` their largest, and `fullest_s` of all their images."""
 
 
 class ItemOf(Protocol[Number, Whole]):
@@ -32,6 +35,7 @@ class ItemOf(Protocol[Number, Whole]):
     host_s: Number
     tokens: Whole
     minimum_degree: Whole
+    fullest_s: np.ndarray
 
 
 Item: TypeAlias = ItemOf[float, int]
@@ -75,38 +79,33 @@ def items_of(
     vision_s: np.ndarray,
     image_s: np.ndarray,
     host_s: np.ndarray,
+    fullest_s: np.ndarray,
     most_tokens_per_rank: int,
 ) -> Items:
     """One item for each entry of the arrays."""
     items = cast(Items, np.recarray(len(tokens), dtype=ITEM))
-    items.tokens, items.language_s, items.attention_s, items.vision_s, items.image_s, items.host_s = (
+    items.tokens, items.language_s, items.attention_s, items.vision_s, items.image_s, items.host_s, items.fullest_s = (
         tokens,
         language_s,
         attention_s,
         vision_s,
         image_s,
         host_s,
+        fullest_s,
     )
     items.minimum_degree = -(-tokens // most_tokens_per_rank)
     return items
-
-
-def packed(items: Items, packs: Packs, most_tokens_per_rank: int) -> Items:
-    """Every pack an item."""
-    inside, first = items[packs.rows], packs.first[:-1]
-    tokens, language, attention, vision, host = (
-        np.add.reduceat(array, first)
-        for array in (inside.tokens, inside.language_s, inside.attention_s, inside.vision_s, inside.host_s)
-    )
-    image = np.maximum.reduceat(inside.image_s, first)
-    return items_of(tokens, language, attention, vision, image, host, most_tokens_per_rank)
 
 
 def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
     """Seconds of every item on so many nominal ranks, in one node where they fit."""
     rate = machine.rates[degree]
     transfer_s = rate.across_s if degree > machine.ranks_per_node else rate.inside_s
-    encode_s = np.maximum(items.vision_s / degree, items.image_s) + rate.encoder_pass_s * (items.image_s > 0)
+    if degree <= DEGREES:
+        encode_s = items.fullest_s[:, degree - 1]
+    else:
+        encode_s = np.maximum(items.vision_s / degree, items.image_s)
+    encode_s = encode_s + rate.encoder_pass_s * (items.image_s > 0)
     return predicted_s(
         items.language_s,
         items.attention_s,
@@ -144,9 +143,18 @@ def compiled_predicted_s(
 
 
 @inner
+def encode_s_of(item: Item, degree: int) -> float:
+    """Seconds of the images of the fullest of `degree` nominal ranks; of many ranks, as if they were dealt out evenly.
+    """
+    if degree <= DEGREES:
+        return float(item.fullest_s[degree - 1])
+    return max(item.vision_s / degree, item.image_s)
+
+
+@inner
 def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> float:
-    """Seconds of an item on `degree` ranks, the slowest of `speed`, with images dealt out evenly."""
-    encode_s = max(item.vision_s / degree, item.image_s)
+    """Seconds of an item on `degree` ranks, the slowest of `speed`."""
+    encode_s = encode_s_of(item, degree)
     if item.image_s > 0.0:
         encode_s += rate.encoder_pass_s
     transfer_s = rate.across_s if crosses else rate.inside_s

@@ -11,9 +11,11 @@ import numpy as np
 
 from dhp_ray.planner.checks import PlanError, SequenceTooLongError
 from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.items import Items, Machine, items_of
+from dhp_ray.planner.encoders import fullest_member_s
+from dhp_ray.planner.items import DEGREES, Items, Machine, items_of
 from dhp_ray.planner.nodes import sizes_of
 from dhp_ray.planner.plan import ClusterSpec, Sample
+from dhp_ray.planner.primitives.packing import Packs
 from dhp_ray.planner.schedule import Ranks, firsts_of
 
 ENCODERS = ("group", "world", "auto")
@@ -70,6 +72,18 @@ class Problem:
     def nominal_machine(self) -> Machine:
         """The cluster as planners see it that know nothing of speeds."""
         return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True, slowest=1.0, fastest=1.0)
+
+
+def packed(problem: Problem, packs: Packs) -> Items:
+    """Every pack of sequences an item."""
+    inside, first = problem.items[packs.rows], packs.first[:-1]
+    tokens, language, attention, vision, host = (
+        np.add.reduceat(array, first)
+        for array in (inside.tokens, inside.language_s, inside.attention_s, inside.vision_s, inside.host_s)
+    )
+    image = np.maximum.reduceat(inside.image_s, first)
+    fullest = fullest_member_s(packs.rows, packs.first, problem.first_image, problem.all_image_s, DEGREES)
+    return items_of(tokens, language, attention, vision, image, host, fullest, problem.cluster.most_tokens_per_rank)
 
 
 def tokens_without_waits(cost: CostModel, cluster: ClusterSpec) -> int:
@@ -135,7 +149,9 @@ def problem_of(
     np.maximum.at(image, owner, seconds)
     of_sample = np.bincount(owner, patches, len(samples))
     host = cost.host_s(tokens.astype(np.float64), of_sample)
-    items = items_of(tokens, attention + cost.linear_s * tokens, attention, vision, image, host,
+    each = np.arange(len(samples) + 1)
+    fullest = fullest_member_s(each[:-1], each, firsts_of(counts), seconds, DEGREES)
+    items = items_of(tokens, attention + cost.linear_s * tokens, attention, vision, image, host, fullest,
                      cluster.most_tokens_per_rank)
     rows = patches * (np.array([sample.vision_tokens for sample in samples]) / np.maximum(of_sample, 1.0))[owner]
     return Problem(tuple(samples), cluster, cost, sync, tuple(pool), items, firsts_of(counts), seconds, patches, rows,

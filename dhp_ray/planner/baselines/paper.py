@@ -18,13 +18,13 @@ from __future__ import annotations
 import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, tuned
-from dhp_ray.planner.items import Item, Items, Machine, least_degree, packed, time_s
+from dhp_ray.planner.items import Item, Items, Machine, least_degree, time_s
 from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.list_schedule import run_next
 from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing
 from dhp_ray.planner.primitives.sorting import ascending
-from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.problem import Problem, packed
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, gathered
 
 
@@ -37,7 +37,7 @@ def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
     `degree_cap`."""
     cluster, tokens = problem.cluster, problem.items.tokens
     packs = best_fit_decreasing(tokens, capacities(tokens, degrees_at(tokens, degree_cap, cluster.num_ranks), pack_cap))
-    items = packed(problem.items, packs, cluster.most_tokens_per_rank)
+    items = packed(problem, packs)
     degrees = degrees_at(items.tokens, degree_cap, cluster.num_ranks)
     items.minimum_degree = degrees
     return dealt(problem, packs, items, first_fit(degrees, cluster.num_ranks)[0])

@@ -19,12 +19,12 @@ import numpy as np
 from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, powers_of_two, tuned
 from dhp_ray.planner.baselines.paper import dealt, first_fit
 from dhp_ray.planner.baselines.static import Layout, least_degree_of, uniform
-from dhp_ray.planner.items import packed, times_at
+from dhp_ray.planner.items import times_at
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.list_schedule import on_earliest_blocks
 from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing
-from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.problem import Problem, packed
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 
 RUNS = 5
@@ -61,7 +61,7 @@ def by_length_at(runs: int, rounded: bool, problem: Problem, pack_cap: int, degr
         micro_batch.append(count + of_pack)
         count += added
     packs = Packs(np.concatenate(all_rows), firsts_of(np.concatenate(sizes)))
-    items = packed(problem.items, packs, cluster.most_tokens_per_rank)
+    items = packed(problem, packs)
     items.minimum_degree = _powers(items.tokens, degree_cap, cluster.num_ranks)
     return dealt(problem, packs, items, np.concatenate(micro_batch), powers=True)
 
@@ -87,7 +87,7 @@ def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
         packs = packs._replace(rows=rows[packs.rows])
         all_rows.append(packs.rows)
         sizes.append(np.diff(packs.first))
-        times.append(times_at(packed(items, packs, cluster.most_tokens_per_rank), each, machine))
+        times.append(times_at(packed(problem, packs), each, machine))
         degree.append(np.full(len(sizes[-1]), each))
     seconds, need = np.concatenate(times), np.concatenate(degree)
     order = np.lexsort((-need, -seconds))

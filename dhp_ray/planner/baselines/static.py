@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import best_cap, capacities
-from dhp_ray.planner.items import packed, times_at
+from dhp_ray.planner.items import times_at
 from dhp_ray.planner.primitives.list_schedule import on_earliest_blocks
 from dhp_ray.planner.primitives.packing import best_fit_decreasing
-from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.problem import Problem, packed
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 
 MOST = 16
@@ -70,7 +70,7 @@ def uniform(problem: Problem, layout: Layout) -> Schedule:
     cluster, by_micro_batch, degree = problem.cluster, problem.sync == "micro_batch", layout.degree
     num_groups = cluster.num_ranks // degree
     packs = best_fit_decreasing(problem.items.tokens, capacities(problem.items.tokens, degree, layout.pack_cap))
-    times = times_at(packed(problem.items, packs, cluster.most_tokens_per_rank), degree, problem.nominal_machine)
+    times = times_at(packed(problem, packs), degree, problem.nominal_machine)
     order = np.argsort(-times, kind="stable")
     count = np.arange(len(order))
     # within a micro-batch, slowest beside slowest

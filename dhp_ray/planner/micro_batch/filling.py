@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.items import Items, Machine, compiled_predicted_s, time_s
+from dhp_ray.planner.items import Items, Machine, compiled_predicted_s, encode_s_of, time_s
 from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
 from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
@@ -76,7 +76,7 @@ def fill_micro_batch(
     pack = np.full(len(rest), -1)
     limit = min(num_ranks, len(rest))
     degree, first, time = np.zeros(limit, dtype=np.int64), np.zeros(limit, dtype=np.int64), np.zeros(limit)
-    language, attention, vision, image, host, tokens = (
+    language, attention, vision, fullest, host, tokens = (
         np.zeros(limit),
         np.zeros(limit),
         np.zeros(limit),
@@ -93,9 +93,9 @@ def fill_micro_batch(
             into = int(rooms[OWNER, found])
             rate = rates[degree[into]]
             slowest = speed[first[into] + degree[into] - 1]
-            largest_s = max(image[into], item.image_s)
-            encode_s = max((vision[into] + item.vision_s) / degree[into], largest_s)
-            if largest_s > 0.0:
+            alone_s = max(fullest[into], encode_s_of(item, degree[into]))  # at least as long as for one of them alone
+            encode_s = max((vision[into] + item.vision_s) / degree[into], alone_s)
+            if alone_s > 0.0:
                 encode_s += rate.encoder_pass_s
             transfer_s = rate.across_s if _crosses(ranks, first[into], degree[into]) else rate.inside_s
             spent = compiled_predicted_s(
@@ -136,7 +136,7 @@ def fill_micro_batch(
         language[into] += item.language_s
         attention[into] += item.attention_s
         vision[into] += item.vision_s
-        image[into] = max(image[into], item.image_s)
+        fullest[into] = max(fullest[into], encode_s_of(item, degree[into]))
         host[into] += item.host_s
         tokens[into] += item.tokens
         time[into] = spent

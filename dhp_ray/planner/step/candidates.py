@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.items import Item, Machine, time_s
+from dhp_ray.planner.items import Item, Machine, encode_s_of, time_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.primitives.sorting import ascending, insertion_sort
 from dhp_ray.planner.step.free_ranks import FreeRanks
@@ -154,9 +154,8 @@ def _in_lists(
     for degree in range(lowest, highest + 1):
         if time_s(item, degree, crosses, machine.fastest, rates[degree]) > makespan:
             continue
-        scaled = item.language_s + max(
-            item.vision_s, degree * item.image_s
-        )  # the part of the area that grows with the stretch
+        # the part of the area that grows with the stretch
+        scaled = item.language_s + degree * encode_s_of(item, degree)
         least = time_s(item, degree, crosses, machine.slowest, rates[degree]) * machine.slowest * degree - compute
         kind = 2 * degree + int(crosses)
         before, end = len(by_degree) + kind, lists.begin[kind + 1]

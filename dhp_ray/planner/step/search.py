@@ -21,11 +21,11 @@ from itertools import islice
 
 import numpy as np
 
-from dhp_ray.planner.items import Items, Machine, packed, times_at
+from dhp_ray.planner.items import Items, Machine, times_at
 from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.primitives.bisection import halve
 from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing, unpacked
-from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.problem import Problem, packed
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, in_order
 from dhp_ray.planner.step.cached_groups import CachedGroups, cached_groups_of
 from dhp_ray.planner.step.gaps import packs_of_bins
@@ -215,7 +215,7 @@ def item_sets(problem: Problem) -> Iterator[tuple[Items, Packs]]:
     yield items, Packs(each[:-1], each)
     if _packs_cost(problem.machine):
         packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, problem.machine.tokens_per_rank // 2))
-        yield packed(items, packs, problem.machine.most_tokens_per_rank), packs
+        yield packed(problem, packs), packs
 
 
 def schedule_of(found: Found, items: Items, machine: Machine) -> Schedule:
