@@ -5,7 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
-from dhp_ray.planner.encoders import encoders_of
+from dhp_ray.planner.encoders import encoders_of, fullest_member_s
+from dhp_ray.planner.items import DEGREES, times_at
+from dhp_ray.planner.pricing import times_of
+from dhp_ray.planner.primitives.packing import Packs
+from dhp_ray.planner.problem import packed, problem_of
 from dhp_ray.planner.schedule import Schedule, firsts_of
 
 
@@ -55,3 +59,35 @@ def test_a_member_takes_neighbouring_entries_of_a_video():
     encoders, _, longest_s = encoders_of(schedule, np.array([0, 11]), np.array([2.0] * 10 + [1.0]), np.ones(8))
     assert encoders.tolist() == [4, 4, 4, 4, 5, 5, 5, 7, 7, 7, 5]
     assert longest_s.tolist() == [8.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0, 1, 4, 5, 16]), max_size=20), min_size=1, max_size=8),
+       st.integers(1, DEGREES + 3), st.booleans(), st.randoms(use_true_random=False))
+def test_what_the_search_takes_a_pack_for_is_what_it_is_priced_at(images, degree, has_vision_cost, random):
+    """Of single sequences and of packs, up to DEGREES ranks. On more the search takes images as dealt out evenly."""
+    vision_s = 3e-3 if has_vision_cost else 0.0
+    cost = CostModel(1e-9, 1e-4, 100.0, 0.0, {2: 1e6}, encoder_pass_s=0.01 * has_vision_cost, vision_linear_s=vision_s)
+    samples = [Sample(str(row), random.randint(1, 90), 0, tuple((1, 1, patches) for patches in of_sample))
+               for row, of_sample in enumerate(images)]
+    problem = problem_of(samples, ClusterSpec(degree, degree, 10_000), cost, "step")
+    sizes = firsts_of([random.randint(1, 3) for _ in images])
+    first = np.array([*sizes[sizes < len(samples)], len(samples)])
+    packs = Packs(np.array(random.sample(range(len(samples)), len(samples))), first)
+    for items, rows, begins in ((problem.items, np.arange(len(samples)), np.arange(len(samples) + 1)),
+                                (packed(problem, packs), packs.rows, packs.first)):
+        count = len(begins) - 1
+        schedule = Schedule(rows, begins, np.tile(np.arange(degree), count), firsts_of([degree] * count),
+                            np.zeros(count, dtype=np.int64))
+        found, priced = times_at(items, degree, problem.machine), times_of(problem, schedule)
+        if degree <= DEGREES:
+            np.testing.assert_allclose(found, priced, rtol=1e-12)
+        else:
+            assert (found <= priced * (1 + 1e-12)).all()
+
+
+def test_the_member_with_most_to_encode():
+    """The example of `encoders.py`, and a pack without images."""
+    found = fullest_member_s(np.array([0, 1]), np.array([0, 1, 2]), np.array([0, 5, 5]),
+                             np.array([3.0, 2.0, 3.0, 2.0, 3.0]), 6)
+    assert found.tolist() == [[13.0, 7.0, 5.0, 4.0, 3.0, 3.0], [0.0] * 6]

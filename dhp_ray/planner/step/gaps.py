@@ -2,8 +2,12 @@
 one rank: best fit, largest first.
 
 A bin is a gap or a rank's tail; its room is its length times the rank's speed. An item goes to the bin with the
-least room that holds it (`best_fit`). In each bin the items then form packs: each joins the newest one there that
-memory lets it join, or begins another. O(items x (log bins + shift)).
+least room that holds it (`best_fit`), where it joins the newest pack that memory lets it join, or begins another, which
+takes room as well:
+
+    items of 5, 5 and 3 tokens and seconds    a pack holds 7 tokens and takes 1 s    |1|--5--|1|--5--|1|-3-|
+
+O(items x (log bins + shift + packs of a bin)).
 """
 
 from __future__ import annotations
@@ -12,18 +16,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.items import Items, Machine
+from dhp_ray.planner.items import Item, Items, Machine
 from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.step.partial_schedule import PartialSchedule
 
 
 class Backfilled(NamedTuple):
-    """The packs of the bins: the pack of each item, and each pack's rank and start."""
+    """The packs of the bins: the pack of each item (-1: it has no bin), and each pack's rank and start."""
 
     pack: np.ndarray
     rank: np.ndarray
     start: np.ndarray
+
+
+class BinPacks(NamedTuple):
+    """Packs as they are filled: each one's bin, tokens, whether it has images, and the one in its bin before it; the
+    newest of each bin; -1 for none. `count[0]`: so many there are."""
+
+    bin_: np.ndarray
+    tokens: np.ndarray
+    has_images: np.ndarray
+    before: np.ndarray
+    newest: np.ndarray
+    count: np.ndarray
 
 
 @inner
@@ -41,34 +57,25 @@ def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan:
     rooms, state = rooms_for(len(room))
     for bin_ in range(len(room)):
         add(rooms, state, room[bin_], bin_)
-    tokens, chosen = np.zeros(len(room), dtype=np.int64), np.zeros(len(rest), dtype=np.int64)
-    has_images = np.zeros(len(room), dtype=np.bool_)
-    capacity = machine.tokens_per_rank
+    packs, chosen = _no_packs(len(rest), len(room)), np.full(len(rest), -1)
     for place in range(len(rest)):
         item = items[rest[place]]
         need = item.language_s + item.vision_s
         found = first_with(rooms, state, need)
-        if pack_s + encoder_pass_s > 0.0:  # a new pack costs as well, and the first images of a pack
-            while found >= 0:
-                bin_ = int(rooms[OWNER, found])
-                begins = (tokens[bin_] + item.tokens + capacity - 1) // capacity - (
-                    tokens[bin_] + capacity - 1
-                ) // capacity
-                speed = speeds[bin_ - num_gaps] if bin_ >= num_gaps else speeds[partial.ranks[bin_]]
-                once_s = begins * pack_s * speed
-                if item.image_s > 0.0 and (begins > 0 or not has_images[bin_]):
-                    once_s += encoder_pass_s
-                if rooms[ROOM, found] >= need + once_s:
-                    need += once_s
-                    break
-                found -= 1
-        if found < 0:
-            chosen[place] = -1
-            continue
-        chosen[place] = int(rooms[OWNER, found])
-        tokens[chosen[place]] += item.tokens
-        has_images[chosen[place]] |= item.image_s > 0.0
-        shrink(rooms, state, found, rooms[ROOM, found] - need)
+        while found >= 0:
+            bin_ = int(rooms[OWNER, found])
+            into = _pack_with_room(packs, bin_, item.tokens, machine.tokens_per_rank)
+            once_s = 0.0
+            if into < 0:
+                once_s = pack_s * (speeds[bin_ - num_gaps] if bin_ >= num_gaps else speeds[partial.ranks[bin_]])
+            if item.image_s > 0.0 and (into < 0 or not packs.has_images[into]):
+                once_s += encoder_pass_s
+            if rooms[ROOM, found] >= need + once_s:
+                chosen[place] = bin_
+                _join(packs, bin_, into, item)
+                shrink(rooms, state, found, rooms[ROOM, found] - need - once_s)
+                break
+            found -= 1
     return chosen
 
 
@@ -77,55 +84,74 @@ def packs_of_bins(
     items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine
 ) -> Backfilled:
     """Items of each bin into packs, each into the newest that has room; a bin's packs run one after the other."""
-    num_gaps, capacity = len(partial.ranks), machine.tokens_per_rank
-    pack = np.zeros(len(rest), dtype=np.int64)
-    pack_bin, seconds, pack_tokens = (
-        np.zeros(len(rest), dtype=np.int64),
-        np.zeros(len(rest)),
-        np.zeros(len(rest), dtype=np.int64),
-    )
-    has_images = np.zeros(len(rest), dtype=np.bool_)
-    newest, previous = np.full(num_gaps + len(machine.speeds), -1), np.full(len(rest), -1)  # a bin's packs, as a chain
-    count = 0
-    for place in range(len(rest)):
-        item, into = items[rest[place]], newest[bins[place]]
-        while into >= 0 and pack_tokens[into] + item.tokens > capacity:
-            into = previous[into]
-        if into < 0:
-            into = count
-            previous[into], newest[bins[place]], pack_bin[into] = newest[bins[place]], into, bins[place]
-            count += 1
-        pack[place] = into
-        pack_tokens[into] += item.tokens
-        seconds[into] += item.language_s + item.vision_s
-        if item.image_s > 0.0 and not has_images[into]:
-            has_images[into] = True
-            seconds[into] += machine.rates[1].encoder_pass_s
-    rank, start = pack_bin[:count] - num_gaps, np.zeros(count)
-    clock = np.concatenate((partial.gap_start, partial.free))
-    for into in range(count):
-        if rank[into] < 0:
-            rank[into] = partial.ranks[pack_bin[into]]
-        start[into] = clock[pack_bin[into]]
-        clock[pack_bin[into]] += seconds[into] / machine.speeds[rank[into]] + machine.rates[1].overhead_s
-    return Backfilled(pack, rank, start)
+    return _in_packs(items, rest, bins, partial, machine)[0]
 
 
 @inner
-def busy_of(items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine) -> np.ndarray:
+def free_after(
+    items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine
+) -> np.ndarray:
     """When each rank is free after the partial schedule and the items of its tail."""
-    num_gaps, capacity = len(partial.ranks), machine.tokens_per_rank
-    busy = partial.free.copy()
-    tokens, with_images = np.zeros(len(busy), dtype=np.int64), np.zeros(len(busy), dtype=np.int64)
+    return _in_packs(items, rest, bins, partial, machine)[1]
+
+
+@inner
+def _in_packs(
+    items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine
+) -> tuple[Backfilled, np.ndarray]:
+    """(the packs of the items that have a bin, when each rank is free after those of its tail)"""
+    num_gaps, pack = len(partial.ranks), np.full(len(rest), -1)
+    packs, seconds = _no_packs(len(rest), num_gaps + len(machine.speeds)), np.zeros(len(rest))
     for place in range(len(rest)):
-        rank = bins[place] - num_gaps
-        if rank >= 0:
-            item = items[rest[place]]
-            busy[rank] += (item.language_s + item.vision_s) / machine.speeds[rank]
-            tokens[rank] += item.tokens
-            with_images[rank] += item.image_s > 0.0
-    for rank in range(len(busy)):
-        packs = (tokens[rank] + capacity - 1) // capacity
-        busy[rank] += packs * machine.rates[1].overhead_s
-        busy[rank] += min(packs, with_images[rank]) * machine.rates[1].encoder_pass_s / machine.speeds[rank]
-    return busy
+        if bins[place] < 0:
+            continue
+        item = items[rest[place]]
+        into = _pack_with_room(packs, bins[place], item.tokens, machine.tokens_per_rank)
+        once_s = 0.0
+        if item.image_s > 0.0 and (into < 0 or not packs.has_images[into]):
+            once_s = machine.rates[1].encoder_pass_s
+        pack[place] = _join(packs, bins[place], into, item)
+        seconds[pack[place]] += item.language_s + item.vision_s + once_s
+    count = packs.count[0]
+    rank, start = packs.bin_[:count] - num_gaps, np.zeros(count)
+    clock = np.concatenate((partial.gap_start, partial.free))
+    for into in range(count):
+        if rank[into] < 0:
+            rank[into] = partial.ranks[packs.bin_[into]]
+        start[into] = clock[packs.bin_[into]]
+        clock[packs.bin_[into]] += seconds[into] / machine.speeds[rank[into]] + machine.rates[1].overhead_s
+    return Backfilled(pack, rank, start), clock[num_gaps:]
+
+
+@inner
+def _no_packs(most: int, num_bins: int) -> BinPacks:
+    """None yet, and space for so many."""
+    return BinPacks(
+        np.zeros(most, dtype=np.int64),
+        np.zeros(most, dtype=np.int64),
+        np.zeros(most, dtype=np.bool_),
+        np.zeros(most, dtype=np.int64),
+        np.full(num_bins, -1),
+        np.zeros(1, dtype=np.int64),
+    )
+
+
+@inner
+def _pack_with_room(packs: BinPacks, bin_: int, num_tokens: int, capacity: int) -> int:
+    """The newest pack of a bin that has room for so many tokens; -1 if none has."""
+    into = packs.newest[bin_]
+    while into >= 0 and packs.tokens[into] + num_tokens > capacity:
+        into = packs.before[into]
+    return int(into)
+
+
+@inner
+def _join(packs: BinPacks, bin_: int, into: int, item: Item) -> int:
+    """Put an item into a pack of a bin, or into a new one for -1; its number."""
+    if into < 0:
+        into = packs.count[0]
+        packs.count[0] += 1
+        packs.bin_[into], packs.before[into], packs.newest[bin_] = bin_, packs.newest[bin_], into
+    packs.tokens[into] += item.tokens
+    packs.has_images[into] |= item.image_s > 0.0
+    return into

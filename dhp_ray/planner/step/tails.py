@@ -18,6 +18,7 @@ from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.primitives.heap import sift_down
 from dhp_ray.planner.primitives.rebalancing import Loads, packs_s, rebalance
 from dhp_ray.planner.primitives.sorting import ascending
+from dhp_ray.planner.step.gaps import free_after
 from dhp_ray.planner.step.partial_schedule import PartialSchedule
 
 PARTNERS = 8
@@ -51,8 +52,8 @@ def deal_out_tails(
             held[rank] += tokens[place]
             sift_down(heap, place_of, ends_s, 0, 0, num_ranks)
     rebalance(loads, rank_of, ends_s, held, makespan, PARTNERS)
-    end_s = ends_s.max()
-    for place in range(len(rest) if end_s <= makespan else 0):
-        if rank_of[place] >= 0:
-            bins[place] = num_gaps + rank_of[place]
+    dealt = np.where(rank_of >= 0, num_gaps + rank_of, bins)
+    end_s = max(ends_s.max(), free_after(items, rest, dealt, partial, machine).max())
+    if end_s <= makespan:
+        bins[:] = dealt
     return end_s

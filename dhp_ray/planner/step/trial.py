@@ -19,7 +19,7 @@ import numpy as np
 from dhp_ray.planner.items import Items, Machine
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.step.cached_groups import CachedGroups
-from dhp_ray.planner.step.gaps import backfill, busy_of
+from dhp_ray.planner.step.gaps import backfill, free_after
 from dhp_ray.planner.step.partial_schedule import PartialSchedule, place_large
 from dhp_ray.planner.step.rank_lists import RankLists
 from dhp_ray.planner.step.tails import deal_out_tails
@@ -98,7 +98,7 @@ def try_makespan(
                 end_s = deal_out_tails(items, rest, bins, partial, makespan, machine)
                 least_s, left = min(least_s, end_s), none if end_s <= makespan else left
             if len(left) <= effort.leftover:
-                busy = busy_of(items, rest, bins, partial, machine)
+                busy = free_after(items, rest, bins, partial, machine)
                 last = place_large(items, left, 0.0, makespan, machine, lists, busy, no_groups, 1.0, 0.0)
                 if last.placed:
                     rest, bins = _kept(rest, bins, 0.0, np.inf), _kept(bins, bins, 0.0, np.inf)
