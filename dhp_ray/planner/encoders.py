@@ -1,19 +1,33 @@
-"""Which member of a group encodes which image: longest first, each to the member that would finish it first. Of images
+"""Which member of a group encodes which image: each image goes to the member that would finish it first. They come
+longest first (Graham 1969), or where that is more even, sequence after sequence, each one's longest first. Of images
 that cost the same each member then takes neighbours: of a video that is cut in time it decodes one stretch.
 
     images of 3, 3, 3, 2 and 2 s    members 0 to 3: |3|  |3|  |3|  |2|2|    the fullest encodes for 4 s
                                                                             a quarter of all is 3.25 s
-
-Longest processing time first: Graham 1969.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.schedule import Schedule
+
+
+class Images(NamedTuple):
+    """Seconds of images on a nominal rank: those of sequence i from `first[i]` on, longest first."""
+
+    first: np.ndarray
+    seconds: np.ndarray
+
+
+def longest_first(first_image: np.ndarray, all_image_s: np.ndarray) -> Images:
+    """The images of a batch: those of sequence i are given from `first_image[i]` on."""
+    row = np.repeat(np.arange(len(first_image) - 1), np.diff(first_image))
+    return Images(first_image, all_image_s[np.lexsort((-all_image_s, row))])
 
 
 @compiled
@@ -33,14 +47,13 @@ def encoders_of(
     for group in range(num_groups):
         rows = schedule.rows[schedule.first_row[group] : schedule.first_row[group + 1]]
         ranks = schedule.ranks[schedule.first_rank[group] : schedule.first_rank[group + 1]]
-        image_s = _images_of(rows, first_image, all_image_s)
+        image_s, orders = _images_of(rows, first_image, all_image_s)
         first[group + 1] = first[group] + len(image_s)
-        order, of_ranks = ascending(-image_s), np.zeros(len(ranks))
+        of_ranks = np.zeros(len(ranks))
         for place in range(len(ranks)):
             of_ranks[place] = speeds[ranks[place]]
-        member, busy = _dealt(image_s, order, of_ranks)
-        longest_s[group] = busy.max()
-        alike = 0
+        member, longest_s[group] = _dealt(image_s, orders, of_ranks)
+        order, alike = orders[0], 0
         while alike < len(order):
             stop = alike
             while stop < len(order) and image_s[order[stop]] == image_s[order[alike]]:
@@ -60,39 +73,63 @@ def fullest_member_s(
     `rows[first[p]:first[p + 1]]`. O(images x most^2)."""
     found = np.zeros((len(first) - 1, most))
     for pack in range(len(found)):
-        image_s = _images_of(rows[first[pack] : first[pack + 1]], first_image, all_image_s)
+        image_s, orders = _images_of(rows[first[pack] : first[pack + 1]], first_image, all_image_s)
         if len(image_s) == 0 or image_s.max() == 0.0:
             continue
-        order = ascending(-image_s)
-        found[pack, 0], found[pack, 1:] = image_s.sum(), image_s[order[0]]
+        found[pack, 0], found[pack, 1:] = image_s.sum(), image_s.max()
         for degree in range(2, min(most, len(image_s) - 1) + 1):
-            found[pack, degree - 1] = _dealt(image_s, order, np.ones(degree))[1].max()
+            found[pack, degree - 1] = _dealt(image_s, orders, np.ones(degree))[1]
     return found
 
 
 @inner
-def _images_of(rows: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray) -> np.ndarray:
-    """Seconds of the images of some sequences, in order."""
-    count = 0
-    for row in rows:
-        count += first_image[row + 1] - first_image[row]
-    image_s, end = np.zeros(count), 0
-    for row in rows:
-        for image in range(first_image[row], first_image[row + 1]):
-            image_s[end] = all_image_s[image]
-            end += 1
-    return image_s
+def deal_more(images: Images, row: int, speeds: np.ndarray, busy: np.ndarray) -> float:
+    """Deal the images of one more sequence to members that encode for `busy` seconds so far, which is changed; seconds
+    of the member that takes longest then. O(images x members)."""
+    if len(speeds) == 1:
+        busy[0] += images.seconds[images.first[row] : images.first[row + 1]].sum() / speeds[0]
+    else:
+        for image in range(images.first[row], images.first[row + 1]):
+            _deal(images.seconds[image], speeds, busy)
+    return float(busy.max())
 
 
 @inner
-def _dealt(image_s: np.ndarray, order: np.ndarray, speeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the member that encodes each image, how long each member does)"""
-    member, busy = np.zeros(len(image_s), dtype=np.int64), np.zeros(len(speeds))
-    for image in order:
-        best = 0
-        for other in range(1, len(speeds)):
-            if busy[other] + image_s[image] / speeds[other] < busy[best] + image_s[image] / speeds[best]:
-                best = other
-        member[image] = best
-        busy[best] += image_s[image] / speeds[best]
-    return member, busy
+def _images_of(rows: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds of the images of some sequences, two orders of them: longest first, and sequence after sequence)"""
+    count, end = 0, 0
+    for row in rows:
+        count += first_image[row + 1] - first_image[row]
+    image_s, orders = np.zeros(count), np.zeros((2, count), dtype=np.int64)
+    for row in rows:
+        begin = end
+        for image in range(first_image[row], first_image[row + 1]):
+            image_s[end] = all_image_s[image]
+            end += 1
+        orders[1, begin:end] = begin + ascending(-image_s[begin:end])
+    orders[0] = ascending(-image_s)
+    return image_s, orders[: 2 if len(rows) > 1 else 1]
+
+
+@inner
+def _dealt(image_s: np.ndarray, orders: np.ndarray, speeds: np.ndarray) -> tuple[np.ndarray, float]:
+    """(the member that encodes each image, seconds of the member that takes longest) of the best order."""
+    best, best_s = np.zeros(len(image_s), dtype=np.int64), np.inf
+    for order in orders[: 1 if len(speeds) == 1 else len(orders)]:
+        member, busy = np.zeros(len(image_s), dtype=np.int64), np.zeros(len(speeds))
+        for image in order:
+            member[image] = _deal(image_s[image], speeds, busy)
+        if busy.max() < best_s:
+            best, best_s = member, busy.max()
+    return best, best_s
+
+
+@inner
+def _deal(seconds: float, speeds: np.ndarray, busy: np.ndarray) -> int:
+    """The member that an image goes to; its time is added to `busy`."""
+    best = 0
+    for other in range(1, len(speeds)):
+        if busy[other] + seconds / speeds[other] < busy[best] + seconds / speeds[best]:
+            best = other
+    busy[best] += seconds / speeds[best]
+    return best

@@ -12,7 +12,7 @@ from dhp_ray.planner.rates import Number, OverlapOf, Rate, Rates, held_s, moved_
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
-DEGREES = 16
+DEGREES = 32
 """Up to so many ranks, an item says how long the one of them encodes that has most to encode."""
 
 ITEM = np.dtype(

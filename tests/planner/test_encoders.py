@@ -1,4 +1,6 @@
-"""Who encodes which image: longest first, each to the member that would finish it first."""
+"""Who encodes which image: each goes to the member that would finish it first."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import given, settings
@@ -16,8 +18,8 @@ from dhp_ray.planner.schedule import Schedule, firsts_of
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 50), max_size=8), min_size=1, max_size=6), st.integers(1, 5), st.booleans(),
        st.randoms(use_true_random=False))
-def test_longest_processing_time_first(images, degree, uneven, random):
-    speeds = np.array([random.choice([0.5, 1.0, 1.5]) if uneven else 1.0 for _ in range(degree + 1)])
+def test_each_image_goes_to_the_member_that_finishes_it_first(images, degree, uneven, random):
+    speeds = np.array([random.choice([0.5, 1.0, 2.0]) if uneven else 1.0 for _ in range(degree + 1)])
     cut = random.randint(1, len(images))
     sizes = [cut, len(images) - cut] if cut < len(images) else [cut]
     ranks = np.array([*range(1, degree + 1), *([0] if len(sizes) > 1 else [])])
@@ -29,11 +31,11 @@ def test_longest_processing_time_first(images, degree, uneven, random):
     for group, rows in enumerate([images[:cut], images[cut:]][:len(sizes)]):
         seconds = [value for row in rows for value in row]
         paces = speeds[schedule.ranks[schedule.first_rank[group]:schedule.first_rank[group + 1]]]
-        loads, wanted = [0.0] * len(paces), [0] * len(seconds)
-        for image in sorted(range(len(seconds)), key=lambda image: -seconds[image]):
-            wanted[image] = min(range(len(paces)),
-                                key=lambda member: (loads[member] + seconds[image] / paces[member], member))
-            loads[wanted[image]] += seconds[image] / paces[wanted[image]]
+        owner = [row for row, of_row in enumerate(rows) for _ in of_row]
+        longest_first, by_sequence = (dealt(seconds, order, paces) for order in (
+            sorted(range(len(seconds)), key=lambda image: -seconds[image]),
+            sorted(range(len(seconds)), key=lambda image: (owner[image], -seconds[image]))))
+        wanted, fullest = by_sequence if by_sequence[1] < longest_first[1] else longest_first
         for cost in set(seconds):  # alike: neighbours to one member
             alike = [image for image, value in enumerate(seconds) if value == cost]
             for image, member in zip(alike, sorted((wanted[image] for image in alike),
@@ -41,7 +43,17 @@ def test_longest_processing_time_first(images, degree, uneven, random):
                 wanted[image] = member
         members = schedule.ranks[schedule.first_rank[group]:schedule.first_rank[group + 1]]
         assert encoders[first[group]:first[group + 1]].tolist() == [members[member] for member in wanted]
-        assert longest_s[group] == max(loads)
+        assert longest_s[group] == fullest
+
+
+def dealt(seconds: Sequence[float], order: Sequence[int], paces: Sequence[float]) -> tuple[list[int], float]:
+    """(the member that finishes each image first, images taken in this order; seconds of the fullest member)"""
+    loads, found = [0.0] * len(paces), [0] * len(seconds)
+    for image in order:
+        found[image] = min(range(len(paces)),
+                           key=lambda member: (loads[member] + seconds[image] / paces[member], member))
+        loads[found[image]] += seconds[image] / paces[found[image]]
+    return found, max(loads)
 
 
 def test_without_vision_costs_patches_are_dealt_out_and_cost_nothing():
@@ -75,7 +87,7 @@ def test_what_the_search_takes_a_pack_for_is_what_it_is_priced_at(images, degree
     first = np.array([*sizes[sizes < len(samples)], len(samples)])
     packs = Packs(np.array(random.sample(range(len(samples)), len(samples))), first)
     for items, rows, begins in ((problem.items, np.arange(len(samples)), np.arange(len(samples) + 1)),
-                                (packed(problem, packs), packs.rows, packs.first)):
+                                (packed(problem, packs, deals_images=True), packs.rows, packs.first)):
         count = len(begins) - 1
         schedule = Schedule(rows, begins, np.tile(np.arange(degree), count), firsts_of([degree] * count),
                             np.zeros(count, dtype=np.int64))

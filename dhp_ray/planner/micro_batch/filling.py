@@ -12,10 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.items import Items, Machine, compiled_predicted_s, encode_s_of, time_s
+from dhp_ray.planner.encoders import Images, deal_more
+from dhp_ray.planner.items import Item, Items, Machine, compiled_predicted_s, time_s
 from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
 from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.rates import Rates
+
+LANGUAGE, ATTENTION, VISION, ENCODE, FREEST, HOST, TOKENS = range(7)
+"""Rows of what open packs sum up: seconds of one nominal rank; ENCODE and FREEST, those in which the rank that has most
+to encode and the one that has least encode; and tokens."""
 
 
 class MicroBatch(NamedTuple):
@@ -59,6 +65,25 @@ def _crosses(ranks: Fastest, first: int, degree: int) -> bool:
 
 
 @inner
+def _with_item(
+    item: Item, sums: np.ndarray, pack: int, encode_s: float, degree: int, slowest: float, crosses: bool, rates: Rates
+) -> float:
+    """Seconds of a pack with one item more, whose fullest rank then encodes for `encode_s`."""
+    rate = rates[degree]
+    return compiled_predicted_s(
+        sums[LANGUAGE, pack] + item.language_s,
+        sums[ATTENTION, pack] + item.attention_s,
+        encode_s + (rate.encoder_pass_s / slowest if encode_s > 0.0 else 0.0),
+        sums[HOST, pack] + item.host_s,
+        sums[TOKENS, pack] + item.tokens,
+        degree,
+        slowest,
+        rate.across_s if crosses else rate.inside_s,
+        rate,
+    )
+
+
+@inner
 def _longest(time_left: float, quadratic_s: float, linear_s: float) -> float:
     """The most tokens n for which quadratic n^2 + linear n is no more than a time."""
     if time_left <= 0.0:
@@ -68,47 +93,36 @@ def _longest(time_left: float, quadratic_s: float, linear_s: float) -> float:
 
 @compiled
 def fill_micro_batch(
-    items: Items, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest, all_or_none: bool
+    items: Items, images: Images, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest,
+    all_or_none: bool,
 ) -> MicroBatch:
-    """`rest`: items, largest first; `value`: what serving each is worth. Stops early if not all fit but must."""
+    """`rest`: items, largest first, with their images; `value`: what serving each is worth. Stops early if not all fit
+    but must."""
     speed, rates, capacity = ranks.speed, ranks.machine.rates, float(ranks.machine.tokens_per_rank)
     num_ranks = len(speed)
     pack = np.full(len(rest), -1)
     limit = min(num_ranks, len(rest))
     degree, first, time = np.zeros(limit, dtype=np.int64), np.zeros(limit, dtype=np.int64), np.zeros(limit)
-    language, attention, vision, fullest, host, tokens = (
-        np.zeros(limit),
-        np.zeros(limit),
-        np.zeros(limit),
-        np.zeros(limit),
-        np.zeros(limit),
-        np.zeros(limit),
-    )
+    sums = np.zeros((7, limit))
+    encodes, busy = np.zeros(num_ranks), np.zeros(num_ranks)  # seconds of images of each rank; and with one item more
     rooms, state = rooms_for(limit)  # tokens of the longest sequence that each open pack may take
     count, used, served, served_tokens, complete = 0, 0, 0.0, 0, True
     for place in range(len(rest)):
         item = items[rest[place]]
-        found, spent, into = first_with(rooms, state, item.tokens), 0.0, -1
+        found, spent, into, encode_s = first_with(rooms, state, item.tokens), 0.0, -1, 0.0
         while found >= 0:
             into = int(rooms[OWNER, found])
-            rate = rates[degree[into]]
-            slowest = speed[first[into] + degree[into] - 1]
-            alone_s = max(fullest[into], encode_s_of(item, degree[into]))  # at least as long as for one of them alone
-            encode_s = max((vision[into] + item.vision_s) / degree[into], alone_s)
-            if alone_s > 0.0:
-                encode_s += rate.encoder_pass_s
-            transfer_s = rate.across_s if _crosses(ranks, first[into], degree[into]) else rate.inside_s
-            spent = compiled_predicted_s(
-                language[into] + item.language_s,
-                attention[into] + item.attention_s,
-                encode_s / slowest,
-                host[into] + item.host_s,
-                tokens[into] + item.tokens,
-                degree[into],
-                slowest,
-                transfer_s,
-                rate,
-            )
+            begin, end = first[into], first[into] + degree[into]
+            encode_s = sums[ENCODE, into]
+            if item.image_s > 0.0:  # at least, were all dealt out evenly, or the largest of the item alone
+                even_s = (sums[VISION, into] + item.vision_s) / (degree[into] * speed[begin])
+                encode_s = max(encode_s, even_s, sums[FREEST, into] + item.image_s / speed[begin])
+            crosses = _crosses(ranks, begin, degree[into])
+            spent = _with_item(item, sums, into, encode_s, degree[into], speed[end - 1], crosses, rates)
+            if item.image_s > 0.0 and spent <= makespan:
+                busy[: degree[into]] = encodes[begin:end]
+                encode_s = deal_more(images, rest[place], speed[begin:end], busy[: degree[into]])
+                spent = _with_item(item, sums, into, encode_s, degree[into], speed[end - 1], crosses, rates)
             if spent <= makespan:
                 break
             found -= 1
@@ -128,17 +142,22 @@ def fill_micro_batch(
                 continue
             into = count
             degree[into], first[into] = need, used
+            if item.image_s > 0.0:
+                busy[:need] = 0.0
+                encode_s = deal_more(images, rest[place], speed[used : used + need], busy[:need])
             used += need
             count += 1
+        if item.image_s > 0.0:
+            encodes[first[into] : first[into] + degree[into]], sums[ENCODE, into] = busy[: degree[into]], encode_s
+            sums[FREEST, into] = busy[: degree[into]].min()
         pack[place] = into
         served += value[rest[place]]
         served_tokens += item.tokens
-        language[into] += item.language_s
-        attention[into] += item.attention_s
-        vision[into] += item.vision_s
-        fullest[into] = max(fullest[into], encode_s_of(item, degree[into]))
-        host[into] += item.host_s
-        tokens[into] += item.tokens
+        sums[LANGUAGE, into] += item.language_s
+        sums[ATTENTION, into] += item.attention_s
+        sums[VISION, into] += item.vision_s
+        sums[HOST, into] += item.host_s
+        sums[TOKENS, into] += item.tokens
         time[into] = spent
         # How much longer may it take? An upper bound where it has images, or where attention hides communication.
         rate, share, left_s = (
@@ -148,10 +167,11 @@ def fill_micro_batch(
         )
         transfer_s = rate.across_s if _crosses(ranks, first[into], degree[into]) else rate.inside_s
         if rate.overlap > 0.0:
-            left_s += max(0.0, transfer_s * tokens[into] - rate.overlap * attention[into] * degree[into] / share)
+            hidden_s = rate.overlap * sums[ATTENTION, into] * degree[into] / share
+            left_s += max(0.0, transfer_s * sums[TOKENS, into] - hidden_s)
             transfer_s = 0.0
         longest = min(
-            degree[into] * capacity - tokens[into],
+            degree[into] * capacity - sums[TOKENS, into],
             _longest(left_s, ranks.quadratic_s / share, ranks.linear_s / share + transfer_s),
         )
         if found >= 0:
@@ -176,7 +196,8 @@ def extremes_s(items: Items, item: int, ranks: Fastest) -> tuple[float, float]:
 
 @compiled
 def trials(
-    items: Items, rest: np.ndarray, value: np.ndarray, count: int, span: float, longest_s: float, ranks: Fastest
+    items: Items, images: Images, rest: np.ndarray, value: np.ndarray, count: int, span: float, longest_s: float,
+    ranks: Fastest,
 ) -> np.ndarray:
     """(count, 4): makespan, and the seconds, value and tokens of what fits under it; seconds are 0 if the first item
     does not.
@@ -191,7 +212,7 @@ def trials(
     found = np.zeros((count, 4))
     for index in range(count):
         makespan = max(most_s * ratio**index, least_s, ranks.gather_s)
-        packed = fill_micro_batch(items, rest, value, makespan, ranks, False)
+        packed = fill_micro_batch(items, images, rest, value, makespan, ranks, False)
         if packed.pack[0] >= 0:
             found[index, 0], found[index, 1], found[index, 2], found[index, 3] = (
                 makespan,
@@ -204,16 +225,17 @@ def trials(
 
 @compiled
 def shortest_micro_batch(
-    items: Items, rows: np.ndarray, value: np.ndarray, low: float, high: float, tolerance: float, ranks: Fastest
+    items: Items, images: Images, rows: np.ndarray, value: np.ndarray, low: float, high: float, tolerance: float,
+    ranks: Fastest,
 ) -> tuple[MicroBatch, float]:
     """All rows in one micro-batch, as short as can be, and a makespan that failed, at most `tolerance` below (a share).
 
     Bisects between `high` (`complete` is False if even that cannot be had) and `low`, which cannot.
     """
-    best, low = fill_micro_batch(items, rows, value, high, ranks, True), max(low, ranks.gather_s)
+    best, low = fill_micro_batch(items, images, rows, value, high, ranks, True), max(low, ranks.gather_s)
     span = np.array([low, best.time.max() if best.complete else low, low])
     while compiled_halve(span, tolerance):
-        packed = fill_micro_batch(items, rows, value, span[2], ranks, True)
+        packed = fill_micro_batch(items, images, rows, value, span[2], ranks, True)
         span[int(packed.complete)] = packed.time.max() if packed.complete else span[2]
         best = packed if packed.complete else best
     return best, span[0]

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.bound import limits_of
+from dhp_ray.planner.encoders import longest_first
 from dhp_ray.planner.items import Machine
 from dhp_ray.planner.micro_batch.filling import (
     Fastest,
@@ -82,7 +83,7 @@ class MicroBatchSearch:
     """The search for one batch."""
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
-        self.items = problem.items
+        self.items, self.images = problem.items, longest_first(problem.first_image, problem.all_image_s)
         fastest_first = np.argsort(-machine.speeds, kind="stable")
         rates = replace(problem.cost, gather_s=0.0).rates(len(machine.speeds), problem.cluster.offload)
         self.ranks = Fastest(
@@ -129,7 +130,9 @@ class MicroBatchSearch:
         if state.tokens > self.max_tokens or low_s >= room_s:
             return []
         high_s = room_s if room_s < np.inf else 2 * longest_s
-        packed, low_s = shortest_micro_batch(self.items, state.rest, self.value, low_s, high_s, 1e-2, self.ranks)
+        packed, low_s = shortest_micro_batch(
+            self.items, self.images, state.rest, self.value, low_s, high_s, 1e-2, self.ranks
+        )
         if not packed.complete:
             return []
         part = Part(state.rest, packed, low_s)
@@ -141,7 +144,7 @@ class MicroBatchSearch:
         steps = {}
         longest_s = self.longest * state.value / self.total_speed
         for makespan_s, seconds, value, tokens in trials(
-            self.items, state.rest, self.value, self.makespans, SPAN, longest_s, self.ranks
+            self.items, self.images, state.rest, self.value, self.makespans, SPAN, longest_s, self.ranks
         ).tolist():
             so_far_s, rest_s = (
                 state.time_s + seconds + self.fixed_s,
@@ -154,7 +157,7 @@ class MicroBatchSearch:
     def after(self, step: Step) -> State:
         """The partial plan after a step."""
         state = step.state
-        packed = fill_micro_batch(self.items, state.rest, self.value, step.makespan_s, self.ranks, False)
+        packed = fill_micro_batch(self.items, self.images, state.rest, self.value, step.makespan_s, self.ranks, False)
         inside = packed.pack >= 0
         least_s = extremes_s(self.items, state.rest[0], self.ranks)[1]
         part = Part(
@@ -171,7 +174,7 @@ class MicroBatchSearch:
     def shortened(self, part: Part) -> Part:
         """The same rows in less time."""
         packed, low_s = shortest_micro_batch(
-            self.items, part.rows, self.value, part.low_s, part.time_s, 1e-3, self.ranks
+            self.items, self.images, part.rows, self.value, part.low_s, part.time_s, 1e-3, self.ranks
         )
         return Part(part.rows, packed, low_s) if packed.complete and packed.time.max() < part.time_s else part
 
@@ -189,11 +192,11 @@ def dhp_micro_batch(problem: Problem) -> list[Schedule]:
 
 
 def node_after_node(problem: Problem, schedule: Schedule) -> list[Schedule]:
-    """A small batch with ranks handed out node after node, if a schedule of it has groups that cross nodes though one
-    node would hold them, as the groups beside them leave too little of each."""
+    """The batch with ranks handed out node after node, if a schedule of it has groups that cross nodes though one node
+    would hold them, as the groups beside them leave too little of each."""
     machine, degree = problem.machine, np.diff(schedule.first_rank)
     crossing = crosses_nodes(schedule, machine.node) & (degree <= machine.ranks_per_node)
-    if crossing.any() and len(problem.items) * len(machine.speeds) <= TINY:
+    if crossing.any():
         return [micro_batch_schedule(problem, machine._replace(uniform=False))]
     return []
 

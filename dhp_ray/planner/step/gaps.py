@@ -32,14 +32,14 @@ class Backfilled(NamedTuple):
 
 class BinPacks(NamedTuple):
     """Packs as they are filled: each one's bin, tokens, whether it has images, and the one in its bin before it; the
-    newest of each bin; -1 for none. `count[0]`: so many there are."""
+    newest of each bin; -1 for none. `made[0]`: so many there are."""
 
     bin_: np.ndarray
     tokens: np.ndarray
     has_images: np.ndarray
     before: np.ndarray
     newest: np.ndarray
-    count: np.ndarray
+    made: np.ndarray
 
 
 @inner
@@ -112,7 +112,7 @@ def _in_packs(
             once_s = machine.rates[1].encoder_pass_s
         pack[place] = _join(packs, bins[place], into, item)
         seconds[pack[place]] += item.language_s + item.vision_s + once_s
-    count = packs.count[0]
+    count = packs.made[0]
     rank, start = packs.bin_[:count] - num_gaps, np.zeros(count)
     clock = np.concatenate((partial.gap_start, partial.free))
     for into in range(count):
@@ -149,8 +149,8 @@ def _pack_with_room(packs: BinPacks, bin_: int, num_tokens: int, capacity: int) 
 def _join(packs: BinPacks, bin_: int, into: int, item: Item) -> int:
     """Put an item into a pack of a bin, or into a new one for -1; its number."""
     if into < 0:
-        into = packs.count[0]
-        packs.count[0] += 1
+        into = packs.made[0]
+        packs.made[0] += 1
         packs.bin_[into], packs.before[into], packs.newest[bin_] = bin_, packs.newest[bin_], into
     packs.tokens[into] += item.tokens
     packs.has_images[into] |= item.image_s > 0.0
