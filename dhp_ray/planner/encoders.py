@@ -47,8 +47,13 @@ def encoders_of(
     for group in range(num_groups):
         rows = schedule.rows[schedule.first_row[group] : schedule.first_row[group + 1]]
         ranks = schedule.ranks[schedule.first_rank[group] : schedule.first_rank[group + 1]]
-        image_s, orders = _images_of(rows, first_image, all_image_s)
+        image_s = _images_of(rows, first_image, all_image_s)
         first[group + 1] = first[group] + len(image_s)
+        if len(ranks) == 1:
+            encoders[first[group] : first[group + 1]] = ranks[0]
+            longest_s[group] = image_s.sum() / speeds[ranks[0]]
+            continue
+        orders = _orders_of(rows, first_image, image_s)
         of_ranks = np.zeros(len(ranks))
         for place in range(len(ranks)):
             of_ranks[place] = speeds[ranks[place]]
@@ -73,11 +78,18 @@ def fullest_member_s(
     `rows[first[p]:first[p + 1]]`. O(images x most^2)."""
     found = np.zeros((len(first) - 1, most))
     for pack in range(len(found)):
-        image_s, orders = _images_of(rows[first[pack] : first[pack + 1]], first_image, all_image_s)
+        of_pack = rows[first[pack] : first[pack + 1]]
+        image_s = _images_of(of_pack, first_image, all_image_s)
         if len(image_s) == 0 or image_s.max() == 0.0:
             continue
-        found[pack, 0], found[pack, 1:] = image_s.sum(), image_s.max()
+        longest_s, orders = image_s.max(), np.zeros((0, 0), dtype=np.int64)
+        found[pack, 0], found[pack, 1:] = image_s.sum(), longest_s
         for degree in range(2, min(most, len(image_s) - 1) + 1):
+            if image_s.min() == longest_s:  # all alike
+                found[pack, degree - 1] = -(-len(image_s) // degree) * longest_s
+                continue
+            if len(orders) == 0:
+                orders = _orders_of(of_pack, first_image, image_s)
             found[pack, degree - 1] = _dealt(image_s, orders, np.ones(degree))[1]
     return found
 
@@ -95,27 +107,35 @@ def deal_more(images: Images, row: int, speeds: np.ndarray, busy: np.ndarray) ->
 
 
 @inner
-def _images_of(rows: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds of the images of some sequences, two orders of them: longest first, and sequence after sequence)"""
+def _images_of(rows: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray) -> np.ndarray:
+    """Seconds of the images of some sequences, in order."""
     count, end = 0, 0
     for row in rows:
         count += first_image[row + 1] - first_image[row]
-    image_s, orders = np.zeros(count), np.zeros((2, count), dtype=np.int64)
+    image_s = np.zeros(count)
     for row in rows:
-        begin = end
         for image in range(first_image[row], first_image[row + 1]):
             image_s[end] = all_image_s[image]
             end += 1
-        orders[1, begin:end] = begin + ascending(-image_s[begin:end])
+    return image_s
+
+
+@inner
+def _orders_of(rows: np.ndarray, first_image: np.ndarray, image_s: np.ndarray) -> np.ndarray:
+    """The images of some sequences longest first, and if these are several, sequence after sequence."""
+    orders, end = np.zeros((2 if len(rows) > 1 else 1, len(image_s)), dtype=np.int64), 0
+    for row in rows:
+        begin, end = end, end + first_image[row + 1] - first_image[row]
+        orders[-1, begin:end] = begin + ascending(-image_s[begin:end])
     orders[0] = ascending(-image_s)
-    return image_s, orders[: 2 if len(rows) > 1 else 1]
+    return orders
 
 
 @inner
 def _dealt(image_s: np.ndarray, orders: np.ndarray, speeds: np.ndarray) -> tuple[np.ndarray, float]:
     """(the member that encodes each image, seconds of the member that takes longest) of the best order."""
     best, best_s = np.zeros(len(image_s), dtype=np.int64), np.inf
-    for order in orders[: 1 if len(speeds) == 1 else len(orders)]:
+    for order in orders:
         member, busy = np.zeros(len(image_s), dtype=np.int64), np.zeros(len(speeds))
         for image in order:
             member[image] = _deal(image_s[image], speeds, busy)

@@ -18,11 +18,11 @@ from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, g
 
 def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
     """Seconds of each group."""
-    items, first_rank, degree = problem.items[schedule.rows], schedule.first_rank[:-1], np.diff(schedule.first_rank)
+    items, first_rank, degree = problem.items, schedule.first_rank[:-1], np.diff(schedule.first_rank)
     rates = problem.machine.rates[degree]
     speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
     tokens, language, attention, host = (
-        np.add.reduceat(array, schedule.first_row[:-1])
+        np.add.reduceat(array[schedule.rows], schedule.first_row[:-1])
         for array in (items.tokens, items.language_s, items.attention_s, items.host_s)
     )
     crosses = crosses_nodes(schedule, np.array(problem.cluster.nodes))

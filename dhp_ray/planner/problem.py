@@ -77,12 +77,12 @@ class Problem:
 def packed(problem: Problem, packs: Packs, deals_images: bool = False) -> Items:
     """Every pack of sequences an item. `deals_images`: their images are dealt to ranks, as they will be; else they
     count as dealt out evenly, which is quicker."""
-    inside, first = problem.items[packs.rows], packs.first[:-1]
+    items, first = problem.items, packs.first[:-1]
     tokens, language, attention, vision, host = (
-        np.add.reduceat(array, first)
-        for array in (inside.tokens, inside.language_s, inside.attention_s, inside.vision_s, inside.host_s)
+        np.add.reduceat(array[packs.rows], first)
+        for array in (items.tokens, items.language_s, items.attention_s, items.vision_s, items.host_s)
     )
-    image = np.maximum.reduceat(inside.image_s, first)
+    image = np.maximum.reduceat(items.image_s[packs.rows], first)
     if deals_images:
         fullest = fullest_member_s(packs.rows, packs.first, problem.first_image, problem.all_image_s, DEGREES)
     else:
