@@ -54,14 +54,20 @@ def parts_on_groups(problem: Problem, num_parts: np.ndarray, groups: Groups) -> 
 def one_part_more(problem: Problem, images: EncodedImages) -> np.ndarray | None:
     """The numbers of parts with one more of the image that takes the fullest rank longest; None if it has as many as
     it can."""
-    num_parts, seconds = np.diff(images.first), images.seconds / problem.speeds[images.encoder]
+    seconds = images.seconds / problem.speeds[images.encoder]
     fullest = int(np.bincount(images.encoder, seconds).argmax())
     image = int(images.image[np.where(images.encoder == fullest, seconds, 0.0).argmax()])
+    return with_one_more(problem, np.diff(images.first), image)
+
+
+def with_one_more(problem: Problem, num_parts: np.ndarray, image: int) -> np.ndarray | None:
+    """The numbers of parts with one more of an image; None if it has as many as it can."""
     most = min(problem.cluster.num_ranks, most_parts(grid_of(problem, image), problem.cost.image_piece_patches))
     if num_parts[image] >= most:
         return None
-    num_parts[image] += 1
-    return num_parts
+    more = num_parts.copy()
+    more[image] += 1
+    return more
 
 
 def ranks_of_images(problem: Problem, schedule: Schedule, images: EncodedImages, groups: Groups) -> np.ndarray:

@@ -15,7 +15,14 @@ import numpy as np
 from dhp_ray.planner.encoded_images import EncodedImages, encoded_images, grid_of
 from dhp_ray.planner.encoder_memory import Room, room_for_images, within_room
 from dhp_ray.planner.encoder_timeline import Packs, timeline_of
-from dhp_ray.planner.image_ranks import Groups, groups_by_size, one_part_more, parts_on_groups, ranks_of_images
+from dhp_ray.planner.image_ranks import (
+    Groups,
+    groups_by_size,
+    one_part_more,
+    parts_on_groups,
+    ranks_of_images,
+    with_one_more,
+)
 from dhp_ray.planner.lockstep_passes import lockstep_passes
 from dhp_ray.planner.plan import VisionPlan
 from dhp_ray.planner.problem import Problem
@@ -23,8 +30,9 @@ from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.split_images import parts_for_memory, parts_for_time
 from dhp_ray.planner.world_encoder import FAR
 
-CUTS = 4
-"""How many more parts are tried at most, one at a time, after `parts_for_time`."""
+CUTS, FEW = 4, 32
+"""How many more parts are tried at most, one at a time, after `parts_for_time`. Before that, of at most FEW images each
+is tried in one part more: where images are few it may be a small one whose halves fill what others leave."""
 
 
 class World(NamedTuple):
@@ -53,7 +61,8 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
     ranks have no memory for that. Without vision costs images are dealt out by their patches.
 
     Images are in parts where memory asks for it, and in more where that makes the step shorter: those that alone take
-    longer than the mean of all ranks, and then, one part after the other, those that hold up the fullest rank.
+    longer than the mean of all ranks, of few images any one, and then, one part after the other, those that hold up the
+    fullest rank.
     """
     group_of_row = np.empty(len(problem.samples), dtype=np.int64)
     group_of_row[schedule.rows] = np.repeat(np.arange(len(schedule.first_row) - 1), np.diff(schedule.first_row))
@@ -80,6 +89,10 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
 
     more = parts_for_time(lambda image: grid_of(problem, image), problem.all_image_s, least, problem.speeds, cost)
     best = _shortest([shortest(num_parts) for num_parts in [least] + [more] * bool((more > least).any())])
+    if best and len(least) <= FEW and _is_uneven(problem, best):
+        num_parts = np.diff(best.images.first)
+        others = [with_one_more(problem, num_parts, image) for image in range(len(least))]
+        best = _shortest([best, *(shortest(parts) for parts in others if parts is not None)])
     newest = best
     for _ in range(CUTS):  # past one that gains nothing: of two images that hold up two ranks, both are to be cut
         further = one_part_more(problem, newest.images) if newest and _is_uneven(problem, newest) else None
