@@ -41,7 +41,7 @@ them."""
 WASTE = 1.15
 """What the rest of a partial plan is taken to need, over its lower bound."""
 
-WORK = 20_000
+WORK = 60_000
 """Sequences in all fills of one micro-batch, about: sets the width of the search."""
 
 TINY, LONGEST = 2_000, 2.0
