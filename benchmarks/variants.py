@@ -38,6 +38,8 @@ _SHORTENED = "[self.shortened(part) for part in min(ends, key=lambda state: stat
 _NOT_SHORTENED = "list(min(ends, key=lambda state: state.time_s).parts)"
 _CROSSES = "    if ranks.machine.uniform:\n        return degree > ranks.machine.ranks_per_node"
 _CROSSES_BY_DEGREE = "    if True:\n        return degree > ranks.machine.ranks_per_node"
+_NODE_AFTER_NODE = "    if crossing.any():"
+_OF_SMALL_BATCHES = "    if crossing.any() and len(problem.items) * len(machine.speeds) <= TINY:"
 _MACHINES = "machines = [problem.machine] if problem.machine.uniform else [problem.machine, problem.nominal_machine]"
 
 VARIANTS = (
@@ -71,6 +73,8 @@ VARIANTS = (
     one("step: local search from the plan alone", _STARTS, f"seeds = 1\n    {_STARTS}"),
     one("step: no packs made beforehand", _PACKED, "if False:"),
     one("step: of packs and sequences the better after the quick search", "SHORTER = 0.03", "SHORTER = 0.0"),
+    one("step: packs made beforehand with images as if dealt out evenly",
+        "yield packed(problem, packs, deals_images=True)", "yield packed(problem, packs)"),
     one("step: packs made beforehand of whole memory", _HALF, "problem.machine.tokens_per_rank"),
     one("step: at most 2 ranks more than needed", _HIGHEST, "return min(num_ranks, more)"),
     one("step: no rank more than needed", _HIGHEST, "return degree"),
@@ -94,6 +98,8 @@ VARIANTS = (
     one("micro_batch: a span of 3", _SPAN, "(10**9, 4)), 3.0"),
     one("micro_batch: no waste", "WASTE = 1.15", "WASTE = 1.0"),
     one("micro_batch: a waste of 1.3", "WASTE = 1.15", "WASTE = 1.3"),
+    one("micro_batch: a third of the work", "WORK = 60_000", "WORK = 20_000"),
+    one("micro_batch: node after node, of small batches alone", _NODE_AFTER_NODE, _OF_SMALL_BATCHES),
     one("micro_batch: a beam of one", "* len(self.order)), 1, 8))", "* len(self.order)), 1, 1))"),
     one("micro_batch: a beam of 4 at most", "* len(self.order)), 1, 8))", "* len(self.order)), 1, 4))"),
     one("micro_batch: as many go on as the beam is wide", "[: 3 * self.width]", "[: self.width]"),
@@ -108,6 +114,8 @@ VARIANTS = (
     one("micro_batch: unequal ranks are not taken for equal ones", _MACHINES, "machines = [problem.machine]"),
     one("apart: no exchanges", _EXCHANGED, "pass\n"),
     one("apart: one start", "for start in (AT_HOME, ANYWHERE, BEST_FIT):", "for start in (AT_HOME,):"),
+    one("apart: of few images, too, only the longest are cut", "if best and len(least) <= FEW and", "if False and"),
+    one("images of a pack longest first alone", "2 if len(rows) > 1 else 1", "1"),
     one("apart: no best fit", "for start in (AT_HOME, ANYWHERE, BEST_FIT):", "for start in (AT_HOME, ANYWHERE):"),
     one("apart: exchanges with 16 ranks", "PARTNERS = 128", "PARTNERS = 16"),
     one("apart: even within 1 %", "EVEN, FAR = 1e-3, 1e-2", "EVEN, FAR = 1e-2, 1e-2"),
