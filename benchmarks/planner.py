@@ -204,12 +204,12 @@ def pool(cost: CostModel) -> None:
         print(f"| {count} | {uses} | {100 * hits / uses:.1f} % | {100 * longer:+.2f} % |")
     print("\nWith `group_s`, making a group is weighed against longer plans. Seconds are means a batch.\n")
     print(
-        "| sequences a batch | making a group | new groups, not weighed | weighed | makespan and making, not weighed "
-        "| weighed | |\n|---|---|---|---|---|---|---|"
+        "| mode | sequences a batch | making a group | new groups, not weighed | weighed | makespan and making, not "
+        "weighed | weighed | |\n|---|---|---|---|---|---|---|---|"
     )
-    for count, group_s in product((128, 256, 512), (0.03, 0.3)):
-        before, after = (weighed(count, 100, cost, group_s, known) for known in (False, True))
-        print(f"| {count} | {group_s} s | {before[0]:.1f} | {after[0]:.1f} | {before[1]:.3f} | {after[1]:.3f} "
+    for sync, count, group_s in product(("step", "micro_batch"), (128, 256, 512), (0.03, 0.3)):
+        before, after = (weighed(count, 100, cost, group_s, known, sync) for known in (False, True))
+        print(f"| {sync} | {count} | {group_s} s | {before[0]:.1f} | {after[0]:.1f} | {before[1]:.3f} | {after[1]:.3f} "
               f"| {100 * (after[1] / before[1] - 1):+.1f} % |")
 
 
@@ -232,7 +232,9 @@ def reused(count: int, batches: int, cost: CostModel) -> tuple[int, int, float]:
     return uses, hits, time_s / alone_s - 1
 
 
-def weighed(count: int, batches: int, cost: CostModel, group_s: float, known: bool) -> tuple[float, float]:
+def weighed(
+    count: int, batches: int, cost: CostModel, group_s: float, known: bool, sync: str
+) -> tuple[float, float]:
     """New groups a batch, and seconds of packs and of making those groups, over batches that share a pool of 32;
     `known`: whether the planner knows what making a group takes."""
     # here: benchmarks/ablation.py plans with older checkouts, too, which have no such modules
@@ -242,7 +244,8 @@ def weighed(count: int, batches: int, cost: CostModel, group_s: float, known: bo
     pool: list[tuple[int, ...]] = []
     new_groups, time_s, priced = 0, 0.0, replace(cost, group_s=group_s)
     for batch in range(batches):
-        plan = planned(drawn("wikipedia", count, 64, batch), 64, priced if known else cost, pool=tuple(pool))
+        plan = planned(drawn("wikipedia", count, 64, batch), 64, priced if known else cost, sync=sync,
+                       pool=tuple(pool))
         made = [ranks for ranks in plan.process_groups() if ranks not in pool]
         new_groups += len(made)
         members, degrees = flat(made)

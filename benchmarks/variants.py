@@ -100,6 +100,8 @@ VARIANTS = (
     one("micro_batch: a waste of 1.3", "WASTE = 1.15", "WASTE = 1.3"),
     one("micro_batch: a third of the work", "WORK = 60_000", "WORK = 20_000"),
     one("micro_batch: node after node, of small batches alone", _NODE_AFTER_NODE, _OF_SMALL_BATCHES),
+    one("micro_batch: no plans with few degrees", "if problem.cost.group_s > 0.0 and len(problem.items)",
+        "if False and len(problem.items)"),
     one("micro_batch: a beam of one", "* len(self.order)), 1, 8))", "* len(self.order)), 1, 1))"),
     one("micro_batch: a beam of 4 at most", "* len(self.order)), 1, 8))", "* len(self.order)), 1, 4))"),
     one("micro_batch: as many go on as the beam is wide", "[: 3 * self.width]", "[: self.width]"),

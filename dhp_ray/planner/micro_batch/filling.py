@@ -42,7 +42,8 @@ class MicroBatch(NamedTuple):
 class Fastest(NamedTuple):
     """Speeds and nodes of the ranks of `machine`, fastest first, the seconds of language that a token and a token
     squared cost, and those that a micro-batch takes at least (which the machine's rates leave out: what a pack takes
-    besides is its room)."""
+    besides is its room). `degrees[d]`: the least degree from d on that a pack may have; beyond the last, more than
+    there are ranks."""
 
     machine: Machine
     speed: np.ndarray
@@ -50,6 +51,7 @@ class Fastest(NamedTuple):
     linear_s: float
     quadratic_s: float
     gather_s: float
+    degrees: np.ndarray
 
 
 @inner
@@ -130,11 +132,12 @@ def fill_micro_batch(
             need = num_ranks + 1
             if used < num_ranks:
                 need = max(item.minimum_degree, int(item.language_s / (makespan * speed[used])))
+            need = ranks.degrees[min(need, num_ranks + 1)]
             while used + need <= num_ranks:
                 spent = time_s(item, need, _crosses(ranks, used, need), speed[used + need - 1], rates[need])
                 if spent <= makespan:
                     break
-                need += 1
+                need = ranks.degrees[need + 1]
             if used + need > num_ranks:
                 complete = False
                 if all_or_none:
@@ -183,10 +186,13 @@ def fill_micro_batch(
 
 @compiled
 def extremes_s(items: Items, item: int, ranks: Fastest) -> tuple[float, float]:
-    """Seconds of an item alone, on its minimum degree (of equally fast ranks the last, which may cross nodes) and on
-    the best one."""
-    num_ranks, least, rates, least_s = len(ranks.speed), items[item].minimum_degree, ranks.machine.rates, np.inf
+    """Seconds of an item alone, on the fewest ranks that it may have (of equally fast ranks the last, which may cross
+    nodes) and on the best number."""
+    num_ranks, rates, least_s = len(ranks.speed), ranks.machine.rates, np.inf
+    least = ranks.degrees[items[item].minimum_degree]
     for degree in range(least, num_ranks + 1):
+        if ranks.degrees[degree] > degree:
+            continue
         alone_s = time_s(items[item], degree, _crosses(ranks, 0, degree), ranks.speed[degree - 1], rates[degree])
         least_s = min(least_s, alone_s)
     first = num_ranks - least if ranks.speed[0] == ranks.speed[-1] else 0

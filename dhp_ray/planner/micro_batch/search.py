@@ -13,6 +13,7 @@ O(micro-batches x width x makespans) fills.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -49,6 +50,10 @@ TINY, LONGEST = 2_000, 2.0
 all that is left needs: from longer ones, SPAN does not reach down to the short micro-batches of few sequences."""
 
 
+MANY = 5_000_000
+"""Sequences x ranks up to which plans with few degrees are made as well."""
+
+
 class Part(NamedTuple):
     """A micro-batch: rows (largest first), how they are packed, and a time in which they cannot be done."""
 
@@ -80,9 +85,9 @@ class Step(NamedTuple):
 
 
 class MicroBatchSearch:
-    """The search for one batch."""
+    """The search for one batch; `degrees` as in `Fastest`."""
 
-    def __init__(self, problem: Problem, machine: Machine) -> None:
+    def __init__(self, problem: Problem, machine: Machine, degrees: np.ndarray) -> None:
         self.items, self.images = problem.items, longest_first(problem.first_image, problem.all_image_s)
         fastest_first = np.argsort(-machine.speeds, kind="stable")
         rates = replace(problem.cost, gather_s=0.0).rates(len(machine.speeds), problem.cluster.offload)
@@ -93,6 +98,7 @@ class MicroBatchSearch:
             problem.cost.linear_s,
             problem.cost.quadratic_s,
             problem.cost.gather_s,
+            degrees,
         )
         self.fixed_s, self.max_tokens, self.total_speed = (
             problem.cost.fixed_s,
@@ -185,10 +191,27 @@ def shortest_s(ends: list[State]) -> float:
 
 def dhp_micro_batch(problem: Problem) -> list[Schedule]:
     """Candidate schedules. Where ranks are unequal they go to packs by their speed, wherever they are; a second one
-    takes them for equal ones, so that packs stay in their nodes.
+    takes them for equal ones, so that packs stay in their nodes. Where making a process group costs something, more
+    have packs of few degrees alone, which run on the same groups batch after batch: powers of two, and powers of two
+    inside a node and whole nodes.
     """
     machines = [problem.machine] if problem.machine.uniform else [problem.machine, problem.nominal_machine]
-    return [micro_batch_schedule(problem, machine) for machine in machines]
+    num_ranks, node_size = problem.cluster.num_ranks, problem.cluster.ranks_per_node
+    schedules = [micro_batch_schedule(problem, machine, least_degrees(range(1, num_ranks + 1), num_ranks))
+                 for machine in machines]
+    if problem.cost.group_s > 0.0 and len(problem.items) * num_ranks <= MANY:
+        powers = [2**power for power in range(num_ranks.bit_length())]
+        inside_or_whole = [power for power in powers if power <= node_size // 2]
+        inside_or_whole += range(node_size, num_ranks + 1, node_size)
+        schedules += [micro_batch_schedule(problem, machines[-1], least_degrees(few, num_ranks))
+                      for few in (powers, inside_or_whole)]
+    return schedules
+
+
+def least_degrees(degrees: Sequence[int], num_ranks: int) -> np.ndarray:
+    """`Fastest.degrees` where packs have these degrees (ascending), or all ranks."""
+    allowed = np.array([*(degree for degree in degrees if degree < num_ranks), num_ranks])
+    return np.append(allowed[np.searchsorted(allowed, np.arange(num_ranks + 1))], num_ranks + 1)
 
 
 def node_after_node(problem: Problem, schedule: Schedule) -> list[Schedule]:
@@ -197,19 +220,21 @@ def node_after_node(problem: Problem, schedule: Schedule) -> list[Schedule]:
     machine, degree = problem.machine, np.diff(schedule.first_rank)
     crossing = crosses_nodes(schedule, machine.node) & (degree <= machine.ranks_per_node)
     if crossing.any():
-        return [micro_batch_schedule(problem, machine._replace(uniform=False))]
+        num_ranks = problem.cluster.num_ranks
+        return [micro_batch_schedule(problem, machine._replace(uniform=False),
+                                     least_degrees(range(1, num_ranks + 1), num_ranks))]
     return []
 
 
-def micro_batch_schedule(problem: Problem, machine: Machine) -> Schedule:
-    """What the search finds for ranks of this machine."""
-    parts, pool = MicroBatchSearch(problem, machine).run(), cached_groups_of(problem)
+def micro_batch_schedule(problem: Problem, machine: Machine, degrees: np.ndarray) -> Schedule:
+    """What the search finds for ranks of this machine, with packs of these degrees."""
+    parts, pool = MicroBatchSearch(problem, machine, degrees).run(), cached_groups_of(problem)
     packs = [by_owner(part.packed.pack, len(part.packed.degree)) for part in parts]
-    degrees = [part.packed.degree for part in parts]
+    of_packs = [part.packed.degree for part in parts]
     return Schedule(
         np.concatenate([part.rows[members] for part, (members, _) in zip(parts, packs)]),
         firsts_of(np.concatenate([np.diff(first) for _, first in packs])),
-        np.concatenate([ranks_of(firsts_of(degree), machine, pool) for degree in degrees]),
-        firsts_of(np.concatenate(degrees)),
-        np.repeat(np.arange(len(parts)), [len(degree) for degree in degrees]),
+        np.concatenate([ranks_of(firsts_of(degree), machine, pool) for degree in of_packs]),
+        firsts_of(np.concatenate(of_packs)),
+        np.repeat(np.arange(len(parts)), [len(degree) for degree in of_packs]),
     )
