@@ -204,13 +204,14 @@ def pool(cost: CostModel) -> None:
         print(f"| {count} | {uses} | {100 * hits / uses:.1f} % | {100 * longer:+.2f} % |")
     print("\nWith `group_s`, making a group is weighed against longer plans. Seconds are means a batch.\n")
     print(
-        "| mode | sequences a batch | making a group | new groups, not weighed | weighed | makespan and making, not "
-        "weighed | weighed | |\n|---|---|---|---|---|---|---|---|"
+        "| mode, lengths | sequences a batch | making a group | new groups, not weighed | weighed | makespan and "
+        "making, not weighed | weighed | |\n|---|---|---|---|---|---|---|---|"
     )
-    for sync, count, group_s in product(("step", "micro_batch"), (128, 256, 512), (0.03, 0.3)):
-        before, after = (weighed(count, 100, cost, group_s, known, sync) for known in (False, True))
-        print(f"| {sync} | {count} | {group_s} s | {before[0]:.1f} | {after[0]:.1f} | {before[1]:.3f} | {after[1]:.3f} "
-              f"| {100 * (after[1] / before[1] - 1):+.1f} % |")
+    rows = [("step", "wikipedia", *row) for row in product((128, 256, 512), (0.03, 0.3))]
+    for sync, kind, count, group_s in (*rows, ("micro_batch", "bimodal", 512, 0.3)):
+        before, after = (weighed(kind, count, 100, cost, group_s, known, sync) for known in (False, True))
+        print(f"| {sync}, {kind} | {count} | {group_s} s | {before[0]:.1f} | {after[0]:.1f} | {before[1]:.3f} "
+              f"| {after[1]:.3f} | {100 * (after[1] / before[1] - 1):+.1f} % |")
 
 
 def reused(count: int, batches: int, cost: CostModel) -> tuple[int, int, float]:
@@ -233,7 +234,7 @@ def reused(count: int, batches: int, cost: CostModel) -> tuple[int, int, float]:
 
 
 def weighed(
-    count: int, batches: int, cost: CostModel, group_s: float, known: bool, sync: str
+    kind: str, count: int, batches: int, cost: CostModel, group_s: float, known: bool, sync: str, held: int = 32
 ) -> tuple[float, float]:
     """New groups a batch, and seconds of packs and of making those groups, over batches that share a pool of 32;
     `known`: whether the planner knows what making a group takes."""
@@ -244,14 +245,14 @@ def weighed(
     pool: list[tuple[int, ...]] = []
     new_groups, time_s, priced = 0, 0.0, replace(cost, group_s=group_s)
     for batch in range(batches):
-        plan = planned(drawn("wikipedia", count, 64, batch), 64, priced if known else cost, sync=sync,
+        plan = planned(drawn(kind, count, 64, batch), 64, priced if known else cost, sync=sync,
                        pool=tuple(pool))
         made = [ranks for ranks in plan.process_groups() if ranks not in pool]
         new_groups += len(made)
         members, degrees = flat(made)
         making_s = list_schedule(members, firsts_of(degrees), np.full(len(made), group_s), 64)[1].max()
         time_s += plan.predicted_time_s - cost.fixed_s + making_s
-        pool = [*(ranks for ranks in pool if ranks not in plan.process_groups()), *plan.process_groups()][-32:]
+        pool = [*(ranks for ranks in pool if ranks not in plan.process_groups()), *plan.process_groups()][-held:]
     return new_groups / batches, time_s / batches
 
 

@@ -46,11 +46,11 @@ def trained(name: str, device_name: str, kind: str, gibibytes: int, wanted: Want
 
 
 def seconds(training: Training, batches: Sequence[Sequence[Sample]]) -> float:
-    """Of the batches in a mode; infinite where a sequence does not fit."""
-    tokens = training.tokens_per_rank
+    """Of the batches in a mode, whose process groups there are already; infinite where a sequence does not fit."""
+    tokens, cost = training.tokens_per_rank, replace(training.cost, group_s=0.0)
     if tokens < 1 or max(sample.num_tokens for batch in batches for sample in batch) > tokens * NUM_RANKS:
         return math.inf
-    return sum(with_gathers_s(plan_batch(batch, ClusterSpec(NUM_RANKS, NODE_RANKS, tokens), training.cost,
+    return sum(with_gathers_s(plan_batch(batch, ClusterSpec(NUM_RANKS, NODE_RANKS, tokens), cost,
                                          sync=training.mode.sync), training.gather_s) for batch in batches)
 
 

@@ -38,7 +38,7 @@ _SHORTENED = "[self.shortened(part) for part in min(ends, key=lambda state: stat
 _NOT_SHORTENED = "list(min(ends, key=lambda state: state.time_s).parts)"
 _CROSSES = "    if ranks.machine.uniform:\n        return degree > ranks.machine.ranks_per_node"
 _CROSSES_BY_DEGREE = "    if True:\n        return degree > ranks.machine.ranks_per_node"
-_NODE_AFTER_NODE = "    if crossing.any():"
+_NODE_AFTER_NODE = "    if crossing.any() and len(problem.items) * len(machine.speeds) <= MANY:"
 _OF_SMALL_BATCHES = "    if crossing.any() and len(problem.items) * len(machine.speeds) <= TINY:"
 _MACHINES = "machines = [problem.machine] if problem.machine.uniform else [problem.machine, problem.nominal_machine]"
 

@@ -227,7 +227,7 @@ def checked_problem(
     encoder: str = "group",
 ) -> Problem:
     """What `plan_batch` plans. It refuses at once, with the same errors, what `plan_batch` would refuse; nothing has
-    to be compiled for that."""
+    to be compiled to refuse a batch."""
     if planner not in PLANNERS:
         raise PlanError(f"planner: got {planner!r}; allowed: {', '.join(PLANNERS)}")
     if sync not in SYNCS:

@@ -75,7 +75,7 @@ def fullest_member_s(
     rows: np.ndarray, first: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray, most: int
 ) -> np.ndarray:
     """(packs, most): seconds of the fullest of 1, 2, ... `most` nominal members that encode the images of each pack,
-    `rows[first[p]:first[p + 1]]`. O(images x most^2)."""
+    `rows[first[p]:first[p + 1]]`. O(images x most^2), less where a pack has fewer images."""
     found = np.zeros((len(first) - 1, most))
     for pack in range(len(found)):
         of_pack = rows[first[pack] : first[pack + 1]]

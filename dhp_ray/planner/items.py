@@ -13,7 +13,7 @@ from dhp_ray.planner.rates import Number, OverlapOf, Rate, Rates, held_s, moved_
 Whole = TypeVar("Whole", int, np.ndarray)
 
 DEGREES = 32
-"""Up to so many ranks, an item says how long the one of them encodes that has most to encode."""
+"""`fullest_s` of an item has an entry for each degree from 1 to DEGREES."""
 
 ITEM = np.dtype(
     [(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s", "host_s")]
@@ -144,7 +144,7 @@ def compiled_predicted_s(
 
 @inner
 def encode_s_of(item: Item, degree: int) -> float:
-    """Seconds of the images of the fullest of `degree` nominal ranks; of many ranks, as if they were dealt out evenly.
+    """Seconds of the images of the fullest of `degree` nominal ranks; above DEGREES as if they were dealt out evenly.
     """
     if degree <= DEGREES:
         return float(item.fullest_s[degree - 1])

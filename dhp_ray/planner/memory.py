@@ -67,7 +67,8 @@ class MemoryModel(ActivationMemory):
     def worst_load(self, tokens: int, offload: float = 0.0) -> PackLoad:
         """The pack that needs most with so many tokens a rank: vision tokens throughout, all with labels.
 
-        Images are dealt out whole, longest first: the fullest member has at most the mean and one image more.
+        Images are dealt out whole, each to the member that ends first with it: the fullest member has at most the mean
+        and one image more.
         """
         degree = min(2, self.settings.world_size)  # from two on, a ring's buffers are as large
         if not self.shape.vision:

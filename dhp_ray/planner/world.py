@@ -31,8 +31,9 @@ from dhp_ray.planner.split_images import parts_for_memory, parts_for_time
 from dhp_ray.planner.world_encoder import FAR
 
 CUTS, FEW = 4, 32
-"""How many more parts are tried at most, one at a time, after `parts_for_time`. Before that, of at most FEW images each
-is tried in one part more: where images are few it may be a small one whose halves fill what others leave."""
+"""How many more parts are tried at most, one at a time, after `parts_for_time`. If there are at most FEW images, each
+of them is tried with one part more before that, as long as ranks are uneven: halves of a small one may fill what
+others leave."""
 
 
 class World(NamedTuple):
@@ -61,8 +62,8 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
     ranks have no memory for that. Without vision costs images are dealt out by their patches.
 
     Images are in parts where memory asks for it, and in more where that makes the step shorter: those that alone take
-    longer than the mean of all ranks, of few images any one, and then, one part after the other, those that hold up the
-    fullest rank.
+    longer than the mean of all ranks, any one if they are few, and then, one part after the other, those that hold up
+    the fullest rank.
     """
     group_of_row = np.empty(len(problem.samples), dtype=np.int64)
     group_of_row[schedule.rows] = np.repeat(np.arange(len(schedule.first_row) - 1), np.diff(schedule.first_row))
@@ -91,8 +92,10 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
     best = _shortest([shortest(num_parts) for num_parts in [least] + [more] * bool((more > least).any())])
     if best and len(least) <= FEW and _is_uneven(problem, best):
         num_parts = np.diff(best.images.first)
-        others = [with_one_more(problem, num_parts, image) for image in range(len(least))]
-        best = _shortest([best, *(shortest(parts) for parts in others if parts is not None)])
+        for image in range(len(least)):
+            further = with_one_more(problem, num_parts, image)
+            if further is not None and best and _is_uneven(problem, best):
+                best = _shortest([best, shortest(further)])
     newest = best
     for _ in range(CUTS):  # past one that gains nothing: of two images that hold up two ranks, both are to be cut
         further = one_part_more(problem, newest.images) if newest and _is_uneven(problem, newest) else None

@@ -43,20 +43,31 @@ class Batch(NamedTuple):
         return num_tokens**2 + num_tokens * min(num_tokens, self.cost.attention_block)
 
     def encode_s(self, rows: Sequence[int], ranks: Sequence[int]) -> float:
-        """Seconds of the member that takes longest for its images: longest first, each to who would end it first."""
-        images_s = []
+        """Seconds of the member that takes longest for its images, each of which goes to who would end it first:
+        longest first, or sequence after sequence, each one's longest first, whichever ends earlier.
+        """
+        by_sequence = []
         for row in rows:
+            images_s = []
             for frames, height, width in self.samples[row].vision_grids:
                 patches = height * width
                 frame_s = self.cost.vision_quadratic_s * patches**2 + self.cost.vision_linear_s * patches
                 images_s.append(frames * frame_s)
+            by_sequence += sorted(images_s, reverse=True)
+        if not by_sequence:
+            return 0.0
+        orders = sorted(by_sequence, reverse=True), by_sequence
+        fullest_s = min(self.fullest_s(images_s, ranks) for images_s in orders)
+        return fullest_s + self.cost.encoder_pass_s / self.speed(ranks)
+
+    def fullest_s(self, images_s: Sequence[float], ranks: Sequence[int]) -> float:
+        """Seconds of the member that takes longest, where images come in this order."""
         busy_s = dict.fromkeys(ranks, 0.0)
-        for image_s in sorted(images_s, reverse=True):
+        for image_s in images_s:
             ends_s = {rank: busy_s[rank] + image_s / self.cluster.speeds[rank] for rank in ranks}
             first = min(ranks, key=lambda rank: ends_s[rank])
             busy_s[first] = ends_s[first]
-        once_s = self.cost.encoder_pass_s / self.speed(ranks) if images_s else 0.0
-        return max(busy_s.values()) + once_s
+        return max(busy_s.values())
 
     def exposed_s(self, num_tokens: int, attention_s: float, ranks: Sequence[int]) -> float:
         """Seconds of communication that no computation hides."""

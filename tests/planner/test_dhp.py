@@ -16,7 +16,7 @@ from dhp_ray.planner.baselines.paper import paper_at
 from dhp_ray.planner.baselines.pow2 import packed_to
 from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.dhp import dhp
-from dhp_ray.planner.micro_batch.search import micro_batch_schedule
+from dhp_ray.planner.micro_batch.search import least_degrees, micro_batch_schedule
 from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.schedule import Schedule, firsts_of, flat
@@ -66,7 +66,8 @@ def test_unequal_ranks_are_no_reason_to_cross_nodes(lengths, num_ranks, ranks_pe
     speeds = tuple(np.random.default_rng(seed).uniform(0.9, 1.1, num_ranks))
     samples = [Sample(str(row), length) for row, length in enumerate(lengths)]
     problem = checked_problem(samples, ClusterSpec(num_ranks, ranks_per_node, 32768, speeds), RING, sync="micro_batch")
-    as_equal = time_of(problem, micro_batch_schedule(problem, problem.nominal_machine))
+    any_number = least_degrees(range(1, num_ranks + 1), num_ranks)
+    as_equal = time_of(problem, micro_batch_schedule(problem, problem.nominal_machine, any_number))
     assert time_of(problem, dhp(problem)) <= as_equal * (1 + 1e-9)
 
 

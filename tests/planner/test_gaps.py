@@ -34,11 +34,14 @@ def test_a_schedule_takes_no_longer_than_the_trial_that_found_it(lengths, num_ra
             assert time_of(problem, schedule) <= found.makespan_s * (1 + 1e-9)
 
 
-def test_packs_that_cannot_hold_two_items_each_cost_their_own():
-    """Five items of 60 tokens on one of two ranks: five packs, though three would hold as many tokens."""
+def test_packs_that_cannot_hold_two_items_each_cost_their_own() -> None:
+    """Five items of 60 tokens on two ranks: a rank has three packs, though two would hold as many tokens."""
     cost = CostModel(0.0, 1e-3, 1e9, 0.0, {2: 1e9}, pack_s=0.05)  # a ring costs a second a token
     samples = [Sample(str(row), 60, 0, ()) for row in range(5)]
     problem = bounded(checked_problem(samples, ClusterSpec(2, 2, CAPACITY), cost, sync="step"))
-    [schedule, *_] = step_search.dhp_step(problem)
-    assert np.diff(schedule.first_row).tolist() == [1] * 5
-    assert time_of(problem, schedule) == pytest.approx(3 * (0.06 + 0.05))
+    machine, [(items, packs), *_] = problem.machine, step_search.item_sets(problem)
+    search = step_search.Search(items, packs, machine, rank_lists(machine), cached_groups_of(problem),
+                                problem.lower_bound_s)
+    found = search.shortest(search.tolerance, search.thorough)
+    assert found.makespan_s == pytest.approx(3 * (0.06 + 0.05), rel=2e-3)
+    assert sorted(np.diff(search.scheduled(found).first_row).tolist()) == [1] * 5

@@ -19,9 +19,9 @@ from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.rates import Rates
 
-LANGUAGE, ATTENTION, VISION, ENCODE, FREEST, HOST, TOKENS = range(7)
-"""Rows of what open packs sum up: seconds of one nominal rank; ENCODE and FREEST, those in which the rank that has most
-to encode and the one that has least encode; and tokens."""
+LANGUAGE, ATTENTION, VISION, ENCODE, LEAST, HOST, TOKENS = range(7)
+"""Rows of what open packs sum up. ENCODE and LEAST: how long the most and the least loaded rank of the pack encode
+images, at their own speed; TOKENS: how many; the others: seconds of one nominal rank."""
 
 
 class MicroBatch(NamedTuple):
@@ -116,9 +116,9 @@ def fill_micro_batch(
             into = int(rooms[OWNER, found])
             begin, end = first[into], first[into] + degree[into]
             encode_s = sums[ENCODE, into]
-            if item.image_s > 0.0:  # at least, were all dealt out evenly, or the largest of the item alone
+            if item.image_s > 0.0:  # a lower bound, cheaper than to deal out the images
                 even_s = (sums[VISION, into] + item.vision_s) / (degree[into] * speed[begin])
-                encode_s = max(encode_s, even_s, sums[FREEST, into] + item.image_s / speed[begin])
+                encode_s = max(encode_s, max(even_s, sums[LEAST, into] + item.image_s / speed[begin]) * (1 - 1e-12))
             crosses = _crosses(ranks, begin, degree[into])
             spent = _with_item(item, sums, into, encode_s, degree[into], speed[end - 1], crosses, rates)
             if item.image_s > 0.0 and spent <= makespan:
@@ -152,7 +152,7 @@ def fill_micro_batch(
             count += 1
         if item.image_s > 0.0:
             encodes[first[into] : first[into] + degree[into]], sums[ENCODE, into] = busy[: degree[into]], encode_s
-            sums[FREEST, into] = busy[: degree[into]].min()
+            sums[LEAST, into] = busy[: degree[into]].min()
         pack[place] = into
         served += value[rest[place]]
         served_tokens += item.tokens

@@ -50,8 +50,8 @@ TINY, LONGEST = 2_000, 2.0
 all that is left needs: from longer ones, SPAN does not reach down to the short micro-batches of few sequences."""
 
 
-MANY = 5_000_000
-"""Sequences x ranks up to which plans with few degrees are made as well."""
+MANY = 2_500_000
+"""Sequences x ranks up to which further plans are made: with few degrees, and node after node."""
 
 
 class Part(NamedTuple):
@@ -219,7 +219,7 @@ def node_after_node(problem: Problem, schedule: Schedule) -> list[Schedule]:
     would hold them, as the groups beside them leave too little of each."""
     machine, degree = problem.machine, np.diff(schedule.first_rank)
     crossing = crosses_nodes(schedule, machine.node) & (degree <= machine.ranks_per_node)
-    if crossing.any():
+    if crossing.any() and len(problem.items) * len(machine.speeds) <= MANY:
         num_ranks = problem.cluster.num_ranks
         return [micro_batch_schedule(problem, machine._replace(uniform=False),
                                      least_degrees(range(1, num_ranks + 1), num_ranks))]

@@ -53,7 +53,7 @@ def deal_out_tails(
             sift_down(heap, place_of, ends_s, 0, 0, num_ranks)
     rebalance(loads, rank_of, ends_s, held, makespan, PARTNERS)
     dealt = np.where(rank_of >= 0, num_gaps + rank_of, bins)
-    end_s = max(ends_s.max(), free_after(items, rest, dealt, partial, machine).max())
+    end_s = free_after(items, rest, dealt, partial, machine).max()  # with as many packs as the items really form
     if end_s <= makespan:
         bins[:] = dealt
     return end_s

@@ -67,7 +67,7 @@ class _Exchange(Thread):
         self, begun_s: float, receives: Mapping[int, list[dist.Work]], send: Callable[[], list[dist.Work]],
         failure: str = "",
     ) -> None:
-        """`failure`: why an owner, which is not among `receives`, or the replica rank could not be reached."""
+        """`failure`: why there is nothing to receive from an owner that is not among `receives`."""
         super().__init__(name="mirror", daemon=True)
         self._work = receives, send
         self._begun_s = begun_s
@@ -161,8 +161,11 @@ class Mirror:
         """Start to send this rank's current version and to receive the replicas that it holds; returns at once.
 
         Every rank calls this after the same updates, each applied, and at the start of a generation. Until `finish` the
-        engine may run packs and, without a snapshot, not update twice. Of a peer that is gone `finish` tells: the
-        others have their parts nevertheless.
+        engine may run packs and, without a snapshot, not update twice. If a peer is gone, `finish` raises; the exchange
+        with the others goes on.
+
+        Raises:
+            RuntimeError: the last exchange was not finished.
         """
         if self._group is None:
             return
@@ -178,12 +181,7 @@ class Mirror:
                                    for tag, tensor in enumerate(tensors) if tensor.numel()]
             except RuntimeError as error:  # gloo refuses to receive from a peer whose connection is closed
                 failure = failure or f"from rank {owner}: {first_line(error)}"
-        send: Callable[[], list[dist.Work]] = list
-        try:
-            send = self._sending(self._engine.current)
-        except RuntimeError as error:
-            failure = failure or f"to its replica rank: {first_line(error)}"
-        self._exchange = _Exchange(begun_s, receives, send, failure)
+        self._exchange = _Exchange(begun_s, receives, self._sending(self._engine.current), failure)
         self._exchange.start()
 
     def finish(self) -> None:
@@ -244,7 +242,7 @@ class Mirror:
         return replicas
 
     def _sending(self, current: ShardState) -> Callable[[], list[dist.Work]]:
-        """What sends `current`: at once where it lies in host memory, else as soon as it has been copied there."""
+        """A function that sends `current`, on a device once it has been copied to host memory."""
         self._version.fill_(current.version)
         own, group, peer = self._own, self._group, self._replica_peer
         tensors = [self._version, *current.tensors().values()]
@@ -270,8 +268,7 @@ class Mirror:
         if own is not None:
             own.back.copy_(current)
             own.swap()
-        sends = send()
-        return lambda: sends
+        return send
 
     def _staging(self, staged: ShardState, current: ShardState) -> Any:
         """Start to copy the device's state to pinned memory, beside what the device computes; the event of its end."""

@@ -1,0 +1,34 @@
+"""Packs of a micro-batch take as long as the search counts them, images included."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dhp_ray.planner import ClusterSpec, CostModel, Sample, bounded, checked_problem
+from dhp_ray.planner.micro_batch.placing import ranks_of
+from dhp_ray.planner.micro_batch.search import MicroBatchSearch, least_degrees
+from dhp_ray.planner.pricing import times_of
+from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
+from dhp_ray.planner.step.cached_groups import cached_groups_of
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 250), st.lists(st.integers(1, 80), max_size=7)), min_size=1, max_size=40),
+       st.integers(2, 7), st.booleans(), st.randoms(use_true_random=False))
+def test_no_pack_takes_longer_than_the_search_takes_it_for(sequences, num_ranks, uneven, random):
+    """On one node, so that no group crosses nodes. Joined sequences' images are dealt to the same ranks."""
+    cost = CostModel(1e-6, 1e-3, 100.0, 0.05, {2: 1e5}, pack_s=0.01, encoder_pass_s=0.02, vision_linear_s=5e-3)
+    speeds = tuple(random.choice([0.5, 0.8, 1.0]) for _ in range(num_ranks)) if uneven else ()
+    cluster = ClusterSpec(num_ranks, num_ranks, 100, speeds)
+    samples = [Sample(str(row), length, 0, tuple((1, 1, patches) for patches in images))
+               for row, (length, images) in enumerate(sequences) if length <= cluster.max_tokens]
+    if not samples:
+        return
+    problem = bounded(checked_problem(samples, cluster, cost, sync="micro_batch"))
+    machine, pool = problem.machine, cached_groups_of(problem)
+    for part in MicroBatchSearch(problem, machine, least_degrees(range(1, num_ranks + 1), num_ranks)).run():
+        members, first = by_owner(part.packed.pack, len(part.packed.degree))
+        first_rank = firsts_of(part.packed.degree)
+        schedule = Schedule(part.rows[members], first, ranks_of(first_rank, machine, pool), first_rank,
+                            np.zeros(len(first) - 1, dtype=np.int64))
+        assert (times_of(problem, schedule) <= part.packed.time * (1 + 1e-9)).all()
