@@ -194,9 +194,14 @@ def _round(
 @inner
 def _runs(tokens: np.ndarray, degree: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where each run of alike work begins and ends in `order`."""
-    kinds, total = 1, 0.0
+    seen, kinds, total = np.zeros(len(order), dtype=np.int64), 0, 0.0
     for place in range(len(order)):
-        kinds += int(place > 0 and degree[order[place]] != degree[order[place - 1]])
+        known = 0  # what main has put off comes last, of whatever degree
+        while known < kinds and seen[known] != degree[order[place]]:
+            known += 1
+        if known == kinds:
+            seen[kinds] = degree[order[place]]
+            kinds += 1
         total += tokens[order[place]] * tokens[order[place]] / degree[order[place]]
     begins, ends = np.zeros(len(order), dtype=np.int64), np.zeros(len(order), dtype=np.int64)
     count, inside, work = 0, 0, 0.0
