@@ -84,6 +84,7 @@ class _Exchange(Thread):
         except Exception as error:  # of the device or of a group that is gone; `finish` raises it
             self.failure = self.failure or first_line(error)
         finally:
+            del send  # it holds the group, whose sockets peers may wait on
             self.sent.set()
         self.arrived = [owner for owner, works in receives.items() if self._waited(works, f"from rank {owner}")]
         self._waited(sends, "to its replica rank")
