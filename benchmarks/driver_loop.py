@@ -8,10 +8,13 @@ that answer at once.
                                                             planning and sending beside the step's predicted time
     python benchmarks/driver_loop.py --actors 4             the handles are those of 4 real actors, in turn:
                                                             what Ray's own calls cost
+    python benchmarks/driver_loop.py --actors 4 --relays 256
+                                                            called through a relay for each 256 ranks
 
 The main thread is what stands between two steps; planning and sending go on beside the step. CPU milliseconds of a
 thread do not count what it waits for. With handles that answer at once, results come from memory as those of real calls
-do, and calls cost nothing.
+do, and calls cost nothing. Those of a process are all of its threads', Ray's own among them; on 2 cores they take turns
+with relays that would have a core each, and only CPU milliseconds mean something.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import functools
 import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -38,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.driver_loop_ranks import prepared_handles, real_handles  # noqa: E402
 from benchmarks.encoder_cases import cluster_and_cost, images_each  # noqa: E402
+from benchmarks.processes import Used, used  # noqa: E402
 from benchmarks.stopwatch import Stopwatch  # noqa: E402
 from dhp_ray.config import CONF, load  # noqa: E402
 from dhp_ray.data.stream import Batch  # noqa: E402
@@ -95,13 +100,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--images", type=int, default=0, help="images of 1,024 patches in each sample")
     parser.add_argument("--steps", type=int, default=12, help="steps that count, after 3 that do not")
     parser.add_argument("--actors", type=int, default=0, help="real actors that the calls go to; 0: none")
+    parser.add_argument("--relays", type=int, default=0, metavar="RANKS", help="ranks that a relay calls, of real "
+                        "actors; 0: the driver calls all")
     arguments = parser.parse_args(argv)
     ray.init("local", num_cpus=1, include_dashboard=False, configure_logging=False, log_to_driver=False)
     with tempfile.TemporaryDirectory(prefix="dhp_ray_loop_") as folder:
         handles_of = functools.partial(real_handles, arguments.actors) if arguments.actors else prepared_handles
         num_steps = arguments.steps + WARM_UP
         driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, num_steps, handles_of,
-                                    arguments.images)
+                                    arguments.images, arguments.relays)
         assert driver.session is not None
         gc.collect()
         gc.freeze()  # as the driver does then
@@ -112,9 +119,10 @@ def main(argv: list[str]) -> int:
         for name in ("wait", "get"):
             watch.time(ray, name, RAY)
         between = times_between_steps()
-        times = run(driver, driver.session, watch)
+        times, before = run(driver, driver.session, watch)
+        after = used(os.getpid())
         driver.session.current.dispatcher.stop()
-    return report(watch, times, between[WARM_UP:], plan, arguments)
+    return report(watch, times, between[WARM_UP:], plan, arguments, process_ms(before, after, len(times)))
 
 
 def times_between_steps() -> list[tuple[float, float]]:
@@ -141,10 +149,10 @@ def times_between_steps() -> list[tuple[float, float]]:
 
 def ready_driver(
     folder: Path, num_ranks: int, num_samples: int, num_steps: int, handles_of: Callable[[Plan, int], list[Any]],
-    images: int = 0,
+    images: int = 0, relays: int = 0,
 ) -> tuple[Driver, Plan]:
     """A driver before its first step, whose ranks have the handles that `handles_of(plan, steps)` makes; and the plan
-    that every step has.
+    that every step has. `relays`: ranks of one, 0: no relays.
     """
     samples, cluster, cost = work_of(num_ranks, num_samples, images)
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +161,9 @@ def ready_driver(
     config = load(["data.format=synthetic", "data.path=unused", f"run.dir={folder}", f"run.steps={num_steps}",
                    f"batch.global_samples={num_samples}", "checkpoint.every_steps=0", f"planner.cost={cost_file}",
                    f"planner.tokens_per_rank={cluster.tokens_per_rank}",
-                   f"planner.max_sequence_tokens={16 * cluster.tokens_per_rank}"])
+                   f"planner.max_sequence_tokens={16 * cluster.tokens_per_rank}",
+                   f"cluster.ranks_per_relay={relays or max(num_ranks, 2)}",
+                   "elastic.hang_s=600"])  # few actors that stand for many ranks are slow to say how these are
     compiled: Future[float] = Future()
     compiled.set_result(warm_up())
     plan = plan_batch(samples, cluster, cost, encoder=config.planner.encoder)
@@ -193,8 +203,11 @@ def work_of(num_ranks: int, num_samples: int, images: int) -> tuple[list[Sample]
     return samples, ClusterSpec(num_ranks, 8, TOKENS_PER_RANK), CostModel.load(CONF / "cost" / "cpu.yaml")
 
 
-def run(driver: Driver, session: Session, watch: Stopwatch) -> list[tuple[float, float]]:
-    """Wall and CPU milliseconds of the main thread, by step; those of the first steps are left out of `watch` too."""
+def run(driver: Driver, session: Session, watch: Stopwatch) -> tuple[list[tuple[float, float]], Used]:
+    """Wall and CPU milliseconds of the main thread, by step, and what processes had used before: the first steps are
+    left out of both, and of `watch`.
+    """
+    processes: Used = {}
     times: list[tuple[float, float]] = []
     before = time.perf_counter(), time.thread_time()
     for message in committed(driver, session):
@@ -205,12 +218,22 @@ def run(driver: Driver, session: Session, watch: Stopwatch) -> list[tuple[float,
             times.clear()
             watch.wall_ms.clear()
             watch.cpu_ms.clear()
-    return times
+            processes = used(os.getpid())
+    return times, processes
 
 
 def committed(driver: Driver, session: Session) -> Iterator[StepCommitted]:
     """Run the driver's steps; each as it is committed."""
     return (message for message in driver._steps(session) if isinstance(message, StepCommitted))
+
+
+def process_ms(before: Used, after: Used, steps: int) -> dict[str, float]:
+    """CPU milliseconds a step of the driver's process, and of the busiest relay where there are some."""
+    begun = {pid: seconds for (pid, _), seconds in before.items()}
+    spent = {(pid, kind): 1e3 * (seconds - begun.get(pid, 0.0)) / steps for (pid, kind), seconds in after.items()}
+    relays = [ms for (_, kind), ms in spent.items() if kind == "relays"]
+    return {"the driver's process": sum(ms for (pid, _), ms in spent.items() if pid == os.getpid())} | (
+        {f"the busiest of {len(relays)} relays": max(relays)} if relays else {})
 
 
 def report(
@@ -219,6 +242,7 @@ def report(
     between: list[tuple[float, float]],
     plan: Plan,
     arguments: argparse.Namespace,
+    processes: dict[str, float],
 ) -> int:
     steps = len(times)
     answers = f"{arguments.actors} actors answer for all" if arguments.actors else "answers are there at once"
@@ -240,6 +264,7 @@ def report(
     beside = sum(watch.cpu_ms["planning", part] for part in BESIDE) / steps
     print(f"beside the step, planning and sending: {beside:.0f} ms of CPU; the step itself takes "
           f"{1e3 * plan.predicted_time_s:.0f} ms, as predicted")
+    print("CPU of a step: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in processes.items()))
     if arguments.actors or arguments.images:
         return int(beside > 1e3 * plan.predicted_time_s)
     own = cpu - watch.cpu_ms["main", RAY] / steps

@@ -68,6 +68,7 @@ COVERED_BY = {
     "runtime/evaluate/answer.py": "runtime/evaluate/test_predictions.py",
     "runtime/evaluate/evaluation.py": "integration/test_evaluate_job.py",
     "runtime/driver/batch_reader.py": "runtime/driver/test_dispatch.py",
+    "runtime/driver/calls.py": "runtime/driver/test_relay.py",
     "runtime/driver/commit.py": "integration/test_train.py",
     "runtime/driver/evaluation.py": "integration/test_evaluation.py",
     "runtime/driver/nodes.py": "integration/test_drain.py",

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import ray
 
 from dhp_ray.planner.work import PAID_ONCE, TERMS, Work, work_of
+from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.measures import cost_error, step_extra, step_metrics
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.speeds import busy_s
@@ -25,7 +25,7 @@ class Commits:
     """The one writer of steps and checkpoints."""
 
     session: Session
-    _saves: list[ray.ObjectRef] = field(default_factory=list)  # calls that stage a checkpoint, between two steps
+    _saves: Calls = field(default_factory=Calls)  # those that stage a checkpoint, between two steps
     # saves under way: what to seal, which ranks are done
     _unsealed: dict[int, tuple[Manifest, set[int]]] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class Commits:
 
     def forget_saves(self) -> None:
         """The group that wrote them is gone; half-written ones have no manifest."""
-        self._saves.clear()
+        self._saves = Calls()
         self._unsealed.clear()
 
     def _note_saves(self, rank: int, saved_steps: list[int], error: str) -> Iterator[Message]:

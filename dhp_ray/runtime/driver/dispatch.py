@@ -19,8 +19,6 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-import ray
-
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
 from dhp_ray.data.mixture import Mixture
@@ -248,7 +246,6 @@ class Dispatcher:
             self.write_plan(step, {"id": plan_id, "late": late, **plan.to_json(), "batch": read,
                                    "activation_checkpointing": train.activation_checkpointing == "true",
                                    "sharding": train.sharding})
-        prefetches: list[ray.ObjectRef] = [
-            member.actor.prefetch.remote(*packed_slice(rank_plan, blocks_of(rank_plan, batch)))
-            for member, rank_plan in zip(self.group.members, plan.rank_plans(step, plan_id), strict=True)]
-        return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(ray.get, prefetches))
+        prefetches = self.group.prefetch([packed_slice(rank_plan, blocks_of(rank_plan, batch))
+                                          for rank_plan in plan.rank_plans(step, plan_id)])
+        return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(prefetches.answers))

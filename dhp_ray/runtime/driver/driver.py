@@ -29,6 +29,7 @@ from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import PlanError
 from dhp_ray.run_folder import MODEL_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
+from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
@@ -66,7 +67,7 @@ class Driver:
         self.stop_reason = self.refused = ""
         self.leaving: dict[int, Condition] = {}  # ranks that ought to, as of the last step
         # calls that wait for copies of the state after a step
-        self.copies: tuple[int, list[ray.ObjectRef]] = 0, []
+        self.copies = 0, Calls()
 
     @ray.method(concurrency_group="control")
     def offer(self, slot: int, actor: ActorHandle) -> None:
@@ -142,7 +143,7 @@ class Driver:
 
     def _steps(self, session: Session) -> Generator[Message, None, str]:
         """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
-        change, self.leaving, self.copies = "", {}, (0, [])
+        change, self.leaving, self.copies = "", {}, (0, Calls())
         first = session.current.dispatcher.dispatch(session.records.last_step + 1)
         yield from session.mode_told()
         yield from session.compiling_told()
@@ -209,7 +210,7 @@ class Driver:
 
     def _copies_arrived(self, session: Session) -> Iterator[Message]:
         """Wait until the copies of the state that were begun last have arrived; how often they are made may change."""
-        (step, calls), self.copies = self.copies, (0, [])
+        (step, calls), self.copies = self.copies, (0, Calls())
         if not calls:
             return
         with self.waits.on(f"the copies of the state after step {step}"):

@@ -14,12 +14,13 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from dhp_ray.errors import first_line_of
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import Sample
+from dhp_ray.runtime.driver.calls import Calls, FailedCall, answered, direct_calls
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, Standstill, condition_of
-from dhp_ray.runtime.messages import GroupError, Membership, RunError, Status, StoppingError
+from dhp_ray.runtime.driver.relay import Relays, Slice
+from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError
 from dhp_ray.runtime.waits import Waits
 
 GRACE_S = 5.0
@@ -33,11 +34,6 @@ AGAIN_S = 0.3
 
 IDLE_LOOK_S = 1.0
 """How often workers are looked at that wait for data, and have no call that would fail."""
-
-GATHER_S = 0.002
-"""Answers that come so soon after the first are taken together with it: one at a time, each wait would look through all
-that are pending.
-"""
 
 STOP_POLL_S = 0.2
 """How often a wait that ends with the run asks whether it is to end."""
@@ -80,6 +76,7 @@ class WorkerGroup:
         self.measured_cost: CostFile | None = None  # of planner.cost=measure
         self.first_batch: Sequence[Sample] = ()  # of the run; empty where nobody has to compare modes
         self.waits = waits or Waits()
+        self._relays: Relays | None = None
 
     @property
     def size(self) -> int:
@@ -122,24 +119,47 @@ class WorkerGroup:
         mode: Mode,
         origins: Sequence[Any],
         step: int,
-    ) -> list[ray.ObjectRef]:
+    ) -> Calls:
         """Let all workers enter a generation after `step`, which trains in `mode`, each from its origin (FromCheckpoint
         or FromMemory); the calls return their state versions.
         """
-        return [member.actor.join.remote(
-                    Membership(rank, self.size, generation, *store, tuple(replica_ranks), pool_groups, mode,
-                               tuple(self.nodes)), origin, step)
-                for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))]
+        return direct_calls([
+            member.actor.join.remote(
+                Membership(rank, self.size, generation, *store, tuple(replica_ranks), pool_groups, mode,
+                           tuple(self.nodes)), origin, step)
+            for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))])
+
+    def open_relays(self, most_ranks: int) -> None:
+        """From here on call the ranks, where they are more than `most_ranks`, through relays of so many at most."""
+        self.close_relays()
+        if self.size > most_ranks:
+            self._relays = Relays([member.actor for member in self.members], most_ranks)
+
+    def close_relays(self) -> None:
+        """Call each rank itself again: who belongs to the group may change."""
+        if self._relays:
+            self._relays.close()
+            self._relays = None
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return self.collect(self.start(method, *arguments))
 
-    def start(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
+    def start(self, method: str, *arguments: Any) -> Calls:
+        return self._relays.start(method, *arguments) if self._relays else direct_calls(self.each(method, *arguments))
+
+    def prefetch(self, slices: Sequence[Slice]) -> Calls:
+        """Send each rank its slice of a plan (`rank_slices.packed_slice`)."""
+        if self._relays:
+            return self._relays.prefetch(slices)
+        return direct_calls([member.actor.prefetch.remote(*own) for member, own in zip(self.members, slices)])
+
+    def each(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
+        """Call the ranks themselves, whatever else they are called through: a reference each."""
         return [getattr(member.actor, method).remote(*arguments) for member in self.members]
 
     def collect(
         self,
-        calls: Sequence[ray.ObjectRef],
+        calls: Calls,
         look_s: float | None = None,
         stuck_s: float = math.inf,
         end_stuck: bool = False,
@@ -152,10 +172,10 @@ class WorkerGroup:
 
         Raises:
             GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others;
-                the message names it, with its own words where it has any. Or all wait for one another.
+                the message names it, with its own words where it has any. Or all wait for one another, or a relay died.
             StoppingError: `stopping` gives a reason to end the run before all have come.
         """
-        pending = {call: rank for rank, call in enumerate(calls)}
+        pending = dict(calls.ranks)
         look_s = look_s or self.look_s
         looks = _HealthMonitor(self, stuck_s, end_stuck)
         looked_s = monotonic()
@@ -163,21 +183,18 @@ class WorkerGroup:
         while pending:
             if stopping and stopping():
                 raise StoppingError
-            ready = _answered(list(pending), STOP_POLL_S if stopping else look_s)
+            ready = answered(list(pending), STOP_POLL_S if stopping else look_s)
             if ready:
                 looked_s = monotonic()
             elif look_s is not None and monotonic() - looked_s >= look_s:
-                looks.look(set(pending.values()))
+                looks.look(calls.pending_ranks(pending))
                 looked_s = monotonic()
-            for call, result in zip(ready, _results(ready)):
-                rank = pending.pop(call)
-                if isinstance(result, RayTaskError):
-                    raise GroupError(self._root_cause(rank, result, pending)) from None
-                # its actor died, was killed for memory, or its answer went with its node
-                if isinstance(result, RayError):
-                    raise GroupError(self.words(rank, Condition.DEAD)) from None
-                results[rank] = result
-        return [results[rank] for rank in range(len(calls))]
+            for call, outcome in zip(ready, calls.outcomes(ready)):
+                ranks = pending.pop(call)
+                if isinstance(outcome, FailedCall):
+                    raise GroupError(self._root_cause(outcome, calls, list(pending)))
+                results.update(zip(ranks, outcome, strict=True))
+        return [results[rank] for rank in range(len(results))]
 
     def wait(self, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> None:
         """Wait for `pending`, which does not call the workers, or until it is `enough`; once the run trains, they are
@@ -200,7 +217,7 @@ class WorkerGroup:
         `silent` ranks, which have just left a question unanswered, are not waited for so long again, unless nobody
         answered: then it may be this process that was held up.
         """
-        calls = self.start("status")
+        calls = self.each("status")
         others = [call for rank, call in enumerate(calls) if rank not in silent]
         ray.wait(others or calls, num_returns=len(others or calls), timeout=SURVEY_S)
         ray.wait(calls, num_returns=len(calls), timeout=AGAIN_S)
@@ -209,19 +226,23 @@ class WorkerGroup:
     def words(self, rank: int, condition: Condition) -> str:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
 
-    def _root_cause(self, rank: int, error: RayTaskError, pending: dict[ray.ObjectRef, int]) -> str:
+    def _root_cause(self, failed: FailedCall, calls: Calls, pending: list[ray.ObjectRef]) -> str:
         """Before training, a peer's death when there is one; else what the first rank to raise said."""
         deadline = monotonic() + (GRACE_S if self.look_s is None else 0.0)
-        while pending and monotonic() < deadline:
-            for call in ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - monotonic()))[0]:
-                other = pending.pop(call)
-                try:
-                    ray.get(call)
-                except RayTaskError:
-                    continue  # a consequence of the first
-                except RayError:
-                    return self.words(other, Condition.DEAD)
-        return f"rank {rank} ({self.members[rank].place}): {_words(error)}"
+        while pending and not failed.died and (left_s := deadline - monotonic()) > 0:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+            died = [outcome for outcome in calls.outcomes(ready) if isinstance(outcome, FailedCall) and outcome.died]
+            failed = died[0] if died else failed  # others that raise do so as a consequence of the first
+        return self._failure(failed)
+
+    def _failure(self, failed: FailedCall) -> str:
+        ranks = failed.ranks
+        if failed.relay:
+            what = " died" if failed.died else f": {failed.words}"
+            return f"the relay of ranks {ranks.start} to {ranks.stop - 1}{what}"
+        if failed.died:
+            return self.words(ranks.start, Condition.DEAD)
+        return f"rank {ranks.start} ({self.members[ranks.start].place}): {failed.words}"
 
 
 class _HealthMonitor:
@@ -239,7 +260,7 @@ class _HealthMonitor:
         too_long = [report.waits_for_peers
                     and self.exchange.overdue(rank, replace(report, waits_for_peers=False), monotonic())
                     for rank, report in enumerate(reports) if rank in pending]
-        if all(too_long):
+        if too_long and all(too_long):
             raise GroupError(f"all ranks have waited for one another for {self.group.exchange_s:g} s (comm.timeout_s)")
         for rank, report in enumerate(reports):
             overdue = rank in pending and self.standstill.overdue(rank, report, monotonic())
@@ -248,27 +269,6 @@ class _HealthMonitor:
                 ray.kill(self.group.members[rank].actor)
             if condition is not Condition.WELL:
                 raise GroupError(self.group.words(rank, condition), silent)
-
-
-def _answered(calls: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
-    """Wait for calls to end: at least one, unless none does within `timeout_s`."""
-    first, others = ray.wait(calls, num_returns=1, timeout=timeout_s)
-    return first + ray.wait(others, num_returns=len(others), timeout=GATHER_S)[0] if first and others else first
-
-
-def _results(calls: Sequence[ray.ObjectRef]) -> list[Any]:
-    """Return the outcomes of calls that have ended, in order: a result, or the error that Ray raises."""
-    try:
-        return list(ray.get(list(calls)))
-    except RayError:
-        return [_result(call) for call in calls]
-
-
-def _result(call: ray.ObjectRef) -> Any:
-    try:
-        return ray.get(call)
-    except RayError as error:
-        return error
 
 
 def _health_of(call: ray.ObjectRef) -> tuple[HealthReport, Status]:
@@ -280,8 +280,3 @@ def _health_of(call: ray.ObjectRef) -> tuple[HealthReport, Status]:
     except RayError:
         return HealthReport(dead=True), Status()
 
-
-def _words(error: RayTaskError) -> str:
-    cause = getattr(error, "cause", None) or error
-    text = first_line_of(str(cause))
-    return text if isinstance(cause, (ValueError, OSError, RunError)) and text else f"{type(cause).__name__}: {text}"

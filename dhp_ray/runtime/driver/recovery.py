@@ -77,6 +77,7 @@ def form_anew(
         session.records.event("broken", generation=session.current.number, step=session.records.last_step + 1,
                               cause=cause)
     session.current.dispatcher.drop()
+    session.group.close_relays()
     _end_where_saved(session, session.records.last_step)
     with session.group.waits.on(f"the workers to leave generation {session.current.number}"):
         workers = yield from _settled(session, leaving, silent)
@@ -123,7 +124,7 @@ def form_anew(
         with session.group.waits.on(f"the workers to meet in generation {generation}"):
             session.group.collect(calls, stopping=None if surviving else session.stop_reason)
     except GroupError:
-        session.group.start("abort_generation", generation)  # those that still wait for the others
+        session.group.each("abort_generation", generation)  # those that still wait for the others
         raise
     moments["join_s"] = time.perf_counter()
     session.current.evaluation.stop()

@@ -9,10 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner.plan import Plan
+from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.messages import Ran
 from dhp_ray.train.results import StepResult
 
@@ -31,7 +30,7 @@ class DispatchedStep:
     plan: Plan
     plan_id: str
     late: bool
-    prefetches: list[ray.ObjectRef]
+    prefetches: Calls
     answers: Future[list[dict[str, str]]]
 
 
@@ -42,7 +41,7 @@ class RunningStep:
 
     dispatched: DispatchedStep
     placeholders: dict[str, str]
-    results: list[ray.ObjectRef]
+    results: Calls
     begun_s: float
     data_wait_s: float
     mirrors: bool

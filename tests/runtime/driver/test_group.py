@@ -1,4 +1,6 @@
-"""The worker group against real actors: order by node, and one line when a rank raises or dies."""
+"""The worker group against real actors, called directly and through relays: order by node, and one line when a rank
+raises or dies.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,17 @@ class Actor:
         return os.getpid()
 
 
-@pytest.fixture
-def group(ray_cluster: None) -> Any:
+@pytest.fixture(params=["direct", pytest.param("relayed", marks=pytest.mark.slow)])
+def group(ray_cluster: None, request: pytest.FixtureRequest) -> Any:
+    """Of three ranks on two nodes; relayed: the first has a relay, and the other two have one."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
     actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Actor)
     group = WorkerGroup([Member(slot, actor.remote(node_id)) for slot, node_id in enumerate(("b", "a", "b"))])
     group.describe("cpu", "")
+    if request.param == "relayed":
+        group.open_relays(2)
     yield group
+    group.close_relays()
     for member in group.members:
         ray.kill(member.actor)
 
@@ -82,6 +88,7 @@ def test_a_defect_is_named_with_its_type(group: WorkerGroup) -> None:
 
 
 def test_the_death_of_a_rank_explains_what_its_peers_say(group: WorkerGroup) -> None:
+    group.close_relays()  # they are opened once a run trains, and then a survey explains it
     first, second, third = pids(group)
     with pytest.raises(RunError) as caught:
         group.call("act", {first: "peer lost", second: "peer lost", third: "die"})

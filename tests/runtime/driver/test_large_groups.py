@@ -54,7 +54,7 @@ class Groups(tuple[GroupPlan, ...]):
 
 def passes_of_a_send(num_ranks: int) -> int:
     samples = [Sample(f"s{number}", 20 + number % 90) for number in range(2 * num_ranks)]
-    group = WorkerGroup([Member(slot, Handle(None)) for slot in range(num_ranks)])  # type: ignore[arg-type]
+    group = WorkerGroup([Member(slot, Handle(slot)) for slot in range(num_ranks)])  # type: ignore[arg-type]
     cluster = ClusterSpec(num_ranks, 8, 64)
     config = load(["data.format=synthetic", "data.path=unused"])
     dispatcher = Dispatcher(None, group, cluster, COST, config, PoolBook(0))  # type: ignore[arg-type]

@@ -1,0 +1,125 @@
+"""Calls of one method to all ranks, and what comes of them.
+
+    few ranks    driver -> rank              a reference for each rank
+    many ranks   driver -> relay -> rank     a reference for each relay, with the answers of all its ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from dhp_ray.errors import first_line_of
+from dhp_ray.runtime.messages import RunError
+
+GATHER_S = 0.002
+"""Answers that come so soon after the first are taken together with it: one at a time, each wait would look through all
+that are pending.
+"""
+
+
+class FailedCall(NamedTuple):
+    """A call that raised `words`, or whose process died: that of one rank, or the relay of several."""
+
+    ranks: range
+    died: bool
+    words: str = ""
+    relay: bool = False
+
+    def of(self, first_rank: int) -> FailedCall:
+        """The same, where rank 0 is `first_rank`."""
+        return self._replace(ranks=range(first_rank + self.ranks.start, first_rank + self.ranks.stop))
+
+
+Outcome = list[Any] | FailedCall
+"""Of a reference: the answers of its ranks, in order, or the first failure among them."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """References with the ranks whose answers each has. `unanswered`, of relayed calls: the ranks, among those of some
+    references, that have not answered yet.
+    """
+
+    ranks: Mapping[ray.ObjectRef, range] = field(default_factory=dict)
+    relayed: bool = False
+    unanswered: Callable[[Collection[ray.ObjectRef]], set[int]] | None = None
+
+    def __len__(self) -> int:
+        """Of references."""
+        return len(self.ranks)
+
+    def pending_ranks(self, pending: Collection[ray.ObjectRef]) -> set[int]:
+        """The ranks that have not answered, where the references `pending` have not."""
+        if self.unanswered:
+            return self.unanswered(pending)
+        return {rank for reference in pending for rank in self.ranks[reference]}
+
+    def outcomes(self, ready: Sequence[ray.ObjectRef]) -> list[Outcome]:
+        """What has come of references that are there."""
+        return [self._outcome(reference, value) for reference, value in zip(ready, _values(ready))]
+
+    def answers(self) -> list[Any]:
+        """All answers by rank, as soon as they are there.
+
+        Raises:
+            RunError: a call failed. Who wants to know why, and which, takes `outcomes`.
+        """
+        found: list[Any] = []
+        for outcome in self.outcomes(list(self.ranks)):
+            if isinstance(outcome, FailedCall):
+                raise RunError(f"a call to rank {outcome.ranks.start} failed: {outcome.words}")
+            found += outcome
+        return found
+
+    def _outcome(self, reference: ray.ObjectRef, value: Any) -> Outcome:
+        ranks = self.ranks[reference]
+        if isinstance(value, RayError):
+            return _failed(ranks, value, self.relayed)
+        if not self.relayed:
+            return [value]
+        return value.of(ranks.start) if isinstance(value, FailedCall) else list(value)
+
+
+def direct_calls(references: Sequence[ray.ObjectRef]) -> Calls:
+    """Calls to the ranks themselves, in their order."""
+    return Calls({reference: range(rank, rank + 1) for rank, reference in enumerate(references)})
+
+
+def answered(references: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
+    """Wait for calls to end: at least one, unless none does within `timeout_s`."""
+    first, others = ray.wait(references, num_returns=1, timeout=timeout_s)
+    if not (first and others):
+        return first
+    return first + ray.wait(others, num_returns=len(others), timeout=GATHER_S)[0]
+
+
+def _failed(ranks: range, error: RayError, relay: bool) -> FailedCall:
+    if isinstance(error, RayTaskError):
+        return FailedCall(ranks, False, _words(error), relay)
+    return FailedCall(ranks, True, "", relay)  # its actor died, was killed for memory, or its answer went with its node
+
+
+def _values(references: Sequence[ray.ObjectRef]) -> list[Any]:
+    """Of calls that have ended, in order: the result, or the error that Ray raises."""
+    try:
+        return list(ray.get(list(references)))
+    except RayError:
+        return [_value(reference) for reference in references]
+
+
+def _value(reference: ray.ObjectRef) -> Any:
+    try:
+        return ray.get(reference)
+    except RayError as error:
+        return error
+
+
+def _words(error: RayTaskError) -> str:
+    cause = getattr(error, "cause", None) or error
+    text = first_line_of(str(cause))
+    return text if isinstance(cause, (ValueError, OSError, RunError)) and text else f"{type(cause).__name__}: {text}"

@@ -1,0 +1,53 @@
+"""A run that calls its ranks through relays: workers and relays are killed, and it goes on as an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.integration.faults import Start, check, children, end, kill, seconds_since
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+
+
+def test_a_worker_a_relay_and_the_driver_killed_and_a_worker_stopped(start: Start, undisturbed: list[float]) -> None:
+    run = start("cluster.ranks_per_relay=2")
+    run.wait_for_step(3)
+    assert len(children("Relay")) == 2
+    victim, *survivors = run.pids
+    moment = kill(victim)
+    formed = run.wait_for_event(moment, "generation")
+    (lost,) = run.events_after(moment, "worker_lost")
+    assert (lost["condition"], lost["pid"], formed["survivors"]) == ("dead", victim, 2)
+    assert set(survivors) <= set(run.pids)
+    assert seconds_since(run.events_after(moment, "broken")[0], moment) < 3
+
+    run.wait_for_ranks(3)
+    workers = run.pids
+    moment = kill(children("Relay")[0])
+    broken = run.wait_for_event(moment, "broken")
+    assert broken["cause"] in ("the relay of ranks 0 to 0 died", "the relay of ranks 1 to 2 died")
+    formed = run.wait_for_event(moment, "generation")
+    assert (formed["survivors"], run.events_after(moment, "worker_lost")) == (3, [])
+    assert run.pids == workers
+
+    run.wait_for_step(run.step + 2)
+    stopped = run.pids[-1]
+    os.kill(stopped, signal.SIGSTOP)
+    moment = time.time()
+    assert seconds_since(run.wait_for_event(moment, "broken", timeout_s=60), moment) < 10 + 5
+    run.wait_for_event(moment, "generation", timeout_s=60)
+    assert {event["pid"]: event["condition"]
+            for event in run.events_after(moment, "worker_lost")} == {stopped: "silent"}
+
+    run.wait_for_ranks(3)
+    (driver,) = children("Driver")
+    moment = kill(driver)
+    assert run.wait_for_event(moment, "generation")["cause"] == "the driver was lost"
+    run.wait_for_step(run.step + 2)
+    assert len(children("Relay")) == 2  # those of generations before have ended
+    end(run)
+    check(run, undisturbed)
