@@ -13,6 +13,7 @@ one thread of a relay passes calls on, and others wait for their answers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from itertools import count, pairwise
 from threading import Condition
@@ -40,10 +41,12 @@ class Relay:
     """The actor: calls a share of the ranks."""
 
     def __init__(self, actors: Sequence[ActorHandle]) -> None:
+        # as for the driver: of several ranks that fail together one is asked, and Ray would show the others' tracebacks
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self._actors = actors
         self._pending: dict[int, dict[ray.ObjectRef, int]] = {}  # by number, unanswered calls: the rank's place here
         self._failures: dict[int, Exception] = {}
-        self._newest = -1  # number of calls; they come in order
+        self._newest = -1  # number of calls; those of two threads of the driver may come in either order
         self._begun = Condition()
 
     def start(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
@@ -87,7 +90,7 @@ class Relay:
                 self._pending[number] = {reference: place for place, reference in enumerate(call())}
             except Exception as error:  # `answers` raises it: nobody looks at what comes of this call
                 self._failures[number] = error
-            self._newest = number
+            self._newest = max(self._newest, number)
             self._begun.notify_all()
 
 
