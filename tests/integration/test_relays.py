@@ -51,3 +51,7 @@ def test_a_worker_a_relay_and_the_driver_killed_and_a_worker_stopped(start: Star
     assert len(children("Relay")) == 2  # those of generations before have ended
     end(run)
     check(run, undisturbed)
+    deadline = time.monotonic() + 20
+    while children("Relay") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert children("Relay") == []

@@ -31,7 +31,7 @@ class FailedCall(NamedTuple):
     relay: bool = False
 
     def of(self, first_rank: int) -> FailedCall:
-        """The same, where rank 0 is `first_rank`."""
+        """The same failure, with ranks counted from `first_rank`."""
         return self._replace(ranks=range(first_rank + self.ranks.start, first_rank + self.ranks.stop))
 
 
@@ -41,8 +41,8 @@ Outcome = list[Any] | FailedCall
 
 @dataclass(frozen=True)
 class Calls:
-    """References with the ranks whose answers each has. `unanswered`, of relayed calls: the ranks, among those of some
-    references, that have not answered yet.
+    """References of calls, and the ranks whose answers each returns. `unanswered`, of relayed calls: the ranks, among
+    those of some references, that have not answered yet; raises GroupError for a relay that answers no more.
     """
 
     ranks: Mapping[ray.ObjectRef, range] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Calls:
         return {rank for reference in pending for rank in self.ranks[reference]}
 
     def outcomes(self, ready: Sequence[ray.ObjectRef]) -> list[Outcome]:
-        """What has come of references that are there."""
+        """What has come of references; waits for those that are not there."""
         return [self._outcome(reference, value) for reference, value in zip(ready, _values(ready))]
 
     def answers(self) -> list[Any]:
@@ -88,6 +88,11 @@ class Calls:
 def direct_calls(references: Sequence[ray.ObjectRef]) -> Calls:
     """Calls to the ranks themselves, in their order."""
     return Calls({reference: range(rank, rank + 1) for rank, reference in enumerate(references)})
+
+
+def relay_of(ranks: range) -> str:
+    """What messages call a relay."""
+    return f"the relay of ranks {ranks.start} to {ranks.stop - 1}"
 
 
 def answered(references: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:

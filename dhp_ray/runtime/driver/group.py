@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import Sample
-from dhp_ray.runtime.driver.calls import Calls, FailedCall, answered, direct_calls
+from dhp_ray.runtime.driver.calls import Calls, FailedCall, answered, direct_calls, relay_of
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, Standstill, condition_of
 from dhp_ray.runtime.driver.relay import Relays, Slice
 from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError
@@ -145,13 +145,15 @@ class WorkerGroup:
         return self.collect(self.start(method, *arguments))
 
     def start(self, method: str, *arguments: Any) -> Calls:
-        return self._relays.start(method, *arguments) if self._relays else direct_calls(self.each(method, *arguments))
+        relays = self._relays  # another thread may close them
+        return relays.start(method, *arguments) if relays else direct_calls(self.each(method, *arguments))
 
     def prefetch(self, slices: Sequence[Slice]) -> Calls:
         """Send each rank its slice of a plan (`rank_slices.packed_slice`)."""
-        if self._relays:
-            return self._relays.prefetch(slices)
-        return direct_calls([member.actor.prefetch.remote(*own) for member, own in zip(self.members, slices)])
+        if relays := self._relays:
+            return relays.prefetch(slices)
+        return direct_calls([member.actor.prefetch.remote(*own)
+                             for member, own in zip(self.members, slices, strict=True)])
 
     def each(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         """Call the ranks themselves, whatever else they are called through: a reference each."""
@@ -238,8 +240,7 @@ class WorkerGroup:
     def _failure(self, failed: FailedCall) -> str:
         ranks = failed.ranks
         if failed.relay:
-            what = " died" if failed.died else f": {failed.words}"
-            return f"the relay of ranks {ranks.start} to {ranks.stop - 1}{what}"
+            return relay_of(ranks) + (" died" if failed.died else f": {failed.words}")
         if failed.died:
             return self.words(ranks.start, Condition.DEAD)
         return f"rank {ranks.start} ({self.members[ranks.start].place}): {failed.words}"
@@ -279,4 +280,3 @@ def _health_of(call: ray.ObjectRef) -> tuple[HealthReport, Status]:
         return HealthReport(answered=False), Status()
     except RayError:
         return HealthReport(dead=True), Status()
-

@@ -4,8 +4,8 @@
              <-- answers(n): a list --------         <-- 256 answers ---
 
 What Ray takes for a call, for each reference in its arguments and for an answer adds up to some 0.3 ms a rank and step:
-more than a second with 4,096 ranks, most of it while no rank has work. Relays take it side by side, and the driver has
-a call and an answer for each relay.
+more than a second with 4,096 ranks, most of it while no rank has work. Relays share this cost in parallel, and the
+driver has a call and an answer for each relay.
 
 Ray runs calls in order only where one thread runs them, and a rank must be told to save before it is told to run. So
 one thread of a relay passes calls on, and others wait for their answers.
@@ -15,23 +15,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from importlib import import_module
 from itertools import count, pairwise
-from threading import Condition
-from typing import Any
+from threading import Condition, Lock
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dhp_ray.runtime.driver.calls import Calls, FailedCall, Outcome, answered, direct_calls
+from dhp_ray.errors import first_line
+from dhp_ray.runtime.driver.calls import Calls, FailedCall, Outcome, answered, direct_calls, relay_of
+from dhp_ray.runtime.messages import GroupError
 
 CONCURRENCY_GROUPS = {"answers": 8, "control": 1}
-"""Beside the thread that passes calls on. Under way at a time: a step, the slices of the next one and of its last
-resort, copies of the state, a save, a batch of held-out samples and the next one.
+"""Threads beside the one that passes calls on. Calls whose answers are waited for at once hold a thread each, at most
+five: a step or held-out samples, the slices of the next of either, copies of the state, and a save.
 """
 
-ASKED_S = 1.0
-"""How long a relay may take to say which ranks have not answered; then all of its ranks count as such."""
+ASKED_S = 4.0
+"""How long a relay may take to say which ranks have not answered, as a worker in a survey."""
 
 Slice = tuple[bytes, list[ray.ObjectRef]]
 """Of a rank: `rank_slices.packed_slice`."""
@@ -43,6 +48,7 @@ class Relay:
     def __init__(self, actors: Sequence[ActorHandle]) -> None:
         # as for the driver: of several ranks that fail together one is asked, and Ray would show the others' tracebacks
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        import_module("dhp_ray.train.results")  # takes seconds: not while the first answers are waited for
         self._actors = actors
         self._pending: dict[int, dict[ray.ObjectRef, int]] = {}  # by number, unanswered calls: the rank's place here
         self._failures: dict[int, Exception] = {}
@@ -58,6 +64,10 @@ class Relay:
         """Call each rank's `prefetch` with its packed slice and those of `references` that it needs."""
         self._begin(number, lambda: [actor.prefetch.remote(own, [references[place] for place in places])
                                      for actor, own, places in zip(self._actors, packed, needed, strict=True)])
+
+    @ray.method(concurrency_group="control")
+    def ready(self) -> None:
+        """Answered once the process has started."""
 
     @ray.method(concurrency_group="answers")
     def answers(self, number: int) -> Outcome:
@@ -94,6 +104,15 @@ class Relay:
             self._begun.notify_all()
 
 
+class Share(NamedTuple):
+    """A relay's part of a call: `begun` says that it has passed the call on."""
+
+    relay: ActorHandle
+    ranks: range
+    ready: ray.ObjectRef
+    begun: ray.ObjectRef
+
+
 class Relays:
     """The relays of one generation, seen from the driver. They end with `close`, or with the driver's process."""
 
@@ -104,7 +123,8 @@ class Relays:
         relay: Any = ray.remote(**options)(Relay)
         self._ranks = shares(len(actors), most_ranks)
         self._relays = [relay.remote(actors[ranks.start:ranks.stop]) for ranks in self._ranks]
-        self._numbers = count()
+        self._ready = [relay.ready.remote() for relay in self._relays]
+        self._numbers, self._sending = count(), Lock()
 
     def start(self, method: str, *arguments: Any) -> Calls:
         """Call a method of all ranks with the same arguments."""
@@ -112,13 +132,13 @@ class Relays:
 
     def prefetch(self, slices: Sequence[Slice]) -> Calls:
         """Call each rank's `prefetch` with its slice. A reference goes to a relay once, whoever needs it there."""
-        def pass_on(relay: ActorHandle, number: int, ranks: range) -> None:
+        def pass_on(relay: ActorHandle, number: int, ranks: range) -> ray.ObjectRef:
             own = slices[ranks.start:ranks.stop]
             places = {reference: place for place, reference in enumerate(
                 dict.fromkeys(reference for _, references in own for reference in references))}
-            relay.prefetch.remote(number, [packed for packed, _ in own],
-                                  [[places[reference] for reference in references] for _, references in own],
-                                  list(places))
+            return relay.prefetch.remote(
+                number, [packed for packed, _ in own],
+                [[places[reference] for reference in references] for _, references in own], list(places))
 
         return self._calls(pass_on)
 
@@ -127,24 +147,43 @@ class Relays:
         for relay in self._relays:
             ray.kill(relay)
 
-    def _calls(self, pass_on: Callable[[ActorHandle, int, range], object]) -> Calls:
-        number = next(self._numbers)
-        for relay, ranks in zip(self._relays, self._ranks):
-            pass_on(relay, number, ranks)
-        references = {relay.answers.remote(number): (relay, ranks) for relay, ranks in zip(self._relays, self._ranks)}
+    def _calls(self, pass_on: Callable[[ActorHandle, int, range], ray.ObjectRef]) -> Calls:
+        with self._sending:  # the driver's threads: every relay has their calls in one order
+            number = next(self._numbers)
+            parts = [Share(relay, ranks, ready, pass_on(relay, number, ranks))
+                     for relay, ranks, ready in zip(self._relays, self._ranks, self._ready)]
+            by_reference: dict[ray.ObjectRef, Share] = {part.relay.answers.remote(number): part for part in parts}
 
-        def unanswered(pending: Collection[ray.ObjectRef]) -> set[int]:
-            asked = {references[reference][0].unanswered.remote(number): references[reference][1]
-                     for reference in pending}
-            told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ASKED_S)
-            calls = Calls({reference: asked[reference] for reference in told}, relayed=True)
-            found = {rank for reference in silent for rank in asked[reference]}
-            for reference, places in zip(told, calls.outcomes(told)):
-                ranks = asked[reference]
-                found |= set(ranks) if isinstance(places, FailedCall) else {ranks[place] for place in places}
-            return found
+        def pending_ranks(pending: Collection[ray.ObjectRef]) -> set[int]:
+            return _unanswered(number, [by_reference[reference] for reference in pending])
 
-        return Calls({reference: ranks for reference, (_, ranks) in references.items()}, True, unanswered)
+        return Calls({reference: part.ranks for reference, part in by_reference.items()}, True, pending_ranks)
+
+
+def _unanswered(number: int, parts: Sequence[Share]) -> set[int]:
+    """The ranks that have not answered the calls with a number; none, for now, of a relay that is still starting.
+
+    Raises:
+        GroupError: a relay answers no more, or could not pass the calls on.
+    """
+    started = set(ray.wait([part.ready for part in parts], num_returns=len(parts), timeout=0)[0]) if parts else set()
+    asked: dict[ray.ObjectRef, Share] = {part.relay.unanswered.remote(number): part for part in parts
+                                         if part.ready in started}
+    told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ASKED_S) if asked else ([], [])
+    for reference in silent:
+        raise GroupError(f"{relay_of(asked[reference].ranks)} answers no more")
+    found: set[int] = set()
+    for reference in told:
+        ranks = asked[reference].ranks
+        try:
+            ray.get(asked[reference].begun, timeout=0)
+        except GetTimeoutError:
+            pass  # it is about to
+        except RayError as error:
+            raise GroupError(f"{relay_of(ranks)}: {first_line(error)}") from None
+        with suppress(RayError):  # it has died: so its answers say
+            found |= {ranks[place] for place in ray.get(reference)}
+    return found
 
 
 def shares(num_ranks: int, most_ranks: int) -> list[range]:

@@ -152,12 +152,12 @@ class Session:
         self.current.number = generation
         self.records.cluster(generation, self.group.membership())
         self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
+        self.group.open_relays(self.config.cluster.ranks_per_relay)
         self.plan_for_group(batches, reader)
 
     def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
         self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
-        self.group.open_relays(self.config.cluster.ranks_per_relay)
         mode = self.choice.mode
         # as it is for this generation
         config = replace(self.config, train=replace(self.config.train,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 
+from dhp_ray.runtime.driver import relay as relay_module
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.relay import Relay, shares
@@ -122,6 +123,7 @@ def test_only_ranks_that_have_not_answered_count_as_pending(group: WorkerGroup) 
     assert ray.get(first) == [0.0]
     assert calls.pending_ranks([second]) == {2}
     assert calls.pending_ranks([first]) == set()  # as where its answer comes just when it is asked
+    assert calls.pending_ranks([]) == set()
     assert group.collect(calls) == [0.0, 0.0, 2.0]
 
 
@@ -133,13 +135,22 @@ def test_a_rank_that_stands_still_is_named_and_one_that_raises(group: WorkerGrou
         group.call("refuse", 2)
 
 
-def test_the_ranks_of_a_relay_that_says_nothing_are_pending(group: WorkerGroup) -> None:
-    calls = group.start("sleep", [2.0] * 3)
+def test_a_relay_that_answers_no_more_is_named(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no rank is taken for stuck in its place, however long ago it has answered."""
+    monkeypatch.setattr(relay_module, "ASKED_S", 0.5)
+    group.call("run", 1)
     relay = relay_pid(group, 1)
     os.kill(relay, signal.SIGSTOP)
-    assert calls.pending_ranks(list(calls.ranks)) == {0, 1, 2}
+    calls = group.start("run", 2)
+    with pytest.raises(GroupError, match=r"^the relay of ranks 1 to 2 answers no more$"):
+        group.collect(calls, look_s=0.1, stuck_s=0.1)
     os.kill(relay, signal.SIGCONT)
-    assert group.collect(calls) == [2.0] * 3
+    assert group.collect(calls) == [0, 1, 2]
+
+
+def test_a_relay_that_is_starting_has_no_ranks_that_stand_still(group: WorkerGroup) -> None:
+    group.open_relays(2)
+    assert group.collect(group.start("run", 1), look_s=0.1, stuck_s=0.5) == [0, 1, 2]
 
 
 def test_a_relay_that_dies_breaks_the_group_and_its_ranks_are_called_again(group: WorkerGroup) -> None:
