@@ -162,6 +162,17 @@ def kill(*pids: int) -> float:
     return moment
 
 
+def lose_a_worker(run: Run) -> None:
+    """Kill the first rank of three: it is seen at once, and the other two go on in the same processes."""
+    victim, *survivors = run.pids
+    moment = kill(victim)
+    formed = run.wait_for_event(moment, "generation")
+    (lost,) = run.events_after(moment, "worker_lost")
+    assert (lost["condition"], lost["pid"], formed["survivors"]) == ("dead", victim, 2)
+    assert set(survivors) <= set(run.pids)
+    assert seconds_since(run.events_after(moment, "broken")[0], moment) < 3
+
+
 def seconds_since(event: dict[str, Any], moment: float) -> float:
     return datetime.fromisoformat(event["time"]).timestamp() - moment
 

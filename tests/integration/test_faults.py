@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import mapped_by
-from tests.integration.faults import Start, check, children, end, kill, seconds_since
+from tests.integration.faults import Start, check, children, end, kill, lose_a_worker, seconds_since
 from tests.integration.jobs import lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -23,13 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 def test_a_worker_killed_one_stopped_and_the_driver_killed(start: Start, undisturbed: list[float]) -> None:
     run = start()
     run.wait_for_step(4)
-    victim, *survivors = run.pids
-    moment = kill(victim)
-    formed = run.wait_for_event(moment, "generation")
-    (lost,) = run.events_after(moment, "worker_lost")
-    assert (lost["condition"], lost["pid"], formed["survivors"]) == ("dead", victim, 2)
-    assert set(survivors) <= set(run.pids)
-    assert seconds_since(run.events_after(moment, "broken")[0], moment) < 3
+    lose_a_worker(run)
 
     run.wait_for_step(run.step + 2)
     stopped = run.pids[-1]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.integration.faults import Start, check, children, end, kill, seconds_since
+from tests.integration.faults import Start, check, children, end, kill, lose_a_worker, seconds_since
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
@@ -17,13 +17,7 @@ def test_a_worker_a_relay_and_the_driver_killed_and_a_worker_stopped(start: Star
     run = start("cluster.ranks_per_relay=2")
     run.wait_for_step(3)
     assert len(children("Relay")) == 2
-    victim, *survivors = run.pids
-    moment = kill(victim)
-    formed = run.wait_for_event(moment, "generation")
-    (lost,) = run.events_after(moment, "worker_lost")
-    assert (lost["condition"], lost["pid"], formed["survivors"]) == ("dead", victim, 2)
-    assert set(survivors) <= set(run.pids)
-    assert seconds_since(run.events_after(moment, "broken")[0], moment) < 3
+    lose_a_worker(run)
 
     run.wait_for_ranks(3)
     workers = run.pids

@@ -16,6 +16,9 @@ from ray.exceptions import RayError, RayTaskError
 from dhp_ray.errors import first_line_of
 from dhp_ray.runtime.messages import RunError
 
+SURVEY_S = 4.0
+"""How long the control thread of a worker or of a relay may take to answer."""
+
 GATHER_S = 0.002
 """Answers that come so soon after the first are taken together with it: one at a time, each wait would look through all
 that are pending.

@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import Sample
-from dhp_ray.runtime.driver.calls import Calls, FailedCall, answered, direct_calls, relay_of
+from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, answered, direct_calls, relay_of
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, Standstill, condition_of
 from dhp_ray.runtime.driver.relay import Relays, Slice
 from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError
@@ -25,9 +25,6 @@ from dhp_ray.runtime.waits import Waits
 
 GRACE_S = 5.0
 """A killed rank makes its peers raise first; its own death is known to Ray a little later."""
-
-SURVEY_S = 4.0
-"""How long a worker's control thread may take to answer."""
 
 AGAIN_S = 0.3
 """How long one may take that has just not answered for SURVEY_S."""

