@@ -19,7 +19,8 @@ from dhp_ray.model.build import build_model
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.weights import Interval
 from dhp_ray.planner.image_parts import exchanges
-from dhp_ray.planner.plan import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan, encoded_images
+from dhp_ray.planner.plan import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan
+from dhp_ray.planner.rank_plan import encoded_images
 from dhp_ray.train.payload import Payload
 
 PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}

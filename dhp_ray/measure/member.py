@@ -22,7 +22,8 @@ from dhp_ray.measure.payloads import payload_of
 from dhp_ray.measure.rounds import Round, Spec
 from dhp_ray.measure.timings import AT_BEST, PackTiming, StepTiming
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPlan, encoded_images
+from dhp_ray.planner.plan import RankPlan
+from dhp_ray.planner.rank_plan import encoded_images
 from dhp_ray.planner.work import BACKWARD, ENCODE
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.encoder_phases import EncoderPhases

@@ -25,10 +25,11 @@ from dhp_ray.planner.checks import PlanError, SequenceTooLongError
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.neighbours import neighbours, renamed, reordered
-from dhp_ray.planner.plan import ClusterSpec, Plan, Sample, samples_from_json
+from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
 from dhp_ray.planner.pricing import groups_of, makespan_of, making_s, times_of
 from dhp_ray.planner.problem import ENCODERS, Problem, problem_of
 from dhp_ray.planner.quick import dhp_quick
+from dhp_ray.planner.sample import samples_from_json
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.timeline import idle_fraction, plan_starts, starts_of
 from dhp_ray.planner.vision_plan import IN_PACKS

@@ -4,14 +4,13 @@ Sample ... what the planner knows of one sequence
 ClusterSpec ... the ranks that there are
 Plan -> GroupPlan -> Pack ... which sequences run together, on which ranks, in which order
 Plan -> VisionPlan ... whether packs encode their own images, or all ranks encode those of the batch before the packs
-RankPlan -> RankPack ... the slice of a plan that one rank walks
+Plan -> RankPlan ... the slice of a plan that one rank walks
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from dhp_ray.planner.checks import PlanError as PlanError
@@ -20,25 +19,14 @@ from dhp_ray.planner.cluster import ClusterSpec as ClusterSpec
 from dhp_ray.planner.encoder_checks import check_passes, check_splits
 from dhp_ray.planner.image_parts import Grid as Grid
 from dhp_ray.planner.image_parts import exchanges
+from dhp_ray.planner.rank_plan import PlanSlices
+from dhp_ray.planner.rank_plan import RankPack as RankPack
+from dhp_ray.planner.rank_plan import RankPlan as RankPlan
+from dhp_ray.planner.sample import Sample as Sample
+from dhp_ray.planner.sample import samples_from_json, samples_to_json
 from dhp_ray.planner.vision_plan import IN_PACKS
 from dhp_ray.planner.vision_plan import SplitImage as SplitImage
 from dhp_ray.planner.vision_plan import VisionPlan as VisionPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Lengths of one sequence. `vision_tokens` counts after the merger; `vision_grids` holds one entry an image (or
-    video), in order: its patches by (time, height, width), before the merger.
-    """
-
-    id: str
-    text_tokens: int
-    vision_tokens: int = 0
-    vision_grids: tuple[Grid, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return self.text_tokens + self.vision_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,47 +60,6 @@ class GroupPlan:
     @property
     def degree(self) -> int:
         return len(self.ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class RankPack:
-    """A pack as one of its ranks sees it. `index` is the pack's place in the plan; `micro_batch` counts from 0
-    without gaps."""
-
-    index: int
-    ranks: tuple[int, ...]
-    samples: tuple[Sample, ...]
-    encoders: tuple[int, ...]
-    predicted_time_s: float
-    micro_batch: int = 0
-    passes: tuple[int, ...] = ()
-    splits: tuple[SplitImage, ...] = ()
-    offload: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """One rank's ordered slice of a plan, and every process group of the plan (ranks alike on all ranks, in plan
-    order).
-
-    `encodes` tells, for each micro-batch of a plan with sync=micro_batch, whether any rank's pack in it has an
-    image; it is empty with sync=step. `encoded` are the packs, its own and others', with an image that this rank
-    encodes apart from the packs (`vision`), in plan order. `plan_id` names the plan among all that were sent in a run.
-    """
-
-    step: int
-    rank: int
-    process_groups: tuple[tuple[int, ...], ...]
-    packs: tuple[RankPack, ...]
-    encodes: tuple[bool, ...] = ()
-    plan_id: str = ""
-    vision: VisionPlan = IN_PACKS
-    encoded: tuple[RankPack, ...] = ()
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of a plan with sync=micro_batch; 0 with sync=step."""
-        return len(self.encodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,32 +108,29 @@ class Plan:
         return dict(sorted(counts.items()))
 
     def rank_plan(self, step: int, rank: int, plan_id: str = "") -> RankPlan:
-        return self.rank_plans(step, plan_id)[rank]
+        return self.slices(step, plan_id).of(range(rank, rank + 1)).rank_plans()[0]
 
-    def rank_plans(self, step: int, plan_id: str = "") -> list[RankPlan]:
-        """Every rank's slice. O(ranks + sum of degrees)."""
+    def slices(self, step: int, plan_id: str = "") -> PlanSlices:
+        """What the ranks run. O(ranks + sum of degrees + images)."""
         numbers = sorted({group.micro_batch for group in self.groups}) if self.sync == "micro_batch" else []
         encoding = {group.micro_batch for group in self.groups if group.encoders}
         place = {number: index for index, number in enumerate(numbers)}
-        packs: list[list[RankPack]] = [[] for _ in range(self.cluster.num_ranks)]
-        encoded: list[list[RankPack]] = [[] for _ in range(self.cluster.num_ranks)]
+        packs: list[RankPack] = []
+        own: list[list[int]] = [[] for _ in range(self.cluster.num_ranks)]
+        encoded: list[list[int]] = [[] for _ in range(self.cluster.num_ranks)]
         for index, group in enumerate(self.groups):
-            samples = tuple([self.samples[row] for row in group.pack.sequences])
-            pack = RankPack(
-                index, group.ranks, samples, group.encoders, group.predicted_time_s, place.get(group.micro_batch, 0),
-                group.passes, group.splits, group.offload,
-            )
+            packs.append(RankPack(
+                index, group.ranks, tuple([self.samples[row] for row in group.pack.sequences]), group.encoders,
+                group.predicted_time_s, place.get(group.micro_batch, 0), group.passes, group.splits, group.offload,
+            ))
             for rank in group.ranks:
-                packs[rank].append(pack)
-            several = [rank for split in group.splits for rank in split.ranks]
-            for rank in dict.fromkeys((*group.encoders, *several)) if self.vision.apart else ():
-                encoded[rank].append(pack)
-        process_groups, encodes = self.process_groups(), tuple(number in encoding for number in numbers)
-        return [
-            RankPlan(step, rank, process_groups, tuple(packs[rank]), encodes, plan_id, self.vision,
-                     tuple(encoded[rank]))
-            for rank in range(self.cluster.num_ranks)
-        ]
+                own[rank].append(index)
+            if self.vision.apart:
+                several = [rank for split in group.splits for rank in split.ranks]
+                for rank in {*group.encoders, *several}:
+                    encoded[rank].append(index)
+        return PlanSlices(step, 0, self.process_groups(), tuple(packs), tuple(own), tuple(encoded),
+                          tuple([number in encoding for number in numbers]), plan_id, self.vision)
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
@@ -264,37 +208,3 @@ class Plan:
             raise PlanError(f"plan file: damaged ({error.__class__.__name__}: {error})") from None
         plan.validate()
         return plan
-
-
-def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
-    """For every sample of the pack, whether `rank` encodes each of its images, or a part of it."""
-    here = [encoder == rank for encoder in pack.encoders]
-    for split in pack.splits:
-        here[split.image] = rank in split.ranks
-    ends = list(accumulate(len(sample.vision_grids) for sample in pack.samples))
-    return [tuple(here[begin:end]) for begin, end in zip([0, *ends], ends)]
-
-
-def planned_samples(plan: RankPlan) -> Iterator[Sample]:
-    """The samples that a rank needs rows of: those of its packs, and those with an image that it encodes apart from
-    them, which may be among the former."""
-    for pack in plan.packs:
-        yield from pack.samples
-    for pack in plan.encoded:
-        yield from (sample for sample, here in zip(pack.samples, encoded_images(pack, plan.rank)) if True in here)
-
-
-def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    return [asdict(sample) for sample in samples]
-
-
-def samples_from_json(rows: Sequence[dict[str, Any]]) -> tuple[Sample, ...]:
-    return tuple(
-        Sample(
-            row["id"],
-            row["text_tokens"],
-            row["vision_tokens"],
-            tuple((int(t), int(h), int(w)) for t, h, w in row["vision_grids"]),
-        )
-        for row in rows
-    )

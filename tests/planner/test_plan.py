@@ -41,7 +41,7 @@ def test_an_unsound_plan_is_refused(change, message):
 
 
 def test_every_rank_gets_its_slice():
-    slices = PLAN.rank_plans(7)
+    slices = PLAN.slices(7).rank_plans()
     assert slices == [PLAN.rank_plan(7, rank) for rank in range(3)]
     assert [[pack.index for pack in found.packs] for found in slices] == [[0], [0, 2], [1, 2]]
     assert {found.process_groups for found in slices} == {((0, 1), (1, 2))}
@@ -49,5 +49,5 @@ def test_every_rank_gets_its_slice():
     assert slices[0].encodes == ()
     micro_batched = replace(PLAN, sync="micro_batch", groups=(*GROUPS[:2], replace(GROUPS[2], micro_batch=4)))
     assert [[pack.micro_batch for pack in found.packs]
-            for found in micro_batched.rank_plans(7)] == [[0], [0, 1], [0, 1]]
+            for found in micro_batched.slices(7).rank_plans()] == [[0], [0, 1], [0, 1]]
     assert micro_batched.rank_plan(7, 0).encodes == (True, False)

@@ -12,12 +12,24 @@ import pytest
 
 from dhp_ray.data.blocks import BlockRows
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample, SplitImage, VisionPlan
-from dhp_ray.runtime.rank_slices import packed_slice, unpacked_slice
+from dhp_ray.planner.rank_plan import PlanSlices
+from dhp_ray.runtime.rank_slices import (
+    RowIndex,
+    packed_share,
+    packed_slice,
+    packed_slices,
+    unpacked_share,
+    unpacked_slice,
+)
 
 SAMPLES = (Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9))
 PACK = RankPack(3, (0, 2), SAMPLES, (2,), 0.5, 1, (0,), (SplitImage(0, (0, 2), (0, 1)),), 0.25)
 PLANS = [RankPlan(7, 0, ((0, 2), (1, 3)), (PACK,), (True, False), "1.7.2", VisionPlan(layout="world"), (PACK, PACK)),
          RankPlan(1, 5, (), ())]
+SLICES = PlanSlices(7, 4, ((4, 5),), (PACK, RankPack(5, (5,), (Sample("c", 3),), (), 0.1)), ([0], [0, 1]), ([], [0]),
+                    (True,), "1.7.2", VisionPlan(layout="world"))
+INDEX = RowIndex({"a": ("second", 5), "b": ("first", 0), "c": ("second", 2), "d": ("third", 1)},  # type: ignore[dict-item]
+                 {"first": "node", "third": "other"})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -28,11 +40,28 @@ def test_a_slice_arrives_as_it_was_sent(plan: RankPlan) -> None:
     assert unpacked_slice(packed, references) == (plan, blocks)
 
 
+def test_each_block_is_sent_once_with_the_rows_that_a_rank_needs() -> None:
+    blocks = INDEX.blocks_of(SLICES.rank_plans()[1])
+    assert blocks == [BlockRows(["second"], [2, 5]), BlockRows(["first"], [0], "node")]  # type: ignore[list-item]
+    only_encoded = RankPlan(1, 2, (), (), vision=VisionPlan("world"), encoded=(PACK,))
+    assert INDEX.blocks_of(only_encoded) == [BlockRows(["second"], [5])]  # type: ignore[list-item]
+
+
+def test_slices_that_a_relay_cuts_are_those_that_the_driver_cuts() -> None:
+    packed, references = packed_share(SLICES, INDEX)
+    assert references == ["second", "first"]  # not the third: no pack has a sample of it
+    slices, index = unpacked_share(packed, references)
+    assert slices == SLICES
+    assert packed_slices(slices, index) == packed_slices(SLICES, INDEX)
+    assert [unpacked_slice(*sent)[0] for sent in packed_slices(slices, index)] == SLICES.rank_plans()
+
+
 def test_no_object_of_a_slice_calls_python_to_be_pickled() -> None:
     """Each is pickled by a call of `_REDUCERS`; a dataclass that is new in a slice would call its `__getstate__`."""
     assert names_of_calls(pickle.dumps, PLANS) > {"_dataclass_getstate"}
     for plan in PLANS:
-        assert names_of_calls(packed_slice, plan, []) == {"packed_slice", "<lambda>", "<listcomp>"}
+        assert names_of_calls(packed_slice, plan, []) == {"packed_slice", "_dumped", "<lambda>", "<listcomp>"}
+    assert "_dataclass_getstate" not in names_of_calls(packed_share, SLICES, INDEX)
 
 
 def names_of_calls(function: Callable[..., Any], *arguments: Any) -> set[str]:

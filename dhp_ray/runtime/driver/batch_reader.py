@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import ray
-
 from dhp_ray.config import Config
-from dhp_ray.data.blocks import BlockRows
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
-from dhp_ray.planner.plan import RankPlan, planned_samples
 
 
 class BatchReader:
@@ -95,12 +91,3 @@ class BatchReader:
                     "samples, and batch.drop_last=true leaves a smaller batch out"
                 )
         return batch
-
-
-def blocks_of(rank_plan: RankPlan, batch: Batch) -> list[BlockRows]:
-    """The blocks that hold a rank's samples, each once, with the rows that it needs of them."""
-    blocks: dict[ray.ObjectRef, list[int]] = {}
-    for sample in {sample.id: sample for sample in planned_samples(rank_plan)}.values():
-        reference, row = batch.payload[sample.id]
-        blocks.setdefault(reference, []).append(row)
-    return [BlockRows([reference], sorted(rows), batch.nodes.get(reference, "")) for reference, rows in blocks.items()]

@@ -25,11 +25,11 @@ from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan
-from dhp_ray.runtime.driver.batch_reader import BatchReader, blocks_of
+from dhp_ray.runtime.driver.batch_reader import BatchReader
 from dhp_ray.runtime.driver.group import STOP_POLL_S, WorkerGroup
 from dhp_ray.runtime.driver.planning import Expectation, Patience, Planning, patience_s
 from dhp_ray.runtime.driver.stages import DispatchedStep
-from dhp_ray.runtime.rank_slices import packed_slice
+from dhp_ray.runtime.rank_slices import RowIndex
 
 ANSWERS_S = 0.1
 """How long the driver waits for the thread that takes the prefetches' answers; then it asks itself, and finds out who
@@ -246,6 +246,5 @@ class Dispatcher:
             self.write_plan(step, {"id": plan_id, "late": late, **plan.to_json(), "batch": read,
                                    "activation_checkpointing": train.activation_checkpointing == "true",
                                    "sharding": train.sharding})
-        prefetches = self.group.prefetch([packed_slice(rank_plan, blocks_of(rank_plan, batch))
-                                          for rank_plan in plan.rank_plans(step, plan_id)])
+        prefetches = self.group.prefetch(plan.slices(step, plan_id), RowIndex(batch.payload, batch.nodes))
         return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(prefetches.answers))

@@ -17,10 +17,12 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.rank_plan import PlanSlices
 from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, answered, direct_calls, relay_of
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, Standstill, condition_of
-from dhp_ray.runtime.driver.relay import Relays, Slice
+from dhp_ray.runtime.driver.relay import Relays
 from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError
+from dhp_ray.runtime.rank_slices import RowIndex, packed_slices
 from dhp_ray.runtime.waits import Waits
 
 GRACE_S = 5.0
@@ -145,12 +147,12 @@ class WorkerGroup:
         relays = self._relays  # another thread may close them
         return relays.start(method, *arguments) if relays else direct_calls(self.each(method, *arguments))
 
-    def prefetch(self, slices: Sequence[Slice]) -> Calls:
-        """Send each rank its slice of a plan (`rank_slices.packed_slice`)."""
+    def prefetch(self, slices: PlanSlices, index: RowIndex) -> Calls:
+        """Send each rank its slice of a plan."""
         if relays := self._relays:
-            return relays.prefetch(slices)
-        return direct_calls([member.actor.prefetch.remote(*own)
-                             for member, own in zip(self.members, slices, strict=True)])
+            return relays.prefetch(slices, index)
+        return direct_calls([member.actor.prefetch.remote(*packed)
+                             for member, packed in zip(self.members, packed_slices(slices, index), strict=True)])
 
     def each(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         """Call the ranks themselves, whatever else they are called through: a reference each."""

@@ -27,16 +27,15 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp_ray.errors import first_line
+from dhp_ray.planner.rank_plan import PlanSlices
 from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, Outcome, answered, direct_calls, relay_of
 from dhp_ray.runtime.messages import GroupError
+from dhp_ray.runtime.rank_slices import RowIndex, packed_share, packed_slices, unpacked_share
 
 CONCURRENCY_GROUPS = {"answers": 8, "control": 1}
 """Threads beside the one that passes calls on. Calls whose answers are waited for at once hold a thread each, at most
 five: a step or held-out samples, the slices of the next of either, copies of the state, and a save.
 """
-
-Slice = tuple[bytes, list[ray.ObjectRef]]
-"""Of a rank: `rank_slices.packed_slice`."""
 
 
 class Relay:
@@ -56,11 +55,13 @@ class Relay:
         """Call a method of all ranks with the same arguments."""
         self._begin(number, lambda: [getattr(actor, method).remote(*arguments) for actor in self._actors])
 
-    def prefetch(self, number: int, packed: list[bytes], needed: list[list[int]],
-                 references: list[ray.ObjectRef]) -> None:
-        """Call each rank's `prefetch` with its packed slice and those of `references` that it needs."""
-        self._begin(number, lambda: [actor.prefetch.remote(own, [references[place] for place in places])
-                                     for actor, own, places in zip(self._actors, packed, needed, strict=True)])
+    def prefetch(self, number: int, packed: bytes, references: list[ray.ObjectRef]) -> None:
+        """Cut each rank's slice out of the share of a plan (`packed_share`) and call its `prefetch` with it."""
+        def call() -> list[ray.ObjectRef]:
+            slices = packed_slices(*unpacked_share(packed, references))
+            return [actor.prefetch.remote(*own) for actor, own in zip(self._actors, slices, strict=True)]
+
+        self._begin(number, call)
 
     @ray.method(concurrency_group="control")
     def ready(self) -> None:
@@ -127,17 +128,10 @@ class Relays:
         """Call a method of all ranks with the same arguments."""
         return self._calls(lambda relay, number, ranks: relay.start.remote(number, method, arguments))
 
-    def prefetch(self, slices: Sequence[Slice]) -> Calls:
-        """Call each rank's `prefetch` with its slice. A reference goes to a relay once, whoever needs it there."""
-        def pass_on(relay: ActorHandle, number: int, ranks: range) -> ray.ObjectRef:
-            own = slices[ranks.start:ranks.stop]
-            places = {reference: place for place, reference in enumerate(
-                dict.fromkeys(reference for _, references in own for reference in references))}
-            return relay.prefetch.remote(
-                number, [packed for packed, _ in own],
-                [[places[reference] for reference in references] for _, references in own], list(places))
-
-        return self._calls(pass_on)
+    def prefetch(self, slices: PlanSlices, index: RowIndex) -> Calls:
+        """Send each rank its slice of a plan; each relay cuts those of its ranks."""
+        packed = {ranks: packed_share(slices.of(ranks), index) for ranks in self._ranks}  # before others wait to send
+        return self._calls(lambda relay, number, ranks: relay.prefetch.remote(number, *packed[ranks]))
 
     def close(self) -> None:
         """End them, whatever they wait for."""

@@ -15,7 +15,8 @@ from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import warm_up
 from dhp_ray.planner.cost import SYNCS
-from dhp_ray.planner.plan import Sample, samples_from_json
+from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.sample import samples_from_json
 from dhp_ray.run_folder import TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition

@@ -17,31 +17,13 @@ from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel, warm_up
-from dhp_ray.planner.plan import ClusterSpec, RankPack, RankPlan, Sample, VisionPlan, encoded_images, planned_samples
-from dhp_ray.runtime.driver.batch_reader import blocks_of
+from dhp_ray.planner.plan import ClusterSpec, RankPlan, Sample
+from dhp_ray.planner.rank_plan import planned_samples
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.rank_slices import unpacked_slice
 
 SAMPLES = [Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9), Sample("c", 7, 8, ((1, 4, 4), (1, 4, 4)))]
-
-
-def test_each_block_is_sent_once_with_the_rows_that_a_rank_needs(ray_cluster: None) -> None:
-    first, second = ray.put(1), ray.put(2)
-    batch = Batch(0, SAMPLES, {"a": (second, 5), "b": (first, 0), "c": (second, 2)}, [],
-                  {"epoch": 0, "fragment": 0, "row": 0, "num_rows": 9})
-    plan = RankPlan(1, 0, (), (RankPack(0, (0,), (SAMPLES[0],), (0,), 1.0),
-                               RankPack(1, (0, 1), (SAMPLES[1], SAMPLES[2]), (1, 0), 1.0)))
-    blocks = blocks_of(plan, batch)
-    assert [(block.reference, block.rows) for block in blocks] == [([second], [2, 5]), ([first], [0])]
-    apart = RankPlan(1, 1, (), (), vision=VisionPlan("world"), encoded=(plan.packs[1],))
-    assert [(block.reference, block.rows) for block in blocks_of(apart, batch)] == [([second], [2])]
-
-
-def test_a_rank_decodes_the_images_that_the_plan_gives_it() -> None:
-    pack = RankPack(0, (4, 6), (SAMPLES[0], SAMPLES[1], SAMPLES[2]), (6, 4, 6), 1.0)
-    assert encoded_images(pack, 4) == [(False,), (), (True, False)]
-    assert encoded_images(pack, 6) == [(True,), (), (False, True)]
 
 
 class Listener:

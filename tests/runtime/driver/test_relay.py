@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import ray
 
+from dhp_ray.planner.plan import RankPack, Sample
+from dhp_ray.planner.rank_plan import PlanSlices
 from dhp_ray.runtime.driver import relay as relay_module
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.relay import Relay, shares
 from dhp_ray.runtime.messages import GroupError, Status
+from dhp_ray.runtime.rank_slices import RowIndex, unpacked_slice
 
 
 class Actor:
@@ -36,7 +39,9 @@ class Actor:
 
     @ray.method(concurrency_group="prefetch")
     def prefetch(self, packed: bytes, references: list[ray.ObjectRef]) -> dict[str, str]:
-        return {packed.decode(): " ".join(ray.get(reference) for reference in references)}
+        plan, blocks = unpacked_slice(packed, references)
+        assert plan.rank == self.rank
+        return {block.node: f"{ray.get(block.reference[0])} {block.rows}" for block in blocks}
 
     def save(self, step: int) -> None:
         self.noted.append(("save", step))
@@ -97,10 +102,14 @@ def test_answers_come_by_rank_two_references_for_three(group: WorkerGroup) -> No
 
 def test_each_rank_has_its_own_slice_and_the_blocks_that_it_needs(group: WorkerGroup) -> None:
     blocks = [ray.put(word) for word in ("first", "second", "third")]
-    needs = [[], [1, 0], [0, 2, 1]]
-    sent = group.prefetch([(f"slice {rank}".encode(), [blocks[place] for place in places])
-                           for rank, places in enumerate(needs)])
-    assert group.collect(sent) == [{"slice 0": ""}, {"slice 1": "second first"}, {"slice 2": "first third second"}]
+    index = RowIndex({name: (blocks[place], row) for name, (place, row) in
+                      {"a": (1, 5), "b": (0, 0), "c": (1, 2), "d": (2, 4)}.items()},
+                     dict(zip(blocks, ("node 1", "node 2", "node 3"))))
+    packs = [RankPack(number, (), tuple(Sample(name, 1) for name in names), (), 1.0)
+             for number, names in enumerate(("ab", "cd", "c"))]
+    slices = PlanSlices(1, 0, (), tuple(packs), ([], [0, 2], [1]), ([], [], []))
+    assert group.collect(group.prefetch(slices, index)) == [
+        {}, {"node 2": "second [2, 5]", "node 1": "first [0]"}, {"node 2": "second [2]", "node 3": "third [4]"}]
 
 
 def test_ranks_are_called_in_the_driver_s_order(group: WorkerGroup) -> None:
