@@ -31,6 +31,14 @@ def test_inside_a_node_every_rank_and_all_that_are_faster():
     assert for_groups_of(lists, 6, True) == [[4, 1, 0, 3, 5, 2]]
 
 
+def test_a_list_has_a_head_where_another_one_is_the_same_without_it():
+    lists = lists_of([1.0, 0.9, 1.1, 1.0, 0.5, 1.0], 4)
+    heads = [(lists.ranks[begin:end].tolist(), head)
+             for begin, end, head in zip(lists.first[:-1], lists.first[1:], lists.head.tolist())]
+    assert heads[:5] == [([1, 0, 3, 2], 1), ([0, 3, 2], -1), ([2], 2), ([4, 5], 4), ([5], 5)]  # 0 and 3 are as fast
+    assert {head for _, head in heads[5:]} == {-1}  # runs of the cluster
+
+
 def test_ranks_that_are_equally_fast_need_no_lists():
     assert not len(lists_of([1.0] * 8, 4).ranks)
 

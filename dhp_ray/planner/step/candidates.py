@@ -69,7 +69,7 @@ def best_candidate(
                 if end - begin >= degree and ranks.free[ranks.by_free[begin + degree - 1]] + time <= makespan:
                     best = _neighbours(
                         degree, time, compute, makespan, machine.speeds, ranks.free, ranks.by_free, begin, end,
-                        gap_weight, best, chosen,
+                        -1, gap_weight, best, chosen,
                     )
                     if best.cost <= extra + EVEN:  # it waits for nothing
                         break
@@ -78,8 +78,8 @@ def best_candidate(
         for degree in range(lowest, highest + 1):
             time = time_s(item, degree, True, 1.0, machine.rates[degree])
             best = _neighbours(
-                degree, time, compute, makespan, machine.speeds, ranks.free, everywhere, 0, len(everywhere), gap_weight,
-                best, chosen,
+                degree, time, compute, makespan, machine.speeds, ranks.free, everywhere, 0, len(everywhere), -1,
+                gap_weight, best, chosen,
             )
     return best
 
@@ -137,13 +137,7 @@ def _in_lists(
     """Candidates in the lists inside nodes (or across), for each degree the most even list first; ends at the first
     that cannot waste less than the best."""
     compute, speeds, rates = item.language_s + item.vision_s, machine.speeds, machine.rates
-    first, list_slowest, speed_sum, by_degree, stretch = (
-        lists.first,
-        lists.slowest,
-        lists.speed_sum,
-        lists.by_degree,
-        lists.stretch,
-    )
+    first, heads, by_degree, stretch, speed = lists.first, lists.head, lists.by_degree, lists.stretch, lists.speed
     free, listed, is_sorted, following, least_s = (
         ranks.free,
         ranks.listed,
@@ -157,25 +151,33 @@ def _in_lists(
         # the part of the area that grows with the stretch
         scaled = item.language_s + degree * encode_s_of(item, degree)
         least = time_s(item, degree, crosses, machine.slowest, rates[degree]) * machine.slowest * degree - compute
+        transfer = item.tokens * (rates[degree].across_s if crosses else rates[degree].inside_s)
+        hidden = rates[degree].overlap * item.attention_s
         kind = 2 * degree + int(crosses)
         before, end = len(by_degree) + kind, lists.begin[kind + 1]
         place = following[before]
         while place < end and least + scaled * (stretch[place] - 1.0) < best.cost - EVEN:
-            index, after = by_degree[place], following[place]
-            slowest, begin, stop = list_slowest[index], first[index], first[index + 1]
+            index, after, slowest = by_degree[place], following[place], speed[place]
+            # what its slowest ranks waste if they wait for nothing, without `time_s`: most lists go no further
+            exposed = max(0.0, transfer * slowest - hidden) + rates[degree].overhead_s * slowest
+            if stretch[place] * (scaled + degree * exposed) - compute >= best.cost:
+                before, place = place, after
+                continue
+            begin, stop, head = first[index], first[index + 1], heads[index]
+            if not is_sorted[index]:
+                insertion_sort(listed, begin, stop, free)
+                is_sorted[index] = True
+            start = free[listed[begin + degree - 1]]
+            if start + least_s[degree] > makespan:
+                following[before] = place = after
+                continue
             time = time_s(item, degree, crosses, slowest, rates[degree])
-            if time * speed_sum[begin + degree - 1] - compute < best.cost - EVEN:
-                if not is_sorted[index]:
-                    insertion_sort(listed, begin, stop, free)
-                    is_sorted[index] = True
-                start = free[listed[begin + degree - 1]]
-                if start + least_s[degree] > makespan:
-                    following[before] = place = after
-                    continue
-                if start + time <= makespan:
-                    best = _neighbours(
-                        degree, time, compute, makespan, speeds, free, listed, begin, stop, gap_weight, best, chosen
-                    )
+            if head >= 0:
+                start = max(start, free[head])
+            if start + time <= makespan:
+                best = _neighbours(
+                    degree, time, compute, makespan, speeds, free, listed, begin, stop, head, gap_weight, best, chosen
+                )
             before, place = place, after
     return best
 
@@ -191,24 +193,28 @@ def _neighbours(
     order: np.ndarray,
     begin: int,
     end: int,
+    head: int,
     gap_weight: float,
     best: Candidate,
     chosen: np.ndarray,
 ) -> Candidate:
-    """Candidates of order[begin:end], ranks as they get free, for an item that takes `time` on any of them.
-    O(ranks)."""
+    """Candidates of order[begin:end], ranks as they get free, for an item that takes `time` on any of them; only those
+    with rank `head`, unless it is -1. O(ranks)."""
     idle, speed_sum = 0.0, 0.0  # of the candidate: sums of free * speed and of speed
+    head_at = -1  # its place in `order`, once it is met
     for last in range(begin, end):
         rank = order[last]
         start = free[rank]
-        if start + time > makespan:
+        if start + time > makespan or (head_at >= 0 and head_at <= last - degree):
             break
+        if rank == head:
+            head_at = last
         idle += start * speeds[rank]
         speed_sum += speeds[rank]
         if last >= begin + degree:
             idle -= free[order[last - degree]] * speeds[order[last - degree]]
             speed_sum -= speeds[order[last - degree]]
-        if last >= begin + degree - 1:
+        if last >= begin + degree - 1 and (head_at >= 0 or head < 0):
             cost = gap_weight * (start * speed_sum - idle) + time * speed_sum - compute
             if cost < best.cost - EVEN:
                 best = Candidate(cost, degree, start)

@@ -43,7 +43,7 @@ def free_ranks(busy: np.ndarray, least_s: np.ndarray, machine: Machine, lists: R
         np.arange(num_nodes),
         np.zeros(num_nodes),
         lists.ranks.copy(),
-        np.zeros(len(lists.slowest), dtype=np.bool_),
+        np.zeros(len(lists.head), dtype=np.bool_),
         lists.following.copy(),
         least_s,
     )

@@ -27,22 +27,25 @@ places."""
 
 
 class RankLists(NamedTuple):
-    """List i is ranks[first[i]:first[i + 1]], slowest first, whose speed is slowest[i]; speed_sum[first[i] + d - 1]
-    is the sum of the speeds of its d slowest.
+    """List i is ranks[first[i]:first[i + 1]], slowest first.
+
+    head[i]: its slowest rank, where another list is the same without that one: a group without the head is found there,
+    as one of faster ranks. -1 otherwise.
 
     Rank r is in lists_of[first_of[r]:first_of[r + 1]]. For groups of d ranks there are the lists
     by_degree[begin[k]:begin[k + 1]], k = 2 d inside nodes and 2 d + 1 across them, those of the least `stretch`
-    first; following[p] is the next place after p, and following[len(by_degree) + k] the first of kind k.
+    first; `speed` is that of their slowest ranks. following[p] is the next place after p, and
+    following[len(by_degree) + k] the first of kind k.
     """
 
     ranks: np.ndarray
     first: np.ndarray
-    slowest: np.ndarray
-    speed_sum: np.ndarray
+    head: np.ndarray
     lists_of: np.ndarray
     first_of: np.ndarray
     by_degree: np.ndarray
     stretch: np.ndarray
+    speed: np.ndarray
     begin: np.ndarray
     following: np.ndarray
 
@@ -53,7 +56,7 @@ def rank_lists(machine: Machine) -> RankLists:
     if machine.uniform:
         none, nothing = np.zeros(0, dtype=np.int64), np.zeros(0)
         return RankLists(
-            none, firsts_of([]), nothing, nothing, none, firsts_of([0] * num_ranks), none, nothing, none, none
+            none, firsts_of([]), none, none, firsts_of([0] * num_ranks), none, nothing, nothing, none, none
         )
     orders = np.concatenate([np.lexsort((speeds, machine.node)), np.argsort(speeds, kind="stable")])
     rising = speeds[orders]
@@ -83,18 +86,19 @@ def rank_lists(machine: Machine) -> RankLists:
     stretch, kind = speed_sum / (degree * slowest[index]), 2 * degree + (start >= num_ranks)[index]
     usable = np.flatnonzero((degree >= least_degree[index]) & (degree <= most_degree[index]))
     usable = usable[np.lexsort((stretch[usable], kind[usable]))]
+    alone = (start < num_ranks) & ((sizes == 1) | (rising[np.minimum(start + 1, len(rising) - 1)] > slowest))
     entries, first_of = by_owner(orders[place], num_ranks)
     begin = firsts_of(np.bincount(kind[usable], minlength=2 * num_ranks + 2))
     following = np.concatenate([np.arange(1, len(usable) + 1), begin[:-1]])
     return RankLists(
         orders[place],
         first,
-        slowest,
-        speed_sum,
+        np.where(alone, orders[start], -1),
         index[entries],
         first_of,
         index[usable],
         stretch[usable],
+        slowest[index[usable]],
         begin,
         following,
     )

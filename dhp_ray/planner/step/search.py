@@ -2,7 +2,8 @@
 
 For a makespan T, each item needs some least number of ranks. The items that need several are placed first, the
 others fill what is left (`trial`). If all find room, T can be had. The search starts just above the lower bound
-(`bound`), widens until it succeeds, then bisects; a trial is O(items x ranks) at worst. A large batch is done at 0.1
+(`bound`), widens until it succeeds, then bisects; what a trial leaves over, shared by all ranks, tells about how much
+longer the next makespan has to be. A trial is O(items x ranks) at worst. A large batch is done at 0.1
 % above the bound, mostly at the first trial. A quick search that ends far from the bound is followed by a thorough
 one, which tries more choices of what a gap costs and of the order of the items (shuffled by a fixed seed where the
 batch is small). Small batches then go through a local search.
@@ -88,6 +89,8 @@ class Search:
         self.thorough = Effort(choices=len(rows), rounds=4, leftover=len(work))
         self.begin, self.bound_s, self.tolerance = 0, bound_s, FINE if self.size <= SMALL else TOLERANCE
         self.dealt_s = 0.0  # small items dealt out did not end before
+        self.expected_s = 0.0  # of the last makespan that could not be had (`Found`)
+        self.num_failed = 0  # such makespans in a row
         self._scheduled: tuple[Found, Schedule] | None = None  # the last one
 
     def scheduled(self, found: Found) -> Schedule:
@@ -99,6 +102,7 @@ class Search:
     def thoroughly(self, best: Found, problem: Problem) -> list[Found]:
         """The shortest makespan found, where a quick search has found `best`; and those that use the pool instead."""
         if self.size <= LARGE and best.makespan_s > self.bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
+            self.expected_s, self.num_failed = 0.0, 0  # the quick search expects too much
             best = self.bisect(best, self.bound_s, self.tolerance, self.thorough)
         return self.reused(best, problem) if len(self.pool.first) > 1 else [best]
 
@@ -124,7 +128,7 @@ class Search:
         """The first makespan above the bound that can be had, bisected down to a tolerance, a share of the bound."""
         failed_s = self.bound_s
         for share in WIDEN:
-            makespan_s = self.bound_s * (1 + share)
+            makespan_s = max(self.bound_s * (1 + share), self._ahead_s(tolerance * self.bound_s))
             if failed_s < self.dealt_s < makespan_s:
                 makespan_s = self.dealt_s
             found = self.trial(makespan_s, effort)
@@ -134,8 +138,13 @@ class Search:
         raise AssertionError("no makespan is long enough")
 
     def bisect(self, best: Found, failed_s: float, tolerance: float, effort: Effort) -> Found:
-        span = np.array([failed_s, best.makespan_s, 0.0])
-        while halve(span, tolerance * self.bound_s / best.makespan_s):
+        """A makespan within a tolerance, a share of the bound, of one that cannot be had: from `best`, which can, and
+        `failed_s`, which cannot. What lies between is halved, or cut where `_ahead_s` expects."""
+        span, step_s = np.array([failed_s, best.makespan_s, 0.0]), tolerance * self.bound_s
+        while halve(span, step_s / best.makespan_s):
+            ahead_s = self._ahead_s(step_s)
+            if self.expected_s > span[0] and ahead_s < span[1] - step_s:
+                span[2] = ahead_s
             found = self.trial(float(span[2]), effort)
             span[int(found is not None)] = span[2]
             best = found or best
@@ -158,9 +167,15 @@ class Search:
         )
         if found.choice < 0:
             self.dealt_s = found.dealt_s if found.dealt_s < np.inf else self.dealt_s
+            self.expected_s, self.num_failed = found.expected_s, self.num_failed + 1
             return None
-        self.begin = found.choice
+        self.begin, self.num_failed = found.choice, 0
         return found
+
+    def _ahead_s(self, step_s: float) -> float:
+        """The next makespan to try above the last that could not be had: what is expected of that, which is mostly a
+        little short, and a step, twice as far each time that this could not be had either."""
+        return self.expected_s + step_s * 2 ** max(self.num_failed - 1, 0)
 
 
 def dhp_step(problem: Problem) -> list[Schedule]:

@@ -47,7 +47,8 @@ class Effort(NamedTuple):
 class Found(NamedTuple):
     """Room for every item: in the partial schedule, in a bin (`rest` largest first, and `bins`), or in `last`, after
     them. `choice` is -1 if there is none. `dealt_s`: the least makespan for which items dealt out had room; infinite
-    where none were."""
+    where none were. `expected_s`: the makespan and, if there is none, the time of what was left over, shared by all
+    ranks."""
 
     choice: int
     makespan_s: float
@@ -56,6 +57,7 @@ class Found(NamedTuple):
     bins: np.ndarray
     last: PartialSchedule
     dealt_s: float
+    expected_s: float
 
 
 @compiled
@@ -80,7 +82,7 @@ def try_makespan(
     idle, none = np.zeros(len(machine.speeds)), np.zeros(0, dtype=np.int64)
     no_groups = CachedGroups(none, np.zeros(1, dtype=np.int64))
     partial = place_large(items, none, 0.0, makespan, machine, lists, idle, no_groups, 1.0, 0.0)
-    last, least_s = partial, np.inf
+    last, least_s, expected_s = partial, np.inf, np.inf
     for step in range(effort.choices):
         choice = (begin + step) % len(choices.gap_weight)
         order = choices.orders[choices.order[choice]]
@@ -102,9 +104,20 @@ def try_makespan(
                 last = place_large(items, left, 0.0, makespan, machine, lists, busy, no_groups, 1.0, 0.0)
                 if last.placed:
                     rest, bins = _kept(rest, bins, 0.0, np.inf), _kept(bins, bins, 0.0, np.inf)
-                    return Found(choice, makespan, partial, rest, bins, last, least_s)
+                    return Found(choice, makespan, partial, rest, bins, last, least_s, makespan)
+            expected_s = min(expected_s, makespan + _work_s(items, left) / machine.speeds.sum())
             smallest = single_s[left].max() * (1 - 1e-9)
-    return Found(-1, makespan, partial, none, none, last, least_s)
+    return Found(-1, makespan, partial, none, none, last, least_s, expected_s if expected_s < np.inf else makespan)
+
+
+@inner
+def _work_s(items: Items, numbers: np.ndarray) -> float:
+    """Seconds of some items on one rank, in all."""
+    total_s = 0.0
+    for number in numbers:
+        item = items[number]
+        total_s += item.language_s + item.vision_s
+    return total_s
 
 
 @inner
