@@ -5,7 +5,6 @@ is wrong is one line.
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from dhp_ray.data.answers import scores_of
 from tests.data.samples import picture, talk, write_rows
+from tests.integration.faults import children, kill
 from tests.integration.jobs import Ended, run, start
 from tests.packs import PATCH_DIMS
 from tests.plain_answers import MAX_PIXELS, model_folder, plain_answers
@@ -176,7 +176,7 @@ def test_ctrl_c_ends_it_in_one_line(ray_cluster: None, tiny: Path, tmp_path: Pat
     process = start("evaluate.py", f"model.path={tiny}", f"eval.path={path}", "cluster.cpus_per_worker=0.2",
                     f"eval.output={tmp_path / 'out.jsonl'}")
     assert process.stdout
-    process.stdout.readline()  # a twentieth is done
+    next(line for line in process.stdout if " samples: " in line)  # a twentieth is done
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (
@@ -194,10 +194,8 @@ def test_a_worker_that_dies(ranks_per_model: int, ray_cluster: None, tiny: Path,
                     "cluster.num_workers=2", f"eval.output={tmp_path / 'out.jsonl'}",
                     f"eval.ranks_per_model={ranks_per_model}")
     assert process.stdout
-    process.stdout.readline()  # a twentieth is done
-    victim = next(file.parent for file in Path("/proc").glob("[0-9]*/cmdline")
-                  if file.read_bytes().startswith(b"ray::Evaluator"))
-    os.kill(int(victim.name), signal.SIGKILL)
+    next(line for line in process.stdout if " samples: " in line)  # a twentieth is done
+    kill(children("Evaluator")[0])
     output, errors = process.communicate(timeout=120)
     if ranks_per_model == 2:
         assert process.returncode == 1
