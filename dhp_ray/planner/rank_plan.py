@@ -56,8 +56,8 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanSlices:
-    """The slices of neighbouring ranks, with each pack once; in a RankPlan of each rank a pack is as often as it has
-    ranks.
+    """The slices of neighbouring ranks, with each pack once. (As RankPlans, a pack would be there once for each
+    of its ranks.)
 
     `own` and `encoded`: by rank from `first_rank` on, places in `packs`, which are in plan order.
     """

@@ -174,7 +174,8 @@ def _in_lists(
             time = time_s(item, degree, crosses, slowest, rates[degree])
             if head >= 0:
                 start = max(start, free[head])
-            if start + time <= makespan:
+            wasted = time * slowest * degree * stretch[place] - compute  # and `time_s` may say more
+            if start + time <= makespan and wasted < best.cost - EVEN:
                 best = _neighbours(
                     degree, time, compute, makespan, speeds, free, listed, begin, stop, head, gap_weight, best, chosen
                 )

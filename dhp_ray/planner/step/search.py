@@ -89,8 +89,7 @@ class Search:
         self.thorough = Effort(choices=len(rows), rounds=4, leftover=len(work))
         self.begin, self.bound_s, self.tolerance = 0, bound_s, FINE if self.size <= SMALL else TOLERANCE
         self.dealt_s = 0.0  # small items dealt out did not end before
-        self.expected_s = 0.0  # of the last makespan that could not be had (`Found`)
-        self.num_failed = 0  # such makespans in a row
+        self.expected_s, self.num_failed = 0.0, 0  # of the last trial that failed (`Found`); failed ones in a row
         self._scheduled: tuple[Found, Schedule] | None = None  # the last one
 
     def scheduled(self, found: Found) -> Schedule:
@@ -102,7 +101,7 @@ class Search:
     def thoroughly(self, best: Found, problem: Problem) -> list[Found]:
         """The shortest makespan found, where a quick search has found `best`; and those that use the pool instead."""
         if self.size <= LARGE and best.makespan_s > self.bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
-            self.expected_s, self.num_failed = 0.0, 0  # the quick search expects too much
+            self._expect_nothing()  # what the quick search left over may find room
             best = self.bisect(best, self.bound_s, self.tolerance, self.thorough)
         return self.reused(best, problem) if len(self.pool.first) > 1 else [best]
 
@@ -127,6 +126,7 @@ class Search:
     def shortest(self, tolerance: float, effort: Effort) -> Found:
         """The first makespan above the bound that can be had, bisected down to a tolerance, a share of the bound."""
         failed_s = self.bound_s
+        self._expect_nothing()
         for share in WIDEN:
             makespan_s = max(self.bound_s * (1 + share), self._ahead_s(tolerance * self.bound_s))
             if failed_s < self.dealt_s < makespan_s:
@@ -138,8 +138,8 @@ class Search:
         raise AssertionError("no makespan is long enough")
 
     def bisect(self, best: Found, failed_s: float, tolerance: float, effort: Effort) -> Found:
-        """A makespan within a tolerance, a share of the bound, of one that cannot be had: from `best`, which can, and
-        `failed_s`, which cannot. What lies between is halved, or cut where `_ahead_s` expects."""
+        """A makespan within a tolerance, a share of the bound, of one that is too short. `best` can be had, `failed_s`
+        is too short or is the bound. The next trial is halfway between them, or at `_ahead_s` if that lies between."""
         span, step_s = np.array([failed_s, best.makespan_s, 0.0]), tolerance * self.bound_s
         while halve(span, step_s / best.makespan_s):
             ahead_s = self._ahead_s(step_s)
@@ -172,9 +172,12 @@ class Search:
         self.begin, self.num_failed = found.choice, 0
         return found
 
+    def _expect_nothing(self) -> None:
+        self.expected_s, self.num_failed = 0.0, 0
+
     def _ahead_s(self, step_s: float) -> float:
-        """The next makespan to try above the last that could not be had: what is expected of that, which is mostly a
-        little short, and a step, twice as far each time that this could not be had either."""
+        """A makespan that may succeed after the last trial that failed: `expected_s`, which is mostly a little too
+        short, plus a step, which doubles with each trial that fails in a row."""
         return self.expected_s + step_s * 2 ** max(self.num_failed - 1, 0)
 
 

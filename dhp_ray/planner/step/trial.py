@@ -47,8 +47,8 @@ class Effort(NamedTuple):
 class Found(NamedTuple):
     """Room for every item: in the partial schedule, in a bin (`rest` largest first, and `bins`), or in `last`, after
     them. `choice` is -1 if there is none. `dealt_s`: the least makespan for which items dealt out had room; infinite
-    where none were. `expected_s`: the makespan and, if there is none, the time of what was left over, shared by all
-    ranks."""
+    where none were. `expected_s`: the makespan; where the trial failed, plus the seconds of the items left over, shared
+    by all ranks."""
 
     choice: int
     makespan_s: float

@@ -5,7 +5,7 @@
 
 What Ray takes for a call, for each reference in its arguments and for an answer adds up to some 0.3 ms a rank and step:
 more than a second with 4,096 ranks, most of it while no rank has work. Relays share this cost in parallel, and the
-driver has a call and an answer for each relay.
+driver has a call and an answer for each relay. A plan goes to them in shares; each cuts the slices of its ranks.
 
 Ray runs calls in order only where one thread runs them, and a rank must be told to save before it is told to run. So
 one thread of a relay passes calls on, and others wait for their answers.
@@ -93,11 +93,15 @@ class Relay:
         return list(self._pending.get(number, {}).values())
 
     def _begin(self, number: int, call: Callable[[], list[ray.ObjectRef]]) -> None:
+        try:
+            references, failure = call(), None
+        except Exception as error:  # `answers` raises it: nobody looks at what comes of this call
+            references, failure = [], error
         with self._begun:
-            try:
-                self._pending[number] = {reference: place for place, reference in enumerate(call())}
-            except Exception as error:  # `answers` raises it: nobody looks at what comes of this call
-                self._failures[number] = error
+            if failure:
+                self._failures[number] = failure
+            else:
+                self._pending[number] = {reference: place for place, reference in enumerate(references)}
             self._newest = number
             self._begun.notify_all()
 
@@ -130,7 +134,7 @@ class Relays:
 
     def prefetch(self, slices: PlanSlices, index: RowIndex) -> Calls:
         """Send each rank its slice of a plan; each relay cuts those of its ranks."""
-        packed = {ranks: packed_share(slices.of(ranks), index) for ranks in self._ranks}  # before others wait to send
+        packed = {ranks: packed_share(slices.of(ranks), index) for ranks in self._ranks}  # outside the lock
         return self._calls(lambda relay, number, ranks: relay.prefetch.remote(number, *packed[ranks]))
 
     def close(self) -> None:

@@ -178,6 +178,13 @@ def test_what_cannot_be_passed_on_is_told(group: WorkerGroup) -> None:
         group.call("no_such_method")
 
 
+def test_slices_that_cannot_be_cut_are_told(group: WorkerGroup) -> None:
+    for_two = PlanSlices(1, 0, (), (), ([], []), ([], []))
+    with pytest.raises(GroupError, match=r"^the relay of ranks 1 to 2: zip\(\) argument 2 is shorter"):
+        group.collect(group.prefetch(for_two, RowIndex({}, {})))
+    assert group.call("run", 1) == [0, 1, 2]
+
+
 def test_a_group_of_no_more_ranks_than_a_relay_has_needs_none(group: WorkerGroup) -> None:
     group.open_relays(3)
     assert len(group.start("run", 1)) == 3
