@@ -60,10 +60,10 @@ def _crosses(ranks: Fastest, first: int, degree: int) -> bool:
     fit (`placing`)."""
     if ranks.machine.uniform:
         return degree > ranks.machine.ranks_per_node
-    one_node = True
     for place in range(first + 1, first + degree):
-        one_node = one_node and ranks.node[place] == ranks.node[first]
-    return not one_node
+        if ranks.node[place] != ranks.node[first]:
+            return True
+    return False
 
 
 @inner
