@@ -60,10 +60,10 @@ def _crosses(ranks: Fastest, first: int, degree: int) -> bool:
     fit (`placing`)."""
     if ranks.machine.uniform:
         return degree > ranks.machine.ranks_per_node
-    for place in range(first + 1, first + degree):
-        if ranks.node[place] != ranks.node[first]:
-            return True
-    return False
+    place = first + 1
+    while place < first + degree and ranks.node[place] == ranks.node[first]:
+        place += 1
+    return place < first + degree
 
 
 @inner
