@@ -50,7 +50,7 @@ def test_what_is_found_is_within_the_tolerance(monkeypatch, search, shortest_s, 
 
 
 @pytest.mark.parametrize("shortest_s", [1.057, 1.0765, 1.4])
-def test_what_a_trial_leaves_over_saves_half_of_the_trials(monkeypatch, search, shortest_s):
+def test_what_a_trial_leaves_over_saves_two_trials_of_five(monkeypatch, search, shortest_s):
     told, untold = (len(tried(monkeypatch, search, shortest_s, share, from_the_bound)[0]) for share in (0.9, 0.0))
     assert told <= 0.6 * untold
 
