@@ -40,7 +40,7 @@ _CROSSES = "    if ranks.machine.uniform:\n        return degree > ranks.machine
 _CROSSES_BY_DEGREE = "    if True:\n        return degree > ranks.machine.ranks_per_node"
 _NODE_AFTER_NODE = "    if crossing.any() and len(problem.items) * len(machine.speeds) <= MANY:"
 _OF_SMALL_BATCHES = "    if crossing.any() and len(problem.items) * len(machine.speeds) <= TINY:"
-_MACHINES = "machines = [problem.machine] if problem.machine.uniform else [problem.machine, problem.nominal_machine]"
+_AS_EQUAL = "if not problem.machine.uniform and _nodes_may_matter(problem, schedules[0]):"
 
 VARIANTS = (
     one("step: no gap weight of 0.25", _VARIANTS, "VARIANTS = ((1.0, 1.0), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))"),
@@ -117,7 +117,7 @@ VARIANTS = (
         "self.items.tokens * limits_of(problem).charge_s[self.items.minimum_degree]",
         "0.0 * self.items.tokens",
     ),
-    one("micro_batch: unequal ranks are not taken for equal ones", _MACHINES, "machines = [problem.machine]"),
+    one("micro_batch: unequal ranks are not taken for equal ones", _AS_EQUAL, "if False:"),
     one("apart: no exchanges", _EXCHANGED, "pass\n"),
     one("apart: one start", "for start in (AT_HOME, ANYWHERE, BEST_FIT):", "for start in (AT_HOME,):"),
     one("apart: of few images, too, only the longest are cut", "if best and len(least) <= FEW and", "if False and"),

@@ -16,7 +16,7 @@ from dhp_ray.planner.baselines.paper import paper_at
 from dhp_ray.planner.baselines.pow2 import packed_to
 from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.dhp import dhp
-from dhp_ray.planner.micro_batch.search import least_degrees, micro_batch_schedule
+from dhp_ray.planner.micro_batch.search import dhp_micro_batch, least_degrees, micro_batch_schedule
 from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.schedule import Schedule, firsts_of, flat
@@ -69,6 +69,20 @@ def test_unequal_ranks_are_no_reason_to_cross_nodes(lengths, num_ranks, ranks_pe
     any_number = least_degrees(range(1, num_ranks + 1), num_ranks)
     as_equal = time_of(problem, micro_batch_schedule(problem, problem.nominal_machine, any_number))
     assert time_of(problem, dhp(problem)) <= as_equal * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("cost", "speed", "num_schedules"), [(ALL_TO_ALL, 0.9, 1), (RING, 0.98, 2)])
+def test_unequal_ranks_of_a_huge_batch_are_taken_for_equal_ones_where_crossing_nodes_costs_much(
+    cost, speed, num_schedules
+):
+    """One of 512 ranks is slow. Where attention hides no transfers, packs inside nodes are shorter."""
+    speeds = (*[1.0] * 511, speed)
+    problem = checked_problem(bimodal(5_000, 512), ClusterSpec(512, 8, 8192, speeds), cost, sync="micro_batch")
+    by_speed, *as_equal = dhp_micro_batch(problem)
+    assert len(as_equal) == num_schedules - 1
+    any_number = least_degrees(range(1, 513), 512)
+    other = time_of(problem, micro_batch_schedule(problem, problem.nominal_machine, any_number))
+    assert (other < time_of(problem, by_speed)) == bool(as_equal)
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
