@@ -1,6 +1,6 @@
-"""What the training step asks of a model, whatever its family.
+"""The interface between the training step and a model family.
 
-The step calls the three parts one after the other, so that each can have its own layout over the ranks of a pack:
+The step calls the three parts in turn, so that each can have its own layout over the ranks of a pack:
 
     encode (pixels of my images) -> features -> [exchange] -> decode (my tokens, the features that land on them) ->
     hidden -> loss_sum
@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 
 PARTS = ("vision", "language")
 EncoderArguments = Mapping[str, "Tensor | Segments"]
-"""By the names that a family's encoder has of them."""
+"""Arguments of a family's encoder, by name."""
 
 
 class ImagePart(NamedTuple):
-    """A part of an image whose parts attend to one another: which tokens (V,) of the image its rows of features are, in
-    their order (its patches are theirs, in that order), what the encoder takes of it, and where the patches of the
-    image's steps in time lie among the parts."""
+    """One part of an image whose parts attend to one another.
+
+    tokens: (V,), the image's tokens that this part encodes, in the order of its features and patches.
+    arguments: the encoder's arguments for this part. layout: how the patches of each time step are spread over parts.
+    """
 
     tokens: Tensor
     arguments: EncoderArguments
@@ -45,8 +47,8 @@ class ImagePart(NamedTuple):
 
 
 class NodeUnits(NamedTuple):
-    """Submodules of a model whose parameters are read together, in the order of the forward pass; each is only used by
-    calling it. `head` computes the loss, and its parameters' gradients with it; of `embedding` rows are looked up.
+    """Submodules of a model whose parameters are read together, in the order of the forward pass. Each is used only by
+    calling it. `head` computes the loss together with the gradients of its parameters; `embedding` looks up rows.
     """
 
     modules: Sequence[Module]
@@ -55,7 +57,7 @@ class NodeUnits(NamedTuple):
 
 
 class LayerStack(NamedTuple):
-    """Layers that run one after the other, and the module whose forward pass runs them."""
+    """Consecutive layers, and the module whose forward pass runs them."""
 
     owner: Module
     layers: Sequence[Module]
@@ -69,75 +71,74 @@ class ModelAdapter(Protocol):
     """The Hugging Face model; all trainable state is in its `named_parameters()`."""
 
     weights: StoredWeights | None
-    """Where to read the parameters' values, of a module built on the meta device; None: it has them."""
+    """Where to read the parameter values of a module built on the meta device; None if the module has its values."""
 
     lora: LoraSettings | None
-    """Of the adapters that are trained in place of the weights; None: there are none."""
+    """Settings of the adapters that are trained instead of the weights; None without adapters."""
 
     feature_width: int
-    """F: width of a vision feature as it leaves the encoder: D, or several times as much where it has several levels.
-    """
+    """F: width of a vision feature as the encoder returns it: D, or a multiple of D if it has several levels."""
 
     image_token_id: int
-    """The token that one vision token of an image takes in the text."""
+    """The placeholder token in the text for each vision token of an image."""
 
     video_token_id: int
-    """The token that one vision token of a video takes in the text."""
+    """The placeholder token in the text for each vision token of a video."""
 
     merge_area: int
-    """Patches that make one vision token."""
+    """Number of patches that are merged into one vision token."""
 
     patch_dim: int
-    """Values of one patch: channels x frames x height x width."""
+    """Number of values in one patch: channels x frames x height x width."""
 
     vocabulary_size: int
 
     longest_sequence: int | None
-    """Tokens of a sequence at most; None: the model sets no limit."""
+    """The most tokens that a sequence may have; None if the model sets no limit."""
 
     @property
     def smallest_grid(self) -> Grid:
-        """Of the smallest image that the encoder takes."""
+        """Grid of the smallest image that the encoder accepts."""
         ...
 
     @staticmethod
     def shape(config: Any) -> ModelShape:
-        """What planner, costs and memory need to know of a model with this configuration of transformers."""
+        """Sizes for planner, costs and memory of a model with this transformers configuration."""
         ...
 
     def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
-        """Lengths of the runs of vision tokens that an image or a whole video of this grid takes in the text."""
+        """Lengths of the runs of vision tokens in the text for an image, or a whole video, of this grid."""
         ...
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
         """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3);
         int64 on the CPU.
 
-        `seconds` (N,) is what one step in time of a video lasts, and 0 for an image; without it, all are images.
+        `seconds` (N,): the duration of one time step of a video, 0 for an image; None if all are images.
         """
         ...
 
     def encoder_arguments(self, grids: Sequence[Sequence[int]]) -> EncoderArguments:
-        """What the encoder takes from the sizes of images alone, `grids` of patches in time, height and width; on the
-        CPU, made before a step. Empty where there is no image.
+        """Encoder arguments that depend only on the sizes of the images, `grids` of patches in time, height and width.
+        They are made on the CPU before a step; empty without images.
         """
         ...
 
     def image_parts(self, grid: Grid, num_parts: int) -> Sequence[ImagePart]:
-        """More parts of an image than it has steps in time, each of nearly as many patches; on the CPU, made before a
-        step.
+        """Cut an image into `num_parts` parts, more than it has time steps, with nearly the same number of patches.
+        They are made on the CPU before a step.
 
         Raises:
-            ValueError: it cannot be cut into so many.
+            ValueError: the image cannot be cut into that many parts.
         """
         ...
 
     def encode(self, pixels: Tensor, arguments: EncoderArguments, context: PackContext | None = None) -> Tensor:
-        """Features (V, F) of the images whose patches are `pixels` (P, patch_dim); `arguments` are those of their
-        grids, in their order, on the device of `pixels`.
+        """Features (V, F) of the images with the patches `pixels` (P, patch_dim). `arguments`: `encoder_arguments` of
+        their grids in the same order, on the device of `pixels`.
 
-        With a `context` it is a part of an image, whose layout that has: where the encoder attends over the whole
-        image, it exchanges with the other parts' ranks, which must call it too.
+        With a `context`, `pixels` are one part of an image. Layers that attend over the whole image then exchange with
+        the ranks of the other parts, which must call this too.
         """
         ...
 
@@ -146,23 +147,23 @@ class ModelAdapter(Protocol):
     ) -> Tensor:
         """Hidden states (L, D) of a rank's shard of a pack.
 
-        `token_ids` (L,), `positions` (3, L); row i of `features` (K, F) takes the place of local token
-        `vision_token_index[i]`. Every member of the pack must call it: attention exchanges over `context`.
+        `token_ids` (L,), `positions` (3, L); row i of `features` (K, F) replaces the embedding of local token
+        `vision_token_index[i]`. Every member of the pack must call this, since attention exchanges over `context`.
         """
         ...
 
     def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
-        """Sum, fp32, of the cross entropy of `hidden` (L, D) against `labels` (L,), already shifted, over the tokens
-        that count: those at `valid_index` (K,).
+        """Sum, in fp32, of the cross entropy of `hidden` (L, D) and the shifted `labels` (L,) over the tokens at
+        `valid_index` (K,).
         """
         ...
 
     def predictions(self, hidden: Tensor, valid_index: Tensor) -> Tensor:
-        """The tokens (K,) int64 that most likely follow those at `valid_index` (K,), of `hidden` (L, D)."""
+        """The most likely next tokens (K,) int64 after those at `valid_index` (K,) of `hidden` (L, D)."""
         ...
 
     def is_vision(self, parameter_name: str) -> bool:
-        """Whether a parameter belongs to the vision encoder (its projector included)."""
+        """Whether a parameter belongs to the vision encoder, including its projector."""
         ...
 
     def decays(self, parameter_name: str) -> bool:
@@ -174,24 +175,24 @@ class ModelAdapter(Protocol):
         ...
 
     def freeze(self, parts: Sequence[str]) -> None:
-        """Leave "vision" or "language" as they are."""
+        """Exclude "vision" or "language" from training."""
         ...
 
     def add_lora(self, settings: LoraSettings) -> None:
-        """Train adapters on linear layers, in place of the weights; parts that are frozen by then get none. Call it
+        """Train adapters on linear layers instead of the weights, except in parts that are already frozen. Call this
         once, before `fuse`.
         """
         ...
 
     def units(self) -> Sequence[Module]:
-        """The submodules whose parameters are gathered on their own where they are sharded, inner ones first; each is
-        only used by calling it.
+        """The submodules whose parameters are gathered separately when sharded, inner ones first. Each is used only by
+        calling it.
         """
         ...
 
     def one_row_parameters(self) -> Sequence[Parameter]:
-        """Parameters whose leading dimensions are 1; the forward pass accepts them squeezed. (Sharded by rows, one row
-        would be padded to as many as there are ranks.)
+        """Parameters whose leading dimensions are 1, which the forward pass also accepts squeezed. (Sharding by rows
+        would pad their single row to one row for each rank.)
         """
         ...
 
@@ -200,25 +201,25 @@ class ModelAdapter(Protocol):
         ...
 
     def node_units(self) -> NodeUnits:
-        """The submodules whose parameters are read together where they lie once per node; each parameter is in one."""
+        """The submodules that are read as units with `train.sharding=node`; each parameter is in exactly one."""
         ...
 
     def fuse(self, operators: Operators) -> None:
-        """Compute norms, rotations and gated MLPs by these operators; parameters and their names stay."""
+        """Compute norms, rotary embeddings and gated MLPs with these operators. Parameters and their names stay."""
         ...
 
     def set_activation_checkpointing(self, wanted: bool = True) -> None:
-        """Recompute each layer's activations in the backward pass, or keep them; may change between two steps."""
+        """Recompute the activations of each layer in the backward pass, or keep them. May change between two steps."""
         ...
 
     def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
-        """Write config and safetensors that `from_pretrained` loads, with LoRA an adapter that PEFT loads. `parameters`
-        are full fp32 CPU tensors by name.
+        """Write config and safetensors for `from_pretrained`, or with LoRA an adapter for PEFT. `parameters` are full
+        fp32 CPU tensors by name.
         """
         ...
 
 
 def empty_features(adapter: ModelAdapter) -> Tensor:
-    """Features (0, F) of no image, in the type and on the device that `encode` gives."""
+    """Features (0, F) without any image, with the dtype and device of those from `encode`."""
     parameter = next(adapter.module.parameters())
     return torch.empty(0, adapter.feature_width, dtype=parameter.dtype, device=parameter.device)
