@@ -1,15 +1,16 @@
 """Context-parallel attention: a ring over the members of a pack (Ring Attention, arXiv 2310.01889). It is causal in a
-language model, and without a mask over the parts of an image that several ranks encode.
+language model, and has no mask over the parts of an image that several ranks encode.
 
-Each member keeps its queries; keys and values travel. At step s a member computes on the shard of member - s and, while
-it does, passes that shard on to the right. Degree 4, member 1, forward:
+Each member keeps its queries and passes keys and values on. At step s a member computes with the shard of member - s
+and, at the same time, sends that shard to its right neighbour. Degree 4, member 1, forward:
 
     step      0             1             2             3
     compute   shard 1       shard 0       shard 3       shard 2
     receive   shard 0       shard 3       shard 2       -
 
-Outputs of the steps are merged by their log-sum-exp. In the backward keys and values travel again, and each shard's
-gradient follows one step behind it, summed on the way, until after one full turn it is back at its owner.
+The outputs of the steps are merged by their log-sum-exp. In the backward pass keys and values go round again. The
+gradient of each shard follows one step behind the shard and sums up the members' contributions; after one full turn it
+is back at its owner.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ NAME = "dhp_ring"
 class PackContext:
     """The pack that an attention call belongs to: its layout, and the link to its other members (None at degree 1).
 
-    It goes down to the attention as an argument, not as a global, so that recomputation in the backward finds its own
-    pack again. `differentiable`: whether a trainable parameter is upstream of attention on any member. The backward
-    exchanges too, so it must run on all members or on none, whatever each one's own inputs require. `segments` are
-    what `segments_of` gives for this member, on the device that computes; by default they are made here.
-    `dropout_keys` (L,), or (1,) where L is 0, are those of the member's tokens; None: nothing is dropped.
+    It is an argument of the attention, not a global, so that recomputation in the backward pass uses the right pack.
+
+    differentiable: whether any member has a trainable parameter upstream of attention. The backward pass exchanges too,
+    so it must run on all members or on none, whatever the inputs of a single member require.
+    segments: the result of `segments_of` for this member, on the device that computes; made here by default.
+    dropout_keys: (L,), keys of the member's tokens, or (1,) if L is 0; None without dropout.
     """
 
     layout: PackLayout
@@ -57,26 +59,25 @@ class PackContext:
         return 0 if self.link is None else self.link.index
 
     def move(self, device: torch.device) -> None:
-        """Have the segments on a device, where they are not there."""
+        """Copy the segments to a device unless they are there."""
         self.segments = tuple(segments.to(device) for segments in self.segments)
         self.dropout_keys = None if self.dropout_keys is None else self.dropout_keys.to(device)
 
 
 def segments_of(layout: PackLayout, member: int) -> tuple[Segments, ...]:
-    """What a member's queries see of every member's keys, by member; on the CPU."""
+    """The attention of a member's queries to every member's keys, one entry for each member; on the CPU."""
     return tuple(Segments.of(layout.blocks(member, source)) for source in range(layout.degree))
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:
-    """Attention within each sequence of the pack, over all of its members; causal where the layout is.
+    """Attention within each sequence of the pack, over all of its members; causal if the layout is.
 
-    q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the layout's order (`layout.index(member)`
-    of the pack's); L may be 0. H is a multiple of Hk. scale: what products of queries and keys are multiplied with,
-    commonly D ** -0.5. Returns (1, L, H, D). All members call this alike, forward and backward; README.md has a program
-    that does.
+    q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the order of `layout.index(member)`; L may
+    be 0. H is a multiple of Hk. scale: factor of the products of queries and keys, commonly D ** -0.5. Returns
+    (1, L, H, D). All members must call this, forward and backward; README.md has an example.
 
     Raises:
-        ValueError: q, k or v are not this member's tokens.
+        ValueError: q, k or v do not have this member's number of tokens.
     """
     num_tokens = context.layout.num_tokens(context.member)
     if q.shape[0] != 1 or q.shape[2] != num_tokens or k.shape[2] != num_tokens:
@@ -91,8 +92,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackC
 
 
 def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:
-    """`ring_attention` for a layer. A member without a token of the pack brings an idle one, so that its layers run: no
-    token sees it, and it sees none.
+    """`ring_attention` for a layer. A member that holds no token of the pack passes one idle token, so that its layers
+    run; no token attends to it, and it attends to none.
     """
     if context.layout.num_tokens(context.member):
         return ring_attention(q, k, v, scale, context)
@@ -101,7 +102,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, context: P
 
 
 def register() -> None:
-    """Make `dhp_ring` known to transformers; a model takes it by `set_attn_implementation`.
+    """Register `dhp_ring` with transformers; `set_attn_implementation` selects it for a model.
 
     The pack is passed as `context=` to the language model, which hands it down to every attention layer.
     """
@@ -136,11 +137,11 @@ def _attention_of_transformers(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The layout says what a token sees; transformers must not build a mask over local tokens."""
+    """Build no mask over local tokens in transformers: the layout defines which tokens attend to which."""
 
 
 class _RingAttention(torch.autograd.Function):
-    """q: (L, H, D), k and v: (L, Hk, D) -> (L, H, D). Sums over steps are in fp32 whatever the inputs' type."""
+    """q: (L, H, D), k and v: (L, Hk, D) -> (L, H, D). Sums over steps are in fp32 for any input type."""
 
     @staticmethod
     def forward(
@@ -191,9 +192,10 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _travelling(shard: Tensor, context: PackContext, tag: Tag) -> Iterator[tuple[int, Tensor]]:
-    """(member, its shard) of every member, one's own first; the next one travels while the caller computes on this one.
+    """Yield (member, its shard) for every member, starting with this one. The next shard is received while the caller
+    computes with the current one.
 
-    shard: (2, L, Hk, D), keys and values in one buffer: one message a step, half the latency.
+    shard: (2, L, Hk, D), keys and values in one buffer, so that a step needs one message.
     """
     degree = context.layout.degree
     for step in range(degree - 1):
@@ -207,7 +209,7 @@ def _travelling(shard: Tensor, context: PackContext, tag: Tag) -> Iterator[tuple
 
 
 def _pass_right(shard: Tensor, source: int, context: PackContext, link: Link, tag: Tag) -> tuple[Tensor, Pending]:
-    """Start passing `source`'s shard on; the buffer in which the one before it arrives from the left."""
+    """Start sending `source`'s shard to the right; return the buffer that receives the next shard from the left."""
     num_tokens = context.layout.num_tokens((source - 1) % link.size)
     arriving = shard.new_empty((2, num_tokens, *shard.shape[2:]))
     return arriving, link.exchange([(shard, (link.index + 1) % link.size)], [(arriving, (link.index - 1) % link.size)],
@@ -215,9 +217,9 @@ def _pass_right(shard: Tensor, source: int, context: PackContext, link: Link, ta
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, segments: Segments) -> None:
-    """Fold one step's output (Lq, H, D) and log-sum-exp (H, Lq) into those of the steps before, in place.
+    """Merge one step's output (Lq, H, D) and log-sum-exp (H, Lq) into those of the steps before, in place.
 
-    softmax over the union of two sets of keys weighs each one's output by exp(its lse - the union's lse).
+    softmax over the union of two sets of keys weighs each set's output by exp(its lse - the lse of the union).
     """
     rows = segments.query_rows
     before = lse[:, rows]
@@ -227,5 +229,5 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, segments: S
 
 
 def _weights(log_weights: Tensor) -> Tensor:
-    """exp of (H, L), shaped to weigh (L, H, D): (L, H, 1)."""
+    """exp of (H, L) as (L, H, 1), to weigh (L, H, D)."""
     return log_weights.exp().t()[..., None]

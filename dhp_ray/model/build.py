@@ -21,11 +21,12 @@ from dhp_ray.planner.model_shape import ModelShape
 
 
 def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, seed: int) -> ModelAdapter:
-    """The model of a preset in fp32 on the CPU, with weights that are the same on every rank; or that of a local folder
-    on the meta device, whose `weights` read any part of its parameters from the files.
+    """Build the model of a preset or of a local folder.
 
-    `token_ids` are the special token ids of the preset's tokenizer, by name: image, video, vision_start, vision_end,
-    bos, eos, pad. A folder needs config.json and safetensors; nothing is fetched and no code in it is run.
+    A preset gives a model in fp32 on the CPU, with the same weights on every rank. A folder gives a model on the meta
+    device, whose `weights` read any part of its parameters from the files. `token_ids` are the special token ids of the
+    preset's tokenizer, by name: image, video, vision_start, vision_end, bos, eos, pad. A folder needs config.json and
+    safetensors; nothing is downloaded, and no code in the folder is run.
 
     Raises:
         ModelError: one line on what is missing or not supported.
@@ -43,7 +44,7 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
 
 
 def without_weights(path: str) -> tuple[PreTrainedModel, StoredWeights]:
-    """The model of a folder as transformers has it, on the meta device, and what reads any part of its parameters.
+    """The transformers model of a folder on the meta device, and a reader for any part of its parameters.
 
     Raises:
         ModelError: one line on what is missing or not supported.
@@ -61,14 +62,14 @@ def without_weights(path: str) -> tuple[PreTrainedModel, StoredWeights]:
 
 
 def model_shape(preset: str, path: str, token_ids: Mapping[str, int] | None) -> ModelShape:
-    """The shape of the model that `build_model` would build, from its configuration alone."""
+    """The shape of the model that `build_model` would build, from its configuration only."""
     config = preset_config(preset, token_ids) if preset else read_config(path)
     return _family(config).shape(config)
 
 
 def adapter_sizes(path: str, frozen: Sequence[str], settings: LoraSettings) -> dict[str, int]:
-    """Parameters of the adapters that a folder's model has, by the part of the model ("vision", "language") that has
-    some; no weight is read.
+    """Number of adapter parameters of a folder's model, for each part ("vision", "language") with adapters. No weight
+    is read.
 
     Raises:
         ModelError: one line on what is missing or not supported.
@@ -104,8 +105,8 @@ def read_config(path: str) -> PreTrainedConfig:
 
 
 def quieten() -> None:
-    """Have transformers say nothing: every rank would show its own bars and reports of what it reads and writes; what
-    is wrong is raised as one line.
+    """Silence transformers: otherwise every rank would show progress bars and reports of reading and writing. Errors
+    are raised as one line.
     """
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -1,11 +1,11 @@
-"""Dropout on the inputs of adapters, the same whatever the plan: values are dropped by sample, position and step.
+"""Dropout on the inputs of adapters that does not depend on the plan: sample, position and step decide what is dropped.
 
     key of a token    32 bits of (seed, step, sample, position in the sample), made on the host with the pack's inputs
     key of a layer    32 bits of its name
     value (t, f)      dropped where half f % 2 of hash(key of t + key of layer, f // 2) is below rate * 2 ** 16
 
-A rank draws nothing, so it needs no generator to be in step with another's: wherever a token lands, and when it is
-computed again, the same of its values are dropped. The hash has 32 bits and serves two values, of 16 bits each.
+A rank draws no random numbers, so no generators have to stay in step: whichever rank holds a token, and whenever it is
+recomputed, the same values are dropped. One hash of 32 bits serves two values, with 16 bits each.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ def token_keys(seed: int, step: int, sample_id: str, num_tokens: int) -> Tensor:
 
 
 def layer_key(name: str) -> int:
-    """Key of the layer of a name, an int32."""
+    """The int32 key of the layer with this name."""
     return _digest(name, 4) - 2**31
 
 
 def kept(keys: Tensor, layer: int, width: int, rate: float) -> Tensor:
-    """Which values (L, width) of tokens with `keys` (L,) a layer keeps when it drops the share `rate`; bool."""
+    """Mask (L, width), bool, of the values that a layer keeps for tokens with `keys` (L,) if it drops the share `rate`.
+    """
     pairs = torch.arange((width + 1) // 2, dtype=torch.int32, device=keys.device) * WEYL
     x = (keys + layer)[:, None] ^ pairs
     for shift, factor in MIX:
@@ -48,8 +49,8 @@ def kept(keys: Tensor, layer: int, width: int, rate: float) -> Tensor:
 
 
 class DroppedProduct(torch.autograd.Function):
-    """(x * kept) weight^T of x (..., in) and weight (rank, in). Keeps x, as a product without dropout does, and finds
-    out again in the backward pass what was dropped.
+    """Compute (x * kept) weight^T for x (..., in) and weight (rank, in). Saves only x, as a product without dropout
+    does, and recomputes the mask in the backward pass.
     """
 
     @staticmethod
@@ -75,7 +76,7 @@ def _dropped(x: Tensor, keys: Tensor, layer: int, rate: float) -> Tensor:
 
 
 def _shifted(x: Tensor, shift: int) -> Tensor:
-    """x (int32) shifted right as if it had no sign."""
+    """Shift x (int32) right as an unsigned number."""
     return (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)
 
 

@@ -1,12 +1,13 @@
-"""A model as files in the Hugging Face form: which tensors are in which file, and what is written of each.
+"""A model as files in the Hugging Face format: which tensor is in which file, and the values that are written.
 
-    entries    of a folder's model: exactly its files' keys. What is trained: fp32. The rest, with what the files hold
-               beside the module's parameters (further heads): byte for byte as it is there.
-               of a preset: its parameters in fp32, by the names that transformers gives
-               of adapters (LoRA): they alone, in fp32, by PEFT's names
-    files      entries in the module's order, cut into files that a host holds one at a time; file k is rank k % N's
+    entries    of a folder's model: exactly the keys of its files. Trained tensors are written in fp32. All others are
+               copied byte for byte, including tensors in the files that are not parameters of the module (other heads)
+               of a preset: its parameters in fp32, under the names that transformers uses
+               of adapters (LoRA): only the adapters, in fp32, under PEFT's names
+    files      entries in the module's order, cut into files of which a host holds one at a time; rank k % N writes
+               file k
 
-    model-00001-of-00003.safetensors ..., model.safetensors.index.json; one file alone is model.safetensors
+    model-00001-of-00003.safetensors ..., model.safetensors.index.json; a single file is named model.safetensors
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ from dhp_ray.storage import StorageError, storage_errors
 
 
 class Entry(NamedTuple):
-    """A tensor of the export, under `key`: the parameter `name` in fp32, or what is `copied` from the model's folder.
-    """
+    """A tensor of the export, under `key`: either the parameter `name` in fp32, or `copied` from the model's folder."""
 
     key: str
     name: str
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 class ModelFile(NamedTuple):
-    """A file of the export. `metadata` stands in its header."""
+    """A file of the export. `metadata` is written to its header."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -53,19 +53,19 @@ class ModelFile(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
+        """Total size of its tensors."""
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
     def parameters(self) -> list[str]:
-        """Names of the parameters whose values it needs, each once."""
+        """Names of the parameters in this file, without repetition."""
         return list(dict.fromkeys(entry.name for entry in self.entries if entry.copied is None))
 
 
 def entries(adapter: ModelAdapter) -> list[Entry]:
-    """All tensors of an adapter's export, in the module's order; what is not the module's comes last.
+    """All tensors of an adapter's export, in the module's order, followed by tensors that the module does not have.
 
-    Its parameters may be on the meta device.
+    The adapter's parameters may be on the meta device.
 
     Raises:
         ModelError: transformers stores the model in a form that is not its parameters under other names.
@@ -89,7 +89,7 @@ def files_of(
     num_ranks: int,
     smallest_bytes: int = SMALLEST_FILE_BYTES,
 ) -> list[ModelFile]:
-    """The files of an adapter's export by so many ranks; those of adapters (LoRA) are one.
+    """The files of an adapter's export if `num_ranks` ranks write them. LoRA adapters are one file.
 
     Raises:
         As `entries`.
@@ -107,8 +107,9 @@ def files(
     smallest_bytes: int = SMALLEST_FILE_BYTES,
     largest_bytes: int = LARGEST_FILE_BYTES,
 ) -> list[ModelFile]:
-    """The files of an export by so many ranks: none is larger than half of a rank's share, so that what gathers it has
-    room beside it, but for `smallest_bytes`, or a tensor that is. File k is written by rank k % num_ranks.
+    """The files of an export if `num_ranks` ranks write them. No file is larger than half of a rank's share, so that
+    the rank which gathers it has room, except that files may have `smallest_bytes`, and a tensor is never cut. Rank k %
+    num_ranks writes file k.
     """
     total = sum(entry.num_bytes for entry in tensors)
     most = min(max(-(-total // (2 * num_ranks)), smallest_bytes), largest_bytes)
@@ -127,14 +128,14 @@ def files(
 
 
 def on_meta(adapter: ModelAdapter) -> PreTrainedModel:
-    """A model without memory that is like the adapter's, and nothing of an engine's."""
+    """A copy of the adapter's model on the meta device, without anything that an engine added."""
     module = adapter.module
     with torch.device("meta"):
         return type(module)(module.config.__class__.from_dict(module.config.to_dict()))
 
 
 def stored_keys(module: PreTrainedModel, names: Mapping[str, int]) -> dict[str, str]:
-    """Of parameters, by name, the keys under which transformers' `save_pretrained` stores them."""
+    """The keys under which `save_pretrained` of transformers stores parameters, by parameter name."""
     state = {name: parameter.detach() for name, parameter in module.named_parameters() if name in names}
     keys = {id(tensor): key for key, tensor in revert_weight_conversion(module, dict(state)).items()}
     other = [name for name, tensor in state.items() if id(tensor) not in keys]
@@ -145,10 +146,10 @@ def stored_keys(module: PreTrainedModel, names: Mapping[str, int]) -> dict[str, 
 
 
 def tensors(file: ModelFile, values: Mapping[str, Tensor], weights: StoredWeights | None) -> dict[str, Tensor]:
-    """What a file holds, by key. `values`: the file's `parameters` in fp32, on the CPU.
+    """The tensors of a file, by key. `values`: the file's `parameters` in fp32, on the CPU.
 
     Raises:
-        ModelError: what is copied is gone or damaged.
+        ModelError: a tensor to copy is missing or damaged.
     """
     found: dict[str, Tensor] = {}
     used: set[str] = set()
@@ -164,10 +165,10 @@ def tensors(file: ModelFile, values: Mapping[str, Tensor], weights: StoredWeight
 
 
 def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of the export to `folder`, safe on the disk.
+    """Write a file of the export to `folder` and flush it to disk.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     path = folder / file.name
     with storage_errors(str(path), "cannot be written"):
@@ -180,11 +181,11 @@ def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> 
 
 
 def write_description(adapter: ModelAdapter, files: Sequence[ModelFile], folder: Path) -> None:
-    """Write config.json, generation_config.json, and the index where there is more than one file; of adapters
-    adapter_config.json alone.
+    """Write config.json, generation_config.json and, if there are several files, the index; for adapters only
+    adapter_config.json.
 
     Raises:
-        StorageError: one cannot be written.
+        StorageError: a file cannot be written.
     """
     if adapter.lora is not None:
         with storage_errors(str(folder), "cannot be written"):
@@ -203,10 +204,10 @@ def write_description(adapter: ModelAdapter, files: Sequence[ModelFile], folder:
 
 
 def save(adapter: ModelAdapter, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
-    """Write a model whose `parameters`, whole, are all on this host.
+    """Write a model. `parameters`: all parameters of the model, whole, on this host.
 
     Raises:
-        ModelError: a parameter has no value, or what is copied from the model's folder is gone.
+        ModelError: a parameter has no value, or a tensor to copy from the model's folder is gone.
         StorageError: a file cannot be written.
     """
     found = files_of(adapter, 1)

@@ -1,5 +1,5 @@
-"""The files of a model's folder that say what it is and hold its weights. Needs neither torch nor transformers, so a
-wrong folder is told at once.
+"""The files of a model folder: its configuration and its weights. This module needs neither torch nor transformers, so
+a wrong folder is reported at once.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from safetensors import SafetensorError, safe_open
 from dhp_ray.errors import first_line
 
 MODEL_TYPES = ("internvl", "qwen2_5_vl", "qwen3_vl")
-"""The families of families/, as config.json names them."""
+"""The supported model families, as config.json names them."""
 
 ADAPTER_SETTINGS, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
-"""PEFT's names of an adapter's files, and what it puts before a model's names in them."""
+"""PEFT's names for the files of an adapter, and its prefix of parameter names."""
 
 BASE_KEY = "base_fingerprint"
-"""Of an adapter's metadata: the fingerprint of the weights that it was trained on."""
+"""Metadata key in an adapter's file: the fingerprint of the weights that it was trained on."""
 
 INDEX_FILE = "model.safetensors.index.json"
 
 FIRST_BYTES = 64
-"""Read of each weight for a fingerprint, at most."""
+"""The most bytes of each weight that a fingerprint reads."""
 
 
 class ModelError(ValueError):
@@ -37,8 +37,8 @@ class ModelError(ValueError):
 
 
 def check_model_folder(path: str) -> None:
-    """Refuse a folder that holds no model of a known family, or whose safetensors are missing, cut short or something
-    else.
+    """Refuse a folder without a model of a known family, or with safetensors that are missing, truncated or of another
+    format.
 
     Raises:
         ModelError: one line on what is missing or not supported.
@@ -49,7 +49,7 @@ def check_model_folder(path: str) -> None:
 
 
 def config_tree(path: str) -> dict[str, Any]:
-    """The content of a folder's config.json, which is of a known family."""
+    """The content of a folder's config.json. It must be of a known family."""
     folder, file = Path(path), Path(path) / "config.json"
     if not folder.is_dir():
         raise ModelError(f"model.path: no folder {path}; allowed: a local Hugging Face folder{_download_hint(path)}")
@@ -66,7 +66,7 @@ def config_tree(path: str) -> dict[str, Any]:
 
 
 def weight_files(path: str) -> list[str]:
-    """The safetensors of a folder; refuses one whose are missing, in whole or in part."""
+    """Names of a folder's safetensors files. Refuse a folder in which some or all are missing."""
     folder = Path(path)
     index = folder / INDEX_FILE
     if index.is_file():
@@ -86,8 +86,8 @@ def weight_files(path: str) -> list[str]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a safetensors file: its type as safetensors calls it, its shape, the byte of the file at which its
-    values begin, and how many bytes they are.
+    """A tensor in a safetensors file: its type under the name that safetensors uses, its shape, the offset of its first
+    byte in the file, and its size in bytes.
     """
 
     kind: str
@@ -97,7 +97,7 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(path: str, file: str) -> dict[str, StoredTensor]:
-    """What one of a folder's safetensors holds, by name.
+    """The tensors in one of a folder's safetensors files, by name.
 
     Raises:
         ModelError: the file cannot be read, or its header does not fit its size.
@@ -116,8 +116,8 @@ def stored_tensors(path: str, file: str) -> dict[str, StoredTensor]:
 
 
 def fingerprint(path: str) -> str:
-    """What tells the weights of a folder from others of their shapes: a digest of names, shapes, types, and of the
-    first values of each.
+    """A digest that distinguishes weights of equal shapes: of names, shapes, types, and the first values of each
+    weight.
 
     Raises:
         ModelError: a file cannot be read.
@@ -136,6 +136,6 @@ def fingerprint(path: str) -> str:
 
 
 def _download_hint(path: str) -> str:
-    """How to fetch a model, where the path that is no folder reads like a name on the Hub (ORGANISATION/NAME)."""
+    """How to download a model, if the missing path looks like a name on the Hub (ORGANISATION/NAME)."""
     is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path, re.ASCII) and not Path(path).parent.is_dir()
     return f" (`hf download {path} --local-dir FOLDER` fetches that model, then model.path=FOLDER)" if is_name else ""

@@ -1,8 +1,9 @@
-"""Norms, rotations and SwiGLU by the fused operators of a device, as modules in place of transformers' own.
+"""Norms, rotary embeddings and SwiGLU with the fused operators of a device, as modules that replace those of
+transformers.
 
-transformers' own hooks for them reach RMS norms and the language model's rotation alone, through the package `kernels`,
-which fetches code from the Hub. So a family puts the modules below in the places of its own when a model is built: they
-take over the parameters, under the same names.
+The hooks in transformers cover only RMS norms and the language model's rotary embedding, and use the package `kernels`,
+which downloads code from the Hub. So a family replaces its modules with those below when it builds a model; they take
+over the parameters under the same names.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from dhp_ray.model.kernels import liger, npu
 
 
 class Operators(Protocol):
-    """The fused operators of a kind of device; each has its backward. Modules of `dhp_ray.model.kernels` are such."""
+    """The fused operators of a kind of device, each with its backward pass. Modules of `dhp_ray.model.kernels`
+    implement it.
+    """
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """x (..., D) over the root of its mean square, times `weight` (D,)."""
+        """Divide x (..., D) by the root of its mean square and multiply by `weight` (D,)."""
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q (1, H, L, D) and k (1, Hk, L, D), half by half, with `cos` and `sin` (1, L, D) of the same type; q
-        and k may be overwritten.
+        """Rotate q (1, H, L, D) and k (1, Hk, L, D), half by half, with `cos` and `sin` (1, L, D) of the same type. May
+        overwrite q and k.
         """
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -34,7 +37,9 @@ class Operators(Protocol):
 
 
 def operators_of(device: str) -> Operators | None:
-    """Those of a kind of device (cpu, cuda, npu): on CUDA where Liger is installed; None: there are none."""
+    """The fused operators of a kind of device (cpu, cuda, npu); None if it has none. CUDA has them if Liger is
+    installed.
+    """
     if device == "npu":
         return npu
     return liger if device == "cuda" and find_spec("liger_kernel") else None
@@ -67,8 +72,8 @@ class FusedMLP(Module):
 
 
 class FusedAttention(Module):
-    """The attention of a language model's layer, with the weights of `plain` and a fused rotation: transformers calls
-    its own function for that.
+    """The attention of a language model layer, with the weights of `plain` and a fused rotary embedding, for which
+    transformers calls a function of its own.
     """
 
     def __init__(self, plain: Any, operators: Operators) -> None:
@@ -82,7 +87,7 @@ class FusedAttention(Module):
     def forward(
         self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], context: PackContext, **_: Any
     ) -> tuple[Tensor, None]:
-        """(1, L, D) of this member's tokens `hidden_states` (1, L, D) of the pack `context`."""
+        """Return (1, L, D) for this member's tokens `hidden_states` (1, L, D) of the pack `context`."""
         num_tokens = hidden_states.shape[1]
         q, k, v = (project(hidden_states).view(1, num_tokens, -1, self.head_dim)
                    for project in (self.q_proj, self.k_proj, self.v_proj))
@@ -93,7 +98,7 @@ class FusedAttention(Module):
 
 
 def fuse(owner: Module, operators: Operators, norms: Sequence[str], activation: str = "") -> None:
-    """Put fused modules in the places of `owner`'s norms and, where its activation is silu, of its `mlp`."""
+    """Replace `owner`'s norms and, if its activation is silu, its `mlp` with fused modules."""
     for name in norms:
         setattr(owner, name, FusedNorm(getattr(owner, name), operators))
     if activation == "silu":

@@ -1,13 +1,13 @@
-"""Which tokens of a pack lie on which member: intervals of its sequences, and the blocks of attention between members.
+"""Which member of a pack holds which tokens: intervals of the sequences, and the blocks of attention between members.
 
-Zigzag, here a sequence of 12 tokens at degree 3: 2 x 3 nearly equal chunks, member r has chunks r and 5 - r, so that
+Zigzag, for a sequence of 12 tokens at degree 3: 2 x 3 nearly equal chunks; member r holds chunks r and 5 - r, so that
 under the causal mask every member computes the same number of scores:
 
     chunk    0     1     2     3     4     5
     tokens  0 1   2 3   4 5   6 7   8 9  10 11
     member   0     1     2     2     1     0
 
-Everything but `zigzag` works on any intervals that cover each token once, whole chunks or not.
+Everything except `zigzag` works with any intervals that cover each token once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class TokenInterval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Attention of one member's queries to one member's keys: queries[i] (local offsets) see keys[i].
+    """Attention of one member's queries to one member's keys: queries[i] (local offsets) attend to keys[i].
 
-    A query is in one block at most; keys may be in several. `causal` blocks are square, of the same tokens on both
-    sides; in the others every query sees every key.
+    A query is in at most one block; a key may be in several. `causal` blocks are square and have the same tokens on
+    both sides; in the other blocks every query attends to every key.
     """
 
     queries: tuple[slice, ...]
@@ -43,11 +43,11 @@ class Blocks:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Where the tokens of a pack's sequences (`lengths`, packed one after the other) lie among `degree` members.
+    """How the tokens of a pack's sequences (`lengths`, packed one after the other) are spread over `degree` members.
 
     A member's local order is by sequence, then by position. `shards`, the intervals of each member in that order,
-    default to zigzag. Nothing is padded and no interval crosses a sequence; a member may have no tokens at all.
-    `causal`: a token sees those of its sequence up to itself, else all of them.
+    default to zigzag. There is no padding, no interval crosses a sequence, and a member may have no tokens.
+    `causal`: a token attends to its sequence up to itself, otherwise to its whole sequence.
     """
 
     lengths: tuple[int, ...]
@@ -73,18 +73,18 @@ class PackLayout:
         return self._num_tokens[member]
 
     def index(self, member: int) -> torch.Tensor:
-        """Positions within the packed sequence of the member's tokens, in local order: (num_tokens(member),), long."""
+        """Positions of the member's tokens in the packed sequence, in local order: (num_tokens(member),), long."""
         firsts = (0, *accumulate(self.lengths))
         pieces = [torch.arange(firsts[piece.sequence] + piece.start, firsts[piece.sequence] + piece.stop)
                   for piece in self.shards[member]]
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
 
     def blocks(self, query_member: int, key_member: int) -> Blocks:
-        """The attention of `query_member`'s tokens to `key_member`'s, in as few blocks as these intervals allow.
+        """The attention of `query_member`'s tokens to `key_member`'s, in as few blocks as the intervals allow.
 
-        A member's own tokens of a sequence are one causal block: they are sorted by position, gaps do not matter. Those
-        of another member lie wholly before or wholly after each interval of queries, so what it sees is a prefix.
-        Without a mask, a sequence's tokens of both members are one block.
+        A member's own tokens of a sequence are one causal block, since they are sorted by position. Another member's
+        tokens lie completely before or after each interval of queries, so the visible keys are a prefix. Without a
+        mask, the tokens of both members in a sequence form one block.
         """
         keys_of = _spans(self.shards[key_member])
         if not self.causal:
@@ -112,10 +112,10 @@ class PackLayout:
 
 
 def zigzag(lengths: Sequence[int], degree: int) -> tuple[tuple[TokenInterval, ...], ...]:
-    """Intervals of each member, as drawn above. Members' totals differ by one token at most, however short the
-    sequences.
+    """Intervals of each member, as in the drawing above. The members' numbers of tokens differ by one at most, even for
+    short sequences.
 
-    A chunk's share is length // (2 x degree); the tokens left over go one by one to the members that hold least so far.
+    A chunk has length // (2 x degree) tokens; the remaining tokens go one by one to the members with the fewest so far.
     """
     shards: list[list[TokenInterval]] = [[] for _ in range(degree)]
     loads = [0] * degree
@@ -147,12 +147,12 @@ def _spans(shard: Sequence[TokenInterval]) -> dict[int, list[tuple[TokenInterval
 
 
 def _whole(pieces: Sequence[tuple[TokenInterval, slice]]) -> slice:
-    """The place in local order of all of a member's intervals of a sequence."""
+    """The place in local order of all of a member's intervals in a sequence."""
     return slice(pieces[0][1].start, pieces[-1][1].stop)
 
 
 def _check_cover(lengths: Sequence[int], degree: int, shards: Sequence[Sequence[TokenInterval]]) -> None:
-    """Raise ValueError unless the shards hold every token once, each member's in order."""
+    """Raise ValueError unless the shards contain every token once and each shard is sorted."""
     if len(shards) != degree:
         raise ValueError(f"pack layout: {len(shards)} shards for {degree} members")
     for member, shard in enumerate(shards):

@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers: y = W x + scale B A x, of which A and B are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers: y = W x + scale B A x, where only A and B are trained.
 
-    model.language_model.layers.0.self_attn.q_proj.weight         (out, in)   as it came, not trained
+    model.language_model.layers.0.self_attn.q_proj.weight         (out, in)   unchanged, not trained
     model.language_model.layers.0.self_attn.q_proj.lora_A.weight  (rank, in)  random at first
     model.language_model.layers.0.self_attn.q_proj.lora_B.weight  (out, rank) zeros at first, so nothing changes
 
-Names are those of PEFT behind its prefix, and so are the files that are written (`export.py`).
+The names, without PEFT's prefix, and the files (`export.py`) are those of PEFT.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dhp_ray.model.dropout import DroppedProduct, layer_key
 from dhp_ray.model.files import ADAPTER_SETTINGS, ModelError
 
 ALL_LINEAR = "all-linear"
-"""Every linear layer but the head, as PEFT calls it."""
+"""Every linear layer except the head; PEFT uses the same word."""
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """`targets`: names of layers, or ends of names (`q_proj`), or ALL_LINEAR. First values are drawn from `seed`.
+    """`targets`: names of layers, ends of names (`q_proj`), or ALL_LINEAR. `seed` determines the initial values.
     `dropout`: the share of an adapter's inputs that a training step drops.
     """
 
@@ -48,9 +48,10 @@ class LoraSettings:
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. It has the parameters of `plain`, under their names, and two more.
+    """A linear layer with an adapter: the parameters of `plain`, under their names, and those of the adapter.
 
-    Of the adapter's inputs it drops some where it has `dropout_keys` (L,), those of its L tokens; `key` is its own.
+    If `dropout_keys` (L,), the keys of its L tokens, are set, it drops some inputs of the adapter; `key` is the
+    layer's.
     """
 
     def __init__(self, plain: nn.Linear, key: int, settings: LoraSettings) -> None:
@@ -76,11 +77,11 @@ class LoraLinear(nn.Linear):
 
 
 def target_layers(module: nn.Module, targets: Sequence[str], without: Callable[[str], bool]) -> dict[str, nn.Linear]:
-    """The linear layers that `targets` name, by name; `without` tells by name which layers have no adapter whatever
-    the targets.
+    """The linear layers that `targets` select, by name. `without` returns True for the name of a layer that never gets
+    an adapter.
 
     Raises:
-        ModelError: a target names none.
+        ModelError: a target selects no layer.
     """
     layers = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear and not without(name)}
     found: dict[str, nn.Linear] = {}
@@ -98,7 +99,7 @@ def target_layers(module: nn.Module, targets: Sequence[str], without: Callable[[
 
 
 def add_adapters(module: nn.Module, layers: Mapping[str, nn.Linear], settings: LoraSettings) -> None:
-    """Give these layers of `module` adapters, with their first values where the layers are not on the meta device."""
+    """Add adapters to these layers of `module`, with initial values unless the layers are on the meta device."""
     for name, layer in layers.items():
         adapted = LoraLinear(layer, layer_key(name), settings)
         for part, linear in (("lora_A", adapted.lora_A), ("lora_B", adapted.lora_B)):
@@ -109,8 +110,8 @@ def add_adapters(module: nn.Module, layers: Mapping[str, nn.Linear], settings: L
 
 
 def drop_by_pack(decoder_layer: nn.Module) -> None:
-    """Let the adapters inside a layer that is called with a `context` drop what that pack's keys say, also where the
-    layer is computed again in the backward pass, after another pack's forward pass.
+    """Let the adapters inside a layer use the dropout keys of the pack in its `context`, also when the backward pass
+    recomputes the layer after the forward pass of another pack.
     """
     adapted = [layer for layer in decoder_layer.modules() if isinstance(layer, LoraLinear)]
 
@@ -123,8 +124,8 @@ def drop_by_pack(decoder_layer: nn.Module) -> None:
 
 
 def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """The values (fp32) with which the adapter's parameter `name` begins, alike on every rank: of B zeros, of A
-    uniformly random in +-1 / sqrt(in), as PEFT's.
+    """Initial values (fp32) of the adapter parameter `name`, the same on every rank and distributed as in PEFT: zeros
+    for B, uniform in +-1 / sqrt(in) for A.
     """
     if name.endswith("lora_B.weight"):
         return torch.zeros(*shape)
@@ -135,8 +136,8 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def write_settings(folder: Path, module: nn.Module, settings: LoraSettings, base: str) -> None:
-    """Write adapter_config.json of `module`'s adapters, as PEFT does. `base`: the folder that the model came from, or
-    nothing.
+    """Write adapter_config.json for `module`'s adapters in PEFT's format. `base`: the folder of the base model, or
+    empty.
     """
     base = str(Path(base).absolute()) if base else ""
     layers = [name for name, layer in module.named_modules() if isinstance(layer, LoraLinear)]
