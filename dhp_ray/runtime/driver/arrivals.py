@@ -1,4 +1,5 @@
-"""Workers that the job's process has started and that are no members yet: replacements, and those that let a run grow.
+"""Workers that the job's process has started and that are not members yet: replacements, and workers that let a run
+grow.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ class _Newcomer:
 
 
 class Arrivals:
-    """Newcomers, each ready once it has described itself and loaded the model. `offer` may be called from any thread.
-    """
+    """Newcomers. Each is ready once it has described itself and loaded the model. Any thread may call `offer`."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -36,7 +36,9 @@ class Arrivals:
         self._offered.put((slot, actor))
 
     def ready(self) -> list[Member]:
-        """Return the newcomers that can join now. One that fails goes into `failed` with the reason; its slot opens."""
+        """Return the newcomers that can join now. A newcomer that fails moves to `failed` with the reason, and its slot
+        is free.
+        """
         while True:
             try:
                 slot, actor = self._offered.get_nowait()
@@ -47,7 +49,7 @@ class Arrivals:
         return [newcomer.member for newcomer in list(self._coming) if self._is_ready(newcomer)]
 
     def take(self, number: int) -> list[Member]:
-        """Take so many of the ready newcomers; they are members from here on."""
+        """Take up to `number` of the ready newcomers, which become members."""
         taken = self.ready()[:number]
         self._coming = [newcomer for newcomer in self._coming if newcomer.member not in taken]
         return taken

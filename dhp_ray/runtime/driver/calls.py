@@ -1,4 +1,4 @@
-"""Calls of one method to all ranks, and what comes of them.
+"""Calls of one method on all ranks, and their results.
 
     few ranks    driver -> rank              a reference for each rank
     many ranks   driver -> relay -> rank     a reference for each relay, with the answers of all its ranks
@@ -20,13 +20,13 @@ SURVEY_S = 4.0
 """How long the control thread of a worker or of a relay may take to answer."""
 
 GATHER_S = 0.002
-"""Answers that come so soon after the first are taken together with it: one at a time, each wait would look through all
-that are pending.
+"""Answers that arrive within this time after the first one are handled together with it. Otherwise each answer would
+need its own wait over all pending calls.
 """
 
 
 class FailedCall(NamedTuple):
-    """A call that raised `words`, or whose process died: that of one rank, or the relay of several."""
+    """A call that raised `words` or whose process died: the call of one rank, or of the relay of several ranks."""
 
     ranks: range
     died: bool
@@ -39,13 +39,15 @@ class FailedCall(NamedTuple):
 
 
 Outcome = list[Any] | FailedCall
-"""Of a reference: the answers of its ranks, in order, or the first failure among them."""
+"""The result of a reference: the answers of its ranks, in order, or the first failure among them."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """References of calls, and the ranks whose answers each returns. `unanswered`, of relayed calls: the ranks, among
-    those of some references, that have not answered yet; raises GroupError for a relay that answers no more.
+    """References of calls, and the ranks whose answers each returns.
+
+    unanswered: for relayed calls, returns the ranks behind some references that have not answered yet. It raises
+    GroupError for a relay that no longer answers.
     """
 
     ranks: Mapping[ray.ObjectRef, range] = field(default_factory=dict)
@@ -53,24 +55,24 @@ class Calls:
     unanswered: Callable[[Collection[ray.ObjectRef]], set[int]] | None = None
 
     def __len__(self) -> int:
-        """Of references."""
+        """Number of references."""
         return len(self.ranks)
 
     def pending_ranks(self, pending: Collection[ray.ObjectRef]) -> set[int]:
-        """The ranks that have not answered, where the references `pending` have not."""
+        """The ranks behind the references `pending` that have not answered."""
         if self.unanswered:
             return self.unanswered(pending)
         return {rank for reference in pending for rank in self.ranks[reference]}
 
     def outcomes(self, ready: Sequence[ray.ObjectRef]) -> list[Outcome]:
-        """What has come of references; waits for those that are not there."""
+        """The results of references. Waits for those that are not ready."""
         return [self._outcome(reference, value) for reference, value in zip(ready, _values(ready))]
 
     def answers(self) -> list[Any]:
-        """All answers by rank, as soon as they are there.
+        """Wait for all answers and return them by rank.
 
         Raises:
-            RunError: a call failed. Who wants to know why, and which, takes `outcomes`.
+            RunError: a call failed. `outcomes` tells which one and why.
         """
         found: list[Any] = []
         for outcome in self.outcomes(list(self.ranks)):
@@ -89,17 +91,17 @@ class Calls:
 
 
 def direct_calls(references: Sequence[ray.ObjectRef]) -> Calls:
-    """Calls to the ranks themselves, in their order."""
+    """Calls made directly to the ranks, in rank order."""
     return Calls({reference: range(rank, rank + 1) for rank, reference in enumerate(references)})
 
 
 def relay_of(ranks: range) -> str:
-    """What messages call a relay."""
+    """The name of a relay in messages."""
     return f"the relay of ranks {ranks.start} to {ranks.stop - 1}"
 
 
 def answered(references: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
-    """Wait for calls to end: at least one, unless none does within `timeout_s`."""
+    """Wait until at least one call ends, or for `timeout_s`; return the calls that have ended."""
     first, others = ray.wait(references, num_returns=1, timeout=timeout_s)
     if not (first and others):
         return first
@@ -113,7 +115,7 @@ def _failed(ranks: range, error: RayError, relay: bool) -> FailedCall:
 
 
 def _values(references: Sequence[ray.ObjectRef]) -> list[Any]:
-    """Of calls that have ended, in order: the result, or the error that Ray raises."""
+    """The results of calls that have ended, in order; a call that failed gives the error that Ray raises."""
     try:
         return list(ray.get(list(references)))
     except RayError:

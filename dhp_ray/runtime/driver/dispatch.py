@@ -1,13 +1,13 @@
-"""The way of a batch to the workers: take it from the stream, plan it, write the plan down, send each rank its slice
-and its references.
+"""Brings a batch to the workers: takes it from the stream, plans it, writes the plan file, and sends each rank its
+slice and its references.
 
     driver       collects step n ........................| takes n+1, launches it
     threads      batch n+1 -> plan n+1 -> plans/ -> send -> answers
     workers      run n, prefetch n+1                      |
 
-Where the plan is not there when the workers are done, the driver makes one by the planner's last resort, a fast valid
-plan, and sends that once waiting has cost as much as running it loses (`planning`). Every plan that is sent has an id
-of its own: workers run the plan that the driver names.
+If the plan is late, the driver also plans with the last resort, which is fast, and sends that plan once waiting has
+cost as much as running it would lose (`planning`). Every plan that is sent has its own id: workers run the plan that
+the driver names.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dhp_ray.runtime.driver.stages import DispatchedStep
 from dhp_ray.runtime.rank_slices import RowIndex
 
 ANSWERS_S = 0.1
-"""How long the driver waits for the thread that takes the prefetches' answers; then it asks itself, and finds out who
-does not answer.
+"""How long the driver waits for the thread that collects the prefetches' answers. After that it collects them itself,
+which tells which rank does not answer.
 """
 
 WritePlan = Callable[[int, dict[str, Any]], None]
@@ -42,13 +42,14 @@ WritePlan = Callable[[int, dict[str, Any]], None]
 class Dispatcher:
     """Plans batch after batch for one membership of the group.
 
-    `batches` are those taken from the stream and not committed yet, by step: a later membership plans them again.
-    `reader`: the thread that takes them, handed over with them. `pool` is the book of the ranks' group pools, shared by
-    all dispatchers of a generation and advanced as ranks are told to run (`started`). `speeds` tells those of the
-    ranks; `cost` may be replaced between two steps; `write_plan` keeps the plan of a step before the step runs. `scale`
-    tells measured over predicted seconds, None while that is not known. Nothing is planned before `compiled` is done.
-    Once `stopping` gives a reason to end the run, nothing is waited for. `ranks_for` tells how many ranks hold a
-    sequence of so many tokens; by default those that hold it in this membership.
+    batches: those taken from the stream and not committed yet, by step; a later membership plans them again.
+    reader: the thread that takes batches, handed over together with them.
+    pool: the book of the ranks' group pools. All dispatchers of a generation share it; `started` advances it.
+    speeds: returns the speeds of the ranks. cost: may be replaced between two steps.
+    write_plan: writes the plan file of a step before the step runs.
+    scale: returns measured over predicted seconds, None while it is not known.
+    compiled: planning starts once it is done. stopping: once it returns a reason, nothing is waited for.
+    ranks_for: how many ranks a sequence of a number of tokens needs; by default at this membership's tokens a rank.
     """
 
     def __init__(
@@ -89,27 +90,27 @@ class Dispatcher:
 
     @property
     def needed_ranks(self) -> int:
-        """Ranks that the longest sequence waiting needs."""
+        """Number of ranks that the longest waiting sequence needs."""
         longest = max((batch.longest for batch in list(self.batches.values())), default=1)
         return self.ranks_for(longest)
 
     def dispatch(self, step: int) -> DispatchedStep | None:
-        """Plan a step's batch and send it out; None past the last step, when the batch needs more ranks than there are,
-        or when the run is to end.
+        """Plan a step's batch and send it. None past the last step, if the batch needs more ranks than there are, or if
+        the run is to end.
         """
         self.begin(step)
         return self.take(step)
 
     def begin(self, step: int) -> None:
-        """Dispatch a step beside the one that runs; `take` has what it came to."""
+        """Start to plan and send a step while another one runs; `take` returns the result."""
         speeds = self.speeds() if self.speeds else self.cluster.speeds
         planning = self._planning = Planning(step, speeds, self.pool.held(), self.cost)
         planning.reading = self.reader.reading(step)
         planning.ahead = self._planner.submit(self._plan_ahead, planning)
 
     def take(self, step: int) -> DispatchedStep | None:
-        """Return the result of `begin(step)`: wait for the batch, and for its plan as long as waiting costs less than
-        the last resort (`patience_s`). None where there is none, or the run is to end.
+        """Return the result of `begin(step)`. Waits for the batch, and for its plan as long as waiting costs less than
+        the last resort (`patience_s`). None if there is no such step, or if the run is to end.
 
         Raises:
             GroupError: the group broke meanwhile.
@@ -146,7 +147,7 @@ class Dispatcher:
         return self._send(step, batch, last_resort, late=True)
 
     def started(self, dispatched: DispatchedStep) -> None:
-        """Note that the ranks run this step: their pools will hold its groups."""
+        """Note that the ranks run this step: their pools will contain its groups."""
         deque(self.pool.take(dispatched.plan.process_groups()), maxlen=0)
 
     def drop(self) -> None:
@@ -156,7 +157,7 @@ class Dispatcher:
 
     def stop(self) -> dict[int, Batch]:
         """Stop planning and return the batches taken from the stream. Waits for a batch that is being read, unless the
-        run is to end; never for a plan.
+        run is to end, but never for a plan.
         """
         self._end_planning()
         idle = self.reader.end()
@@ -168,13 +169,13 @@ class Dispatcher:
 
     def hand_over(self) -> tuple[dict[int, Batch], ThreadPoolExecutor | None]:
         """Stop planning; return the batches and the reading thread for the next membership's dispatcher. A batch that
-        is being read joins them later.
+        is being read is added to them later.
         """
         self._end_planning()
         return self.batches, self.reader.hand_over()
 
     def failures(self, dispatched: DispatchedStep) -> dict[str, str]:
-        """Collect the samples that can no longer be used, with reasons, before the step starts.
+        """Collect the samples that cannot be decoded, with reasons, before the step starts.
 
         Raises:
             StoppingError: the run is to end.
@@ -192,7 +193,7 @@ class Dispatcher:
         return dict(sorted(merged.items()))
 
     def _end_planning(self) -> None:
-        """Stop planning after the plan that is being sent: its file, written later, would replace the file of the
+        """Stop planning, but wait for a plan that is being sent: written later, its file would replace the file of the
         step's next plan.
         """
         self.drop()
@@ -204,7 +205,7 @@ class Dispatcher:
         self._answers.shutdown(wait=False)
 
     def _ends(self) -> bool:
-        """Whether the run is to end; no further plan is sent then."""
+        """Return whether the run is to end; if so, send no further plan."""
         if self.stopping():
             self.drop()
         return bool(self.stopping())
@@ -236,7 +237,7 @@ class Dispatcher:
                           pool=planning.pool, encoder=self.config.planner.encoder)
 
     def _send(self, step: int, batch: Batch, plan: Plan, late: bool) -> DispatchedStep:
-        """Only for who has claimed the step's planning."""
+        """Write and send a plan. Only the thread that has claimed the step's planning may call this."""
         self._num_sent += 1
         plan_id = f"{self.generation}.{step}.{self._num_sent}"
         if self.write_plan:

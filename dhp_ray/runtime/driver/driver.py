@@ -1,10 +1,11 @@
-"""The driver actor: plans every batch, keeps the workers busy, and commits what they finished.
+"""The driver actor: plans every batch, keeps the workers busy, and commits finished steps.
 
     a thread    |--plan, send n+1--|        |--plan, send n+2--|
     workers     |------ step n ------|------ step n+1 ------|
     commit                            |- n -|
 
-When the group breaks, or ought to change, a new generation takes its place (`recovery`) and goes on with the next step.
+If the group breaks or its members are to change, a new generation replaces it (`recovery`) and continues with the next
+step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from dhp_ray.storage import Folder, StorageError
 CONCURRENCY_GROUPS = {"control": 2}
 
 LONG_STEP = 3.0
-"""A step is said to be waited for when it takes so many times as long as any of the last ones."""
+"""The run reports a wait for a step that takes this many times as long as the longest of the last steps."""
 
 PICTURE_S = 0.5
 """How long a run that is to end waits for the picture of a step."""
@@ -54,7 +55,7 @@ class Driver:
     """Owns the schedule, the data stream and the ledger of one run."""
 
     def __init__(self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], going_on: bool) -> None:
-        """`workers` by slot; `going_on`: they are in the midst of a run whose driver was lost."""
+        """`workers` by slot. `going_on`: they are in the middle of a run whose driver was lost."""
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
         # of several ranks that fail together one is asked; Ray would show the others' tracebacks
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
@@ -76,12 +77,12 @@ class Driver:
 
     @ray.method(concurrency_group="control")
     def stop(self, reason: str) -> None:
-        """End the run after the step that is under way, with a checkpoint."""
+        """End the run after the current step, with a checkpoint."""
         self.stop_reason = reason
 
     @ray.method(concurrency_group="control")
     def waited(self, waits: list[Waited]) -> None:
-        """Record long waits of the job's process with those of the run."""
+        """Record long waits of the job's process together with those of the run."""
         self.waits.add(waits)
 
     def run(self) -> Iterator[Message]:
@@ -118,7 +119,8 @@ class Driver:
             yield self._failed(f"driver: {type(error).__name__}: {error}")
 
     def _train(self, session: Session, broken: str) -> Iterator[Message]:
-        """Run generation after generation until the last step; `broken`: why the current one cannot go on."""
+        """Run one generation after another until the last step. `broken`: why the current generation cannot continue.
+        """
         change, silent = broken, tuple[int, ...]()
         while True:
             try:
@@ -142,7 +144,7 @@ class Driver:
                 self.commits.forget_saves()
 
     def _steps(self, session: Session) -> Generator[Message, None, str]:
-        """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
+        """Run steps until the last one (returns "") or until the membership must change (returns the reason)."""
         change, self.leaving, self.copies = "", {}, (0, Calls())
         first = session.current.dispatcher.dispatch(session.records.last_step + 1)
         yield from session.mode_told()
@@ -184,10 +186,10 @@ class Driver:
         return change
 
     def _launch(self, session: Session, dispatched: DispatchedStep | None, waited_s: float = 0.0) -> RunningStep | None:
-        """Start a dispatched step on all ranks, once each has said which samples it cannot decode. `waited_s`: how long
-        its batch and plan were waited for.
+        """Start a dispatched step on all ranks, once each rank has reported the samples that it cannot decode.
+        `waited_s`: how long the driver waited for its batch and plan.
 
-        None where there is none to start, or the run is to end.
+        None if there is no step to start, or if the run is to end.
         """
         if dispatched is None:
             return None
@@ -209,7 +211,7 @@ class Driver:
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait, mirrors)
 
     def _copies_arrived(self, session: Session) -> Iterator[Message]:
-        """Wait until the copies of the state that were begun last have arrived; how often they are made may change."""
+        """Wait until the latest copies of the state have arrived, and adjust how often they are made."""
         (step, calls), self.copies = self.copies, (0, Calls())
         if not calls:
             return
@@ -227,7 +229,7 @@ class Driver:
             )
 
     def _change(self, session: Session) -> Generator[Message, None, str]:
-        """Return why the membership must change between two steps; empty: it need not."""
+        """Return why the membership must change between two steps; empty if it need not."""
         if session.stopping:
             return ""
         newcomers = min(len(session.arrivals.ready()), session.max_workers - session.group.size)
@@ -237,7 +239,7 @@ class Driver:
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
 
     def _save_last(self, session: Session) -> Generator[Message, None, str]:
-        """Save what the last step left, and export the model of a complete run; returns why the run ends early."""
+        """Save the state after the last step, and export the model of a complete run; return why the run ends early."""
         last_step, stopping = session.records.last_step, session.stopping
         # the group broke, or the run was asked to end, after that save was due
         if last_step and session.checkpoints.newest_step() < last_step:
@@ -250,7 +252,7 @@ class Driver:
         return stopping
 
     def _finish(self, session: Session, stopping: str) -> RunFinished:
-        """Close what the run writes; `stopping`: why it ends early."""
+        """Close the files of the run. `stopping`: why it ends early."""
         session.current.dispatcher.stop()
         if not stopping:
             session.stream.close()
@@ -263,7 +265,7 @@ class Driver:
         return RunFinished(f"done: model in {Folder(self.config.run.dir).child(MODEL_FOLDER).uri}")
 
     def _failed(self, error: str) -> RunFinished:
-        """End a run by an error, after bringing the logs up to date where they can still be written."""
+        """End a run after an error. Bring the logs up to date first, if they can still be written."""
         try:
             if self.session:
                 self.session.records.flush()

@@ -1,10 +1,10 @@
-"""What becomes of the group when something happens to it: pure functions from observations to decisions.
+"""Decisions about the group after something happened to it: pure functions of observations.
 
-    condition_of       what a survey shows of one worker       -> well, dead, silent, raised, stuck
-    Standstill         what surveys show one after the other   -> who passes no more marks
-    decide             conditions, newcomers, bounds           -> go on, form a new generation, wait for capacity, stop
-    surviving_state    the shard versions that survivors hold  -> the version to go on from, who supplies each shard
-    replica_ranks_of   the nodes of the ranks                  -> which rank holds the replica of which rank's shard
+    condition_of       what a survey shows of one worker        -> well, dead, silent, raised, stuck
+    Standstill         consecutive surveys                      -> which ranks no longer pass marks
+    decide             conditions, newcomers, bounds            -> go on, form a new generation, wait for capacity, stop
+    surviving_state    the shard versions that survivors hold   -> the version to continue from, who supplies each shard
+    replica_ranks_of   the nodes of the ranks                   -> which rank holds the replica of each rank's shard
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from enum import StrEnum
 from dhp_ray.runtime.messages import HeldShards
 
 MAX_FAILURES = 8
-"""Generations that may break in one and the same step before the run gives up."""
+"""The run gives up after this many generations have broken in the same step."""
 
 
 class Condition(StrEnum):
-    """Of one worker. All but WELL leave the group."""
+    """Condition of one worker. A worker leaves the group unless it is WELL."""
 
     WELL = "well"
     DEAD = "dead"
@@ -35,8 +35,8 @@ class Condition(StrEnum):
 class HealthReport:
     """What a survey shows of a worker.
 
-    `mark_id`: its call and the number of the mark that it passed last; `waits_for_peers`: whether it waits there;
-    `error`: what it raised of its own, no lost peer being the cause.
+    mark_id: its current call and the number of the last mark that it passed. waits_for_peers: whether it waits there.
+    error: the error that it raised, unless the loss of a peer was the cause.
     """
 
     dead: bool = False
@@ -47,7 +47,7 @@ class HealthReport:
 
 
 def condition_of(report: HealthReport, overdue: bool) -> Condition:
-    """`overdue`: it has passed no mark for longer than Standstill allows."""
+    """Condition of a worker. `overdue`: it has passed no mark for longer than Standstill allows."""
     if report.dead:
         return Condition.DEAD
     if not report.answered:
@@ -58,7 +58,9 @@ def condition_of(report: HealthReport, overdue: bool) -> Condition:
 
 
 class Standstill:
-    """How long each rank has passed no mark. One that waits for peers does not stand still: one of them does."""
+    """How long each rank has passed no mark. A rank that waits for peers does not count: one of the peers is standing
+    still.
+    """
 
     def __init__(self, num_ranks: int, limit_s: float, now_s: float) -> None:
         self.limit_s = limit_s
@@ -66,7 +68,7 @@ class Standstill:
         self._mark_ids = [""] * num_ranks
 
     def overdue(self, rank: int, report: HealthReport, now_s: float) -> bool:
-        """Whether a rank has stood still for too long by now; to be asked at every survey."""
+        """Whether a rank has stood still for too long. Must be called at every survey."""
         if report.waits_for_peers or report.mark_id != self._mark_ids[rank]:
             self._since_s[rank], self._mark_ids[rank] = now_s, report.mark_id
         return now_s - self._since_s[rank] >= self.limit_s
@@ -79,7 +81,7 @@ class GoOn:
 
 @dataclass(frozen=True)
 class Form:
-    """Form a new generation of these survivors (places in the old order) and so many newcomers."""
+    """Form a new generation of these survivors (places in the old order) and this many newcomers."""
 
     survivors: tuple[int, ...]
     newcomers: int
@@ -87,7 +89,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Wait:
-    """Too few for the run to go on: wait until there are `num_ranks`."""
+    """Too few workers to continue: wait until there are `num_ranks`."""
 
     num_ranks: int
     have: int
@@ -102,10 +104,10 @@ Decision = GoOn | Form | Wait | Stop
 
 
 def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool) -> Decision:
-    """What to do about the group.
+    """Decide what to do about the group.
 
-    `broken`: its collectives have failed, so even with every worker well it has to form anew. `min_ranks` is the larger
-    of cluster.min_workers and what the longest sequence that waits needs; `max_ranks` is cluster.max_workers.
+    broken: its collectives have failed, so it must form anew even if every worker is well. min_ranks: the larger of
+    cluster.min_workers and the number of ranks for the longest waiting sequence. max_ranks: cluster.max_workers.
     """
     if min_ranks > max_ranks:
         return Stop(
@@ -123,7 +125,7 @@ def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_
 
 @dataclass(frozen=True)
 class Failures:
-    """The generations that have broken so far: the step that each was in, and whether a worker's own error did it."""
+    """The generations that have broken so far: the step of each, and whether a worker's own error was the cause."""
 
     steps: tuple[int, ...] = ()
     raised: tuple[int, ...] = ()
@@ -132,16 +134,16 @@ class Failures:
         return Failures((*self.steps, step), (*self.raised, step) if raised else self.raised)
 
     def hopeless(self, step: int) -> bool:
-        """Whether running a step once more would end as before: a worker raises in it for the second time, or it has
-        broken too often.
+        """Whether another attempt at the step would end as before: a worker has raised in it twice, or it has broken
+        too often.
         """
         return self.raised.count(step) > 1 or self.steps.count(step) > MAX_FAILURES
 
 
 @dataclass(frozen=True)
 class SurvivingState:
-    """The state to go on from: `version`, whose shards are those of `generation`. The worker at `place` supplies the
-    shards of `owners[place]`.
+    """The state to continue from: `version`, with the shards of `generation`. The worker at `place` supplies the shards
+    of `owners[place]`.
     """
 
     generation: int
@@ -150,9 +152,9 @@ class SurvivingState:
 
 
 def surviving_state(held: Sequence[Sequence[HeldShards]]) -> SurvivingState | None:
-    """The highest version of which every shard survives whole, from what each worker holds; None when there is none.
+    """The highest version of which every shard survives, given what each worker holds; None if there is none.
 
-    Of several that hold a shard, the one that supplies least so far does.
+    If several workers hold a shard, the one that supplies the fewest so far supplies it.
     """
     sizes = {shards.generation: shards.world_size for found in held for shards in found}
     best: SurvivingState | None = None
@@ -172,10 +174,10 @@ def surviving_state(held: Sequence[Sequence[HeldShards]]) -> SurvivingState | No
 
 
 def replica_ranks_of(nodes: Sequence[str]) -> tuple[int, ...]:
-    """For each rank the rank that holds a replica of its shard: on another node where there is one, as evenly as can
-    be. Empty for one rank.
+    """For each rank the rank that holds a replica of its shard: on another node if there is one, spread evenly. Empty
+    for one rank.
 
-    Losing any one rank, or any one node of several, then leaves every shard with its owner or its replica rank.
+    After the loss of one rank, or of one of several nodes, every shard is still with its owner or its replica rank.
     """
     if len(nodes) < 2:
         return ()

@@ -1,5 +1,4 @@
-"""What ranks keep in their node's memory, and which share of activations there is room for beside it
-(`train.activation_offload`).
+"""What ranks keep in their node's memory, and which share of activations still fits there (`train.activation_offload`).
 """
 
 from __future__ import annotations
@@ -19,31 +18,33 @@ OFFLOAD = "train.activation_offload"
 
 
 class Limits(NamedTuple):
-    """Tokens of a pack that a rank holds, and what packs move of their activations to host memory."""
+    """Tokens of a pack that a rank holds, and the activations that packs move to host memory."""
 
     tokens: int
     offload: Offload
 
     @property
     def most_tokens(self) -> int:
-        """Of a pack with activations there."""
+        """Tokens a rank of a pack that moves activations to host memory."""
         return max(self.tokens, self.offload.tokens_per_rank)
 
 
 def share_of_every_pack(config: Config) -> float:
-    """The share of activations that each pack moves, whatever its size."""
+    """The share of activations that each pack moves, independent of its size."""
     setting = config.train.activation_offload
     return 0.0 if setting in ("off", "auto") else float(setting)
 
 
 def plain_tokens(config: Config, memory: MemoryModel, group: WorkerGroup) -> int:
-    """Tokens of a pack that each rank's device holds with no more moved than is of every pack; 0: not even one."""
+    """Tokens of a pack that each rank's device holds if only the fixed share of every pack is moved; 0 if not even one
+    fits.
+    """
     return memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes, share_of_every_pack(config))
 
 
 def offload_of(config: Config, memory: MemoryModel, group: WorkerGroup, tokens: int, most: int = 2**62) -> Offload:
-    """What packs move on ranks that plan with packs of `tokens`: where that is open, so much that one of more tokens
-    fits, `most` at most, as far as devices and nodes have room. (On the CPU nothing is won by it.)
+    """What packs move if ranks plan with packs of `tokens`. If the configuration leaves it open, packs may move enough
+    to hold more tokens, at most `most`, as far as devices and nodes have room. (On the CPU moving has no use.)
     """
     if share := share_of_every_pack(config):
         return Offload(share, 0, tokens)

@@ -1,9 +1,10 @@
-"""`planner.cost=measure`: before a run's first step its workers measure what packs cost there, and the run keeps it.
+"""`planner.cost=measure`: before a run's first step its workers measure the costs of packs, and the run keeps the
+result.
 
-    first start   join a generation of their own | part after part | leave      run.dir/cost.yaml, cost.png
-    later starts  run.dir/cost.yaml, where it is of the same model, devices and settings; else measured again
+    first start   join a separate generation | one part after another | leave      run.dir/cost.yaml, cost.png
+    later starts  run.dir/cost.yaml, if it is of the same model, devices and settings; otherwise measured again
 
-The workers' state is worth nothing afterwards: they join the run's first generation as if they had just begun.
+The workers' state is worthless afterwards: they join the run's first generation like new workers.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from dhp_ray.storage import Folder
 
 
 def kept_cost(config: Config, folder: Folder, group: WorkerGroup, mode: Mode) -> tuple[CostFile | None, str]:
-    """What the run's folder has of an earlier start, where it is of this run; else why it is not taken (empty: there is
-    none).
+    """The costs in the run's folder from an earlier start, if they belong to this run; otherwise why they do not (empty
+    if there are none).
     """
     if not folder.exists(COST_FILE):
         return None, ""
@@ -45,7 +46,7 @@ def measure_costs(
     config: Config, folder: Folder, group: WorkerGroup, mode: Mode, generation: int, store: tuple[str, int],
     pool_groups: int,
 ) -> Generator[Message, None, CostFile]:
-    """Measure on the workers, in a generation of their own, and write it down.
+    """Measure on the workers, in a separate generation, and write the result.
 
     Raises:
         RunError: too little could be measured, or a worker failed.

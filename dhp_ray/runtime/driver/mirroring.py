@@ -1,9 +1,9 @@
-"""After which steps the ranks copy their state to one another: `elastic.mirror_every_steps`.
+"""Decides after which steps the ranks copy their state to one another: `elastic.mirror_every_steps`.
 
-A number n: after steps n, 2 n, ...; 0: never. With auto, copies may take SHARE of the run's time: where those of one
-version take c seconds and a step s, they are made every ceil(c / (SHARE s)) steps. A copy travels beside steps, but may
-take cores and links from them: all of c is counted. A fault then costs at most the steps since the last copy, some
-c / SHARE seconds.
+With a number n: after steps n, 2 n, ...; 0: never. With auto, copies may take SHARE of the run's time: if the copies of
+one version take c seconds and a step s, they are made every ceil(c / (SHARE s)) steps. Copies travel while steps run,
+but may take cores and links from them, so all of c counts. A fault then costs at most the steps since the last copy,
+about c / SHARE seconds.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from collections.abc import Sequence
 from dhp_ray.schema import MAX_MIRROR_STEPS
 
 SHARE = 0.02
-"""Of a step's time, the most that copies may take."""
+"""The largest share of a step's time that copies may take."""
 
 RECENT = 8
-"""A rank's last copies, of which the fastest counts: what others took longer, ranks waited for a peer or a core."""
+"""Number of a rank's last copies of which the fastest counts: the others waited for a peer or a core."""
 
 
 def steps_between(copy_s: float, step_s: float, current: int) -> int:
-    """Steps from one copy of the state to the next, where a copy takes `copy_s` and a step `step_s` seconds.
+    """Steps from one copy of the state to the next, if a copy takes `copy_s` and a step `step_s` seconds.
 
-    The `current` number stays while copies take no more than SHARE, and half as many steps would not do.
+    The `current` number stays as long as copies take no more than SHARE and half as many steps would take more.
     """
     needed = min(MAX_MIRROR_STEPS, max(1, math.ceil(copy_s / (SHARE * step_s))))
     return needed if needed > current or 2 * needed <= current else current
 
 
 class Mirroring:
-    """Says after which steps the state is mirrored, over all generations of a run."""
+    """Decides after which steps the state is mirrored, over all generations of a run."""
 
     def __init__(self, setting: str) -> None:
         """`setting`: the value of `elastic.mirror_every_steps`."""
@@ -40,7 +40,7 @@ class Mirroring:
         self.enter()
 
     def enter(self) -> None:
-        """A new generation: other ranks, other links. With auto its first step is mirrored, and measured."""
+        """Begin a new generation, with other ranks and links. With auto its first step is mirrored and measured."""
         self._last: int | None = None
         self._copies: list[deque[float]] = []
 
@@ -50,18 +50,18 @@ class Mirroring:
         return self.every > 0 and step % self.every == 0
 
     def begun(self, step: int) -> None:
-        """The state after `step` is being copied."""
+        """Note that the state after `step` is being copied."""
         self._last = step
 
     @property
     def copy_s(self) -> float:
-        """Seconds that the copies of one version take the slowest rank; 0 where none is known."""
+        """Seconds that the slowest rank takes to copy one version; 0 if unknown."""
         return max((min(copies) for copies in self._copies if copies), default=0.0)
 
     def observe(self, seconds: Sequence[Sequence[float]], step_s: float) -> bool:
-        """Note how long each rank's copies took since the last call; whether `every` is another one now.
+        """Note how long each rank's copies took since the last call; return whether `every` has changed.
 
-        `step_s`: what a step takes.
+        `step_s`: seconds of a step.
         """
         if not self._copies:
             self._copies = [deque(maxlen=RECENT) for _ in seconds]

@@ -1,6 +1,5 @@
-"""How a generation trains, what its ranks then need, and what it costs: the memory model and the costs of the run's own
-model on its devices, and where `planner.sync`, `train.activation_checkpointing` or `train.sharding` is auto which mode
-is taken.
+"""How a generation trains, what its ranks need for it, and what it costs: the memory model and the costs of the run's
+own model on its devices, and the mode if `planner.sync`, `train.activation_checkpointing` or `train.sharding` is auto.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from dhp_ray.runtime.driver.host_room import Limits, offload_of, plain_tokens
 from dhp_ray.runtime.origins import origin_of
 
 STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
-"""What a device of each kind is reckoned as that no file of conf/device describes."""
+"""Devices that no file of conf/device describes are treated as this device of their kind."""
 
 MEASURE = "measure"
-"""In place of a file's name in `planner.cost`."""
+"""Value of `planner.cost` that replaces a file name."""
 
 RECOMPUTATION = "train.activation_checkpointing"
 RECOMPUTES = {"true": (True,), "false": (False,), "auto": (False, True)}
-"""What `train.activation_checkpointing` admits."""
+"""The settings that each value of `train.activation_checkpointing` allows."""
 
 
 class Choice(NamedTuple):
-    """A mode, the keys whose value it is that the configuration leaves open, and why it is."""
+    """A mode, the keys that the configuration leaves open, and why this mode was chosen."""
 
     mode: Mode
     keys: tuple[str, ...] = ()
@@ -48,18 +47,18 @@ class Choice(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What the user is told."""
+        """The line that the user sees."""
         values = {"planner.sync": self.mode.sync, RECOMPUTATION: str(self.mode.recomputes).lower(),
                   SHARDING: self.mode.sharding}
         return f"{', '.join(f'{key}=auto is {values[key]}' for key in self.keys)}: {self.why}"
 
 
 def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int = 0) -> Choice:
-    """The mode in which so many ranks like those of `group` train (0: as many as it has).
+    """The mode in which `num_ranks` ranks like those of `group` train (0: as many as it has).
 
-    `auto_tokens`: tokens a rank follow the memory of each generation's ranks. Then a rank is to hold its share of the
-    longest sequence (as long as that is open, of the longest one of the first batch that any mode holds) and the
-    largest image. Else it is to hold `planner.tokens_per_rank`.
+    `auto_tokens`: tokens a rank follow the memory of each generation's ranks. Then a rank must hold the largest image
+    and its share of the longest sequence (while that is open, of the longest one in the first batch that some mode
+    holds). Otherwise it must hold `planner.tokens_per_rank`.
     """
     kind, num_ranks = group.members[0].described["device"], num_ranks or group.size
     modes = _modes(config, kind)
@@ -85,10 +84,11 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
 
 
 def most_tokens_of(config: Config, group: WorkerGroup, num_ranks: int, limits: Callable[[Mode], Limits]) -> int:
-    """Tokens of a pack that each of so many ranks holds in the mode that they would train in; `limits` of each mode.
+    """Tokens of a pack that each of `num_ranks` ranks holds in the mode that they would train in; `limits`: those of
+    each mode.
 
-    Without comparing modes: either some mode holds the longest sequence, and one that does is taken, or the roomiest
-    is.
+    This needs no comparison of modes: if some mode holds the longest sequence, such a mode is taken, otherwise the one
+    with the most room.
     """
     kind = group.members[0].described["device"]
     modes = _modes(config, kind)
@@ -96,14 +96,15 @@ def most_tokens_of(config: Config, group: WorkerGroup, num_ranks: int, limits: C
 
 
 def compares_modes(config: Config, group: WorkerGroup, sync: str = "") -> bool:
-    """Whether `mode_of` compares modes, by `group.first_batch` where there is one; `sync`: in place of the
-    configuration's."""
+    """Whether `mode_of` compares modes, with `group.first_batch` if there is one. `sync` replaces that of the
+    configuration.
+    """
     kind = group.members[0].described["device"]
     return kind in STAND_INS and len(_modes(config, kind, sync)) > 1
 
 
 def _modes(config: Config, kind: str, sync: str = "") -> list[Mode]:
-    """What the configuration admits on devices of this kind, in the order of what it needs, most first."""
+    """The modes that the configuration allows on devices of this kind, those that need most memory first."""
     sync = sync or config.planner.sync
     syncs = SYNCS if sync == "auto" else (sync,)
     return [Mode(sync, again, sharding) for sync in syncs for sharding in _shardings(config, sync, kind)
@@ -111,7 +112,7 @@ def _modes(config: Config, kind: str, sync: str = "") -> list[Mode]:
 
 
 def _shardings(config: Config, sync: str, kind: str) -> tuple[str, ...]:
-    """Where parameters may lie in a mode of a run on devices of this kind; with micro-batches that is not asked."""
+    """Where parameters may lie in a mode on devices of this kind; with micro-batches there is no choice."""
     if sync == "micro_batch" or config.train.deterministic:
         return ("whole",)
     if config.train.sharding != "auto":
@@ -120,7 +121,7 @@ def _shardings(config: Config, sync: str, kind: str) -> tuple[str, ...]:
 
 
 def _most_tokens(config: Config, auto_tokens: bool, num_ranks: int) -> int | None:
-    """Tokens that a rank is given at most; None: as many as it holds."""
+    """The most tokens that a rank is given; None: as many as it holds."""
     tokens = config.planner.tokens_per_rank
     if tokens == "auto":
         return None
@@ -128,7 +129,9 @@ def _most_tokens(config: Config, auto_tokens: bool, num_ranks: int) -> int | Non
 
 
 def _needed_tokens(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int, longest: int) -> int:
-    """Tokens that a rank is to hold: of the longest sequence, while its limit is open of the `longest` one known."""
+    """Tokens that a rank must hold: its share of the longest sequence, or of the `longest` known one while its limit is
+    open.
+    """
     tokens, limit = config.planner.tokens_per_rank, config.planner.max_sequence_tokens
     if not (auto_tokens or tokens == "auto"):
         return int(tokens)
@@ -147,14 +150,14 @@ def _offer(
 
 
 def _images(config: Config, memory: MemoryModel, num_ranks: int, longest: int) -> list[Sample]:
-    """In place of a batch: the largest image, on each rank as often."""
+    """A batch for a comparison without data: the largest image, the same number of times for each rank."""
     count = math.ceil(config.batch.global_samples / num_ranks) * num_ranks
     return equal_samples(count, min(memory.settings.largest_image, longest), memory.shape.merge_area)
 
 
 def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0) -> MemoryModel:
-    """What a rank needs to train the run's model in this mode, one of so many like those of `group` (0: as many as it
-    has).
+    """The memory that a rank needs to train the run's model in this mode, on `num_ranks` ranks like those of `group`
+    (0: as many as it has).
     """
     described, train = group.members[0].described, config.train
     shape: ModelShape = described["shape"]
@@ -176,8 +179,8 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
 
 
 def fewest_of_a_node(nodes: Sequence[str], num_ranks: int) -> int:
-    """The ranks of the node that has fewest, where so many ranks are on nodes like these. Of another number than these
-    have: one node is filled after the other, so that few may be left for the last.
+    """Number of ranks on the node with the fewest, if `num_ranks` ranks are on nodes like these. If that is another
+    number than these have, nodes are filled one after the other, so the last one may have few.
     """
     counts = Counter(nodes).values()
     if num_ranks == len(nodes):
@@ -186,11 +189,11 @@ def fewest_of_a_node(nodes: Sequence[str], num_ranks: int) -> int:
 
 
 def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:
-    """The cost file of `planner.cost`, or what was measured on the group; without one, on CUDA and NPU, what follows
-    from the run's own model and the published figures of its slowest device; on the CPU the measured file.
+    """The costs of `planner.cost`: of its file, or as measured on the group. Without it they are derived, on CUDA and
+    NPU from the run's own model and the published figures of its slowest device, on the CPU from the measured file.
 
-    A device that nobody has described is reckoned as another one of its kind; the cost's `source` says so. What was
-    measured for something else counts as estimated.
+    A device without a description is treated as another one of its kind; the cost's `source` says so. Costs that were
+    measured for something else count as estimates.
     """
     memory = memory_of(config, group, mode)
     file = cost_file_of(config, group)
@@ -207,7 +210,7 @@ def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:
 
 
 def cost_file_of(config: Config, group: WorkerGroup) -> CostFile | None:
-    """What a run's costs are read from; None: they are derived."""
+    """The file that a run's costs are read from; None if they are derived."""
     kind, named = group.members[0].described["device"], config.planner.cost
     if named == MEASURE:
         if group.measured_cost:
@@ -219,7 +222,7 @@ def cost_file_of(config: Config, group: WorkerGroup) -> CostFile | None:
 
 
 def difference_from(origin: Origin, config: Config, group: WorkerGroup, memory: MemoryModel) -> str:
-    """How what a cost was measured for differs from a run on these workers; empty: it does not."""
+    """How the conditions of a cost measurement differ from a run on these workers; empty if they do not."""
     kinds = {(member.described["device"], member.described["device_name"]) for member in group.members}
     found = (difference(origin, origin_of(config, memory, *kind, group.size)) for kind in sorted(kinds))
     return next(filter(None, found), "")
@@ -229,7 +232,7 @@ def check_cost(config: Config, group: WorkerGroup, mode: Mode) -> None:
     """Refuse a cost file that is not of the run's model, devices and settings.
 
     Raises:
-        ConfigError: what it is of, and what the run is.
+        ConfigError: names the file's and the run's.
     """
     named = config.planner.cost
     origin = CostFile.load(named).origin if named not in ("", MEASURE) else None

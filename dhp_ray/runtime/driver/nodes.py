@@ -13,7 +13,7 @@ LOOK_S = 1.0
 
 @dataclass
 class Draining:
-    """Ids of the nodes that leave soon, as of LOOK_S ago at most. Ray starts nothing new on them."""
+    """Ids of the nodes that leave soon, at most LOOK_S old. Ray starts nothing new on them."""
 
     _nodes: frozenset[str] = frozenset()
     _asked_s: float = field(default_factory=lambda: monotonic() - LOOK_S)

@@ -1,9 +1,9 @@
-"""The costs that a run plans with: those that it began with, and what measured packs have made of them.
+"""The costs that a run plans with: those at its start, refitted to measured packs.
 
     commit n     seconds of step n's packs --> refit --> the cost in force
     begin n + 2  the next step whose planning begins takes it
 
-What is in force stands in the plan file of each step, and in each checkpoint, so a run that is resumed goes on with it.
+The plan file of each step and each checkpoint record the costs in force, so a resumed run continues with them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dhp_ray.planner.refit import FAR, Observed, Refit, refit, with_factors
 from dhp_ray.planner.work import TERMS, Work
 
 WINDOW = 16
-"""Steps whose packs are looked at."""
+"""Number of steps whose packs are considered."""
 DECAY = 0.75
-"""What a step's packs count for after the next one."""
+"""Weight of a step's packs relative to those of the next step."""
 MOST_ROWS = 512
-"""Rows of a step that are kept: of more, every second, third, ..."""
+"""The most rows of a step that are kept; if there are more, every second, third, ... row."""
 
 Terms = dict[str, float]
 
 
 def wanted(config: Config, cost: CostModel) -> bool:
-    """Whether a run's costs are refitted: as `planner.refit` says, with auto where they were not measured for it. Runs
-    that are to compute the same bits keep theirs, and with them their plans.
+    """Whether a run's costs are refitted: as `planner.refit` says; with auto, unless they were measured for this run.
+    Runs that must compute the same bits keep their costs, and with them their plans.
     """
     if config.planner.refit != "auto":
         return config.planner.refit == "true"
@@ -40,7 +40,7 @@ def wanted(config: Config, cost: CostModel) -> bool:
 
 @dataclass
 class CostRefits:
-    """Of one run, over all its generations."""
+    """The refits of one run, over all its generations."""
 
     prior: CostModel | None = None
     factors: Terms = field(default_factory=dict)
@@ -50,13 +50,13 @@ class CostRefits:
 
     @property
     def cost(self) -> CostModel:
-        """In force."""
+        """The cost in force."""
         assert self.prior is not None
         return with_factors(self.prior, self.factors)
 
     def enter(self, prior: CostModel, on: bool) -> CostModel:
-        """Begin a generation whose costs are these; returns the cost in force. What was seen is kept where constants
-        are as before; factors are kept in any case: they tell of the device.
+        """Begin a generation whose costs before refits are `prior`; return the cost in force. Observations are kept if
+        the constants are the same as before. Factors are always kept, since they describe the device.
         """
         if self._recorded and on:
             terms, of = self._recorded
@@ -69,13 +69,14 @@ class CostRefits:
         return self.cost
 
     def restore(self, terms: Mapping[str, float], prior: Mapping[str, float] | None = None) -> None:
-        """Have the next generation go on with recorded terms; where `prior` is given, only from the same prior."""
+        """Let the next generation continue with recorded terms; if `prior` is given, only from the same prior."""
         if terms:
             self._recorded = dict(terms), None if prior is None else dict(prior)
 
     def observe(self, work: Work, busy_s: np.ndarray) -> Refit | None:
-        """Look at a step's packs, but for those that wait for copies to host memory, of which nobody knows how long;
-        returns what has changed, if anything has."""
+        """Observe a step's packs, except those that wait for copies to host memory, whose waits are unknown. Return the
+        change, or None.
+        """
         if not self.on or self.prior is None:
             return None
         busy_s = np.where(work.waits_s > 0, np.nan, busy_s)
@@ -89,8 +90,7 @@ class CostRefits:
         return found
 
     def to_json(self) -> dict[str, Terms]:
-        """What a checkpoint keeps: the terms in force, and those that they come from; empty where nothing is refitted.
-        """
+        """What a checkpoint keeps: the terms in force, and those before refits; empty without refits."""
         if not self.on or self.prior is None:
             return {}
         return {"terms": _terms(self.cost), "prior": _terms(self.prior)}
@@ -101,7 +101,7 @@ def _terms(cost: CostModel) -> Terms:
 
 
 def _factors(terms: Terms, prior: CostModel) -> Terms:
-    """Those that make `terms` of a prior; none where they are out of bounds, so of another cost."""
+    """The factors between `terms` and those of a prior; none if they are out of bounds, that is, of another cost."""
     of = _terms(prior)
     found = {name: terms[name] / of[name] for name in TERMS if of[name] > 0 and name in terms}
     return found if all(1 / FAR <= factor <= FAR for factor in found.values()) else {}

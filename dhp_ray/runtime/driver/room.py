@@ -1,6 +1,6 @@
-"""What must fit before a run trains: the resident state in device memory, what ranks keep in their node's memory, and
-the checkpoints where they are written.
-And what follows from a device's memory and the run's model: tokens a rank of each generation.
+"""Checks before a run trains that everything fits: the resident state in device memory, what ranks keep in their node's
+memory, and the checkpoints where they are written. Also derives the tokens a rank of each generation from the memory of
+the devices and the run's model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dhp_ray.runtime.messages import RunError
 
 
 def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
-    """Tokens of a pack that a rank's memory holds beside the resident state, whatever they are.
+    """Tokens of a pack, of any kind, that a rank's memory holds besides the resident state.
 
     Raises:
         RunError: not even one.
@@ -53,8 +53,9 @@ def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
 
 
 def limits_of_generation(config: Config, group: WorkerGroup, num_ranks: int) -> Limits:
-    """What each of so many ranks like these holds of a pack: no more than at the run's first start, or than its longest
-    sequence asks of so few ranks; and what beyond that with activations in host memory."""
+    """What each of `num_ranks` ranks like these holds of a pack: at most as much as at the run's first start, or as its
+    longest sequence requires on this many ranks; and how much more with activations in host memory.
+    """
     return _limits_in(config, group, num_ranks, mode_of(config, group, True, num_ranks).mode)
 
 
@@ -66,8 +67,9 @@ def _limits_in(config: Config, group: WorkerGroup, num_ranks: int, mode: Mode) -
 
 
 def limits_as_given(config: Config, group: WorkerGroup, mode: Mode) -> Limits:
-    """`planner.tokens_per_rank`, of which what the devices do not hold is held with activations in host memory, where
-    these may go there."""
+    """`planner.tokens_per_rank`. The part that the devices do not hold is held with activations in host memory, if they
+    may be moved there.
+    """
     tokens, memory = int(config.planner.tokens_per_rank), memory_of(config, group, mode)
     if share_of_every_pack(config):
         return Limits(tokens, offload_of(config, memory, group, tokens))
@@ -77,8 +79,10 @@ def limits_as_given(config: Config, group: WorkerGroup, mode: Mode) -> Limits:
 
 
 def _fitting(config: Config, memory: MemoryModel, group: WorkerGroup) -> int:
-    """Tokens of a pack that each rank's device holds, at least 1. On the CPU packs lie in the node's memory, beside all
-    that its ranks keep there. (Elsewhere `check_host_memory` refuses what a node has no room for.)"""
+    """Tokens of a pack that each rank's device holds, at least 1. On the CPU packs lie in the node's memory together
+    with everything else that its ranks keep there. (On devices, `check_host_memory` refuses what a node has no room
+    for.)
+    """
     device_tokens, share = plain_tokens(config, memory, group), share_of_every_pack(config)
     if memory.settings.device != "cpu":
         return max(1, device_tokens)
@@ -92,8 +96,9 @@ def _fitting(config: Config, memory: MemoryModel, group: WorkerGroup) -> int:
 
 
 def ranks_that_hold(config: Config, group: WorkerGroup, max_ranks: int) -> Callable[[int], int]:
-    """How many ranks hold a sequence of so many tokens, where tokens a rank follow the number of ranks; more than
-    `max_ranks` where these do not."""
+    """A function that tells how many ranks hold a sequence of a number of tokens, if tokens a rank depend on the number
+    of ranks; more than `max_ranks` if `max_ranks` are too few.
+    """
     most_of = cache(lambda num_ranks: most_tokens_of(config, group, num_ranks,
                                                      partial(_limits_in, config, group, num_ranks)))
     return lambda num_tokens: 1 + bisect_left(
@@ -101,9 +106,9 @@ def ranks_that_hold(config: Config, group: WorkerGroup, max_ranks: int) -> Calla
 
 
 def within_memory(config: Config, group: WorkerGroup, mode: Mode, auto: bool) -> tuple[Limits, CostModel]:
-    """What a rank of this generation holds of a pack, and its cost with this model's memory in it.
+    """What a rank of this generation holds of a pack, and the costs with this model's memory.
 
-    `auto`: no more than this generation's ranks hold; a batch that then fits no more waits for others to come.
+    `auto`: no more than this generation's ranks hold; a batch that then no longer fits waits for more ranks.
     """
     memory = memory_of(config, group, mode)
     limits = limits_of_generation(config, group, group.size) if auto else limits_as_given(config, group, mode)
@@ -119,7 +124,7 @@ def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
     """Refuse a model whose resident state leaves no room on a rank.
 
     Raises:
-        RunError: what is needed, what there is.
+        RunError: says how much is needed and how much there is.
     """
     memory = memory_of(config, group, mode)
     needed = sum(memory.resident().values())
@@ -141,7 +146,7 @@ def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
     their state lies there too.
 
     Raises:
-        RunError: which node, how much, what there is, and which key to change.
+        RunError: says which node, how much is needed, how much there is, and which key to change.
     """
     memory = memory_of(config, group, mode)
     alone = MemoryModel(memory.shape, replace(memory.settings, mirror_every_steps="0"))
@@ -166,7 +171,9 @@ def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:
-    """Checkpoints that a run will write after `done` of `total` steps: one every so many (0: none), one at the end."""
+    """Number of checkpoints that a run will still write after `done` of `total` steps: one every `every` steps (0:
+    none) and one at the end.
+    """
     if done >= total:
         return 0
     return (total // every - done // every + (total % every > 0)) if every else 1
@@ -175,13 +182,13 @@ def saves_ahead(done: int, total: int, every: int) -> int:
 def check_room(
     members: Sequence[Member], config: Config, run_folder: Path | None, num_present: int, num_ahead: int
 ) -> None:
-    """Refuse a run that could not save: as many checkpoints as it will hold at a time in `run_folder`, or each node's
-    parts of one to be uploaded.
+    """Refuse a run that could not save: `run_folder` must have room for as many checkpoints as it will hold at a time,
+    or each node for its parts of one checkpoint to be uploaded.
 
-    `num_present`: whole checkpoints that the folder has already, of those that are kept.
+    `num_present`: complete checkpoints that the folder already has, of those that are kept.
 
     Raises:
-        RunError: what is needed, what is free, which key.
+        RunError: says how much is needed, how much is free, and which key to change.
     """
     if not num_ahead:
         return

@@ -1,4 +1,4 @@
-"""What a run holds between two steps: its services, its history, and what belongs to one generation of the group."""
+"""The state of a run between two steps: its services, its history, and what belongs to one generation of the group."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
 from dhp_ray.runtime.records.watch import Watch
 
 STUCK_SHARE = 0.75
-"""A rank is stuck after this share of the time within which it is to be found: looks come only now and then."""
+"""A rank counts as stuck after this share of the time within which it must be found, since surveys are not continuous.
+"""
 LOOKS_PER_HANG = 8
-"""How often workers are looked at in `elastic.hang_s` seconds, while a step runs."""
+"""Number of surveys of the workers in `elastic.hang_s` seconds while a step runs."""
 
 COMPILING_TOLD_S = 5.0
-"""Reading the machine code from its cache takes less."""
+"""Compiling longer than this is reported; reading the machine code from its cache takes less."""
 
 
 @dataclass
 class Generation:
-    """What belongs to one membership of the group: it plans for these ranks, evaluates, measures their speeds."""
+    """What belongs to one membership of the group: it plans for these ranks, evaluates, and measures their speeds."""
 
     number: int = 0
     dispatcher: Dispatcher = field(init=False)
@@ -70,7 +71,7 @@ class History:
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is ready for its next step: the services that it uses to its end, its history, its generation."""
+    """A run that is ready for its next step: the services that it uses to its end, its history, and its generation."""
 
     config: Config
     group: WorkerGroup
@@ -93,7 +94,7 @@ class Session:
 
     @property
     def stopping(self) -> str:
-        """Why the run is to end early; empty: it is not."""
+        """Why the run is to end early; empty if it is not."""
         return self.stop_reason()
 
     @property
@@ -102,7 +103,7 @@ class Session:
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """Which rank holds the replica of each rank's shard."""
+        """The rank that holds the replica of each rank's shard."""
         return replica_ranks_of(self.group.nodes) if self.mirroring.every else ()
 
     @cached_property
@@ -116,13 +117,14 @@ class Session:
 
     @property
     def pool_groups(self) -> int:
-        """How many process groups every rank keeps: `comm.pool_groups`, or what all devices hold."""
+        """Number of process groups that every rank keeps: `comm.pool_groups`, or as many as all devices have room for.
+        """
         device = ACCELERATORS[self.group.members[0].described["device"]]
         return device.pool_groups(self.config.comm.pool_groups, self.group.memory_bytes)
 
     def stuck_s(self, plan: Plan) -> float:
-        """How long a rank may stand still in a step: many times as long as a layer takes, once it is known what
-        predictions are worth.
+        """How long a rank may stand still in a step: many times the duration of a layer, once the scale of predictions
+        is known.
         """
         elastic, scale = self.config.elastic, self.history.scale
         if not scale.ratios:
@@ -134,9 +136,10 @@ class Session:
         return STUCK_SHARE * max(elastic.hang_s, elastic.hang_factor * layer_s)
 
     def leaving(self) -> dict[int, Condition]:
-        """Ranks that ought to leave the group though they work: they are too slow, or Ray takes their node away.
+        """Ranks that should leave the group although they work: they are too slow, or Ray is taking their node away.
 
-        Where a successor is as slow, it is the place: it stays, with as much work as it can do.
+        If the replacement in a slot is slow as well, the place is the cause: the worker stays, with as much work as it
+        can do.
         """
         drained = self.draining.nodes()
         return {rank: Condition.SLOW for rank in self.current.meter.no_good()
@@ -146,8 +149,8 @@ class Session:
     def enter(
         self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None
     ) -> None:
-        """Start planning for `generation`, which the group has joined: first the `batches` that an earlier one left and
-        those that `reader` takes.
+        """Start planning for `generation`, which the group has joined. Plan first the `batches` of an earlier
+        generation and those that `reader` takes.
         """
         self.current.number = generation
         self.records.cluster(generation, self.group.membership())
@@ -179,8 +182,8 @@ class Session:
                                              self.current.number, self.stop_reason)
 
     def compiling_told(self) -> Iterator[Message]:
-        """Report once how long compiling the planner's loops, or reading them from their cache, took. It is no part of
-        planning times.
+        """Report once how long it took to compile the planner's loops or to read them from their cache. Planning times
+        do not include it.
         """
         if self.compiled.done() and not self.history.compiling_told:
             self.history.compiling_told = True
@@ -190,7 +193,7 @@ class Session:
                 yield Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later runs")
 
     def mode_told(self) -> Iterator[Message]:
-        """Report which mode was chosen and why: at the start, and where a later generation's is another one."""
+        """Report which mode was chosen and why: at the start, and when a later generation has another one."""
         told = self.history.mode_told
         choice, first = self.choice, self.first_choice
         if told is None and first and first.mode == choice.mode:
@@ -203,7 +206,7 @@ class Session:
             yield Notice(choice.line)
 
     def note_not_deleted(self, failures: Sequence[str]) -> None:
-        """Record what could not be deleted of old checkpoints."""
+        """Record files of old checkpoints that could not be deleted."""
         for failure in failures:
             self.records.event("not_deleted", error=failure)
 

@@ -1,12 +1,12 @@
-"""How fast each rank is, from what its packs should have cost and what they did. Nothing here touches a worker.
+"""How fast each rank is, from the predicted and the measured seconds of its packs. Nothing here calls a worker.
 
 A rank's slowdown is its unblocked seconds over the nominal compute seconds of the packs that it ran: long packs and
-waiting for others change neither. Slowdowns are smoothed over a few steps; a rank's speed is the group's typical
-slowdown over its own, so a machine that is slow as a whole, or a cost file that is off, makes nobody slow.
+waiting for others change neither. Slowdowns are smoothed over a few steps. A rank's speed is the group's typical
+slowdown over its own, so no rank counts as slow because the whole machine is slow or the cost file is off.
 
-The planner divides a pack's work by the speed, but not what each pack pays once (`pack_s`: launches). The speed that it
-is told is therefore that of the work: a rank with 5 s of work and 1 s paid once that is busy for 11 s has speed 6/11 as
-people see it, and 5/10 in a plan.
+The planner divides a pack's work by the speed, but not its fixed seconds (`pack_s`: launches). The planner therefore
+gets the speed of the work alone: a rank with 5 s of work and 1 s of fixed time that is busy for 11 s has speed 6/11 in
+reports, and 5/10 in a plan.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from dataclasses import dataclass, field
 from dhp_ray.train.results import StepResult
 
 DECAY = 0.5
-"""What the last step's sums count for in the next: three steps make seven eighths of a change visible."""
+"""Weight of the last step's sums in the next: after three steps seven eighths of a change are visible."""
 
 NOMINAL_FROM = 0.85
-"""From this speed on a rank counts as one of nominal speed: plans do not follow noise."""
+"""From this speed on a rank counts as nominal, so that plans do not follow noise."""
 
 GRAIN = 0.05
-"""Speeds below are told to the planner in such steps from a half on, in half of them from a quarter on, and so forth: a
-rank that is far too slow would hold up all others if it were taken to be a little faster than it is."""
+"""Lower speeds are rounded to multiples of this from a half on, to multiples of half of it from a quarter on, and so
+forth: a rank that is far too slow would delay all others if the plan took it to be a little faster than it is.
+"""
 
 SLOW_BELOW = 0.7
 SLOW_STEPS = 5
-"""A rank counts as slow, which people are told of, after so many steps in a row under that speed."""
+"""A rank is reported as slow after this many consecutive steps below SLOW_BELOW."""
 
 FORGET_AFTER = 10
-"""Steps without a pack after which a rank is given one as if it were of nominal speed, to see."""
+"""After this many steps without a pack a rank gets one as if it had nominal speed, to measure it again."""
 
 
 @dataclass
@@ -46,7 +47,8 @@ class _Rank:
 
 @dataclass
 class SpeedMeter:
-    """The speeds of one generation's ranks. One under `evict_below` for `patience` steps in a row is no good any more.
+    """The speeds of one generation's ranks. A rank below `evict_below` for `patience` consecutive steps should be
+    replaced.
     """
 
     num_ranks: int
@@ -62,7 +64,9 @@ class SpeedMeter:
         self._measured = (1.0,) * self.num_ranks
 
     def observe(self, nominal_s: Sequence[float], busy_s: Sequence[float], once_s: Sequence[float] = ()) -> None:
-        """One step: seconds by rank. `once_s`: those of `nominal_s` that packs pay once (none where it is empty)."""
+        """Observe one step: seconds by rank. `once_s`: the part of `nominal_s` that is fixed for each pack (empty:
+        none).
+        """
         for rank, nominal, busy, once in zip(self._ranks, nominal_s, busy_s, once_s or [0.0] * len(busy_s),
                                              strict=True):
             if nominal > 0 and busy > 0:
@@ -83,24 +87,24 @@ class SpeedMeter:
             rank.below = {limit: rank.below.get(limit, 0) + 1 for limit in passed}
 
     def measured(self) -> tuple[float, ...]:
-        """Speed of each rank: 1.0 is the group's typical one."""
+        """Speed of each rank; 1.0 is the group's typical speed."""
         return self._measured
 
     def planned(self) -> tuple[float, ...]:
-        """The speeds to plan with: those of the packs' work, without what they pay once."""
+        """The speeds to plan with: those of the packs' work, without fixed seconds."""
         return tuple(1.0 if speed >= NOMINAL_FROM else _told(self._work_speed(rank))
                      for rank, speed in zip(self._ranks, self.measured()))
 
     def _work_speed(self, rank: _Rank) -> float:
-        """Speed of a rank that is slow: its busy seconds are more than what its packs pay once."""
+        """Work speed of a slow rank, whose busy seconds exceed the fixed seconds of its packs."""
         return self._typical * (rank.nominal_s - rank.once_s) / (rank.busy_s - self._typical * rank.once_s)
 
     def slow(self) -> set[int]:
-        """Ranks that are slow and have been so for a while."""
+        """Ranks that have been slow for a while."""
         return {place for place, rank in enumerate(self._ranks) if rank.below.get(SLOW_BELOW, 0) >= SLOW_STEPS}
 
     def news(self) -> dict[int, bool]:
-        """Ranks that have become slow (True), or are no longer (False), since the last call."""
+        """Ranks that have become slow (True) or are no longer slow (False) since the last call."""
         slow, reported = self.slow(), self._reported
         self._reported = slow
         return {rank: rank in slow for rank in sorted(slow ^ reported)}

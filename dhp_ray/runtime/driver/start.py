@@ -1,5 +1,4 @@
-"""What happens before the first step: the run folder is opened, the workers join, the data stream takes up its place.
-"""
+"""What happens before the first step: opening the run folder, waiting for the workers, positioning the data stream."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
                  stopping: Callable[[], str] = lambda: "") -> Generator[Message, None, Session]:
     """Open or resume the run of `run.dir`; yields what the user should see, returns the session.
 
-    `going_on`: the workers hold the state of this very run, whose driver was lost; they are left as they are.
+    `going_on`: the workers hold the state of this run, whose driver was lost; they are left as they are.
     `stopping`: why to end early.
 
     Raises:
@@ -140,7 +139,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
 
 
 def _compiled() -> Future[float]:
-    """Compile the planner's loops in a thread; the future has the seconds that it took."""
+    """Compile the planner's loops in a thread; the future returns the seconds that it took."""
     done: Future[float] = Future()
 
     def compile_loops() -> None:
@@ -154,7 +153,7 @@ def _compiled() -> Future[float]:
 
 
 def first_samples(stream: Stream | Mixture, num_samples: int) -> Sequence[Sample]:
-    """The samples of the run's first batch, of any length; the stream is left at its begin.
+    """The samples of the run's first batch, of any length. The stream is reset to its beginning.
 
     Raises:
         DataError: they cannot be read.
@@ -165,7 +164,7 @@ def first_samples(stream: Stream | Mixture, num_samples: int) -> Sequence[Sample
 
 
 def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
-    """Learn where the workers are, and that each of them reaches the run folder."""
+    """Ask the workers for their places, and check that each of them reaches the run folder."""
     probe = f".reach-{uuid.uuid4().hex}"
     folder.write(probe, b"")
     try:
@@ -178,10 +177,10 @@ def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
 def resolve_limits(
     config: Config, stored: Mapping[str, Any], group: WorkerGroup, going_on: bool = False
 ) -> Choice:
-    """Fix the run's limits and how its ranks synchronise at its first start; later starts read them back from the run
-    folder (`stored`). Returns the mode that the workers are to start in.
+    """Fix the run's limits and how its ranks synchronise at its first start; later starts read them from the run folder
+    (`stored`). Returns the mode in which the workers start.
 
-    `going_on`: `group` is who is left of the workers of a run that goes on, which may wait for others.
+    `going_on`: `group` has the remaining workers of a run that continues, and may wait for others.
 
     Raises:
         RunError: the model does not fit, or auto finds no number.
@@ -211,7 +210,9 @@ def resolve_limits(
 
 
 def recorded_sync(config: Config, stored: Mapping[str, Any]) -> str:
-    """What `planner.sync=auto` came to at the run's first start; empty: it is not open, or this is the first."""
+    """The result of `planner.sync=auto` at the run's first start; empty if it is not auto, or if this is the first
+    start.
+    """
     found = stored.get("planner.sync")
     return str(found) if config.planner.sync == "auto" and found in SYNCS else ""
 
