@@ -1,5 +1,5 @@
-"""What driver, workers and the job's process tell one another, and the errors that end a run. Neither torch nor Ray
-here: the console needs none.
+"""Messages between driver, workers and the job's process, and the errors that end a run. This module imports neither
+torch nor Ray, because the console needs neither.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class RunError(RuntimeError):
 
 
 class GroupError(RunError):
-    """A worker died, raised or answers no more. While training, the group forms anew; before, it ends the run.
+    """A worker died, raised or no longer answers. During training the group forms anew; before training the run ends.
 
-    `silent`: the ranks that have just left a question unanswered.
+    `silent`: the ranks that have just left a survey unanswered.
     """
 
     def __init__(self, text: str, silent: Sequence[int] = ()) -> None:
@@ -30,15 +30,17 @@ class GroupError(RunError):
 
 
 class StoppingError(Exception):
-    """Waiting has ended early: the run has been asked to end, and needs nothing more."""
+    """A wait ended early because the run has been asked to end and needs nothing more."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's place in one generation of the group, the rendezvous store, which rank holds each rank's replica (empty:
-    none), how many process groups all ranks keep (0: as many as this rank's device holds), the mode in which they train
-    where the configuration says auto (None: in `step`, the plain way); and the node of each rank, by any name (empty:
-    one node).
+    """A rank's place in one generation of the group.
+
+    store_host, store_port: the rendezvous store. replica_ranks: the rank that holds each rank's replica (empty: none).
+    pool_groups: how many process groups all ranks keep (0: as many as this rank's device holds). mode: how they train
+    where the configuration says auto (None: in `step`, the plain way). nodes: the node of each rank, by any name
+    (empty: one node).
     """
 
     rank: int
@@ -52,12 +54,12 @@ class Membership:
     nodes: tuple[str, ...] = ()
 
     def ranks_by_node(self) -> list[list[int]]:
-        """The ranks of each node, in the order of its first one."""
+        """The ranks of each node, ordered by the first rank of each node."""
         nodes = self.nodes or ("",) * self.world_size
         return [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
 
     def mode_in(self, config: Config) -> Mode:
-        """How the rank trains: by the configuration, and where that says auto by `mode`."""
+        """How the rank trains: as the configuration says, or as `mode` says where that is auto."""
         from dhp_ray.planner.mode import PLAIN, Mode  # brings numba, which a refused run has no time for
 
         chosen = self.mode or PLAIN
@@ -68,9 +70,10 @@ class Membership:
 
 
 class StepOrder(NamedTuple):
-    """What all ranks are told to run: the plan of a step that they have prefetched. The samples in `placeholders` keep
-    their place with every label masked; the values are reasons. `total_steps` are those of the learning rate's
-    schedule. `mirrors`: the state is copied to other ranks after the step.
+    """The plan of a step that all ranks have prefetched and must run.
+
+    placeholders: samples that keep their place with every label masked, with reasons. total_steps: for the schedule of
+    the learning rate. mirrors: the state is copied to other ranks after the step.
     """
 
     step: int
@@ -82,14 +85,15 @@ class StepOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class FromCheckpoint:
-    """Begin with a checkpoint's state, or with fresh weights (no name)."""
+    """Begin with the state of a checkpoint, or with fresh weights (no name)."""
 
     name: str = ""
 
 
 @dataclass(frozen=True)
 class FromMemory:
-    """Begin with what the workers hold of an earlier generation. `owners`: the shards that this worker supplies."""
+    """Begin with the state that workers hold of an earlier generation. `owners`: the shards that this worker supplies.
+    """
 
     generation: int
     version: int
@@ -98,7 +102,7 @@ class FromMemory:
 
 @dataclass(frozen=True)
 class HeldShards:
-    """Complete shard versions that a worker has of one generation: {owner: versions}."""
+    """Complete shard versions of one generation that a worker holds: {owner: versions}."""
 
     generation: int
     world_size: int
@@ -115,12 +119,12 @@ class Ran:
 
 @dataclass(frozen=True)
 class Status:
-    """A worker's own account, given at any time.
+    """A worker's report on itself, given at any time.
 
-    `generation` is the one that it is in or enters. `call` is what its training thread is at (empty: idle),
-    `last_mark` the mark that it passed last in words, `mark_id` the same with its number, `waits_for_peers` whether it
-    waits for them there. `error` is what it raised, unless a lost peer
-    was the cause. `ran` has its last steps, `steps` the last step that left each state version.
+    generation: the one that it is in or enters. call: the current call of its training thread (empty: idle).
+    last_mark: the last mark that it passed, in words. mark_id: the same with its number. waits_for_peers: whether it
+    waits there for peers. error: what it raised, unless a lost peer was the cause. ran: its last steps. steps: the last
+    step that left each state version.
     """
 
     generation: int = 0
@@ -145,7 +149,8 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepCommitted:
-    """A step is committed. `metrics` is its line in metrics.jsonl, `extra` what only the console and TensorBoard show.
+    """A step is committed. `metrics` is its line in metrics.jsonl; `extra` is shown only on the console and in
+    TensorBoard.
     """
 
     metrics: dict[str, Any]
@@ -154,21 +159,21 @@ class StepCommitted:
 
 @dataclass(frozen=True)
 class Notice:
-    """A line that the user should see: a sample left out, a save that failed."""
+    """A line that the user should see: a skipped sample, a failed save."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Replace:
-    """The worker of a slot is gone or no good: the job's process ends it and starts another one in its place."""
+    """The worker of a slot is gone or unusable: the job's process ends it and starts another one in its place."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class RunFinished:
-    """The run is over. `error` is empty when all went well; `status` is the exit status of the job."""
+    """The run is over. `error` is empty if all went well; `status` is the exit status of the job."""
 
     text: str
     error: str = ""

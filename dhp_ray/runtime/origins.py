@@ -1,5 +1,4 @@
-"""What a run's costs have to be of: its model, device and settings, as cost files name them. Neither torch nor Ray
-here.
+"""The model, device and settings that a run's costs must be of, as cost files name them. Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dhp_ray.planner.memory import MemoryModel
 
 
 def origin_of(config: Config, memory: MemoryModel, kind: str, device_name: str, num_ranks: int) -> Origin:
-    """The origin of a cost that is measured for a run, on so many devices of this kind and name."""
+    """The origin of costs measured for a run on `num_ranks` devices of this kind and name."""
     device: dict[str, Any] = {"kind": kind, "name": device_name, "count": num_ranks}
     if kind == "cpu":
         device["threads"] = max(1, int(config.cluster.cpus_per_worker))
@@ -27,6 +26,6 @@ def model_name(config: Config) -> str:
 
 
 def _adapters(config: Config) -> Mapping[str, Any]:
-    """What adapters are made from, as far as that decides what they cost; empty without them."""
+    """The settings of adapters that affect their costs; empty without adapters."""
     lora = config.train.lora
     return {"rank": lora.rank, "targets": list(lora.targets), "dropout": lora.dropout} if lora.rank else {}

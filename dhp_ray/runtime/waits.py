@@ -1,6 +1,6 @@
-"""What a run waits for: said on the console while it lasts, kept with its length once it is over.
+"""What a run waits for. The console reports a wait while it lasts, and its length is recorded once it is over.
 
-Whoever waits may be blocked anywhere, so a thread looks now and then whether there is something to say.
+The waiting thread may be blocked anywhere, so another thread checks regularly whether there is something to report.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from time import monotonic
 from dhp_ray.runtime.messages import Notice
 
 LONG_S = 10.0
-"""A wait of so many seconds is a long one: it is said, and kept."""
+"""A wait of this many seconds is long: it is reported and recorded."""
 
 LOOK_S = 1.0
 
 SAID_AT = (1, 3, 6, 12, 30, 60)
-"""When a wait is said, in units of what makes it a long one; after the last, once every so many."""
+"""When a wait is reported, in multiples of its limit; after the last of these, at every multiple of the last."""
 
 
 @dataclass(frozen=True)
 class Waited:
-    """A long wait that is over."""
+    """A long wait that has ended."""
 
     what: str
     seconds: float
@@ -41,15 +41,16 @@ class _Wait:
 
 
 def said_at_s(said: int, long_s: float = LONG_S) -> float:
-    """Seconds after which a wait is said that has been said so often: 10, 30, 60, 120, 300, 600, 1200, ..."""
+    """Seconds after which a wait that was reported `said` times is reported again: 10, 30, 60, 120, 300, 600, 1200...
+    """
     last = SAID_AT[-1]
     return long_s * (SAID_AT[said] if said < len(SAID_AT) else last * (said - len(SAID_AT) + 2))
 
 
 class Waits:
-    """The waits of one thread. One may lie within another; the innermost is the one that is said.
+    """The waits of one thread. They may be nested; the innermost one is reported.
 
-    `say` is called from a thread of its own; without it nothing is said. `close` ends that thread.
+    `say` is called from a separate thread; without it nothing is reported. `close` ends that thread.
     """
 
     def __init__(self, say: Callable[[Notice], None] | None = None, look_s: float = LOOK_S,
@@ -67,7 +68,7 @@ class Waits:
     def on(self, what: str, long_s: float = LONG_S, shows_itself: bool = False) -> Iterator[None]:
         """Report a wait for `what` that takes longer than `long_s` seconds; put it around the code that waits.
 
-        `shows_itself`: the user sees by other means that it goes on.
+        `shows_itself`: the user can see progress in another way.
         """
         wait = _Wait(what, self._clock(), long_s, shows_itself)
         self._under_way.append(wait)
@@ -83,7 +84,7 @@ class Waits:
             self._write()
 
     def due(self) -> Notice | None:
-        """What is to be said now."""
+        """The message that is due now, if any."""
         for wait in self._under_way[-1:]:
             seconds = self._clock() - wait.since
             if seconds >= said_at_s(wait.said, wait.long_s) and not wait.shows_itself:
@@ -92,15 +93,15 @@ class Waits:
         return None
 
     def add(self, waited: list[Waited]) -> None:
-        """Add long waits, of another process too; they are written with the next. Any thread may call this."""
+        """Add long waits, also of another process; they are written with the next one. Any thread may call this."""
         self._ended.extend(waited)
 
     def taken(self) -> list[Waited]:
-        """The long waits that have ended and are written nowhere yet; they are the caller's from here on."""
+        """Remove and return the long waits that have ended and are not written yet."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def keep(self, record: Callable[[Waited], None]) -> None:
-        """Write the long waits so far with `record`, and from now on each as it ends."""
+        """Write the long waits so far with `record`, and from now on each one as it ends."""
         self._record = record
         self._write()
 

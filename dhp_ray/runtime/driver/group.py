@@ -1,4 +1,4 @@
-"""The workers of one generation: calls to all of them, one clear error when one fails, and a survey of how each is."""
+"""The workers of one generation: calls to all of them, one clear error if one fails, and a survey of their health."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from dhp_ray.runtime.rank_slices import RowIndex, packed_slices
 from dhp_ray.runtime.waits import Waits
 
 GRACE_S = 5.0
-"""A killed rank makes its peers raise first; its own death is known to Ray a little later."""
+"""When a rank is killed, its peers raise first; Ray learns of its death a little later."""
 
 AGAIN_S = 0.3
-"""How long one may take that has just not answered for SURVEY_S."""
+"""How long to wait for a rank that has just not answered within SURVEY_S."""
 
 IDLE_LOOK_S = 1.0
-"""How often workers are looked at that wait for data, and have no call that would fail."""
+"""How often to survey workers that wait for data and have no call that would fail."""
 
 STOP_POLL_S = 0.2
-"""How often a wait that ends with the run asks whether it is to end."""
+"""How often a wait checks whether the run is to end."""
 
 WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck",
          Condition.RAISED: "raised", Condition.SLOW: "is too slow",
@@ -44,7 +44,7 @@ WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.
 
 @dataclass
 class Member:
-    """A worker: the slot of the job's process that it fills, its actor, and what it said of itself."""
+    """A worker: its slot in the job's process, its actor, and its description of itself."""
 
     slot: int
     actor: ActorHandle
@@ -56,7 +56,8 @@ class Member:
 
 
 def by_node(members: Sequence[Member]) -> list[Member]:
-    """Sort members into rank order: a node's ranks are neighbours; nodes and members keep the order of coming."""
+    """Sort members into rank order: the ranks of a node are neighbours; otherwise nodes and members keep their order.
+    """
     nodes = list(dict.fromkeys(member.described["node_id"] for member in members))
     return sorted(members, key=lambda member: nodes.index(member.described["node_id"]))
 
@@ -64,12 +65,13 @@ def by_node(members: Sequence[Member]) -> list[Member]:
 class WorkerGroup:
     """Worker actors, in rank order once they have been described.
 
-    Before a run trains, an error waits a little for the death that explains it. Once it does (`look_s`), errors come at
-    once, for a survey explains them, and after every `look_s` seconds without a result the workers are looked at.
+    Before a run trains, an error waits a short time for the death that explains it. Once the run trains (`look_s` is
+    set), errors are raised at once, because a survey explains them, and the workers are surveyed after every `look_s`
+    seconds without a result.
     """
 
     def __init__(self, members: Sequence[Member], look_s: float | None = None, waits: Waits | None = None) -> None:
-        """`waits`: where those who wait for the group say so."""
+        """`waits`: records waits for the group."""
         self.members, self.look_s = list(members), look_s
         self.exchange_s = math.inf  # how long all ranks may wait for one another
         self.measured_cost: CostFile | None = None  # of planner.cost=measure
@@ -82,7 +84,7 @@ class WorkerGroup:
         return len(self.members)
 
     def describe(self, device: str, probe: str) -> None:
-        """Learn where the workers are, and number them so that the ranks of a node are neighbours."""
+        """Ask the workers for their places, and number them so that the ranks of a node are neighbours."""
         for member, described in zip(self.members, self.call("describe", device, probe)):
             member.described = described
         self.members = by_node(self.members)
@@ -94,14 +96,14 @@ class WorkerGroup:
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory that every rank has at least. The ranks of a node share its memory on the CPU."""
+        """Device memory of the rank with the least. On the CPU the ranks of a node share its memory."""
         found, sharing = [member.described for member in self.members], Counter(self.nodes)
         return min(member["memory_bytes"] // (sharing[member["node_id"]] if member["device"] == "cpu" else 1)
                    for member in found)
 
     @property
     def num_layers(self) -> int:
-        """Of the model that the workers train."""
+        """Number of layers of the model that the workers train."""
         return int(self.members[0].described["num_layers"])
 
     def membership(self) -> list[dict[str, Any]]:
@@ -119,8 +121,8 @@ class WorkerGroup:
         origins: Sequence[Any],
         step: int,
     ) -> Calls:
-        """Let all workers enter a generation after `step`, which trains in `mode`, each from its origin (FromCheckpoint
-        or FromMemory); the calls return their state versions.
+        """Let all workers enter a generation after `step` that trains in `mode`, each from its origin (FromCheckpoint
+        or FromMemory). The calls return their state versions.
         """
         return direct_calls([
             member.actor.join.remote(
@@ -129,13 +131,13 @@ class WorkerGroup:
             for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))])
 
     def open_relays(self, most_ranks: int) -> None:
-        """From here on call the ranks, where they are more than `most_ranks`, through relays of so many at most."""
+        """If there are more than `most_ranks` ranks, call them through relays of at most `most_ranks` from now on."""
         self.close_relays()
         if self.size > most_ranks:
             self._relays = Relays([member.actor for member in self.members], most_ranks)
 
     def close_relays(self) -> None:
-        """Call each rank itself again: who belongs to the group may change."""
+        """Call each rank directly again, since the members of the group may change."""
         if self._relays:
             self._relays.close()
             self._relays = None
@@ -155,7 +157,7 @@ class WorkerGroup:
                              for member, packed in zip(self.members, packed_slices(slices, index), strict=True)])
 
     def each(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
-        """Call the ranks themselves, whatever else they are called through: a reference each."""
+        """Call the ranks directly, even if there are relays; returns one reference for each rank."""
         return [getattr(member.actor, method).remote(*arguments) for member in self.members]
 
     def collect(
@@ -166,15 +168,16 @@ class WorkerGroup:
         end_stuck: bool = False,
         stopping: Callable[[], str] | None = None,
     ) -> list[Any]:
-        """Results by rank. While all workers get on, they may take as long as they need.
+        """Return results by rank. As long as all workers make progress, they may take any time.
 
-        With `end_stuck` a stuck one is ended at once: it may be a thread other than the one that trains, which no
-        survey sees.
+        With `end_stuck` a stuck worker is ended at once: the stuck thread may not be the training thread, so no survey
+        would see it.
 
         Raises:
-            GroupError: a rank died, raised, answers no more, or stands still for `stuck_s` without waiting for others;
-                the message names it, with its own words where it has any. Or all wait for one another, or a relay died.
-            StoppingError: `stopping` gives a reason to end the run before all have come.
+            GroupError: a rank died, raised, no longer answers, or stands still for `stuck_s` without waiting for others
+                (the message names it and quotes its error if there is one); or all ranks wait for one another; or a
+                relay died.
+            StoppingError: `stopping` returns a reason to end the run before all results are there.
         """
         pending = dict(calls.ranks)
         look_s = look_s or self.look_s
@@ -198,8 +201,8 @@ class WorkerGroup:
         return [results[rank] for rank in range(len(results))]
 
     def wait(self, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> None:
-        """Wait for `pending`, which does not call the workers, or until it is `enough`; once the run trains, they are
-        looked at every IDLE_LOOK_S seconds.
+        """Wait for `pending`, which does not call the workers, or until `enough` returns True. Once the run trains,
+        survey the workers every IDLE_LOOK_S seconds meanwhile.
 
         Raises:
             GroupError: a rank died.
@@ -214,9 +217,9 @@ class WorkerGroup:
                 last = monotonic()
 
     def survey(self, silent: Collection[int] = ()) -> list[tuple[HealthReport, Status]]:
-        """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. Those of
-        `silent` ranks, which have just left a question unanswered, are not waited for so long again, unless nobody
-        answered: then it may be this process that was held up.
+        """Query the health of every worker, by rank; give up on answers that take longer than SURVEY_S. `silent` ranks,
+        which have just left a survey unanswered, are not waited for that long again, unless no rank answered: then this
+        process may have been held up.
         """
         calls = self.each("status")
         others = [call for rank, call in enumerate(calls) if rank not in silent]
@@ -228,7 +231,7 @@ class WorkerGroup:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
 
     def _root_cause(self, failed: FailedCall, calls: Calls, pending: list[ray.ObjectRef]) -> str:
-        """Before training, a peer's death when there is one; else what the first rank to raise said."""
+        """Before training, the death of a peer if there is one; otherwise the error of the first rank that raised."""
         deadline = monotonic() + (GRACE_S if self.look_s is None else 0.0)
         while pending and not failed.died and (left_s := deadline - monotonic()) > 0:
             ready, pending = ray.wait(pending, num_returns=1, timeout=left_s)
@@ -254,7 +257,7 @@ class _HealthMonitor:
         self.exchange = Standstill(group.size, group.exchange_s, monotonic())
 
     def look(self, pending: set[int]) -> None:
-        """Raise GroupError for a worker that is gone, or does not get on with its call (ranks in `pending`)."""
+        """Raise GroupError if a worker is gone, or makes no progress with its call (`pending`: ranks with one)."""
         reports = [report for report, _ in self.group.survey()]
         silent = [rank for rank, report in enumerate(reports) if not (report.answered or report.dead)]
         too_long = [report.waits_for_peers

@@ -1,9 +1,10 @@
-"""From one generation of the group to the next: who stays, which state they go on from, and from which step.
+"""From one generation of the group to the next: which workers stay, which state they continue from, and from which
+step.
 
-    survey   who is dead, silent, stuck or has raised: their actors are ended, the job's process is asked for others
-    settle   everyone else leaves the broken generation: sockets that close make them, or aborts
+    survey   find workers that are dead, silent, stuck or have raised; end their actors and request replacements
+    settle   all others leave the broken generation, because their sockets close or because they are aborted
     wait     until there are enough ranks
-    load     the highest state version of which every shard survives; without one, the newest checkpoint
+    load     the highest state version of which every shard survives; if there is none, the newest checkpoint
     join     survivors and newcomers meet; the state moves between their memories
 """
 
@@ -46,12 +47,12 @@ from dhp_ray.runtime.messages import (
 POLL_S = 0.05
 CAPACITY_POLL_S = 0.5
 ENDING_S = 6.0
-"""A process that is stopped is ended by Ray only after some 5 s; its sockets stay open so long."""
+"""Ray ends a stopped process only after about 5 s, and its sockets stay open until then."""
 
 
 @dataclass
 class WorkerHealth:
-    """What a survey says of one worker of the group."""
+    """What a survey shows of one worker of the group."""
 
     member: Member
     condition: Condition
@@ -61,16 +62,16 @@ class WorkerHealth:
 def form_anew(
     session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition], silent: Sequence[int] = ()
 ) -> Generator[Message, None, list[FinishedStep]]:
-    """Replace the current generation of `session` by the next one; returns the steps that are finished and not
+    """Replace the current generation of `session` with the next one; return the steps that are finished but not
     committed.
 
-    `cause` says why, for people; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced though
-    they work; `silent`: ranks that were just asked and gave no answer.
+    cause: the reason, for people. broken: the group's collectives have failed. leaving: ranks to replace although they
+    work. silent: ranks that have just left a survey unanswered.
 
     Raises:
-        GroupError: it broke too; call again.
-        RunError: the run cannot go on; one line.
-        StoppingError: it is to end, and the newest checkpoint holds all that could be saved.
+        GroupError: the new generation broke too; call again.
+        RunError: the run cannot continue; one line.
+        StoppingError: the run is to end, and the newest checkpoint holds everything that could be saved.
     """
     moments = {"begun": time.perf_counter()}
     if broken:
@@ -149,7 +150,7 @@ def form_anew(
 
 
 def _end_where_saved(session: Session, step: int) -> None:
-    """Raise StoppingError where the run is to end, and the state after `step` is all that it could save."""
+    """Raise StoppingError if the run is to end and the state after `step`, the most that it could save, is saved."""
     if session.stopping and step <= session.checkpoints.newest_step():
         raise StoppingError
 
@@ -157,7 +158,7 @@ def _end_where_saved(session: Session, step: int) -> None:
 def _settled(
     session: Session, leaving: Mapping[int, Condition], silent: Sequence[int]
 ) -> Generator[Message, None, list[WorkerHealth]]:
-    """Query the health of every worker until all healthy ones have left their calls; end and replace the others."""
+    """Survey all workers until every healthy one has left its call; end and replace the others."""
     group = session.group
     stuck_s = max(session.config.elastic.hang_s, session.history.stuck_s)
     standstill = Standstill(group.size, stuck_s, time.monotonic())
@@ -196,7 +197,7 @@ def _settled(
 
 
 def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str) -> None:
-    """Stop a run that breaks in one step again and again. `cause`: of the last time; empty: it has not broken."""
+    """End a run that breaks in the same step again and again. `cause`: of the last break; empty if nothing broke."""
     if not cause:
         return
     step = session.records.last_step + 1
@@ -211,7 +212,7 @@ def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str)
 def _enough(
     session: Session, workers: list[WorkerHealth], broken: bool
 ) -> Generator[Message, None, list[WorkerHealth]]:
-    """Wait until survivors and newcomers are as many as the run needs."""
+    """Wait until survivors and newcomers are enough for the run."""
     told = False
     while True:
         ready = session.arrivals.ready()
@@ -239,7 +240,7 @@ def _enough(
 
 
 def reopened(session: Session) -> Iterator[Message]:
-    """Ask for replacements of newcomers that failed before they joined."""
+    """Request replacements for newcomers that failed before they joined."""
     while session.arrivals.failed:
         slot, reason = session.arrivals.failed.pop()
         session.records.event("newcomer_lost", slot=slot, error=reason)
@@ -248,15 +249,15 @@ def reopened(session: Session) -> Iterator[Message]:
 
 
 def _step_of(surviving: SurvivingState, survivors: list[WorkerHealth], committed: int) -> int:
-    """The step after which the state is the surviving one."""
+    """The step that left the surviving state."""
     return max((seen.status.steps[surviving.version] for seen in survivors if surviving.version in seen.status.steps),
                default=committed)
 
 
 def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
-    """Take the stream back to `step`, and the records too where later steps have been committed.
+    """Take the stream back to `step`, and the records too if later steps were committed.
 
-    It stays lost until the new generation has taken over: should that break, it may be wanted elsewhere.
+    The stream counts as lost until the new generation has taken over: if that breaks, it may be needed elsewhere.
     """
     session.history.stream_lost = True
     if step < committed:

@@ -1,5 +1,5 @@
-"""Everything that one rank holds in one generation: its place in the world, the engine, the transport, its checkpoints,
-its mirror.
+"""Everything that one rank holds in one generation: its place in the world, the engine, the transport, its checkpoints
+and its mirror.
 
 Plain torch: a Ray worker wraps one (`worker.py`), and benchmarks run the same object under plain torch.distributed.
 """
@@ -49,12 +49,12 @@ class Rank:
     """One member of one generation of the group.
 
     Args:
-        adapter: a model whose state is loaded after this when `keeps_state`; else its weights are the state.
-        originals: of the engine before, over the same adapter.
-        progress: what the training thread is at; other threads may abort it.
+        adapter: a model. With `keeps_state` its state is loaded later; otherwise its weights are the state.
+        originals: of the previous engine over the same adapter.
+        progress: records what the training thread does; other threads may abort it.
 
     Raises:
-        ValueError: one line, when the model cannot be trained so, or ranks of a node cannot share memory.
+        ValueError: one line, if the model cannot be trained in this mode, or ranks of a node cannot share memory.
         RendezvousError: the other ranks did not come.
     """
 
@@ -110,7 +110,7 @@ class Rank:
         self, mirror_group: dist.ProcessGroup | None, transport: Transport, world: dist.ProcessGroup | None,
         progress: Progress,
     ) -> None:
-        """Make what works on the engine: the mirror, the step, the checkpoints."""
+        """Create the parts that use the engine: the mirror, the step, the checkpoints."""
         config, membership, rank = self.config, self.membership, self.membership.rank
         self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group,
                              snapshot=config.elastic.mirror_every_steps not in ("0", "1"))
@@ -132,7 +132,7 @@ class Rank:
         self.layer_marks = LayerMarks(self._layers(), progress, gathered=isinstance(self.engine, ShardedEngine))
 
     def load_state(self, supplies: Sequence[LocalShard]) -> None:
-        """Take over the state of an earlier generation; every rank calls this with what it is to supply."""
+        """Take over the state of an earlier generation. Every rank calls this with the shards that it supplies."""
         with self.engine.progress.waiting("the state of other ranks"):
             state = reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank,
                             self.state_group)
@@ -141,8 +141,8 @@ class Rank:
     def run(
         self, inputs: StepInputs, learning_rate_factor: float, data_wait_s: float = 0.0, mirrors: bool = False
     ) -> StepResult:
-        """Run a step. Where it `mirrors`, alike on all ranks, the last copies have arrived on every rank before its
-        update, and those of the state after it begin to travel.
+        """Run a step. If it `mirrors` (the same on all ranks), the last copies have arrived on every rank before the
+        update, and copies of the state after it begin to travel.
         """
         self._finishes = self._finishes or mirrors
         result = self.stepper.run(inputs, learning_rate_factor, data_wait_s)
@@ -156,7 +156,7 @@ class Rank:
             self.finish_mirror()
 
     def begin_mirror(self) -> None:
-        """Start to copy the state to this rank's replica rank, if there is one. Every rank calls this alike."""
+        """Start to copy the state to this rank's replica rank, if there is one. Every rank must call this."""
         with self._mirror_lock:
             self.mirror.begin()
 
@@ -166,7 +166,7 @@ class Rank:
             self.mirror.finish()
 
     def mirror_seconds(self) -> list[float]:
-        """How long the copies took that have arrived since the last call."""
+        """Durations of the copies that have arrived since the last call."""
         with self._mirror_lock:
             seconds, self.mirror.seconds = self.mirror.seconds, []
         return seconds
@@ -188,14 +188,14 @@ class Rank:
                      self.state_group, save_processor, name)
 
     def close(self, broken: bool = False) -> None:
-        """Leave the generation. `broken`: peers may be gone: nothing is waited for; shards taken before stay good."""
+        """Leave the generation. `broken`: peers may be gone, so wait for nothing; shards taken before stay valid."""
         self.checkpointer.close(timeout_s=0.0 if broken else None)
         destroy_world(lambda: self._let_go(broken), self.accelerator, broken)
         if self.scratch:
             self.scratch.cleanup()
 
     def _let_go(self, broken: bool) -> None:
-        """Drop every reference to a group: one that is left keeps sockets open, and peers waiting."""
+        """Drop every reference to a process group: a remaining one keeps sockets open and peers waiting."""
         self.layer_marks.remove()
         if not broken:
             self.stepper.transport.close()
@@ -205,7 +205,7 @@ class Rank:
         self.stepper = self.checkpointer = self.mirror = self.state_group = gone
 
     def _layers(self) -> dict[str, Module]:
-        """What is marked, by name: all layers, and where FSDP gathers it too, the model as a whole."""
+        """The modules that record marks, by name: all layers, and the whole model if FSDP gathers it as well."""
         gathered = {"model": self.engine.root} if isinstance(self.engine, ShardedEngine) else {}
         return layers_by_name(self.adapter) | gathered
 

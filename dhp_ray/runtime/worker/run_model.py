@@ -1,4 +1,4 @@
-"""The model of a run, built for a rank to train, and what is known of it without building it."""
+"""The model of a run, built for a rank to train, and facts about it that need no model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from dhp_ray.planner.model_shape import ModelShape
 
 
 def token_ids(config: Config) -> dict[str, int] | None:
-    """The special token ids that a preset is built over; a model folder has its own."""
+    """The special token ids that a preset is built with; a model folder has its own."""
     return preset_token_ids(config.model.preset) if config.model.preset else None
 
 
 def build_adapter(config: Config) -> ModelAdapter:
-    """The model of a run: of a preset with its first weights, of a folder without: the engine reads them.
+    """The model of a run: a preset with its initial weights, or a folder's model without weights, which the engine
+    reads.
 
     Raises:
-        ValueError: one line, when the model cannot be had.
+        ValueError: one line, if there is no such model.
     """
     adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
     adapter.freeze(config.train.freeze)
@@ -37,19 +38,20 @@ def build_adapter(config: Config) -> ModelAdapter:
 
 
 def untrained_weights(adapter: ModelAdapter) -> StoredWeights | None:
-    """The files that parameters which are not trained come from; None: there are none."""
+    """The files that untrained parameters come from; None if there are none."""
     untrained = any(not parameter.requires_grad for parameter in adapter.module.parameters())
     return adapter.weights if untrained else None
 
 
 def lora_settings(config: Config) -> LoraSettings:
-    """What adapters a run trains, where it trains some."""
+    """Settings of the adapters that a run trains; None if it trains none."""
     lora = config.train.lora
     return LoraSettings(lora.rank, lora.alpha, tuple(lora.targets), config.seed, lora.dropout)
 
 
 class StateSize(NamedTuple):
-    """Layers of the model, bytes of a whole checkpoint, the model's shape, and the parameters of its adapters by part.
+    """Number of layers of the model, bytes of a whole checkpoint, the model's shape, and the parameters of its adapters
+    by part.
     """
 
     num_layers: int
@@ -62,7 +64,7 @@ def state_size(config: Config) -> StateSize:
     """The size of the state of a run, without building its model.
 
     Raises:
-        ValueError: one line, when the model cannot be had.
+        ValueError: one line, if there is no such model.
     """
     shape = model_shape(config.model.preset, config.model.path, token_ids(config))
     adapters = {}

@@ -45,7 +45,7 @@ from dhp_ray.train.state.reshard import LocalShard
 from dhp_ray.train.step_inputs import StepInputs
 
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
-"""Threads beside the one that trains."""
+"""Threads besides the training thread."""
 
 RESULTS_KEPT = 3  # the driver may be so many steps behind when it is lost, and one more
 
@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 def training(
     method: Callable[Concatenate[Worker, Arguments], Result],
 ) -> Callable[Concatenate[Worker, Arguments], Result]:
-    """A call of the training thread. When it fails, the worker leaves its generation and the caller gets one line."""
+    """Wrap a call of the training thread. If it fails, the worker leaves its generation; the error is one line."""
 
     @wraps(method)
     def call(self: Worker, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -73,7 +73,7 @@ def training(
 
 
 class Worker:
-    """A long-lived member of the worker group, one a rank."""
+    """A long-lived member of the worker group, one for each rank."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -93,7 +93,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def describe(self, device: str, probe: str) -> dict[str, Any]:
-        """Say where this worker is and how much memory its device has; also shows that it reaches the run folder."""
+        """Describe this worker's place and its device's memory; also check that it reaches the run folder."""
         self.accelerator = choose(device)
         self.accelerator.activate()
         check_reached(Folder(self.config.run.dir), probe)
@@ -105,7 +105,7 @@ class Worker:
 
     @training
     def prepare(self) -> None:
-        """Load what joining takes long for, while others still train."""
+        """Load everything that joining would take long for, while others still train."""
         self.processor = processor_spec(self.config).load()
         if self.adapter is None:
             self.adapter, self.unused = build_adapter(self.config), True
@@ -151,7 +151,7 @@ class Worker:
 
     @ray.method(concurrency_group="prefetch")
     def prefetch(self, packed: bytes, references: list[ray.ObjectRef]) -> dict[str, str]:
-        """Fetch, decode and collate what a packed slice needs; returns the samples that failed, with reasons."""
+        """Fetch, decode and collate what a packed slice needs; return the samples that failed, with reasons."""
         assert self.adapter is not None
         plan, blocks = unpacked_slice(packed, references)
         self.accelerator.activate()  # the current device is a thread's own
@@ -162,7 +162,7 @@ class Worker:
 
     @training
     def run(self, packed: bytes) -> StepResult:
-        """Run a prefetched plan of a step: a `StepOrder`, pickled."""
+        """Run the prefetched plan of a step. `packed`: a pickled `StepOrder`."""
         assert self.rank is not None
         step, plan_id, placeholders, total_steps, mirrors = pickle.loads(packed)
         wait, factor = perf_counter(), self.rank.learning_rate_factor(step, total_steps)
@@ -179,7 +179,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def mirrored(self) -> list[float]:
-        """Wait for the copies that are on their way; returns the seconds of all that came since the last call."""
+        """Wait for copies in flight; return the seconds of all copies that arrived since the last call."""
         rank = self.rank
         if rank is None:
             raise RunError("has left its generation: the copies of its state may not have arrived")
@@ -194,12 +194,12 @@ class Worker:
 
     @training
     def answer(self, number: int, plan_id: str, placeholders: dict[str, str], sample_ids: list[str]) -> list[str]:
-        """Greedy answers to a prefetched batch of held-out prompts, `sample_ids`; every rank has all of them."""
+        """Greedy answers to the prefetched held-out prompts `sample_ids`; every rank returns all of them."""
         assert self.rank is not None
         return answers(self.rank, self._take(number, plan_id, placeholders), sample_ids, self.processor)
 
     def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> StepInputs:
-        """The plan that all ranks are told to run, whatever other one of this step was sent as well."""
+        """The inputs of the plan that all ranks must run. Other plans that were sent for this step are dropped."""
         if plan_id not in self.prefetched:
             here = ", ".join(self.prefetched) or "none"
             raise RunError(f"step {step}: told to run plan {plan_id}; prefetched here: {here}")
@@ -212,12 +212,12 @@ class Worker:
 
     @training
     def measure(self, part: str, tokens_per_rank: int) -> MeasuredPart:
-        """Measure a part of what packs cost, with all ranks; the state is worth nothing afterwards."""
+        """Measure one part of the costs of packs, together with all ranks. The state is worthless afterwards."""
         return measured_on(self.rank, part, tokens_per_rank)
 
     @training
     def save(self, step: int) -> None:
-        """Stage the state and write it in the background; `run` and `finish_save` report when it is whole."""
+        """Stage the state and write it in the background; `run` and `finish_save` report when it is complete."""
         assert self.rank is not None
         self.rank.checkpointer.begin(step)
 
@@ -229,7 +229,7 @@ class Worker:
 
     @training
     def export(self, name: str) -> None:
-        """Write the trained model, its tokenizer and processor to the run folder (all ranks write, and call this)."""
+        """Write the trained model, tokenizer and processor to the run folder. All ranks must call this; all write."""
         assert self.rank is not None
         self.rank.export(name, self.processor.save)
 
@@ -241,7 +241,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def abort_generation(self, generation: int) -> None:
-        """Stop waiting for the ranks of a generation (or of one before it); once more for groups made meanwhile."""
+        """Abort waits for ranks of `generation` or an earlier one. Call it again for groups made meanwhile."""
         with self.switching:
             self.aborted_generation = max(self.aborted_generation, generation)
             if self.store and self.generation <= generation:
@@ -250,7 +250,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        """What this worker is at; see Status."""
+        """What this worker is doing; see Status."""
         call = self.call
         passed = self.progress.passed()
         return Status(self.generation, call, str(passed) if call else "", bool(call) and passed.waits_for_peers,
@@ -263,14 +263,14 @@ class Worker:
         return held_shards([*self.kept, *here])
 
     def _abort(self) -> None:
-        """End what the training thread and the device wait for in this generation."""
+        """Abort what the training thread and the device wait for in this generation."""
         if not self.progress.aborted:
             self.progress.abort()
             self.accelerator.stop()
         abort_groups()
 
     def _leave(self) -> None:
-        """Leave the generation and keep the shards that this worker holds of it."""
+        """Leave the generation and keep this worker's shards of it."""
         with self.switching:  # what the device waits for must end before its memory can be read
             self._abort()
             self.accelerator.restart()
