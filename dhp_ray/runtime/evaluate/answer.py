@@ -1,4 +1,6 @@
-"""What a worker says of one sample. Neither torch nor transformers here: who writes it down needs none."""
+"""A worker's answer to one sample. This module needs neither torch nor transformers, nor does the process that writes
+answers.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of sample `number` of the file. `prediction` is None where nothing was generated; `loss_sum` is over
-    the `num_valid_tokens` of all turns of the assistant. `error` says why there is no answer; empty: there is one.
+    """The result for sample `number` of the file. `prediction` is None if nothing was generated; `loss_sum` is over the
+    `num_valid_tokens` of all assistant turns. `error` says why there is no answer; empty if there is one.
     """
 
     number: int

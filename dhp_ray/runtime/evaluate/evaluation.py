@@ -1,5 +1,4 @@
-"""The process of an evaluation: it starts the workers, hands each a sample as soon as it is free, and writes down what
-they answer.
+"""The process of an evaluation: it starts the workers, gives each a sample whenever it is free, and writes the answers.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from dhp_ray.runtime.waits import Waits
 from dhp_ray.runtime.worker.failures import words_of
 
 MAX_RESTARTS = 3
-"""Of a worker that dies: Ray starts it anew, and the sample that it was at again."""
+"""Restarts of a worker that dies: Ray starts it again, and its sample is tried again."""
 
 
 def evaluate(config: Config, ending: Ending) -> int:
-    """Evaluate as the configuration says, or until a signal to `ending`; the exit status. Every failure is one line on
-    standard error.
+    """Evaluate as the configuration says, or until a signal to `ending`; return the exit status. Every failure is one
+    line on standard error.
     """
     waits = Waits(_say)
     try:
@@ -109,8 +108,8 @@ def _run(config: Config, waits: Waits) -> None:
 
 
 def _answers(groups: list[list[Any]], fragments: Fragments) -> Iterator[Answer]:
-    """The answers to all samples, as they come. A group has as many samples at a time as workers, and gets others once
-    all are done.
+    """Yield the answers to all samples as they arrive. A group works on as many samples at a time as it has workers,
+    and gets new ones once all of these are done.
     """
     samples, free = _samples(fragments), list(range(len(groups)))
     group_of: dict[Any, int] = {}  # of what is under way
@@ -130,7 +129,7 @@ def _answers(groups: list[list[Any]], fragments: Fragments) -> Iterator[Answer]:
 
 
 def _samples(fragments: Fragments) -> Iterator[tuple[int, Fragment, int]]:
-    """Number of each sample in the file, its fragment and its place there."""
+    """Number of each sample in the file, its fragment, and its row in the fragment."""
     number = 0
     for fragment in fragments:
         for offset in range(fragment.num_rows):
@@ -154,7 +153,7 @@ def _failure(error: RayError) -> RunError:
 
 
 def _take(answer: Answer, config: Config, predictions: Predictions, display: Display) -> None:
-    """Write an answer down, or say why there is none.
+    """Write an answer, or report why there is none.
 
     Raises:
         RunError: there is none, and `data.on_error` is fail.

@@ -1,4 +1,4 @@
-"""A worker of an evaluation: it holds the model of transformers, or a part of it, and answers one sample at a time."""
+"""A worker of an evaluation: it holds the transformers model, or a part of it, and answers one sample at a time."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from dhp_ray.runtime.worker.prefetch import decodings
 
 KEPT_FRAGMENTS = 2
 NOTHING = Encoded(np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), (), 0, (), ())
-"""Two tokens that nobody asks about."""
+"""Two tokens that belong to no sample."""
 
 
 class Evaluator:
-    """An actor of Ray that holds the model of `model.path`, in fp32 on the CPU and in bf16 elsewhere. One that Ray has
-    started anew loads it with its first sample.
+    """A Ray actor that holds the model of `model.path`, in fp32 on the CPU and in bf16 elsewhere. If Ray has restarted
+    it, it loads the model with its first sample.
 
-    Those that `join` hold it together, a part of each layer each. They are then in step: all answer a sample of their
-    own at a time, or none, and those that are done earlier go on with the others' passes.
+    Evaluators that `join` a group hold the model together, each a part of every layer. They run in lockstep: each
+    answers its own sample, and those that finish early keep taking part in the passes of the others.
     """
 
     def __init__(self, config: Config, image_root: str) -> None:
@@ -77,19 +77,19 @@ class Evaluator:
         return load_model(self.config.model.path, dtype, self.device)
 
     def load(self) -> None:
-        """Load everything.
+        """Load the model and its processor.
 
         Raises:
-            RunError: the folder's weights are not those of its configuration.
-            ValueError: the node lacks the device, or something of the model's folder.
+            RunError: the folder's weights do not match its configuration.
+            ValueError: the node lacks the device, or the model folder lacks a file.
         """
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))
         assert self.processor
         assert self.module
 
     def answer(self, number: int, fragment: Fragment, offset: int) -> Answer:
-        """Evaluate row `offset` of a fragment, which is sample `number` of the file. A sample that cannot be used gives
-        an answer with the reason.
+        """Evaluate row `offset` of a fragment, which is sample `number` of the file. If the sample cannot be used, the
+        answer has the reason.
         """
         self.load()
         try:
@@ -113,7 +113,7 @@ class Evaluator:
         return Answer(number, row.id, "", question.prompt_text, question.references, prediction, loss_sum, count)
 
     def take_part(self) -> None:
-        """Go along with the passes of the others in the group, without a sample."""
+        """Take part in the passes of the group without a sample."""
         self.load()
         if self.group is None:
             return
@@ -137,7 +137,7 @@ class Evaluator:
 
     @torch.no_grad()
     def generate(self, prompt: Encoded, media: list[Medium]) -> str:
-        """The text that the model's own `generate` gives, greedily. What else generation_config.json says holds."""
+        """The greedy text from the model's own `generate`. All other settings of generation_config.json apply."""
         inputs = self._inputs(prompt, media)
         found = self.module.generate(**inputs, max_new_tokens=self.config.eval.max_new_tokens, do_sample=False,
                                      num_beams=1, temperature=None, top_p=None, top_k=None,
@@ -147,7 +147,9 @@ class Evaluator:
         return text
 
     def _inputs(self, encoded: Encoded, media: list[Medium]) -> dict[str, Tensor]:
-        """What transformers' model takes of a sequence, a batch of one; `media` may go on behind it."""
+        """Arguments of the transformers model for a sequence, as a batch of one. `media` may have more than the
+        sequence uses.
+        """
         shown = media[:len(set(encoded.media))]
         ids = encoded.input_ids.astype(np.int64)[None]
         arrays = {"input_ids": ids, "attention_mask": np.ones_like(ids),
@@ -156,7 +158,7 @@ class Evaluator:
 
     @cached_property
     def _longest(self) -> int:
-        """Tokens of a sequence at most, with the answer: as many as the model has positions."""
+        """The most tokens of a sequence including its answer: the number of positions of the model."""
         limit = self.config.planner.max_sequence_tokens
         positions = int(self.module.config.get_text_config().max_position_embeddings)
         return min(limit, positions) if limit else positions
@@ -170,12 +172,13 @@ class Evaluator:
 
 @lru_cache(maxsize=KEPT_FRAGMENTS)
 def rows_of(fragment: Fragment) -> list[Row]:
-    """The rows of a fragment; kept, since most often the next sample is of the same one."""
+    """The rows of a fragment. They are cached, since the next sample is mostly in the same fragment."""
     return read_rows(fragment)
 
 
 def media_in(question: Question, processor: Processor) -> list[Medium]:
-    """The images and videos of a question, decoded, each whole. Raises whatever decoders raise on foreign bytes."""
+    """The images and videos of a question, decoded as a whole. Raises any error that decoders raise on foreign bytes.
+    """
     whole = question.whole
     row = {"media": whole.media, "seconds": whole.seconds, "grids": whole.grids, "images": question.images}
     patches = [part for decode in decodings(row, [True] * len(whole.grids), processor) for part in decode()]

@@ -1,8 +1,8 @@
-"""The model that is evaluated, by transformers alone: whole on a worker, or its layers in parts on several.
+"""The model to evaluate, by transformers only: whole on one worker, or its layers sharded over several.
 
     whole     from_pretrained
-    parts     each layer of the language model is gathered (FSDP2) where it is used, and let go behind it; encoder,
-              embedding and head stay whole once they have been used
+    parts     each layer of the language model is gathered (FSDP2) when it is used and freed afterwards; encoder,
+              embedding and head stay gathered once they have been used
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dhp_ray.train.sharded_engine import narrow_frozen
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model of a folder, by transformers alone. Nothing is fetched and no code in it is run.
+    """The model of a folder, by transformers only. Nothing is downloaded, and no code in the folder is run.
 
     Raises:
-        RunError: its weights are not those of its configuration.
+        RunError: its weights do not match its configuration.
     """
     quieten()
     try:
@@ -42,8 +42,8 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def load_part(path: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Any:
-    """The model of a folder, of which this rank of `group` reads its rows. All of the group call it, and whatever then
-    calls the model, alike.
+    """The model of a folder, of which this rank of `group` reads its rows. All ranks of the group must call this, and
+    make the same calls of the model.
 
     Raises:
         ModelError: one line on what is missing or not supported.

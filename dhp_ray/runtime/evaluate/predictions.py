@@ -1,4 +1,4 @@
-"""What an evaluation writes down: a line a sample, in the order of the file, and what all of them come to."""
+"""The output of an evaluation: one line for each sample, in the order of the file, and a summary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dhp_ray.runtime.messages import RunError
 
 
 class Predictions:
-    """Lines of `eval.output`, each written once all samples before it have been. Close it at the end.
+    """Lines of `eval.output`, each written after those of all samples before it. Close it at the end.
 
     Raises:
         RunError: the file cannot be written.
@@ -33,7 +33,7 @@ class Predictions:
             raise self._unwritable(error) from None
 
     def add(self, answer: Answer) -> None:
-        """Take the answer of a sample; they may come in any order. Sums are taken in the order of the file."""
+        """Take the answer of a sample, in any order. Sums are computed in the order of the file."""
         self._waiting[answer.number] = answer
         while self.done in self._waiting:
             line = json.dumps(self._line(self._waiting.pop(self.done)), ensure_ascii=False)
@@ -48,7 +48,9 @@ class Predictions:
         self._file.close()
 
     def summary(self) -> dict[str, Any]:
-        """Of the samples so far: how many, those left out, means over the others; the loss over their valid tokens."""
+        """Summary of the samples so far: their number, the number skipped, means over the others, and the loss over
+        their valid tokens.
+        """
         num_answered = self.done - self.num_failed
         return {"num_samples": num_answered, "num_left_out": self.num_failed,
                 "loss": _mean_loss(self.loss_sum, self.num_valid_tokens), "num_valid_tokens": self.num_valid_tokens,
@@ -73,6 +75,6 @@ class Predictions:
 
 
 def _mean_loss(loss_sum: float, num_valid_tokens: int) -> float | None:
-    """None where the loss is infinite or no number at all: JSON has neither."""
+    """None if the loss is infinite or NaN, since JSON has neither."""
     loss = loss_sum / max(1, num_valid_tokens)
     return loss if math.isfinite(loss) else None

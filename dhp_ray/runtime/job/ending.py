@@ -1,10 +1,10 @@
-"""Ctrl-C and SIGTERM ask a run to end, whatever its process is at. Neither torch nor Ray here: it listens before they
-are imported.
+"""Ctrl-C and SIGTERM ask a run to end, whatever its process is doing. This module imports neither torch nor Ray, since
+it must listen before they are imported.
 
-    nothing to save yet     the main thread gets KeyboardInterrupt; where foreign code does not let it through, the
-                            process ends LEAVE_S later
-    a driver trains         it is told; the run ends after the step and the save under way
-    Ctrl-C once more        as in the first case, whatever there is to save
+    nothing to save yet     the main thread gets KeyboardInterrupt; if foreign code does not let it through, the
+                            process ends after LEAVE_S
+    a driver trains         the driver is told; the run ends after the current step and save
+    a second Ctrl-C         as in the first case, even if there is something to save
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 LEAVE_S = 3.0
-"""How long the main thread may take to clean up. What it leaves behind ends with the process: Ray ends the workers of a
-job that is gone.
+"""How long the main thread may take to clean up. The rest ends with the process: Ray ends the workers of a job whose
+process is gone.
 """
 
 
 class Ending:
-    """What the signals to this process have asked for, and who is told.
+    """What the signals to this process have requested, and whom to tell.
 
-    Signals come in twice: the main thread handles them between two of its instructions, and a thread of their own reads
-    them from a pipe, since foreign code may keep the main thread for minutes (Ray that waits for the answer of a head).
+    Signals arrive in two ways: the main thread handles them between two instructions, and a thread reads them from a
+    pipe, since foreign code may block the main thread for minutes (for example Ray, waiting for a head to answer).
     """
 
     def __init__(self, before: str = "before the first step") -> None:
@@ -41,7 +41,7 @@ class Ending:
         self._leaving = self._over = self._told = False
 
     def listen(self) -> None:
-        """Handle the signals from here on. Call it from the main thread."""
+        """Handle the signals from now on. Must be called from the main thread."""
         readable, writable = os.pipe()
         os.set_blocking(writable, False)
         signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -49,23 +49,26 @@ class Ending:
         self.take_signals()
 
     def take_signals(self) -> None:
-        """Handle the signals here, whoever has handlers of its own; those ignored since the process began stay so."""
+        """Handle the signals here even if other code has installed handlers; signals ignored at the start stay ignored.
+        """
         for number in NAMES:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def hand_over(self, stop: Callable[[str], object]) -> None:
-        """From here on there may be something to save: `stop` is called with the reason, at once where there is one."""
+        """Note that there may be something to save now: call `stop` with the reason to end, at once if there is one
+        already.
+        """
         self._stop = stop
         if self.reason:
             stop(self.reason)
 
     def over(self) -> None:
-        """The run has ended, and its process is about to."""
+        """Note that the run has ended and its process is about to."""
         self._over = True
 
     def tell(self) -> None:
-        """Print the error line of a run that ended at once; only the first call does."""
+        """Print the error line of a run that ended at once; only the first call prints."""
         if not self._told:
             self._told = True
             # Within ray.init the handler is Ray's, and raises SystemExit before the thread may have read which signal

@@ -1,4 +1,4 @@
-"""The model of a kept checkpoint as a folder in the Hugging Face form, by one process without Ray."""
+"""Exports the model of a kept checkpoint as a folder in the Hugging Face format, in one process without Ray."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from dhp_ray.train.state.stored_values import StoredValues
 
 
 class ExportRefusedError(ValueError):
-    """What was asked for cannot be; one line that says what is allowed."""
+    """The request cannot be met; one line that says what is allowed."""
 
 
 def choose_step(checkpoints: Checkpoints, step: int | None) -> int:
-    """The step of a whole checkpoint that is asked for, or of the newest.
+    """The requested step, which must have a complete checkpoint, or the step of the newest one.
 
     Raises:
-        ExportRefusedError: there is none; names those that are there.
+        ExportRefusedError: there is no such checkpoint; names those that exist.
     """
     kept = checkpoints.complete()
     if not kept:
@@ -51,13 +51,13 @@ def export_checkpoint(
     run: Folder, config: Config, step: int, out: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Write the model of the checkpoint of `step` with its processor to `out`, a folder that is empty or not there;
-    returns bytes of its tensors. `on_progress` is called with the numbers of files written and in all.
+    """Write the model of the checkpoint of `step` with its processor to `out`, a folder that is empty or does not
+    exist; return the bytes of its tensors. `on_progress` is called with the numbers of written files and of all files.
 
-    `config` is the run's, with the model as it is to be read now. `out` appears whole or not at all.
+    `config` is the run's, with the model as it is to be read now. `out` appears completely or not at all.
 
     Raises:
-        ValueError: the model cannot be had, or the checkpoint is damaged or of another model; one line.
+        ValueError: there is no such model, or the checkpoint is damaged or of another model; one line.
         StorageError: something cannot be read or written; one line.
     """
     name = Checkpoints(run, config.checkpoint.keep).manifest(step).files
@@ -95,10 +95,10 @@ def export_checkpoint(
 
 
 def check_out(out: Path) -> None:
-    """Refuse to write over anything.
+    """Refuse to overwrite anything.
 
     Raises:
-        ExportRefusedError: `out` is there, and not an empty folder.
+        ExportRefusedError: `out` exists and is not an empty folder.
     """
     if out.is_symlink() or (out.exists() and (not out.is_dir() or next(out.iterdir(), None) is not None)):
         raise ExportRefusedError(f"out: {out} exists and is not an empty folder; allowed: one that is empty or new")

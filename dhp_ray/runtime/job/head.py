@@ -1,5 +1,5 @@
-"""The head of the Ray cluster: which one a run would join, whether it answers, and joining it. Ray, seconds to import,
-is imported when it is joined.
+"""The head of the Ray cluster: which one a run would join, whether it answers, and joining it. Ray takes seconds to
+import, so it is imported only to join.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from dhp_ray.runtime.messages import RunError
 
 LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0",
                   "RAY_task_events_report_interval_ms": "0"}
-"""Of a cluster that is started here. Ray's niceness of 15 lets whatever else runs hold up a rank, and that the others;
-its dashboard, metrics and task events, which nobody looks at there, take their time from the ranks."""
+"""Settings of a cluster that is started here. With Ray's niceness of 15 any other process can delay a rank, and a
+delayed rank delays the others; its dashboard, metrics and task events, which nobody reads there, take time from the
+ranks.
+"""
 
 HEAD_PATIENCE_S = 5.0
-"""How long a head may take to accept a connection. Ray itself tries for ten minutes to reach one that is gone."""
+"""How long a head may take to accept a connection. Ray itself tries for ten minutes to reach a head that is gone."""
 
 
 def named_head() -> tuple[str, str]:
-    """The address of the cluster that a bare `ray.init` would join, and what names it; "" where it would start one.
+    """The address of the cluster that a bare `ray.init` would join, and what names it; "" if it would start a cluster.
 
-    As Ray looks it up: RAY_ADDRESS, else the file that the last `ray start` on this machine wrote and that `ray stop`
+    This follows Ray: RAY_ADDRESS, otherwise the file that the last `ray start` on this machine wrote and `ray stop`
     deletes.
     """
     address = os.environ.get("RAY_ADDRESS", "")
@@ -36,10 +38,10 @@ def named_head() -> tuple[str, str]:
 
 
 def connect() -> None:
-    """Join the cluster that RAY_ADDRESS or a running head names, else start a local one.
+    """Join the cluster that RAY_ADDRESS or a running head names, otherwise start a local one.
 
     Raises:
-        RunError: no cluster answers at the address; told within seconds.
+        RunError: no cluster answers at the address; raised within seconds.
     """
     import ray
     from ray.exceptions import RayError
@@ -60,7 +62,8 @@ def connect() -> None:
 
 
 def _knock(address: str, named_by: str) -> None:
-    """Refuse a head that accepts no connection. What is not HOST:PORT (`local`, `ray://...`) is left to Ray."""
+    """Refuse a head that accepts no connection. Addresses other than HOST:PORT (`local`, `ray://...`) are left to Ray.
+    """
     host, _, port = address.rpartition(":")
     if not host or "://" in address or not port.isdecimal():
         return

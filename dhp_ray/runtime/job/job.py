@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 MAX_DRIVERS = 20
-"""Driver actors in a row that may be lost without a step committed; one that dies at each start is no accident."""
+"""Consecutive driver actors that may be lost without a committed step; a driver that dies at each start is no accident.
+"""
 
 
 def train(config: Config, ending: Ending) -> int:
-    """Train as the configuration says, or until a signal to `ending`; the exit status. Every failure is one line on
-    standard error.
+    """Train as the configuration says, or until a signal to `ending`; return the exit status. Every failure is one line
+    on standard error.
     """
     console = Console(sys.stdout)
     waits = Waits(console.show)
@@ -70,7 +71,7 @@ def train(config: Config, ending: Ending) -> int:
 def run(
     config: Config, console: Console, waits: Waits, ending: Ending, lent: PlacementGroup | None = None
 ) -> RunFinished:
-    """Train on the cluster that this process has joined; how it ended. `lent`: as of `Roster`.
+    """Train on the cluster that this process has joined; return how it ended. `lent`: see `Roster`.
 
     Raises:
         ConfigError, RunError: it cannot begin, or its drivers die; one line.
@@ -103,11 +104,11 @@ def run(
 
 
 def rendezvous_store(host: str) -> TCPStore:
-    """A new store on a free port of `host`, an address of this machine. It listens there alone: left to itself,
-    TCPStore does so on every interface.
+    """A new store on a free port of `host`, an address of this machine. It listens only there, whereas TCPStore by
+    default listens on every interface.
 
     Raises:
-        RunError: `host` is no address of this machine.
+        RunError: `host` is not an address of this machine.
     """
     from torch.distributed import TCPStore  # seconds to import: after the configuration has been checked
 
@@ -123,7 +124,7 @@ def rendezvous_store(host: str) -> TCPStore:
 
 def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, waits: Waits, ending: Ending,
            going_on: bool) -> RunFinished | None:
-    """Run under one driver actor; returns None when that was lost."""
+    """Run under one driver actor; return None if it was lost."""
     starting_driver = ExitStack()  # until its first message
     starting_driver.enter_context(waits.on("the driver actor to start"))
     starting = roster.starting() if going_on else set()
@@ -163,10 +164,10 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
 
 
 def resolve_device(config: Config) -> Accelerator:
-    """The device of the workers: as configured, or the best kind that the cluster has.
+    """The device of the workers: as configured, or the best kind in the cluster.
 
     Raises:
-        ConfigError: it cannot do what the configuration asks for.
+        ConfigError: the device cannot do what the configuration asks for.
     """
     accelerator = device_of(config.cluster.device, ray.cluster_resources())
     config.cluster.device = accelerator.name

@@ -1,8 +1,8 @@
-"""Measures the costs of a configuration on this machine, without Ray: ranks are processes, one a device (on the CPU one
-a core), and this process collects what they say.
+"""Measures the costs of a configuration on this machine, without Ray. Ranks are processes, one for each device (on the
+CPU one for each core), and this process collects their messages.
 
     this process   store | start ranks | ---- progress, results, part by part ---- | fit, cost file
-    each rank      join as a worker would | part after part, with the other ranks | leave
+    each rank      join as a worker would | one part after another, with the other ranks | leave
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import StateSize, state_size
 
 JOIN_S = 300.0
-"""How long the ranks may take until the first of them says something."""
+"""How long the ranks may take until the first message of one of them."""
 SILENT_S = 900.0
-"""How long they may take from one thing that they say to the next."""
+"""How long they may take between two messages."""
 
 Progress = Callable[[str, float], None]
-"""Told what is measured, and which share of all is done."""
+"""Called with what is being measured and the finished share of the whole."""
 
 
 class Request(NamedTuple):
-    """What is to be measured, and how: `ranks` 0: as many as there is room for; `preempts`: no other process has the
+    """What to measure, and how. `ranks` 0: as many as there is room for. `preempts`: no other process may use the
     ranks' cores while a step runs.
     """
 
@@ -104,7 +104,7 @@ def _checked(config: Config, request: Request) -> tuple[Accelerator, StateSize, 
 def memory_here(
     config: Config, size: StateSize, accelerator: Accelerator, sync: str, num_ranks: int
 ) -> MemoryModel:
-    """What a rank needs to train so on this machine's devices."""
+    """The memory that a rank needs to train this way on this machine's devices."""
     train = config.train
     return MemoryModel(size.shape, MemorySettings(
         sync=sync, world_size=num_ranks, precision=train.precision,
@@ -115,7 +115,7 @@ def memory_here(
 
 
 def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) -> int:
-    """Tokens of the largest pack on one rank: what was asked for, or as many as are worth it; no more than fit."""
+    """Tokens of the largest pack on one rank: as requested, or as many as are useful; never more than fit."""
     memory_bytes = 0.8 * accelerator.memory_bytes() / (memory.settings.world_size if accelerator.name == "cpu" else 1)
     fitting = memory.tokens_that_fit(memory_bytes)
     if fitting < 1:
@@ -128,7 +128,7 @@ def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) 
 
 
 def known_cost(memory: MemoryModel, accelerator: Accelerator) -> CostModel:
-    """What is known without measuring: derived from the device's description, else the file of its kind."""
+    """The costs without measuring: derived from the device's description, otherwise from the file of its kind."""
     device: Device | None = described(CONF / "device", accelerator.model_name()) if accelerator.name != "cpu" else None
     if device:
         return derived_cost(memory, device, 1)
@@ -138,10 +138,10 @@ def known_cost(memory: MemoryModel, accelerator: Accelerator) -> CostModel:
 def _collected(
     config: Config, specs: Sequence[Spec], accelerator: Accelerator, preempts: bool, progress: Progress
 ) -> list[Session]:
-    """Run the ranks, and take what they say, to the end.
+    """Run the ranks to the end and collect their messages.
 
     Raises:
-        RunError: one of them raised, died, or says nothing any more.
+        RunError: a rank raised, died, or sends no more messages.
     """
     import torch.distributed as dist
 
@@ -171,7 +171,7 @@ def _collected(
 
 
 def parts_of_session(spec: Spec, number: int, accelerator: Accelerator) -> list[str]:
-    """The parts of session `number`: links and memory are measured in the first one alone."""
+    """The parts of session `number`. Only the first session measures links and memory."""
     parts = parts_of(spec, accelerator.shares_memory)
     if number == 0:
         return parts

@@ -1,7 +1,7 @@
-"""What a run is refused for before Ray starts: all that this machine alone can tell, within a second, without Ray,
-torch or transformers.
+"""Checks before Ray starts: everything that this machine can detect alone, within a second, without Ray, torch or
+transformers.
 
-Paths are looked up here: every node must reach them, and this is one. What lies behind a URI is for the driver to say.
+Paths are checked on this machine, which stands for all nodes, since every node must reach them. The driver checks URIs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dhp_ray.runtime.records.run_records import compare_config
 from dhp_ray.storage import Folder, StorageError
 
 OVERRIDE = "RAY_OVERRIDE_RESOURCES"
-"""Where Ray takes the resources of a cluster that it starts from, in place of what the machine has."""
+"""Variable with which Ray replaces the resources of a machine when it starts a cluster there."""
 
 
 def check_here(config: Config) -> None:
@@ -56,8 +56,8 @@ def check_here(config: Config) -> None:
 
 
 def check_evaluation_here(config: Config) -> None:
-    """Refuse an evaluation that cannot start, as `check_here`; also for samples of which none has an answer, and for an
-    output that would take their place.
+    """Refuse an evaluation that cannot start, as `check_here`. Also refuse samples without any answer, and an output
+    that would overwrite the samples.
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
@@ -88,7 +88,7 @@ def _refusing(key: str) -> Iterator[None]:
 
 
 def resources_here() -> dict[str, float]:
-    """What a cluster of this machine alone would have at most, by Ray's names."""
+    """The most resources that a cluster of this machine alone would have, under Ray's names."""
     here: dict[str, float] = {kind.resource or "CPU": kind.num_devices() for kind in ACCELERATORS.values()}
     try:
         given = json.loads(os.environ.get(OVERRIDE, "{}"))
@@ -99,7 +99,7 @@ def resources_here() -> dict[str, float]:
 
 
 def check_workers(config: Config, here: dict[str, float]) -> None:
-    """Refuse workers that a cluster with these resources has no room for, or whose device cannot do what is asked for.
+    """Refuse workers for which a cluster with these resources has no room, or whose device cannot do what is asked for.
 
     Raises:
         ConfigError: a device of another kind, or too few.
@@ -111,7 +111,7 @@ def check_workers(config: Config, here: dict[str, float]) -> None:
 
 
 def check_room(config: Config, here: dict[str, float]) -> None:
-    """Refuse workers that a cluster with these resources has no room for.
+    """Refuse workers for which a cluster with these resources has no room.
 
     Raises:
         ConfigError: a device of another kind, or too few.
@@ -142,7 +142,7 @@ def check_room(config: Config, here: dict[str, float]) -> None:
 
 
 def device_of(name: str, resources: dict[str, float]) -> Accelerator:
-    """The device that workers get where a cluster has these resources; of `auto` the best kind."""
+    """The device of the workers in a cluster with these resources; for `auto` the best kind."""
     if name != "auto":
         return ACCELERATORS[name]
     return next((kind for kind in (ACCELERATORS["npu"], ACCELERATORS["cuda"]) if resources.get(str(kind.resource))),

@@ -1,5 +1,5 @@
-"""The workers that the job's process owns, one a slot. Slots have room reserved for them; a worker that is lost gets a
-successor in its slot.
+"""The workers that the job's process owns, one for each slot. Each slot has reserved resources; a lost worker gets a
+replacement in its slot.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dhp_ray.runtime.waits import Waits
 
 
 class Roster:
-    """Slots 0 to cluster.num_workers are one reservation, had whole or not at all; those up to cluster.max_workers one
-    each, had when the cluster grows. `lent`: a reservation of someone else's, whose bundles from the second on are for
-    these; it is left as it is.
+    """Slots up to cluster.num_workers are one reservation, granted as a whole; each slot beyond, up to
+    cluster.max_workers, is a separate one, granted when the cluster grows. `lent`: a reservation of someone else, whose
+    bundles from the second on are for the first slots; it is not removed.
 
     Raises:
-        RunError: the cluster has no room for the first ones within `cluster.start_timeout_s`; an autoscaler has been
-        asked for it.
+        RunError: the cluster has no room for the first slots within `cluster.start_timeout_s`, although an autoscaler
+            was asked for it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Roster:
         return dict(self.workers)
 
     def grow(self) -> dict[int, ActorHandle]:
-        """Create workers for the slots beyond; each begins when the cluster has room for it."""
+        """Create workers for the slots beyond; each starts when the cluster has room for it."""
         slots = range(self.config.cluster.num_workers, self.config.cluster.max_workers)
         for slot in slots:
             self._more_room[slot] = placement_group([self._bundle])
@@ -53,7 +53,7 @@ class Roster:
         return {slot: self.workers[slot] for slot in slots}
 
     def replace(self, slot: int) -> ActorHandle:
-        """Start a new worker in a slot, and end the one before it, if any."""
+        """Start a new worker in a slot, and end the previous one, if any."""
         from dhp_ray.runtime.worker.worker import CONCURRENCY_GROUPS, Worker
 
         if slot in self.workers:
@@ -67,7 +67,7 @@ class Roster:
         return self.workers[slot]
 
     def starting(self) -> set[int]:
-        """Slots whose worker has no process yet, or one that is not up."""
+        """Slots whose worker has no process yet, or one that is not ready."""
         starts = list(self._starts.values())
         up, _ = ray.wait(starts, num_returns=len(starts), timeout=0, fetch_local=False)
         return {slot for slot, start in self._starts.items() if start not in up}
@@ -80,7 +80,7 @@ class Roster:
 
 
 def bundle_of(config: Config, accelerator: Accelerator) -> dict[str, float]:
-    """What a worker reserves, by Ray's names."""
+    """The resources that a worker reserves, under Ray's names."""
     bundle = {"CPU": config.cluster.cpus_per_worker}
     return bundle | {accelerator.resource: 1.0} if accelerator.resource else bundle
 
@@ -94,10 +94,10 @@ def actor_options(config: Config, accelerator: Accelerator, room: PlacementGroup
 
 
 def reserve(config: Config, bundle: dict[str, float], waits: Waits) -> PlacementGroup:
-    """Room for `cluster.num_workers` workers, had whole or not at all.
+    """Reserve resources for `cluster.num_workers` workers, all or none.
 
     Raises:
-        RunError: there is none within `cluster.start_timeout_s`.
+        RunError: they are not available within `cluster.start_timeout_s`.
     """
     cluster = config.cluster
     room = placement_group([bundle] * cluster.num_workers, strategy="PACK")

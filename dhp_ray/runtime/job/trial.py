@@ -1,9 +1,9 @@
-"""A run inside a trial of Ray Tune: its room, its folder, what it reports, and what it goes on from.
+"""A run inside a Ray Tune trial: its resources, its folder, its reports, and its checkpoint.
 
-    reservation   the trial's own, made of `resources`: a bundle of the trial's process, then one a worker
-    run.dir       a folder of the trial's below the one that is given, so it must be where all nodes reach it
-    report        the metrics of every committed step; with a checkpoint where a new one is whole
-    checkpoint    a file that names the run's folder and the step: tensors stay where the run has written them
+    reservation   the trial's own, made of `resources`: a bundle for the trial's process, then one for each worker
+    run.dir       a folder for the trial below the given one, which all nodes must reach
+    report        the metrics of every committed step, with a checkpoint if there is a new complete one
+    checkpoint    a file that names the run's folder and the step; tensors stay where the run has written them
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 POINTER_FILE = "dhp_ray.json"
 TRIAL_CPUS = 0.01
-"""Of a trial's own process, which waits for its driver most of the time."""
+"""CPUs of a trial's own process, which mostly waits for its driver."""
 
 
 def bundles_of(config: Config) -> list[dict[str, float]]:
-    """What a trial with this configuration reserves, on the cluster that this process has joined."""
+    """The bundles that a trial with this configuration reserves on the cluster that this process has joined."""
     accelerator = device_of(config.cluster.device, ray.cluster_resources())
     return [{"CPU": TRIAL_CPUS}, *[bundle_of(config, accelerator)] * config.cluster.num_workers]
 
@@ -50,7 +50,7 @@ def factory_of(config: Config) -> PlacementGroupFactory:
 
 
 def current_trial() -> str:
-    """The id of the trial of Ray Tune that this process runs; empty: it runs none."""
+    """The id of the Ray Tune trial in this process; empty if there is none."""
     if "ray.tune" not in sys.modules:  # importing it takes seconds
         return ""
     from ray import tune
@@ -62,10 +62,10 @@ def current_trial() -> str:
 
 @dataclass
 class Trial:
-    """The trial `name` and its run, which `config` is of: `run.dir` is that of the trial.
+    """The trial `name` and its run with `config`, whose `run.dir` is the trial's.
 
     Raises:
-        ConfigError: the trial's reservation is not that of the configuration.
+        ConfigError: the trial's reservation does not match the configuration.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Trial:
         """The trial's reservation.
 
         Raises:
-            ConfigError: it is not that of the configuration.
+            ConfigError: it does not match the configuration.
         """
         room, wanted = ray.util.get_current_placement_group(), bundles_of(self.config)
         if room is None or room.bundle_specs != wanted:
@@ -97,10 +97,10 @@ class Trial:
         return room
 
     def resume(self) -> None:
-        """Take over the run that Ray Tune's checkpoint names, where that is another trial's.
+        """Take over the run that Ray Tune's checkpoint names, if it belongs to another trial.
 
         Raises:
-            RunError: it is no longer there.
+            RunError: it no longer exists.
         """
         from ray import tune
 
@@ -115,7 +115,7 @@ class Trial:
             self._reported = pointer["step"]
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Tell Ray Tune of a committed step. Does not return where the trial is to stop or to pause."""
+        """Report a committed step to Ray Tune. Does not return if the trial is to stop or pause."""
         from ray import tune
 
         newest = self._checkpoints.newest_step()
@@ -130,7 +130,7 @@ class Trial:
 
 
 def copy_run(source: Folder, target: Folder, step: int) -> None:
-    """Let `target` be a run that has gone as far as the checkpoint of `step` of another, `source`.
+    """Make `target` a run that has got as far as the checkpoint of `step` of the run `source`.
 
     Raises:
         RunError: `source` has no such checkpoint.

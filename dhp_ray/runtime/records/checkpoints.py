@@ -1,8 +1,8 @@
-"""The checkpoints under run.dir: which are whole, which is newest, which may go.
+"""The checkpoints under run.dir: which are complete, which is newest, which may be deleted.
 
-A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, so one without is
-half-written. The manifest names the generation whose files count: what a generation before it may have left, or still
-writes, is not read, and is deleted when the manifest stands.
+A checkpoint is a folder `checkpoints/step_000020/`. Its `manifest.json` is written last, so a checkpoint without it is
+incomplete. The manifest names the generation whose files count. Files that an earlier generation left, or is still
+writing, are not read, and are deleted once the manifest is written.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dhp_ray.storage import Folder, StorageError
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a resumed run needs beside the tensors: `cursor` is the data stream's place after `step`; `cost` has the
-    refitted terms of the costs in force, and those that the run began with (empty: none is refitted).
+    """What a resumed run needs besides the tensors. `cursor`: the data stream's position after `step`. `cost`: the
+    refitted terms of the costs in force, and those at the run's start (empty without refits).
     """
 
     step: int
@@ -31,7 +31,7 @@ class Manifest:
 
     @property
     def files(self) -> str:
-        """The folder of the tensors, in the run folder."""
+        """The folder of the tensors, relative to the run folder."""
         return tensors_folder(self.step, self.generation)
 
 
@@ -42,7 +42,7 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
 
     def complete(self) -> list[int]:
-        """Steps of the whole checkpoints, oldest first."""
+        """Steps of the complete checkpoints, oldest first."""
         return [step for step in self._steps() if self.folder.exists(f"{checkpoint_folder(step)}/{MANIFEST_FILE}")]
 
     def _steps(self) -> list[int]:
@@ -50,16 +50,16 @@ class Checkpoints:
         return sorted(step for name in self.folder.names(CHECKPOINTS_FOLDER) if (step := step_of(name)) is not None)
 
     def newest(self) -> Manifest | None:
-        """What the newest whole checkpoint says of itself; None: there is none.
+        """The manifest of the newest complete checkpoint; None if there is none.
 
         Raises:
-            StorageError: its manifest is not one; one line.
+            StorageError: the manifest is damaged; one line.
         """
         step = self.newest_step()
         return self.manifest(step) if step else None
 
     def manifest(self, step: int) -> Manifest:
-        """What the whole checkpoint of `step` says of itself.
+        """The manifest of the complete checkpoint of `step`.
 
         Raises:
             StorageError: as for `newest`.
@@ -74,14 +74,14 @@ class Checkpoints:
             ) from None
 
     def newest_step(self) -> int:
-        """The step of the newest whole checkpoint; 0: there is none."""
+        """The step of the newest complete checkpoint; 0 if there is none."""
         return (self.complete() or [0])[-1]
 
     def seal(self, manifest: Manifest) -> list[str]:
-        """Write the manifest, which makes the checkpoint whole; then drop the oldest ones, and what failed saves have
-        left, of this step or before it.
+        """Write the manifest, which completes the checkpoint. Then delete the oldest ones, and the remains of failed
+        saves up to this step.
 
-        What could not be deleted is returned, a line each; a later call deletes it.
+        Returns a line for each file that could not be deleted; a later call deletes it.
         """
         here = checkpoint_folder(manifest.step)
         self.folder.write(f"{here}/{MANIFEST_FILE}", json.dumps(asdict(manifest)).encode())
@@ -91,9 +91,9 @@ class Checkpoints:
         return self._delete([*(name for name in others if name != manifest.files), *old])
 
     def discard_after(self, step: int) -> list[str]:
-        """Remove half-written folders, and those past `step`, before a run goes on from it.
+        """Delete incomplete folders, and those after `step`, before a run continues from it.
 
-        What could not be deleted is returned, a line each; none of it counts as whole.
+        Returns a line for each file that could not be deleted; none of these folders counts as complete.
         """
         whole = self.complete()
         return self._delete([checkpoint_folder(found) for found in self._steps() if found > step or found not in whole])

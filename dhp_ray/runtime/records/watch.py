@@ -1,5 +1,4 @@
-"""What a person looks at while a run goes: pictures of plans for TensorBoard and traces for Perfetto, made in a thread
-beside the steps.
+"""Pictures for people who watch a run: plans for TensorBoard and traces for Perfetto, made in a thread while steps run.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ PICTURE = "plan/planned_and_measured"
 
 
 class Watch:
-    """Shows step 1 and every so manyth: the plan beside what the ranks measured, as a picture in TensorBoard and as
-    `trace/step_*.json`.
+    """Shows step 1 and every `every_steps`th step: the plan and the measurements of the ranks, as a picture in
+    TensorBoard and as `trace/step_*.json`.
 
-    `every_steps` 0 shows none. No step waits for it: a step that is due while an earlier one is still being drawn is
-    left out.
+    `every_steps` 0 shows none. Steps do not wait for it: a step that is due while an earlier one is being drawn is
+    skipped.
     """
 
     def __init__(self, folder: Folder, every_steps: int) -> None:
@@ -33,7 +32,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def step(self, step: int, plan: Plan, results: Sequence[StepResult], scalars: ScalarLog) -> bool:
-        """Start to show a committed step if it is due; returns whether it was started."""
+        """Start to show a committed step if it is due; return whether it was started."""
         due = self._every_steps and (step == 1 or step % self._every_steps == 0)
         if not due or (self._thread is not None and self._thread.is_alive()):
             return False
@@ -43,7 +42,7 @@ class Watch:
         return True
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait at most `timeout_s` until everything started is written; call it before the ScalarLog is closed."""
+        """Wait up to `timeout_s` until everything started is written. Must be called before the ScalarLog is closed."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
