@@ -1,6 +1,6 @@
 """The device that a rank computes on, its communication backend, and the Ray resource that reserves it.
 
-Importing this module does not import torch: the driver asks it for resource names alone.
+Importing this module does not import torch, since the driver needs only resource names.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """`resource` is what one worker reserves of Ray, besides CPUs; None where CPUs are all it needs."""
+    """A kind of device. `resource`: the Ray resource that a worker reserves besides CPUs; None if it needs only CPUs.
+    """
 
     name: str
     backend: str
     resource: str | None
     files: str = ""
-    """Of its devices: the driver makes one for each."""
+    """Pattern of its device files; the device's driver makes one for each device."""
     visible: str = ""
-    """The environment variable that hides some of them."""
+    """The environment variable that hides some of the devices."""
     group_bytes: int = 0
-    """Device memory that a process group of the pool takes, about."""
+    """Approximate device memory of a process group in the pool."""
     shares_memory: bool = False
-    """Ranks of a node can map the memory of one another's devices (`train.sharding=node`)."""
+    """Whether the ranks of a node can map one another's device memory (`train.sharding=node`)."""
 
     def num_devices(self) -> int:
-        """How many this machine has at most, by the device files: a library that knows takes seconds to import. On the
-        CPU: its cores.
+        """The most devices that this machine can have, counted by device files, because libraries that know take
+        seconds to import. On the CPU: the number of cores.
         """
         if not self.files:
             return os.cpu_count() or 1
@@ -47,15 +48,15 @@ class Accelerator:
         return found if shown is None else min(found, 0 if shown in ("", "NoDevFiles", "-1") else len(shown.split(",")))
 
     def torch_device(self, index: int = 0) -> torch.device:
-        """Ray shows each worker its own device alone, so the index is 0 there."""
+        """The torch device. Ray shows each worker only its own device, so its index is 0."""
         import torch
 
         return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, index)
 
     def activate(self, index: int = 0) -> None:
-        """Make the device this process's current one; NCCL and HCCL take it from there.
+        """Make the device the current one of this process; NCCL and HCCL use the current device.
 
-        From then on the process outlives a lost peer: torch's watchdogs leave it alone.
+        From then on the process outlives a lost peer, because torch's watchdogs leave it alone.
         """
         os.environ.update(WATCHDOGS)
         import torch
@@ -66,30 +67,34 @@ class Accelerator:
             torch.get_device_module(self.name).set_device(index)
 
     def stop(self) -> None:
-        """End what the device computes and waits for; from a control thread. On CUDA aborting the groups does that."""
+        """Stop what the device computes and waits for; called from a control thread. On CUDA aborting the groups does
+        that.
+        """
         if self.name == "npu":
             import torch
 
             torch.get_device_module(self.name).stop_device(self.torch_device().index)
 
     def restart(self) -> None:
-        """Let a device that may have been stopped compute again; its memory holds what it did."""
+        """Let a device that may have been stopped compute again. Its memory keeps its contents."""
         if self.name == "npu":
             import torch
 
             torch.get_device_module(self.name).restart_device(self.torch_device().index)
 
     def compute_in(self, precision: str) -> None:
-        """Say which type this process is going to compute in, before its first product: oneDNN reads this setting once.
+        """Set the type that this process computes in. Must be called before its first product, since oneDNN reads it
+        once.
 
-        Its bf16 kernels take AMX instructions, which some virtual machines advertise and then kill the process for.
+        oneDNN's bf16 kernels use AMX instructions, which some virtual machines advertise although using them kills the
+        process.
         """
         if self.name == "cpu" and precision == "bf16":
             os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
     def compute_deterministically(self) -> None:
-        """Take the same order of every sum, in products, kernels and collectives, before this process's first product.
-        An operator that has none such raises.
+        """Fix the order of every sum in products, kernels and collectives. Must be called before this process's first
+        product. An operator without a fixed order raises.
         """
         import torch
 
@@ -99,14 +104,14 @@ class Accelerator:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def pool_groups(self, wanted: str, memory_bytes: int) -> int:
-        """How many process groups the pool keeps at most (`comm.pool_groups`) on devices of so much memory."""
+        """The most process groups in the pool (`comm.pool_groups`) on devices with this much memory."""
         if wanted != "auto":
             return int(wanted)
         fitting = int(POOL_SHARE * memory_bytes / self.group_bytes) if self.group_bytes else POOL_GROUPS
         return max(1, min(POOL_GROUPS, fitting))
 
     def pool_options(self) -> Any:
-        """What a group of the pool is made with, beside its ranks: small buffers where they can be chosen."""
+        """Options for a group of the pool: small buffers if the backend lets us choose."""
         if self.name != "npu":
             return None
         import torch_npu
@@ -116,7 +121,8 @@ class Accelerator:
         return options
 
     def model_name(self, index: int = 0) -> str:
-        """What the driver calls the device, such as NVIDIA H100 80GB HBM3; on the CPU the processor's own name."""
+        """The device's name as its driver reports it, such as NVIDIA H100 80GB HBM3; on the CPU the processor's name.
+        """
         if self.name == "cpu":
             return processor_name()
         import torch
@@ -124,7 +130,7 @@ class Accelerator:
         return str(torch.get_device_module(self.name).get_device_name(index))
 
     def memory_bytes(self, index: int = 0) -> int:
-        """Memory of one device. On the CPU: what this machine (or container) has, shared by all ranks on it."""
+        """Memory of one device. On the CPU: memory of this machine (or container), which all ranks on it share."""
         import torch
 
         if self.name != "cpu":
@@ -136,26 +142,26 @@ class Accelerator:
 
 
 POOL_GROUPS, POOL_SHARE = 64, 0.05
-"""What `auto` keeps at most (gloo's groups take a socket a pair), and the share of a device's memory for them."""
+"""The most groups with `auto` (gloo groups need a socket for each pair), and the largest share of a device's memory."""
 HCCL_BUFFER_MB = 32
-"""HCCL takes two such buffers a group; by default each has 200 MB, and 64 groups would take 25 GB."""
+"""HCCL uses two such buffers for each group. Its default is 200 MB, with which 64 groups would take 25 GB."""
 NCCL_BYTES = 64 * 2**20
-"""An estimate that nobody has measured: what a communicator takes grows with its members and links."""
+"""An estimate without a measurement: a communicator's memory grows with its members and links."""
 
 CPU = Accelerator("cpu", "gloo", None, shares_memory=True)
 CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES)
 NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES", 2 * HCCL_BUFFER_MB * 2**20)
 WATCHDOGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0"}
-"""By default they end the process when a peer is gone; a survivor must keep its state and join the next generation.
-Process groups read these when they are made.
+"""By default watchdogs end the process when a peer is gone, but a survivor must keep its state and join the next
+generation. Process groups read these variables when they are made.
 """
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
-"""Read by cuBLAS at its first product, by HCCL and by CANN's products."""
+"""Read by cuBLAS at its first product, by HCCL, and by CANN's products."""
 ACCELERATORS = {accelerator.name: accelerator for accelerator in (CPU, CUDA, NPU)}
 
 
 def processor_name() -> str:
-    """Of this machine's CPU, such as AMD EPYC 9654; the architecture where the system does not tell."""
+    """Name of this machine's CPU, such as AMD EPYC 9654; the architecture if the system does not tell."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -164,9 +170,9 @@ def processor_name() -> str:
 
 
 def choose(name: str) -> Accelerator:
-    """The accelerator called `name`, or with `auto` the best one of this machine: npu, else cuda, else cpu.
+    """The accelerator called `name`; for `auto` the best one of this machine: npu, otherwise cuda, otherwise cpu.
 
-    Raises ValueError when the name is unknown, or its device is not to be found here.
+    Raises ValueError if the name is unknown, or this machine has no such device.
     """
     if name == "auto":
         return next(accelerator for accelerator in (NPU, CUDA, CPU) if not _lack(accelerator))
@@ -178,7 +184,7 @@ def choose(name: str) -> Accelerator:
 
 
 def _lack(accelerator: Accelerator) -> str:
-    """What keeps this machine from using it; empty: nothing."""
+    """What this machine lacks to use the accelerator; empty if nothing."""
     if accelerator is CPU:
         return ""
     if accelerator is NPU:

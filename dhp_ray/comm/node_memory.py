@@ -1,11 +1,11 @@
-"""Memory that all ranks of a node map: each owns a part, every other one reads it and adds to it by itself.
+"""Memory that all ranks of a node map. Each rank owns a part; every other rank reads it and adds to it by itself.
 
     rank 0 (pid 40)    part 0: memfd      part 1: /proc/41/fd/N
     rank 1 (pid 41)    part 0: /proc/40/fd/N      part 1: memfd
 
-A part has no name in a file system, takes nothing of /dev/shm's limit, and is freed by the kernel with the last process
-that maps it. Whoever writes to a place of a part that others write to as well holds that place's lock, a byte-range
-lock of fcntl on the part's file: the kernel releases it when its holder dies.
+A part has no name in a file system, does not count towards /dev/shm's limit, and is freed by the kernel with the last
+process that maps it. A process that writes to a place which others write to as well holds the lock of that place, an
+fcntl byte-range lock on the part's file; the kernel releases it when the holder dies.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ PAGE = mmap.PAGESIZE
 
 
 class NodeMemoryError(ValueError):
-    """Ranks of a node cannot share memory; the message is one line."""
+    """The ranks of a node cannot share memory; the message is one line."""
 
 
 class NodeMemory:
-    """The parts of all ranks of a node, each `num_bytes` long and zero at first.
+    """The parts of all ranks of a node, each of `num_bytes` and initially zero.
 
-    `parts` are uint8 tensors, one a member, by its place among `ranks`.
+    `parts` are uint8 tensors, one for each member, by its place among `ranks`.
     """
 
     def __init__(self, num_bytes: int, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
-        """Every rank of `ranks`, those of this node, calls this; `group` is theirs, over the CPU (None: one rank).
+        """Every rank of `ranks`, the ranks of this node, must call this. `group` is theirs, over the CPU (None: one
+        rank).
 
         Raises:
-            NodeMemoryError: a process may not open the memory of another one, said on all of them; or there is no room.
+            NodeMemoryError: a process may not open another one's memory (raised on all ranks), or there is no room.
         """
         self.ranks, self.own = tuple(ranks), tuple(ranks).index(rank)
         length = -(-max(1, num_bytes) // PAGE) * PAGE
@@ -66,7 +67,9 @@ class NodeMemory:
 
     @contextmanager
     def locked(self, member: int, lock: int) -> Iterator[None]:
-        """Hold a lock of a member's part, any number, against all other processes; for one thread of each."""
+        """Hold a lock, any number, of a member's part against all other processes. One thread of each process may use
+        this.
+        """
         file = self._files[member]
         fcntl.lockf(file, fcntl.LOCK_EX, 1, lock)
         try:
@@ -75,9 +78,9 @@ class NodeMemory:
             fcntl.lockf(file, fcntl.LOCK_UN, 1, lock)
 
     def close(self) -> None:
-        """Forget all parts; while this holds no lock, for closing a file gives back all of this process's locks on it.
+        """Forget all parts. No lock may be held, since closing a file releases all of this process's locks on it.
 
-        Memory is freed once no tensor of it is left, in any process.
+        Memory is freed once no process has a tensor of it.
         """
         self.parts = []
         for file in self._files:
@@ -92,7 +95,7 @@ def _of_all(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 
 def _created(length: int) -> int:
-    """A new file of so many bytes of memory."""
+    """Create a memory file of this many bytes."""
     file = os.memfd_create("dhp_ray", os.MFD_CLOEXEC)
     try:
         os.ftruncate(file, length)
@@ -115,8 +118,8 @@ def _no_room(length: int, error: OSError) -> NodeMemoryError:
 
 
 def _opened(rank: int, pid: int, file: int, identity: list[int]) -> tuple[int, str]:
-    """Another process's file, or -1 and why not: this process sees no such process, or may not look into it.
-    `identity`: its device and inode there.
+    """Open another process's file. Returns -1 and the reason if this process cannot see that process or may not access
+    it. `identity`: device and inode of the file there.
     """
     path = f"/proc/{pid}/fd/{file}"
     try:

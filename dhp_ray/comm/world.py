@@ -1,15 +1,14 @@
 """One generation of the group: its torch world over a rendezvous store that outlives the ranks.
 
     store       one TCPStore for the whole run, in a process that is no rank; keys begin with the generation
-    rendezvous  every rank says that it is there and waits for the others; they stop waiting when the generation is
-                aborted
+    rendezvous  every rank reports that it is there and waits for the others, until the generation is aborted
     world       the default process group, and the groups that are made from it
 
-A rank may come late, to the rendezvous as to any later group: the others wait for it as long as a collective may take.
-They do not wait for a rank that has died: whoever finds that out frees them.
+A rank may be late for the rendezvous or a later group: the others wait for it as long as a collective may take.
+They do not wait for a rank that has died: whichever process finds out frees them.
 
-A rank whose peer has died sees its collectives raise over gloo. It leaves at once: closed sockets free the ranks that
-wait for it. Over NCCL and HCCL nothing raises: there a control thread aborts the groups.
+Over gloo, a rank whose peer has died sees its collectives raise. It leaves at once, and its closing sockets free the
+ranks that wait for it. Over NCCL and HCCL nothing raises, so a control thread aborts the groups.
 """
 
 from __future__ import annotations
@@ -35,11 +34,13 @@ from dhp_ray.comm.ranks import own_rank, torch_ranks
 POLL_S = 0.01
 _ABORTING = Lock()
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""For connections to the store, and of gloo groups whose members are all there; one that dies then is waited for."""
+"""Timeout of connections to the store, and of gloo groups once all members are there; it limits the wait for a member
+that dies then.
+"""
 
 
 class RendezvousError(RuntimeError):
-    """The ranks of a generation or a group did not come together; the message is one line."""
+    """The ranks of a generation or a group did not meet; the message is one line."""
 
 
 def open_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -95,8 +96,8 @@ def rendezvous(
 def init_world(
     store: dist.Store, generation: int, rank: int, world_size: int, accelerator: Accelerator, timeout: timedelta
 ) -> None:
-    """Make the default process group of a generation. Every rank calls this after `rendezvous`, and waits `timeout` for
-    the others.
+    """Make the default process group of a generation. Every rank must call this after `rendezvous`; it waits up to
+    `timeout` for the others.
 
     Raises:
         RendezvousError: not all of them came.
@@ -112,10 +113,10 @@ def init_world(
 
 
 def make_group(ranks: Sequence[int], backend: str, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
-    """A group of its own with these ranks of the plan; every rank of the world calls this, also one that is not among
-    them.
+    """Make a process group of these ranks of the plan. Every rank of the world must call this, even if it is not a
+    member.
 
-    Members wait `timeout` for one another. `options`: of the backend.
+    Members wait up to `timeout` for one another. `options`: of the backend.
 
     Raises:
         RendezvousError: not all of its ranks came.
@@ -134,7 +135,9 @@ def make_group(ranks: Sequence[int], backend: str, timeout: timedelta, options: 
 
 
 def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Wait until all of `ranks` are about to make a group. No rank asks more than twice, however many they are."""
+    """Wait until all of `ranks` are about to make a group. Each rank makes at most two requests, for any number of
+    ranks.
+    """
     come = store.add(f"{place}/here", 1)
     if come == len(ranks):
         store.set(f"{place}/complete", "1")
@@ -148,20 +151,20 @@ def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timede
 
 
 def _connecting(backend: str, timeout: timedelta) -> timedelta:
-    """The timeout that a group is made with. gloo's members connect to one another right then."""
+    """The timeout for making a group, during which gloo's members connect to one another."""
     return min(timeout, CONNECT_TIMEOUT) if backend == "gloo" else timeout
 
 
 def _allow(timeout: timedelta, group: dist.ProcessGroup | None, backend: str) -> None:
-    """Give the collectives of a group that is made their timeout, where it was made with another."""
+    """Set the timeout of an existing group's collectives if the group was made with another one."""
     if backend == "gloo":
         dist.distributed_c10d._set_pg_timeout(timeout, group)  # torch's one way to set it later
 
 
 def abort_groups() -> None:
-    """End what this process waits for in the groups that it has made; from a control thread, as often as needed.
+    """End all waits of this process in its groups. Called from a control thread, any number of times.
 
-    gloo has no abort: its waits end when the peer's socket closes. Every later operation of another backend's group
+    gloo has no abort: its waits end when the peer's socket closes. On other backends every later operation of the group
     raises. While the groups are being destroyed this does nothing.
     """
     if not _ABORTING.acquire(blocking=False):
@@ -183,8 +186,8 @@ def abort_groups() -> None:
 
 
 def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: bool) -> None:
-    """Destroy every group of this process; `close` drops what else refers to them. Collectives with dead peers may be
-    under way (`broken`).
+    """Destroy every group of this process; `close` drops all other references to them. `broken`: collectives with dead
+    peers may be in flight.
     """
     close()
     gc.collect()  # a group that is still referred to keeps its sockets open, and a peer waiting
@@ -202,7 +205,7 @@ def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: b
 
 
 def _nccl_of(group: dist.ProcessGroup) -> Any:
-    """The group's NCCL backend; None where it has none."""
+    """The group's NCCL backend; None if it has none."""
     with suppress(RuntimeError):
         backend = group._get_backend(torch.device("cuda"))
         return backend if hasattr(backend, "_group_start") else None
@@ -212,13 +215,13 @@ def _nccl_of(group: dist.ProcessGroup) -> Any:
 PEER_LOSS = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "timed out",
              "timeout", "gloo", "nccl", "hccl",
              "socket", "process group", "aborted", "communicator")
-"""What backends say of a peer that is gone; all of them raise RuntimeError."""
+"""Words of backends about a peer that is gone; all of them raise RuntimeError."""
 REFUSAL = ("unsupported data type", "not supported", "does not support")
-"""What they say of a call that they do not take, with their names in it."""
+"""Words of backends about a call that they do not support. Such messages may contain words of PEER_LOSS too."""
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether an error is what a lost peer, or an aborted generation, leads to."""
+    """Whether a lost peer or an aborted generation leads to such an error."""
     if isinstance(error, (AbortedError, RendezvousError, dist.DistError)):
         return True
     said = str(error).lower()
