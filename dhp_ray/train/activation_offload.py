@@ -1,5 +1,5 @@
-"""Moves what layers keep for their backward pass to host memory, and back before it is wanted (activation offload:
-ByteScale, arXiv 2502.21231, section 5).
+"""Moves the activations that layers keep for their backward pass to host memory, and back before they are needed
+(activation offload: ByteScale, arXiv 2502.21231, section 5).
 
 Of the L layers of the encoder, and of the language model, the first n = ceil(share x L) are moved. L = 6, share 0.5:
 
@@ -8,12 +8,12 @@ Of the L layers of the encoder, and of the language model, the first n = ceil(sh
     backward    compute   5  | 4  | 3  | 2  | 1  | 0                a layer is fetched as soon as there is room for it
                 copy         | 2    | 1    | 0    |
 
-Copies run in a stream of their own. On the device are what max(2, L - n) layers keep, at most: the one that computes,
-those that are not moved, those on their way. Compute waits where that would be exceeded, and where what it needs has
-not come. So a pass takes as long as its compute or its copies, whichever is more.
+Copies run in a separate stream. The device holds the activations of at most max(2, L - n) layers: the one that
+computes, those that are not moved, and those in flight. Compute waits if that would be exceeded, or if the activations
+that it needs have not arrived. So a pass takes as long as its compute or its copies, whichever is longer.
 
-What autograd saves is moved by whole storages, each once a layer, however many tensors of it are saved. Parameters stay
-(a layer's weights are freed and gathered again by whoever shards them), and so do inputs that all layers share.
+Saved tensors are moved by whole storages, each once for a layer, however many saved tensors share it. Parameters are
+not moved (the sharding frees and gathers a layer's weights), nor are inputs that all layers share.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dhp_ray.train.host_buffer import HostBuffer
 
 
 class Moved:
-    """A storage of a layer: on the device (`there`, flat), in host memory, or in both."""
+    """A storage of a layer: on the device (`there`, flat), in host memory, or both."""
 
     def __init__(self, there: Tensor) -> None:
         self.there: Tensor | None = there
@@ -68,9 +68,9 @@ class Saved(NamedTuple):
 
 
 class Copies:
-    """Copies between a device and host memory, in a stream beside the one that computes. The host waits for nothing.
+    """Copies between a device and host memory, in a stream beside compute. The host does not wait.
 
-    On the CPU, whose streams are none, they are made at once.
+    The CPU has no streams, so copies are made at once there.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,19 +79,23 @@ class Copies:
         self.buffer = HostBuffer(pinned=device.type != "cpu")
 
     def begin_out(self, layer: Sequence[Moved]) -> Any:
-        """Copy storages to host memory, once compute has come so far; the event at which they are there."""
+        """Start to copy storages to host memory, after the work that compute has been given so far; return the event of
+        the end.
+        """
         for moved in layer:
             moved.pieces = self.buffer.take(moved.num_bytes)
         return self._copy([(piece, part) for moved in layer for piece, part in moved.parts()])
 
     def end_out(self, layer: Sequence[Moved], event: Any) -> None:
-        """Let compute wait for the copies, and let go what was copied: memory that compute may then use again."""
+        """Let compute wait for the copies, and free what was copied, so that compute may use the memory again."""
         self._computing.wait_event(event)
         for moved in layer:
             moved.there = None
 
     def begin_back(self, layer: Sequence[Moved]) -> None:
-        """Copy storages to the device, into memory that is free once compute has come so far."""
+        """Start to copy storages to the device, into memory that is free after the work that compute has been given so
+        far.
+        """
         for moved in layer:
             moved.there = torch.empty(moved.num_elements, dtype=moved.type, device=self._device)
         event = self._copy([(part, piece) for moved in layer for piece, part in moved.parts()])
@@ -99,7 +103,7 @@ class Copies:
             moved.pieces, moved.arrival = [], event
 
     def arrived(self, moved: Moved) -> Tensor:
-        """A storage that was fetched, for compute."""
+        """A fetched storage, for compute."""
         assert moved.there is not None
         if moved.arrival is not None:
             self._computing.wait_event(moved.arrival)
@@ -115,7 +119,7 @@ class Copies:
         return self._module.current_stream(self._device)
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Copy to the first of each pair; the event at which that is done."""
+        """Copy to the first of each pair; return the event of the end."""
         event = self._module.Event()
         self._stream.wait_stream(self._computing)
         with self._module.stream(self._stream):
@@ -126,7 +130,7 @@ class Copies:
 
 
 class PartOffload:
-    """Of the encoder or the language model in one pack's forward and backward pass."""
+    """Moves activations of the encoder or the language model in one pack's forward and backward pass."""
 
     def __init__(self, stack: LayerStack, share: float, shared: set[torch.UntypedStorage], copies: Copies) -> None:
         self._count, self._copies, self._shared = len(stack.layers), copies, shared
@@ -145,7 +149,9 @@ class PartOffload:
                              layer.register_forward_hook(partial(self._after, number))]
 
     def close(self) -> None:
-        """After the forward pass, whole or not: hooks of modules would run again where layers are computed again."""
+        """Remove the hooks after the forward pass, even if it failed; otherwise they would run again during
+        recomputation.
+        """
         for handle in self.handles:
             handle.remove()
         self._end()
@@ -161,10 +167,10 @@ class PartOffload:
             self._hooks = None
 
     def _before(self, layer: Module, inputs: Any, named: dict[str, Any]) -> None:
-        """Of what was saved since the layer before, only what this layer is given is moved with it: where a layer is
-        computed again, its input is saved before this hook runs (transformers 5.17) or after it (5.23).
+        """Handle what was saved since the previous layer: only this layer's positional inputs are moved with it. With
+        recomputation, its input is saved before this hook (transformers 5.17) or after it (5.23).
 
-        What a layer is given by name is every layer's: cosines and sines.
+        Keyword inputs, cosines and sines, are shared by all layers.
         """
         self._shared |= storages_of(named.values())
         given = storages_of(inputs)
@@ -188,7 +194,7 @@ class PartOffload:
                 break
 
     def _before_backward(self, number: int, gradient: Tensor) -> None:
-        """Fetch what there is room for, now that the layers behind this one are done."""
+        """Fetch as much as there is room for, now that the later layers are done."""
         last = min(number, self._moved - 1)  # of those that are moved and still wanted
         kept = number - last
         while self._next >= 0 and (self._next == number or kept + last - self._next < self._room):
@@ -215,7 +221,7 @@ class PartOffload:
 
 
 class Offload:
-    """Of the packs of a rank, one after the other. `moved_bytes`: of the last one."""
+    """Moves activations of a rank's packs, one pack after another. `moved_bytes`: of the last pack."""
 
     def __init__(self, adapter: ModelAdapter, device: torch.device) -> None:
         self._adapter, self._copies = adapter, Copies(device)
@@ -227,8 +233,8 @@ class Offload:
 
     @contextmanager
     def of_pack(self, inputs: PackInputs) -> Iterator[None]:
-        """Around the forward pass of a pack, of which `inputs.offload` is moved. Its backward pass ends before the next
-        pack begins.
+        """Put this around the forward pass of a pack, of which the share `inputs.offload` is moved. Its backward pass
+        must end before the next pack begins.
         """
         self.moved_bytes = 0
         if not inputs.offload or not torch.is_grad_enabled():
@@ -252,8 +258,8 @@ class Offload:
         self.moved_bytes = sum(part.num_bytes for part in parts)
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of that pack. Where it fails, memory that copies are still on their way to is let go: what
-        computes next waits for them before it uses that memory again.
+        """Run the backward pass of that pack. If it fails, memory that is still the target of copies is released; later
+        work waits for the copies before it uses that memory again.
         """
         try:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -263,5 +269,5 @@ class Offload:
 
 
 def storages_of(values: Iterable[Any]) -> set[torch.UntypedStorage]:
-    """Of the tensors among values."""
+    """Storages of the tensors among `values`."""
     return {value.untyped_storage() for value in tree_leaves(list(values)) if isinstance(value, Tensor)}

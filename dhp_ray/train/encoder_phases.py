@@ -3,10 +3,11 @@
     encode     my images -> features -- exchange --> rows of my packs
     backward   gradients of my packs' rows -- exchange --> gradients of my features -> of the encoder
 
-Activations are kept between the two, or the second encodes again, pass by pass. Frozen, there is no second one.
+Activations are kept between the phases, or the second phase encodes again, pass by pass. A frozen encoder has no second
+phase.
 
-With sync=micro_batch all ranks run equally many passes, in both phases: the units of the encoder gather their
-parameters from all ranks, and reduce their gradients over them.
+With sync=micro_batch all ranks run the same number of passes in both phases, since the units of the encoder gather
+their parameters from all ranks and reduce their gradients over them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from dhp_ray.train.vision_inputs import EncoderPass, VisionInputs
 
 
 class EncoderPhases:
-    """Of one rank and step: `encode` before the packs, `backward` after them. Every rank that encodes for another, or
-    that another encodes for, calls both.
+    """The phases of one rank and step: `encode` before the packs, `backward` after them. Every rank that encodes for
+    another rank, or whose images another rank encodes, calls both.
 
-    `received_from`: for each pack of this rank, in order, the rows that come from each rank. `link_of`: to the ranks of
-    an image whose parts exchange, with the place of its pack in the plan.
+    `received_from`: for each pack of this rank, in order, the rows that come from each rank. `link_of`: the link to the
+    ranks of an image whose parts exchange, given the place of its pack in the plan.
     """
 
     def __init__(
@@ -50,8 +51,7 @@ class EncoderPhases:
         self._links: list[Link] = []
 
     def encode(self, link: Link) -> list[Tensor]:
-        """Features (K, F) of each pack of this rank, in order; `backward` takes the gradients that packs leave in them.
-        """
+        """Features (K, F) of each pack of this rank, in order. Packs leave gradients in them, which `backward` uses."""
         for images in self._passes:
             with torch.set_grad_enabled(self._trains and self._keeps):
                 self._encoded.append(self._encode(images))
@@ -66,7 +66,7 @@ class EncoderPhases:
         return self._features
 
     def backward(self, link: Link) -> None:
-        """Add the encoder's gradients to its parameters', once the backward pass of every pack has run."""
+        """Add the encoder's gradients to those of its parameters, after the backward pass of every pack."""
         if not self._trains:
             return
         gradient = self._received_gradient()
@@ -84,7 +84,7 @@ class EncoderPhases:
         return [wait for link in self._links for wait in link.taken_waits()]
 
     def _received_gradient(self) -> Tensor:
-        """Of all rows that came, in the order in which they came; lets the packs' features go."""
+        """The gradient of all received rows, in the order of receipt. Releases the packs' features."""
         gradient = self._like.new_zeros(sum(self._receive_counts.values()), self._adapter.feature_width)
         for features, rows in zip(self._features, self._rows_of, strict=True):
             if features.grad is not None:
@@ -97,8 +97,9 @@ class EncoderPhases:
         return self._adapter.encode(there.pixels, there.encoder, self._context(there))
 
     def _context(self, images: EncoderPass) -> PackContext | None:
-        """Of a part of an image that exchanges. Every other part runs the same layers, so that there is a backward pass
-        of an exchange on all of its ranks or on none, by what is trained before it."""
+        """The context of an image part that exchanges. All parts run the same layers, so an exchange has a backward
+        pass on all of its ranks or on none, depending on what is trained before it.
+        """
         if (ring := images.ring) is None:
             return None
         self._links.append(self._link_of(ring.ranks, ring.pack_index))
@@ -108,9 +109,10 @@ class EncoderPhases:
 def received_rows(
     received_from: Sequence[Mapping[int, int]], device: torch.device
 ) -> tuple[dict[int, int], list[Tensor]]:
-    """(the rows that come from each rank, in order of ranks, for each pack its rows among them: made on the device)
+    """(the rows that come from each rank, in order of ranks; for each pack the index of its rows among them, on the
+    device)
 
-    They come rank by rank, and from each rank pack by pack.
+    Rows arrive by rank and, from each rank, by pack.
     """
     counts: dict[int, int] = {}
     for of_pack in received_from:

@@ -1,10 +1,10 @@
-"""Writes a model that lies in the shards of all ranks, and nowhere whole: each rank writes files of its own.
+"""Writes a model that exists only in the shards of all ranks: each rank writes its own files.
 
     round     files of all ranks: | f0: r0 | f1: r1 | f2: r2 |, then | f3: r0 | ...
-    gather    parameter by parameter or bucket by bucket, on all ranks; only the rank that writes it keeps it
-    write     all ranks at the same time; what is not trained each reads from the model's own files
+    gather    one parameter or bucket after another, on all ranks; only the rank that writes it keeps it
+    write     all ranks at the same time; each reads untrained values from the model's own files
 
-A rank's host holds the file that it writes, and a bucket.
+A rank's host holds the file that it writes, and one bucket.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from dhp_ray.model.weights import StoredWeights
 from dhp_ray.train.state.checkpoint import all_well
 
 Wanted = Iterable[tuple[str, int]]
-"""Names of parameters, each with the rank that is to have it."""
+"""Names of parameters, each with the rank that needs it."""
 
 Gather = Callable[[Wanted], Iterator[tuple[str, Tensor | None]]]
-"""Yields each wanted parameter, fp32 on the CPU, whole; None on the ranks that are not to have it."""
+"""Yields each wanted parameter, fp32 on the CPU, whole; None on the ranks that do not need it."""
 
 
 class AllRanks:
-    """The ranks of `group` (None: there is one; gloo) as they do what may fail on one of them alone."""
+    """The ranks of `group` (gloo; None: a single rank) when they do something that may fail on one of them only."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None, progress: Progress) -> None:
         self.rank, self.group, self.progress = rank, group, progress
 
     def run(self, action: Callable[[], object]) -> None:
-        """Call `action` on this rank, and wait for the others. Every rank calls this.
+        """Call `action` on this rank and wait for the others. Every rank must call this.
 
         Raises:
-            Exception: what this rank's `action` has raised.
-            AbortedError: that of another rank failed, and this one is well; one line.
+            Exception: the error of this rank's `action`.
+            AbortedError: the action of another rank failed, and this one did not; one line.
         """
         failure: Exception | None = None
         try:
@@ -66,8 +66,8 @@ def write_files(
     all_ranks: AllRanks,
     put: Callable[[ModelFile, Mapping[str, Tensor]], None],
 ) -> None:
-    """Give `put`, on the rank whose file it is, the tensors of each of `files`. Every rank calls this, with the same
-    files.
+    """Call `put` with the tensors of each of `files`, on the rank that writes the file. Every rank must call this with
+    the same files.
 
     Raises:
         As `AllRanks.run`.

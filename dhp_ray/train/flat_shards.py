@@ -1,5 +1,4 @@
-"""What the engines of `sync=step` share: the flat layout of trained parameters, and the shard that each rank has of it.
-"""
+"""What the engines of `sync=step` share: the flat layout of trained parameters, and each rank's shard of it."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from dhp_ray.train.state.optimizer import OptimizerSettings
 class FlatShards(Engine):
     """An engine whose shards are slices of the buckets of one flat buffer (`FlatLayout`).
 
-    Shards are fp32 whatever the precision. Frozen parameters are in the computing type; `originals` are those of them
-    that this has changed, as they came, on the CPU; of a model that has files none: an export reads them there. A tied
-    parameter counts once, under its first name.
+    Shards are fp32 for any precision. Frozen parameters are in the computing type; `originals` are those that this
+    engine has converted, as they were before, on the CPU (empty for a model with files, where an export reads them). A
+    tied parameter counts once, under its first name.
     """
 
     def __init__(
@@ -40,8 +39,8 @@ class FlatShards(Engine):
         weights: StoredWeights | None,
         device: torch.device | None,
     ) -> None:
-        """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` are those of fp32 gradients;
-        `device` is where the state goes, by default where the parameters are.
+        """Every rank must call this. `world_group`: None for a single rank. `bucket_bytes`: of fp32 gradients.
+        `device`: where the state lies, by default where the parameters are.
 
         Raises:
             ValueError: unknown precision, no parameter to train, or several ranks without a group.
@@ -96,10 +95,10 @@ class FlatShards(Engine):
 
     @abstractmethod
     def _frozen_value(self, name: str) -> Tensor:
-        """A frozen parameter as it came, or where a file has it, in the computing type."""
+        """A frozen parameter as it was given, or from its file, in the computing type."""
 
     def _fill_shard(self) -> None:
-        """This rank's share of the trained parameters, from where they are or from their files."""
+        """Fill this rank's shard of the trained parameters from their values or their files."""
         stored = []
         for piece in self._pieces:
             parameter, mine = self.parameters[piece.name], self.current.value[piece.shard]

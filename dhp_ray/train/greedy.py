@@ -1,15 +1,15 @@
-"""Greedy answers by the ranks' own passes over packs, whatever their degrees and however parameters lie; keys and
-values are not kept.
+"""Greedy answers by the ranks' own passes over packs, at any degree and with any sharding. Keys and values are not
+cached.
 
-A sequence is planned with room for its answer. Attention is causal, so a pass over it finds at each place the token
-that follows those up to it:
+A sequence is planned with room for its answer. Attention is causal, so one pass finds at each position the token that
+follows the tokens up to it:
 
     tokens       p p p p g g g g      prompt, and a guess of the answer
-    found              a b c d        at the prompt's last token, and at each of the answer but the last
+    found              a b c d        at the prompt's last token, and at each token of the answer except the last
 
-What one pass finds is the guess of the next (Jacobi decoding, arXiv 2305.10427): after k passes the first k tokens are
-those of greedy decoding, and all are once a pass changes nothing. Every pass encodes the images of the prompts again.
-Every rank has the table of all answers, so that all run as many passes.
+The result of one pass is the guess for the next (Jacobi decoding, arXiv 2305.10427): after k passes the first k tokens
+are those of greedy decoding, and all are once a pass changes nothing. Every pass encodes the images of the prompts
+again. Every rank has the table of all answers, so that all ranks run the same number of passes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from dhp_ray.train.step_inputs import StepInputs
 
 @dataclass(frozen=True)
 class AnswerPlaces:
-    """Where a rank's tokens of a pack meet the table of answers (N, M): `found` (2, K), row and column of what its K
-    valid tokens predict; `written` (2, W), those of its W tokens that are of answers, which are `tokens` (W,) locally.
+    """Where a rank's tokens of a pack are in the table of answers (N, M). `found` (2, K): row and column for the
+    predictions of its K valid tokens. `written` (2, W): those of its W answer tokens, which are at `tokens` (W,)
+    locally.
     """
 
     found: Tensor
@@ -41,11 +42,11 @@ class AnswerPlaces:
 def greedy_answers(
     step: RankStep, inputs: StepInputs, sample_ids: Sequence[str], num_tokens: int, end_ids: Sequence[int], filler: int
 ) -> list[list[int]]:
-    """Token ids of the answers to `sample_ids`, the samples of all ranks; up to and without the first of `end_ids`, at
-    most `num_tokens` each. Every rank calls it and returns the same.
+    """Token ids of the answers to `sample_ids`, the samples of all ranks: up to the first of `end_ids`, which is
+    excluded, and at most `num_tokens` each. Every rank must call this and returns the same.
 
-    Every sequence ends with `num_tokens` fillers, whose labels are the only ones that count. The answer to a
-    placeholder means nothing.
+    Every sequence ends with `num_tokens` fillers, and only their labels count. The answer to a placeholder has no
+    meaning.
     """
     rows = {name: row for row, name in enumerate(sample_ids)}
     places = [answer_places(pack, own, rows, num_tokens) for pack, own in zip(inputs.packs, inputs.inputs, strict=True)]
@@ -72,7 +73,7 @@ def greedy_answers(
 
 
 def answer_places(pack: RankPack, inputs: PackInputs, rows: Mapping[str, int], num_tokens: int) -> AnswerPlaces:
-    """Of a pack whose sequences end with `num_tokens` of their answers; none of an idle one."""
+    """The places of a pack whose sequences end with `num_tokens` answer tokens; none for an idle pack."""
     if pack.index < 0:
         nowhere = torch.empty(2, 0, dtype=torch.int64)
         return AnswerPlaces(nowhere, nowhere, nowhere[0])
