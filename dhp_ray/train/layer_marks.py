@@ -1,10 +1,10 @@
-"""Marks at every layer of a model, forward and backward, so that a rank that computes is seen to get on.
+"""Marks at every layer of a model, forward and backward, that show whether a computing rank makes progress.
 
     forward    gathering of 3 *    | 3            | gathering of 4 *  | 4 ...
     backward   ... 4, backward     | reducing 4 * | before 4          | gathering of 3 * | 3, backward ...
 
-Those with * say that the rank waits for peers. They and "before" are there only where a layer's parameters are gathered
-from other ranks, and its gradients reduced, between two layers: by FSDP, whose hooks run between ours.
+At the marks with * the rank waits for peers. Those and "before" exist only if a layer's parameters are gathered from
+other ranks, and its gradients reduced, between two layers: by FSDP, whose hooks run between ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LayerMarks:
     """Hooks on the layers of a model, until `remove`."""
 
     def __init__(self, layers: Mapping[str, Module], progress: Progress, gathered: bool) -> None:
-        """Layers by the names that marks have of them. `gathered`: FSDP has wrapped the layers, before this."""
+        """Layers by the names that marks use. `gathered`: FSDP has already wrapped the layers."""
         self._handles: list[RemovableHandle] = []
         for name, layer in layers.items():
             forward = partial(progress.mark, name)
@@ -54,7 +54,9 @@ def layers_by_name(adapter: ModelAdapter) -> dict[str, Module]:
 
 
 def _before(mark: Callable[[], None], then: Callable[[], None] | None = None) -> Callable[[Module, Any], None]:
-    """`then`: when the backward pass has all that the layer and FSDP make of its input's gradient."""
+    """A hook that calls `mark`, and `then` when the backward pass has everything that the layer and FSDP compute from
+    its input's gradient.
+    """
     def hook(layer: Module, inputs: Any) -> None:
         mark()
         if then:

@@ -1,8 +1,8 @@
-"""Gives a module its values from the files of a model folder: each rank reads its share, and the whole is in no host's
-memory.
+"""Fills a module with values from the files of a model folder: each rank reads its part, and no host holds the whole
+model.
 
     flat engine      trained    each rank reads its shard of the flat buffer, then all are gathered (flat_engine.py)
-                     frozen     the same; in a generation with ranks of the one before, one of these sends them
+                     frozen     the same; in a generation with ranks of the previous one, one of these sends them
     sharded engine   all        each rank reads the rows that it owns
 """
 
@@ -27,7 +27,7 @@ from dhp_ray.train.state.buckets import Bucket, FlatLayout, Piece
 
 
 def place(parameter: nn.Parameter, value: Tensor) -> None:
-    """Let a parameter hold `value`, in every module that has it; also one that is on the meta device."""
+    """Let a parameter hold `value` in every module that has it. The parameter may be on the meta device."""
     if parameter.is_meta:  # `.data` takes no tensor of another kind of memory
         torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
     else:
@@ -35,7 +35,7 @@ def place(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Bring a module's buffers to `device`, and no parameter."""
+    """Move a module's buffers, but no parameter, to `device`."""
     for holder in module.modules():
         for name, buffer in holder.named_buffers(recurse=False):
             setattr(holder, name, buffer.to(device))
@@ -51,10 +51,10 @@ def load_frozen(
     device: torch.device,
     progress: Progress,
 ) -> None:
-    """Give whole parameters their values in `compute_type`, on the ranks where they are on the meta device.
+    """Fill whole parameters with their values in `compute_type`, on the ranks where they are on the meta device.
 
-    Every rank calls this, with equal names and `bucket_elements`, which are moved at a time. When it raises,
-    parameters on the meta device are there still.
+    Every rank must call this with the same names and `bucket_elements`, the number of elements moved at a time. If it
+    raises, parameters on the meta device are still there.
 
     Raises:
         ModelError: a file is gone or damaged.
@@ -91,8 +91,8 @@ def load_frozen(
 
 
 def _read_part(weights: StoredWeights, pieces: deque[Piece], bucket: Bucket, like: Tensor) -> Tensor:
-    """A rank's slice of a bucket from the files, in the type and on the device of `like`. `pieces`: its pieces of this
-    bucket and of those after it; what is read is taken out.
+    """A rank's slice of a bucket from the files, with the type and device of `like`. `pieces`: its pieces of this
+    bucket and of later ones; those that are read are removed.
     """
     begin, end = bucket.shard.start, bucket.shard.stop
     mine, intervals = like.new_zeros(end - begin), []
@@ -105,7 +105,9 @@ def _read_part(weights: StoredWeights, pieces: deque[Piece], bucket: Bucket, lik
 
 
 def first_row(num_rows: int, rank: int, world_size: int) -> int:
-    """The first of a parameter's rows that FSDP2 gives to `rank`; each rank has equally many but the last ones."""
+    """The first row of a parameter that FSDP2 gives to `rank`; all ranks except the last ones get the same number of
+    rows.
+    """
     return min(-(-num_rows // world_size) * rank, num_rows)
 
 

@@ -13,12 +13,12 @@ from dhp_ray.train.collate import PackInputs
 
 
 def pack_loss(adapter: ModelAdapter, inputs: PackInputs, link: Link, encodes: bool | None = None) -> Tensor:
-    """Token-sum loss, an fp32 scalar, of this rank's shard of a pack; or, where `inputs` say so and without gradients,
-    the tokens (K,) that most likely follow its valid ones. `inputs` are on the model's device.
+    """Token-sum loss, an fp32 scalar, of this rank's shard of a pack. If `inputs` ask for predictions (without
+    gradients), the most likely next tokens (K,) of its valid tokens. `inputs` are on the model's device.
 
-    Every member of the pack must call it and then `backward()` on the result: with gradients enabled that may always
-    be called, also where nothing of the pack is trained. Only the pack's own members exchange anything. `encodes` tells
-    whether features are exchanged, and so differentiated; by default, where the pack has images.
+    Every member of the pack must call this and then `backward()` on the result; with gradients enabled that is always
+    allowed, even if nothing of the pack is trained. Only members of the pack exchange. `encodes`: whether features are
+    exchanged and so differentiated; by default, if the pack has images.
     """
     encodes = inputs.num_images > 0 if encodes is None else encodes
     # Whether there is a backward pass upstream of each exchange: from what the pack holds, so the same on all its

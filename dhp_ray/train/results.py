@@ -1,4 +1,4 @@
-"""What a rank reports of a step: the times of its packs, and the step's sums."""
+"""A rank's report on a step: the times of its packs, and the step's sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dhp_ray.planner.work import BACKWARD, ENCODE, Work
 
 
 class PackTime(NamedTuple):
-    """When a rank ran a pack, in seconds from the rank's start of the step; `blocked_s` was spent waiting in exchanges.
+    """When a rank ran a pack, in seconds from the rank's start of the step. `blocked_s`: time spent waiting in
+    exchanges.
     """
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
@@ -21,12 +22,13 @@ class PackTime(NamedTuple):
 
     @property
     def busy_s(self) -> float:
-        """Seconds that were not spent waiting."""
+        """Seconds without waiting."""
         return self.end_s - self.start_s - self.blocked_s
 
 
 class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank at every step
-    """What one rank reports of one step: `plan_id` is the plan that it ran. Sums are global: equal on all ranks."""
+    """One rank's report on one step. `plan_id`: the plan that it ran. Sums are global, so they are equal on all ranks.
+    """
 
     step: int
     rank: int
@@ -44,15 +46,15 @@ class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank a
     save_error: str = ""
     plan_id: str = ""
     encoder_times: tuple[PackTime, ...] = ()
-    """Of the phases before and after the packs, where images are encoded apart from them."""
+    """Times of the phases before and after the packs, if images are encoded apart from them."""
     exchanged_bytes: int = 0
-    """Features that this rank sent to others in the first phase."""
+    """Bytes of features that this rank sent to others in the first phase."""
     moved_bytes: int = 0
-    """Activations that went to host memory, and came back."""
+    """Bytes of activations that went to host memory and back."""
 
 
 def busy_s_of(work: Work, results: Sequence[StepResult]) -> np.ndarray:
-    """Measured seconds of each row of a plan's work, without those spent waiting; NaN where no rank has reported it."""
+    """Measured seconds of each row of a plan's work, without waiting; NaN if no rank has reported it."""
     found = {(result.rank, time.index): time.busy_s for result in results for time in result.pack_times}
     found |= {(result.rank, phase): time.busy_s for result in results
               for phase, time in zip((ENCODE, BACKWARD), result.encoder_times)}

@@ -1,8 +1,8 @@
-"""The inputs of all packs that a rank runs in a step, made before it: by a thread beside the one that trains.
+"""The inputs of all packs that a rank runs in a step, made in a thread before the step.
 
-    payloads -- collate --> inputs of a pack, patches in the computing type, in pinned memory where a device copies them
-    a sample turns out to be a placeholder --> its pack is made again, from what the first inputs hold
-    a step runs pack n on the device | the inputs of pack n + 1 are copied to it, in a stream of their own
+    payloads -- collate --> inputs of a pack, patches in the computing type, in pinned memory if a device copies them
+    a sample turns out to be a placeholder --> its pack is made again, from the first inputs
+    a step runs pack n on the device | the inputs of pack n + 1 are copied to it, in a separate stream
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dhp_ray.train.payload import Payload, placeholder
 from dhp_ray.train.vision_inputs import VisionInputs, vision_inputs
 
 IDLE = Sample("", 1)
-"""What a rank without a pack in a micro-batch runs: one token, masked."""
+"""A rank without a pack in a micro-batch runs this: one masked token."""
 
 
 @dataclass
 class StepInputs:
-    """Inputs in the order of running, one for each of `packs_of` the plan once all have been added.
+    """Inputs in the order of execution, one for each of `packs_of` the plan once all have been added.
 
-    `payloads` are those of the packs added so far; their pixels are rows of the inputs, not a second copy.
+    `payloads`: of the packs added so far. Their pixels are rows of the inputs, not a second copy.
     """
 
     plan: RankPlan
@@ -43,8 +43,8 @@ class StepInputs:
     vision: VisionInputs | None = None
 
     def add_encoded(self, payload_of: Callable[[str], Payload], adapter: ModelAdapter) -> None:
-        """Collate the images that this rank encodes apart from the packs; before any pack is added. `payload_of` gives
-        the payload of a sample, by id, as `vision_inputs` asks for it.
+        """Collate the images that this rank encodes apart from the packs. Must be called before any pack is added.
+        `payload_of` returns the payload of a sample, by id, in the order of `vision_inputs`.
 
         Raises:
             ValueError: see `add`.
@@ -57,10 +57,10 @@ class StepInputs:
         self.vision = self._encoded(kept, adapter)
 
     def add(self, pack: RankPack, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> None:
-        """Collate the next pack. What `payloads` hold of its pixels is needed no more.
+        """Collate the next pack. The pixels in `payloads` are no longer needed afterwards.
 
         Raises:
-            ValueError: one line that names the sample whose payload is missing or not what was planned.
+            ValueError: one line that names the sample whose payload is missing or differs from the plan.
         """
         # of a sample whose images this rank encodes apart, the payload with their pixels is there already
         self.payloads |= {sample.id: payloads[sample.id] for sample in pack.samples
@@ -69,7 +69,7 @@ class StepInputs:
         self.packs.append(pack)
 
     def mask(self, sample_ids: Iterable[str], adapter: ModelAdapter) -> None:
-        """Make these samples placeholders: packs that hold one of them are collated again."""
+        """Make these samples placeholders: packs that contain one of them are collated again."""
         found = {name for name in sample_ids if name in self.payloads and not self.payloads[name].masked}
         self.payloads |= {name: replace(self.payloads[name], masked=True, pixels=[]) for name in found}
         for place, pack in enumerate(self.packs):
@@ -99,8 +99,8 @@ class StepInputs:
 
 
 def packs_of(plan: RankPlan) -> list[RankPack]:
-    """What a rank runs, in order. With sync=micro_batch that is one pack a micro-batch: an idle token, with index -1,
-    where the plan has none for the rank.
+    """The packs that a rank runs, in order. With sync=micro_batch that is one pack in each micro-batch: an idle token,
+    with index -1, if the plan has none for the rank.
     """
     if not plan.encodes:
         return list(plan.packs)
@@ -123,7 +123,7 @@ def collated(
 
 
 def on_device(inputs: Sequence[PackInputs], device: torch.device) -> Generator[PackInputs, None, None]:
-    """The inputs of each pack on a device, one after the other; to be closed. On the CPU they are as they came."""
+    """Yield the inputs of each pack on a device; the generator must be closed. On the CPU they are unchanged."""
     if device.type == "cpu":
         yield from inputs
     else:
@@ -131,8 +131,8 @@ def on_device(inputs: Sequence[PackInputs], device: torch.device) -> Generator[P
 
 
 def copied_ahead(inputs: Sequence[PackInputs], device: torch.device) -> Generator[PackInputs, None, None]:
-    """While the device computes with what was given last, the inputs of the next pack are copied to it, and no others:
-    that begins when the device has done all that it was given before. The host waits for nothing.
+    """While the device computes with the last inputs, copy those of the next pack to it, and no others. The copy begins
+    when the device has finished all earlier work. The host does not wait.
     """
     module = torch.get_device_module(device)
     computing, copying = module.current_stream(device), module.Stream(device)
@@ -151,8 +151,8 @@ def copied_ahead(inputs: Sequence[PackInputs], device: torch.device) -> Generato
 
 
 def _copied(inputs: PackInputs, device: torch.device, computing: Any, copying: Any) -> PackInputs:
-    """The inputs on a device once `copying` has got there. Their memory is of the computing stream: it can be used anew
-    by what follows there, though the host is ahead.
+    """The inputs on a device, valid once `copying` has got there. Their memory belongs to the computing stream, so
+    later work in that stream can reuse it although the host is ahead.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
 

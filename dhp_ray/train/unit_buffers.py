@@ -1,12 +1,13 @@
-"""Fills each unit's parameters when it is used and lets them go afterwards; sends its gradients when they are there.
+"""Fills each unit's parameters when it is used and frees them afterwards; adds its gradients as soon as they are
+complete.
 
-    forward     unit k: wait till it is filled | compute, a thread fills k + 1 | empty
+    forward     unit k: wait until it is filled | compute, a thread fills k + 1 | empty
     backward    unit k: likewise | (recompute) compute, a thread fills k - 1 | add gradients to the node's sums | empty
 
-A unit is what FSDP calls one: parameters that are gathered together. It has one buffer, whose storage is resized to 0
-and back, as FSDP2 does: views of it that autograd has saved are valid again once it is refilled. A filled buffer is not
+A unit is the same as in FSDP: parameters that are gathered together. It has one buffer, whose storage is resized to 0
+and back, as in FSDP2: views of it that autograd has saved are valid again once it is refilled. A filled buffer is not
 filled again: with and without recomputation a pack reads a unit twice, forward and backward. At most two units are
-filled at a time, the one that computes and the next.
+filled at a time, the current one and the next.
 
 The head computes its gradients in its forward pass, so it is read once; the embedding is read and added row by row.
 """
@@ -32,9 +33,9 @@ from dhp_ray.train.state.slices import Unit
 
 
 class ModelUnit(NamedTuple):
-    """A module whose parameters are read together, those of them that are its own, by name, and how they lie.
+    """A module whose parameters are read together: the parameters of its own, by name, and their layout.
 
-    `once`: it does not compute with them in the backward pass. Without a module it is never filled.
+    `once`: the backward pass does not use them. Without a module the unit is never filled.
     """
 
     module: Module | None
@@ -47,11 +48,11 @@ class ModelUnit(NamedTuple):
 
 
 def units_of(adapter: ModelAdapter) -> list[ModelUnit]:
-    """The units of a model in the order of the forward pass. A tied embedding is in the head's; another comes last, and
-    its rows are read where they lie.
+    """The units of a model in the order of the forward pass. A tied embedding is in the head's unit; any other
+    embedding comes last, and its rows are read in place.
 
     Raises:
-        ValueError: a parameter is in none.
+        ValueError: a parameter is in no unit.
     """
     described = adapter.node_units()
     names = {parameter: name for name, parameter in adapter.module.named_parameters()}
@@ -73,7 +74,7 @@ def units_of(adapter: ModelAdapter) -> list[ModelUnit]:
 class UnitBuffers:
     """Buffers and hooks of a model's units.
 
-    `of_last_pack` counts its reads and adds of units; `filled_most`: units filled at a time, at most, since the start.
+    `of_last_pack` counts its reads and adds of units; `filled_most`: the most units filled at a time since the start.
     `reader` has one thread, which reads units.
     """
 
@@ -100,8 +101,8 @@ class UnitBuffers:
                               for parameter in unit.own() if parameter.requires_grad]
 
     def end_pack(self) -> None:
-        """After a pack's backward pass, or its forward pass where there is none: add what has not been added, since
-        only some of a unit's parameters had gradients, and empty all.
+        """Finish a pack after its backward pass, or after its forward pass if there is none: add gradients that were
+        not added because only some of a unit's parameters had one, and empty all units.
         """
         for number in range(len(self._buffers)):
             self._add_grads(number)
@@ -130,7 +131,7 @@ class UnitBuffers:
         self._buffers, self.units = [], []
 
     def _place(self, number: int) -> None:
-        """Make a unit's parameters views of its buffer, which is then emptied."""
+        """Make a unit's parameters views of its buffer, and empty the buffer."""
         unit, buffer = self.units[number], self._buffers[number]
         for name, parameter in unit.parameters.items():
             start = unit.layout.starts[name]
@@ -152,7 +153,7 @@ class UnitBuffers:
             self.state.read(number, self._buffers[number])
 
     def _fill(self, number: int) -> None:
-        """Fill a unit, or wait until it is."""
+        """Fill a unit, or wait until it is filled."""
         self._begin_fill(number)
         self._await(number)
 
@@ -161,7 +162,7 @@ class UnitBuffers:
         self._buffers[number].untyped_storage().resize_(0)
 
     def _await(self, number: int) -> None:
-        """Wait for the read of a unit that is under way. After one that failed the unit is empty."""
+        """Wait for the read of a unit that is in progress. After a failed read the unit is empty."""
         if number in self._filling:
             filling = self._filling.pop(number)
             if error := filling.exception():
@@ -204,7 +205,7 @@ class UnitBuffers:
                 self._empty(number)
 
     def _add_grads(self, number: int) -> None:
-        """Add what autograd has left in a unit's parameters, and clear it."""
+        """Add the gradients that autograd has left in a unit's parameters, and clear them."""
         unit = self.units[number]
         found = {name: parameter.grad for name, parameter in unit.parameters.items() if parameter.grad is not None}
         if found:
@@ -214,7 +215,7 @@ class UnitBuffers:
 
 
 class Rows(torch.autograd.Function):
-    """Rows of an embedding, read from a node's memory; their gradients are added there, but for those of the row
+    """Rows of an embedding, read from a node's memory. Their gradients are added there, except those of the row
     `skipped` (torch's padding_idx).
     """
 

@@ -1,6 +1,6 @@
-"""What a rank needs to encode images apart from the packs: pixels, and which of the feature rows go to which rank.
+"""The inputs with which a rank encodes images apart from the packs: pixels, and which feature rows go to which rank.
 
-Both sides know the order of rows from the plan and the token ids alone, so nothing is negotiated:
+Both sides know the order of rows from the plan and the token ids, so nothing is negotiated:
 
     encoder     pass by pass; in each, images of the packs in `RankPlan.encoded`, in plan order: their rows are numbered
                 as they come; those of a part of an image in the part's order
@@ -36,8 +36,9 @@ Pixels = list[np.ndarray | Tensor | None]
 
 @dataclass(kw_only=True)
 class Ring:
-    """The ranks of an image whose parts exchange, and its pack's place in the plan; where its patches lie among them,
-    and what those of this rank see of each other's."""
+    """The ranks of an image whose parts exchange, and its pack's place in the plan; how its patches are spread over
+    them; and the attention between this rank's patches and those of the others.
+    """
 
     ranks: tuple[int, ...]
     pack_index: int
@@ -47,8 +48,9 @@ class Ring:
 
 @dataclass(kw_only=True)
 class EncoderPass:
-    """Images that are encoded together: `pixels` (P, patch_dim), what the encoder takes from their grids, and the rows
-    of features that they make. Or a part of one image, which exchanges with its other parts over a `ring`."""
+    """Images that are encoded together: `pixels` (P, patch_dim), the encoder arguments for their grids, and their
+    number of feature rows. Or one part of an image, which exchanges with the other parts over a `ring`.
+    """
 
     pixels: Tensor
     grids: tuple[Grid, ...]
@@ -66,7 +68,7 @@ class EncoderPass:
 
 @dataclass(kw_only=True)
 class VisionInputs:
-    """Of one rank and step. `send_index`: by rank, the rows of this rank's features that go there."""
+    """Inputs of one rank and step. `send_index`: by rank, the rows of this rank's features that go there."""
 
     passes: list[EncoderPass]
     send_index: dict[int, Tensor]
@@ -78,7 +80,8 @@ class VisionInputs:
 
 class PlannedImage(NamedTuple):
     """An image, or part `part` of `num_parts`, that a rank encodes: image `image` of sample `sample` of pack `pack` of
-    `RankPlan.encoded`, in pass `number` of the rank. `ring`: the ranks of its parts, where they exchange."""
+    `RankPlan.encoded`, in pass `number` of the rank. `ring`: the ranks of its parts, if they exchange.
+    """
 
     pack: int
     sample: int
@@ -91,13 +94,14 @@ class PlannedImage(NamedTuple):
 
     @property
     def own_grid(self) -> Grid:
-        """Of a part in time, which is encoded as an image of its own."""
+        """Grid of a part in time, which is encoded like a separate image."""
         return self.grid if self.ring else cut_in_time(self.grid, self.num_parts)[self.part]
 
 
 class ReadyImage(NamedTuple):
-    """`pixels[planned.image]` becomes rows of its pass's pixels. `places`: of the tokens, in their pack, that its rows
-    of features are, in their order; `part`: of an image whose parts exchange."""
+    """`pixels[planned.image]` becomes rows of its pass's pixels. `places`: positions in their pack of the tokens that
+    its feature rows belong to, in their order. `part`: for an image whose parts exchange.
+    """
 
     planned: PlannedImage
     pixels: Pixels
@@ -106,10 +110,10 @@ class ReadyImage(NamedTuple):
 
 
 def planned_images(plan: RankPlan) -> list[PlannedImage]:
-    """What `plan.rank` encodes apart from the packs, in plan order.
+    """The images that `plan.rank` encodes apart from the packs, in plan order.
 
-    Passes are those of the plan where it names them (ranks run them in lockstep). Else parts that exchange come first,
-    each in a pass of its own, in plan order; behind them passes are filled in turn, with at most
+    Passes are those of the plan if it has them (ranks then run them in lockstep). Otherwise parts that exchange come
+    first, each in a separate pass, in plan order; then passes are filled in turn, with at most
     `VisionPlan.pass_patches` patches or one larger image.
     """
     found = [image for number, pack in enumerate(plan.encoded) for image in _images_of(plan, number, pack)]
@@ -146,13 +150,13 @@ def vision_inputs(
 ) -> VisionInputs:
     """What `plan.rank` encodes of `plan.encoded`, on the CPU.
 
-    `payload_of` is asked for each sample with an image that the rank encodes, by id, in plan order. Pixels of a payload
-    become rows of their pass's as soon as all images of the pass have come; of an image that several ranks encode,
-    those of this rank's part. A pass without an image that can be used is left out, or, where ranks run them in
-    lockstep, has a smallest image whose features nobody takes.
+    `payload_of` is called for each sample with an image that the rank encodes, by id, in plan order. Pixels of a
+    payload become rows of their pass as soon as all images of the pass have come; for an image that several ranks
+    encode, only the pixels of this rank's part. A pass without a usable image is left out or, if ranks run passes in
+    lockstep, has a smallest image whose features nobody uses.
 
     Raises:
-        ValueError: one line that names the sample whose payload is not what was planned.
+        ValueError: one line that names the sample whose payload differs from the plan.
     """
     planned = planned_images(plan)
     missing = Counter(image.number for image in planned)
@@ -178,8 +182,9 @@ def vision_inputs(
 def _ready(
     pack: RankPack, payload: Payload, images: Sequence[PlannedImage], adapter: ModelAdapter
 ) -> list[ReadyImage]:
-    """The images, or parts of images, of one sample that this rank encodes. Where the rank has only a part, the other
-    patches are removed from the payload."""
+    """The images, or parts of images, of one sample that this rank encodes. If the rank has only a part, the other
+    patches are removed from the payload.
+    """
     row = images[0].sample
     sample, start = pack.samples[row], sum(other.num_tokens for other in pack.samples[:row])
     parts = {image.image: adapter.image_parts(image.grid, image.num_parts)[image.part] if image.ring else None
@@ -202,8 +207,9 @@ def _ready(
 def _whole(
     pack: RankPack, images: Sequence[ReadyImage], adapter: ModelAdapter, pixel_type: torch.dtype, pinned: bool
 ) -> EncoderPass:
-    """A pass: the patches of its images joined into one tensor, of which the payloads hold views afterwards. A part
-    that exchanges is of `pack`."""
+    """A pass: the patches of its images joined into one tensor, of which the payloads then hold views. A part that
+    exchanges is of `pack`.
+    """
     patches = [image.pixels[image.planned.image] for image in images]
     whole = joined(cast("list[np.ndarray | Tensor]", patches), adapter.patch_dim, pixel_type, pinned)
     sizes = [len(image.places) for image in images]
@@ -218,7 +224,7 @@ def _whole(
 
 
 def _tiny(adapter: ModelAdapter, pixel_type: torch.dtype) -> EncoderPass:
-    """A pass of a smallest image."""
+    """A pass with one smallest image."""
     grid = adapter.smallest_grid
     return EncoderPass(pixels=torch.zeros(prod(grid), adapter.patch_dim, dtype=pixel_type), grids=(grid,),
                        encoder=adapter.encoder_arguments((grid,)), num_rows=prod(grid) // adapter.merge_area)
@@ -227,7 +233,8 @@ def _tiny(adapter: ModelAdapter, pixel_type: torch.dtype) -> EncoderPass:
 def _send_index(
     plan: RankPlan, passes: Sequence[Sequence[ReadyImage]], adapter: ModelAdapter
 ) -> dict[int, Tensor]:
-    """`VisionInputs.send_index` of the images of each pass; one without an image makes the rows of a smallest one."""
+    """`VisionInputs.send_index` of the images of each pass; a pass without an image makes the rows of a smallest one.
+    """
     row_of = [torch.full((sum(sample.num_tokens for sample in pack.samples),), -1) for pack in plan.encoded]
     num_rows = 0
     for images in passes:

@@ -1,4 +1,4 @@
-"""One version of the state, from the shards of one membership to those of the next, in memory.
+"""Moves one version of the state from the shards of one membership to those of the next, in memory.
 
     old layout    rank 0 | rank 1 (lost) | rank 2          a local shard: what a rank has of an old rank's
                      |          | its replica |
@@ -6,7 +6,8 @@
                      \\        v        v
     new layout       rank 0   |   rank 1                   every new rank gets the intervals that it wants
 
-Layouts are lists of pieces, intervals of flattened parameters: any number of ranks, any buckets, either engine.
+Layouts are lists of pieces, that is, intervals of flattened parameters: any number of ranks, any buckets, either
+engine.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from dhp_ray.train.state.optimizer import ShardState
 
 CPU = torch.device("cpu")
 PieceFields = tuple[str, int, int, int]
-"""A Piece as it travels: name, start, stop, offset."""
+"""A Piece as it is sent: name, start, stop, offset."""
 Offer = tuple[int, int, list[PieceFields]]
-"""A LocalShard as it travels: owner, version, pieces."""
+"""A LocalShard as it is sent: owner, version, pieces."""
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A complete version of rank `owner`'s shard; `pieces` say what it holds, in the layout that it is from."""
+    """A complete version of rank `owner`'s shard. `pieces`: its content, in the layout that it comes from."""
 
     owner: int
     version: int
@@ -41,7 +42,7 @@ class LocalShard:
     state: ShardState
 
     def on_host(self) -> LocalShard:
-        """The same in host memory; itself where it is there already."""
+        """The same shard in host memory; itself if it is there already."""
         if self.state.value.device == CPU:
             return self
         state = ShardState.zeros(self.state.value.numel(), CPU)
@@ -50,8 +51,8 @@ class LocalShard:
 
 
 class _Transfer(NamedTuple):
-    """Elements on their way: from `source_offset` of the supplier's local shard number `shard` to `target_offset` of
-    the new shard.
+    """Elements in flight: from `source_offset` of the supplier's local shard number `shard` to `target_offset` of the
+    new shard.
     """
 
     shard: int
@@ -71,16 +72,15 @@ class _Transfer(NamedTuple):
 def reshard(
     supplies: Sequence[LocalShard], wanted: Sequence[Piece], shard_size: int, rank: int, group: dist.ProcessGroup | None
 ) -> ShardState:
-    """This rank's shard of the new layout, in host memory: `shard_size` elements, of which `wanted` are filled and the
-    others 0.
+    """This rank's shard of the new layout, in host memory: `shard_size` elements, with `wanted` filled and the others
+    0.
 
-    Every rank of the new membership calls this on a gloo group of them all; None is for a single rank. `supplies` are
-    what this rank is to supply: each old rank's shard is supplied by exactly one new rank, all in one version.
-    Values are moved, never computed with: the result is bit for bit what was supplied.
+    Every rank of the new membership must call this on a gloo group of all of them; None is for a single rank.
+    `supplies`: the shards that this rank supplies. Exactly one new rank supplies each old rank's shard, and all in the
+    same version. Values are moved but never computed with, so the result is bitwise equal to what was supplied.
 
     Raises:
-        ValueError: on every rank alike, one line: an interval that nobody supplies, a shard supplied twice, or two
-        versions.
+        ValueError: on every rank, one line: an interval that no rank supplies, a shard supplied twice, or two versions.
     """
     offer: list[Offer] = [(shard.owner, shard.version, _intervals(shard.pieces)) for shard in supplies]
     offers, wants = _all_of(offer, _intervals(wanted), group)
@@ -135,10 +135,10 @@ def _common_version(offers: list[list[Offer]]) -> int:
 def _routes(
     offers: list[list[Offer]], wants: list[list[PieceFields]], rank: int
 ) -> tuple[dict[int, list[_Transfer]], dict[int, list[_Transfer]]]:
-    """What `rank` sends to each rank and receives from each; both ends list a pair's parts in the order in which they
-    are wanted.
+    """What `rank` sends to each rank and receives from each; both sides list the parts of a pair in the order in which
+    they are wanted.
 
-    Every rank walks all that is wanted, so that all of them refuse what nobody supplies.
+    Every rank goes through everything that is wanted, so that all ranks refuse an interval without a supplier.
     """
     supplied: dict[str, list[tuple[int, int, int, int, int]]] = {}
     for supplier, offered in enumerate(offers):

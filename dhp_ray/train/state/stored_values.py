@@ -1,4 +1,4 @@
-"""The trained values of a checkpoint, read without an engine, on one host."""
+"""The trained values of a checkpoint, read without an engine on one host."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dhp_ray.train.state.intervals import Intervals, LoadPlanner
 
 
 class StoredValues:
-    """The values in `folder`, the `tensors_folder` of a checkpoint on this machine. `name` is what errors call it.
+    """The values in `folder`, the `tensors_folder` of a checkpoint on this machine. Errors call it `name`.
 
     Args:
         shapes: of the model's trained parameters.
-        others: the other parameters that `gather` may be asked for.
-        base: the files that these come from; None: there are none.
+        others: other parameters that may be gathered.
+        base: the files with those; None if there are none.
 
     Raises:
-        ValueError: the checkpoint is of another model, or of another `base`, or damaged; one line.
+        ValueError: the checkpoint is of another model, of another `base`, or damaged; one line.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StoredValues:
         compare_base(name, description.get("base", ""), base)
 
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
-        """As `Engine.gather`, for one rank; all that is wanted is read at once.
+        """Like `Engine.gather`, for one rank. Everything that is wanted is read at once.
 
         Raises:
             ValueError: tensors cannot be read; one line.
