@@ -1,1 +1,1 @@
-"""`sync=micro_batch`: micro-batch after micro-batch, in each every rank runs once."""
+"""`sync=micro_batch`: one micro-batch after another; every rank runs one pack in each."""

@@ -1,9 +1,10 @@
-"""One micro-batch under a makespan: which of the items that are left run in it, in which packs, on how many ranks each.
+"""Fills one micro-batch under a makespan: which of the remaining items run in it, in which packs, on how many ranks
+each.
 
-Items come largest first. Each goes to the open pack that can take least beside it, by memory and by time
-(`best_fit`); else it opens a pack on the fewest ranks that meet the makespan, if so many are left; else it waits for
-another micro-batch. Ranks are handed out fastest first, so the slowest ranks get the last (smallest) packs, and are
-asked for no more than they can do. O(items + packed items x (log packs + shift)).
+Items come largest first. Each goes to the open pack with the least room, in memory and in time, that holds it
+(`best_fit`). Otherwise it opens a pack on the fewest ranks that meet the makespan, if that many are left. Otherwise it
+waits for another micro-batch. Ranks are assigned fastest first, so the slowest ranks get the last (smallest) packs, and
+no more work than they can do. O(items + packed items x (log packs + shift)).
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.rates import Rates
 
 LANGUAGE, ATTENTION, VISION, ENCODE, LEAST, HOST, TOKENS = range(7)
-"""Rows of what open packs sum up. ENCODE and LEAST: how long the most and the least loaded rank of the pack encode
-images, at their own speed; TOKENS: how many; the others: seconds of one nominal rank."""
+"""Rows of the sums over open packs. ENCODE and LEAST: encoding time of the most and the least loaded rank of the pack,
+at the rank's own speed. TOKENS: number of tokens. The others: seconds on one nominal rank.
+"""
 
 
 class MicroBatch(NamedTuple):
     """`pack[i]` is the pack of `rest[i]`, -1 if it waits.
 
-    Pack p runs on `degree[p]` ranks, the next of the ranks by speed after those of the packs before it, for `time[p]`
-    seconds. `value`: the sum over what is served. `tokens`: so many are served.
+    Pack p runs for `time[p]` seconds on `degree[p]` ranks: those that follow, by speed, after the ranks of the packs
+    before it. `value`: the sum over the packed items. `tokens`: their tokens.
     """
 
     pack: np.ndarray
@@ -40,10 +42,12 @@ class MicroBatch(NamedTuple):
 
 
 class Fastest(NamedTuple):
-    """Speeds and nodes of the ranks of `machine`, fastest first, the seconds of language that a token and a token
-    squared cost, and those that a micro-batch takes at least (which the machine's rates leave out: what a pack takes
-    besides is its room). `degrees[d]`: the least degree from d on that a pack may have; beyond the last, more than
-    there are ranks."""
+    """Speeds and nodes of the ranks of `machine`, fastest first.
+
+    linear_s, quadratic_s: seconds of language for a token and a token squared. gather_s: the least seconds of a
+    micro-batch; the machine's rates do not include it, so that packs may fill it. `degrees[d]`: the least allowed
+    degree from d on; beyond the last, more than there are ranks.
+    """
 
     machine: Machine
     speed: np.ndarray
@@ -56,8 +60,9 @@ class Fastest(NamedTuple):
 
 @inner
 def _crosses(ranks: Fastest, first: int, degree: int) -> bool:
-    """Whether so many ranks, from place `first` on, cross nodes; equally fast ones are put into nodes wherever they
-    fit (`placing`)."""
+    """Whether the `degree` ranks from place `first` on span several nodes. Ranks of equal speed are placed inside a
+    node wherever they fit (`placing`).
+    """
     if ranks.machine.uniform:
         return degree > ranks.machine.ranks_per_node
     place = first + 1
@@ -70,7 +75,8 @@ def _crosses(ranks: Fastest, first: int, degree: int) -> bool:
 def _with_item(
     item: Item, sums: np.ndarray, pack: int, encode_s: float, degree: int, slowest: float, crosses: bool, rates: Rates
 ) -> float:
-    """Seconds of a pack with one item more, whose fullest rank then encodes for `encode_s`."""
+    """Seconds of a pack after adding an item. `encode_s`: encoding time of its most loaded rank, including that item.
+    """
     rate = rates[degree]
     return compiled_predicted_s(
         sums[LANGUAGE, pack] + item.language_s,
@@ -87,7 +93,7 @@ def _with_item(
 
 @inner
 def _longest(time_left: float, quadratic_s: float, linear_s: float) -> float:
-    """The most tokens n for which quadratic n^2 + linear n is no more than a time."""
+    """The largest number of tokens n for which quadratic n^2 + linear n is at most `time_left`."""
     if time_left <= 0.0:
         return 0.0
     return 2.0 * time_left / (linear_s + np.sqrt(linear_s * linear_s + 4.0 * quadratic_s * time_left)) * (1.0 + 1e-9)
@@ -98,8 +104,9 @@ def fill_micro_batch(
     items: Items, images: Images, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest,
     all_or_none: bool,
 ) -> MicroBatch:
-    """`rest`: items, largest first, with their images; `value`: what serving each is worth. Stops early if not all fit
-    but must."""
+    """Fill a micro-batch. `rest`: items, largest first, with their images. `value`: the value of each item. With
+    `all_or_none` it stops as soon as an item does not fit.
+    """
     speed, rates, capacity = ranks.speed, ranks.machine.rates, float(ranks.machine.tokens_per_rank)
     num_ranks = len(speed)
     pack = np.full(len(rest), -1)
@@ -186,8 +193,9 @@ def fill_micro_batch(
 
 @compiled
 def extremes_s(items: Items, item: int, ranks: Fastest) -> tuple[float, float]:
-    """Seconds of an item alone, on the fewest ranks that it may have (of equally fast ranks the last, which may cross
-    nodes) and on the best number."""
+    """Seconds of an item alone: on the fewest ranks that it may have (if speeds are equal, on the last ranks, which may
+    cross nodes), and on the best number of ranks.
+    """
     num_ranks, rates, least_s = len(ranks.speed), ranks.machine.rates, np.inf
     least = ranks.degrees[items[item].minimum_degree]
     for degree in range(least, num_ranks + 1):
@@ -205,11 +213,11 @@ def trials(
     items: Items, images: Images, rest: np.ndarray, value: np.ndarray, count: int, span: float, longest_s: float,
     ranks: Fastest,
 ) -> np.ndarray:
-    """(count, 4): makespan, and the seconds, value and tokens of what fits under it; seconds are 0 if the first item
+    """(count, 4): a makespan, and the seconds, value and tokens of what fits under it; seconds are 0 if the first item
     does not.
 
-    Makespans fall, each the time of a pack with the first item: from several alike in full memory on its minimum
-    degree, to alone on the best degree (or `span` times less), at most `longest_s` and at least `gather_s`.
+    Makespans fall. Each is the time of a pack with the first item: from full memory on its minimum degree, to the item
+    alone on its best degree (or `span` times less), at most `longest_s` and at least `gather_s`.
     """
     most_s, least_s = extremes_s(items, rest[0], ranks)
     most_s *= max(1.0, ranks.machine.tokens_per_rank * items[rest[0]].minimum_degree / items[rest[0]].tokens)
@@ -234,9 +242,9 @@ def shortest_micro_batch(
     items: Items, images: Images, rows: np.ndarray, value: np.ndarray, low: float, high: float, tolerance: float,
     ranks: Fastest,
 ) -> tuple[MicroBatch, float]:
-    """All rows in one micro-batch, as short as can be, and a makespan that failed, at most `tolerance` below (a share).
+    """The shortest micro-batch with all rows, and a makespan that failed, lower by at most the share `tolerance`.
 
-    Bisects between `high` (`complete` is False if even that cannot be had) and `low`, which cannot.
+    Bisects between `high` (`complete` is False if even that is infeasible) and `low`, which is infeasible.
     """
     best, low = fill_micro_batch(items, images, rows, value, high, ranks, True), max(low, ranks.gather_s)
     span = np.array([low, best.time.max() if best.complete else low, low])

@@ -1,4 +1,4 @@
-"""Ranks for the groups of one micro-batch: from the pool, then inside nodes, then across."""
+"""Chooses the ranks of a micro-batch's groups: from the pool, then inside nodes, then across."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dhp_ray.planner.step.cached_groups import CachedGroups
 
 @compiled
 def ranks_of(first: np.ndarray, machine: Machine, pool: CachedGroups) -> np.ndarray:
-    """The ranks of each group, ascending, one group after the other; no rank twice. Group g has first[g + 1] - first[g]
+    """The ranks of each group, ascending, one group after another; no rank twice. Group g has first[g + 1] - first[g]
     ranks.
 
-    On a uniform machine, largest group first: a group of the pool whose ranks are all free (the last of
-    them: the one used last), else the node with the fewest free ranks that hold it, else whole nodes and the rest
-    from the node that it fills best. On any other, group g has the ranks from place `first[g]` of the ranks by speed,
-    as its time was predicted. O(groups x (nodes + pool)).
+    On a uniform machine, largest group first: a group of the pool whose ranks are all free (the most recently used
+    one); otherwise the node with the fewest free ranks that holds the group; otherwise whole nodes, and the rest from
+    the node that it fills best. On any other machine, group g has the ranks from place `first[g]` on in the order of
+    speed, for which its time was predicted. O(groups x (nodes + pool)).
     """
     ranks, num_ranks = np.zeros(first[-1], dtype=np.int64), len(machine.speeds)
     if not machine.uniform:
@@ -57,7 +57,7 @@ def _from_pool(chosen: np.ndarray, free: np.ndarray, pool: CachedGroups) -> bool
 
 @inner
 def _fresh(chosen: np.ndarray, free: np.ndarray, num_free: np.ndarray, first: np.ndarray) -> None:
-    """Fill `chosen` from node after node."""
+    """Fill `chosen` from one node after another."""
     need, taken = len(chosen), 0
     used = np.zeros(len(num_free), dtype=np.bool_)
     while taken < need:

@@ -1,12 +1,13 @@
-"""`dhp` for sync=micro_batch: the number of micro-batches, packs and degrees together.
+"""`dhp` for sync=micro_batch: decides the number of micro-batches, packs and degrees together.
 
-The time is the sum over micro-batches of the slowest pack (gather_s, if that is more) plus fixed_s. Micro-batches are
-made one after the other, by a beam search. The longest sequence left is in the next one; each time that a pack with it
-may take is tried as the makespan, and the micro-batch is filled (`filling`), largest first, so that sequences of like
-length come together: their packs, full of tokens, take alike long. A partial plan is ranked by its
-time so far plus what the rest needs at least (its area over all ranks, and fixed_s for as many micro-batches as its
-tokens need), stretched by WASTE; the best `width` go on. Whenever all that is left fits into one micro-batch, ending
-there is a candidate. At last each micro-batch is made as short as can be with its own sequences, by bisection.
+The time is the sum over micro-batches of the slowest pack (or gather_s, if that is more) plus fixed_s. Micro-batches
+are made one after another, by a beam search. The longest remaining sequence is in the next micro-batch. Each time that
+a pack with it may take is tried as the makespan, and the micro-batch is filled (`filling`) largest first, so that
+sequences of similar length are together: their packs, full of tokens, take about the same time. A partial plan is
+ranked by its time so far plus a lower bound for the rest (its area over all ranks, and fixed_s for as many
+micro-batches as its tokens need) times WASTE; the best `width` continue. Whenever all remaining sequences fit into one
+micro-batch, ending there is a candidate. Finally each micro-batch is made as short as possible with its own sequences,
+by bisection.
 
 O(micro-batches x width x makespans) fills.
 """
@@ -37,18 +38,20 @@ from dhp_ray.planner.schedule import Schedule, by_owner, crosses_nodes, firsts_o
 from dhp_ray.planner.step.cached_groups import cached_groups_of
 
 MAKESPANS, SPAN = ((256, 40), (1024, 32), (4096, 16), (10**9, 4)), 4.5
-"""Makespans that are tried for one micro-batch, with up to so many sequences; and the longest over the shortest of
-them."""
+"""(Number of sequences, makespans tried for one micro-batch with up to that many); and the ratio of the longest
+makespan to the shortest.
+"""
 
 WASTE = 1.15
-"""What the rest of a partial plan is taken to need, over its lower bound."""
+"""The rest of a partial plan is assumed to need its lower bound times this."""
 
 WORK = 60_000
-"""Sequences in all fills of one micro-batch, about: sets the width of the search."""
+"""Approximate number of sequences in all fills of one micro-batch, which determines the width of the search."""
 
 TINY, LONGEST = 2_000, 2.0
-"""Sequences x ranks of a small batch; the longest makespan that is tried for a micro-batch of it, over the least that
-all that is left needs: from longer ones, SPAN does not reach down to the short micro-batches of few sequences."""
+"""Sequences x ranks of a small batch; and the longest makespan tried for its micro-batches, as a multiple of the least
+time for all remaining sequences. From longer makespans, SPAN would not reach the short micro-batches of few sequences.
+"""
 
 
 MANY = 2_500_000
@@ -74,7 +77,7 @@ class Part(NamedTuple):
 
 
 class State(NamedTuple):
-    """A partial plan: what is left (largest first), its value and tokens, and the time so far."""
+    """A partial plan: the remaining rows (largest first), their value and tokens, and the time so far."""
 
     rest: np.ndarray
     value: float
@@ -84,7 +87,7 @@ class State(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One micro-batch more after a partial plan, not yet made."""
+    """A possible next micro-batch after a partial plan, not made yet."""
 
     rank_s: float
     state: State
@@ -92,7 +95,7 @@ class Step(NamedTuple):
 
 
 class MicroBatchSearch:
-    """The search for one batch; `degrees` as in `Fastest`."""
+    """The search for one batch. `degrees`: see `Fastest`."""
 
     def __init__(self, problem: Problem, machine: Machine, degrees: np.ndarray) -> None:
         self.items, self.images = problem.items, longest_first(problem.first_image, problem.all_image_s)
@@ -132,12 +135,12 @@ class MicroBatchSearch:
         return [self.shortened(part) for part in min(ends, key=lambda state: state.time_s).parts]
 
     def least_s(self, value: float, tokens: float) -> float:
-        """A lower bound on the time that the rest of a plan takes."""
+        """A lower bound on the time of the rest of a plan."""
         micro_batches = -(-tokens // self.max_tokens)
         return max(value / self.total_speed, micro_batches * self.ranks.gather_s) + micro_batches * self.fixed_s
 
     def end(self, state: State, limit_s: float) -> list[State]:
-        """All that is left in one micro-batch, if it fits and ends before `limit_s`."""
+        """All remaining rows in one micro-batch, if they fit and it ends before `limit_s`."""
         longest_s, low_s = extremes_s(self.items, state.rest[0], self.ranks)
         low_s, room_s = max(low_s, state.value / self.total_speed), limit_s - state.time_s - self.fixed_s
         if state.tokens > self.max_tokens or low_s >= room_s:
@@ -152,8 +155,9 @@ class MicroBatchSearch:
         return [State(state.rest[:0], 0.0, 0, (*state.parts, part), state.time_s + part.time_s + self.fixed_s)]
 
     def steps(self, state: State, limit_s: float) -> list[Step]:
-        """One micro-batch more, for each makespan (`trials`), where that may end before `limit_s`. Makespans that
-        come to the same count once."""
+        """The possible next micro-batches, one for each makespan (`trials`), if the plan may then end before `limit_s`.
+        Makespans with the same result count once.
+        """
         steps = {}
         longest_s = self.longest * state.value / self.total_speed
         for makespan_s, seconds, value, tokens in trials(
@@ -232,14 +236,15 @@ def _nodes_may_matter(problem: Problem, schedule: Schedule) -> bool:
 
 
 def least_degrees(degrees: Sequence[int], num_ranks: int) -> np.ndarray:
-    """`Fastest.degrees` where packs have these degrees (ascending), or all ranks."""
+    """`Fastest.degrees` if packs may have only these degrees (ascending), or all ranks."""
     allowed = np.array([*(degree for degree in degrees if degree < num_ranks), num_ranks])
     return np.append(allowed[np.searchsorted(allowed, np.arange(num_ranks + 1))], num_ranks + 1)
 
 
 def node_after_node(problem: Problem, schedule: Schedule) -> list[Schedule]:
-    """The batch with ranks handed out node after node, if a schedule of it has groups that cross nodes though one node
-    would hold them, as the groups beside them leave too little of each."""
+    """A plan that assigns ranks node after node. It is made if `schedule` has groups that cross nodes although one node
+    would hold them, because other groups leave too little of each node.
+    """
     machine, degree = problem.machine, np.diff(schedule.first_rank)
     crossing = crosses_nodes(schedule, machine.node) & (degree <= machine.ranks_per_node)
     if crossing.any() and len(problem.items) * len(machine.speeds) <= MANY:
@@ -250,7 +255,7 @@ def node_after_node(problem: Problem, schedule: Schedule) -> list[Schedule]:
 
 
 def micro_batch_schedule(problem: Problem, machine: Machine, degrees: np.ndarray) -> Schedule:
-    """What the search finds for ranks of this machine, with packs of these degrees."""
+    """The result of the search for the ranks of this machine, with packs of these degrees."""
     parts, pool = MicroBatchSearch(problem, machine, degrees).run(), cached_groups_of(problem)
     packs = [by_owner(part.packed.pack, len(part.packed.degree)) for part in parts]
     of_packs = [part.packed.degree for part in parts]

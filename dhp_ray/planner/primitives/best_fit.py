@@ -1,14 +1,14 @@
-"""Best fit: of many rooms, the least that holds a need. Made for needs that fall, or nearly so.
+"""Best fit: among many rooms, find the smallest that holds a need. Made for needs that fall, or nearly so.
 
-Rooms that hold the least need so far, or more, are kept sorted; smaller ones wait in a heap until the needs have
-come down to them. With needs that fall, the
-least room that holds one is the last of the sorted ones, and what is left of it goes to the end again or to the
-heap: O(log n) each, nothing is shifted. Needs that rise at times cost a binary search and a shift.
+Rooms that hold the least need so far, or more, are kept sorted; smaller rooms wait in a heap until the needs have
+fallen to them. If needs fall, the smallest room that holds one is the last of the sorted rooms, and what is left of it
+goes to the end again or to the heap: O(log n) each, without shifting. A need that rises costs a binary search and a
+shift.
 
     need 5:  sorted 9 7 6 | heap 4 2     6 is taken, 1 is left of it, to the heap
     need 4:  sorted 9 7 4 | heap 2 1     4 came down from the heap
 
-All is in two arrays, since compiled loops pass those on for nothing and tuples of arrays at a price: `rooms` (4, n)
+Everything is in two arrays, because compiled loops pass arrays for free and tuples of arrays at a cost: `rooms` (4, n)
 and `state` (3,).
 """
 
@@ -19,15 +19,15 @@ import numpy as np
 from dhp_ray.planner.primitives.compiled import inner
 
 ROOM, OWNER, WAITING, WAITING_OWNER = 0, 1, 2, 3
-"""Rows of `rooms`: the sorted ones (falling) and whose each is, then the heap (largest first) and whose each is."""
+"""Rows of `rooms`: the sorted rooms (falling) and their owners, then the heap (largest first) and its owners."""
 
 SORTED, HEAP, FLOOR = 0, 1, 2
-"""Entries of `state`: how many are sorted, how many wait, and the least need so far."""
+"""Entries of `state`: number of sorted rooms, number of waiting rooms, and the least need so far."""
 
 
 @inner
 def rooms_for(most: int) -> tuple[np.ndarray, np.ndarray]:
-    """No rooms yet, and space for so many: (rooms, state)."""
+    """Space for `most` rooms, none used yet: (rooms, state)."""
     state = np.zeros(3)
     state[FLOOR] = np.inf
     return np.zeros((4, most)), state
@@ -35,7 +35,7 @@ def rooms_for(most: int) -> tuple[np.ndarray, np.ndarray]:
 
 @inner
 def first_with(rooms: np.ndarray, state: np.ndarray, need: float) -> int:
-    """The place of the least room that holds `need`, -1 if none does; places before it have more."""
+    """The place of the smallest room that holds `need`, -1 if none does; rooms at earlier places are larger."""
     if need < state[FLOOR]:
         state[FLOOR] = need
         while state[HEAP] > 0 and rooms[WAITING, 0] >= need:
@@ -57,7 +57,7 @@ def first_with(rooms: np.ndarray, state: np.ndarray, need: float) -> int:
 
 @inner
 def shrink(rooms: np.ndarray, state: np.ndarray, place: int, left: float) -> None:
-    """The room at `place` is now `left`."""
+    """Reduce the room at `place` to `left`."""
     owner, count = rooms[OWNER, place], int(state[SORTED])
     while place + 1 < count and (rooms[ROOM, place + 1] > left or left < state[FLOOR]):
         rooms[ROOM, place], rooms[OWNER, place] = rooms[ROOM, place + 1], rooms[OWNER, place + 1]
@@ -72,7 +72,7 @@ def shrink(rooms: np.ndarray, state: np.ndarray, place: int, left: float) -> Non
 
 @inner
 def add(rooms: np.ndarray, state: np.ndarray, left: float, owner: int) -> None:
-    """A new room."""
+    """Add a room."""
     if left < state[FLOOR]:
         state[HEAP] += 1
         _rise(rooms, int(state[HEAP]) - 1, left, owner)
@@ -96,7 +96,7 @@ def _rise(rooms: np.ndarray, place: int, left: float, owner: float) -> None:
 
 @inner
 def _drop_largest(rooms: np.ndarray, state: np.ndarray) -> None:
-    """The gap at the top sinks to a leaf, and the last of the heap rises from there."""
+    """Remove the top of the heap: the gap sinks to a leaf, and the last entry rises from there."""
     state[HEAP] -= 1
     count, place = int(state[HEAP]), 0
     left, owner = rooms[WAITING, count], rooms[WAITING_OWNER, count]

@@ -1,4 +1,4 @@
-"""Bisection: the least makespan that can be had, between one that cannot and one that can."""
+"""Bisection: the least feasible makespan between an infeasible and a feasible one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dhp_ray.planner.primitives.compiled import inner
 
 
 def halve(span: np.ndarray, tolerance: float) -> bool:
-    """`span` (3,): a makespan that cannot be had, one that can, and the one to try, which this sets halfway between
-    them. False once the two differ by at most `tolerance`, a share of the second. Whoever tries the third puts it in
-    place of one of the two:
+    """`span` (3,): an infeasible makespan, a feasible one, and the one to try, which this sets halfway between them.
+    Returns False once the two differ by at most `tolerance`, a share of the second. The caller tries the third makespan
+    and puts it in place of one of the two:
 
         while halve(span, 1e-3):
             span[int(fits(span[2]))] = span[2]
@@ -20,4 +20,4 @@ def halve(span: np.ndarray, tolerance: float) -> bool:
 
 
 compiled_halve = inner(halve)
-"""The same for compiled loops."""
+"""`halve` for compiled loops."""

@@ -1,12 +1,12 @@
-"""Compiles the planner's inner loops. Each stays plain Python too: with NUMBA_DISABLE_JIT=1 the same source runs
-uncompiled, the oracle of the tests.
+"""Compiles the planner's inner loops. Each loop is plain Python too: with NUMBA_DISABLE_JIT=1 the same source runs
+uncompiled, which the tests compare with.
 
-The loops use nothing whose result differs between the two: no fast-math, stable sorts only.
+The loops use nothing whose result differs between the two: no fast-math, only stable sorts.
 
-Machine code is kept beside the source, or where the user's caches are, if either can be written. numba looks for
-changes in a function's own file only, while these call each other across files; so a digest of all of the planner's
-files is part of the version. Compiled functions release Python's lock: a plan made in a thread does not stop the
-others.
+Machine code is cached next to the source, or in the user's cache folder, if either can be written. numba looks for
+changes only in a function's own file, but these functions call each other across files; so a digest of all of the
+planner's files is part of the version. Compiled functions release Python's lock: planning in a thread does not stop
+other threads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ DIGEST = hashlib.sha256(
 
 
 class PackageCache(FunctionCache):  # type: ignore[misc]
-    """numba's cache of a function, with the digest in its version: what another version wrote is not even opened (it
-    may name classes that are gone)."""
+    """numba's cache of a function, with the digest in its version: files of another version are not even opened (they
+    may name classes that are gone).
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -37,13 +38,14 @@ class PackageCache(FunctionCache):  # type: ignore[misc]
 
 
 def compiled(function: Function) -> Function:
-    """Compile at the first call."""
+    """Compile a function at its first call."""
     return cast(Function, _cached(njit(nogil=True)(function), function))
 
 
 def inner(function: Function) -> Function:
-    """Like `compiled`, for functions that only compiled ones call: without the entry from Python, which takes long
-    to compile."""
+    """Like `compiled`, for functions that only compiled functions call: without an entry point for Python, which takes
+    long to compile.
+    """
     options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return cast(Function, _cached(njit(**options)(function), function))
 

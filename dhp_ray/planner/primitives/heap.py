@@ -1,4 +1,4 @@
-"""Ranks in a heap: the one with the least load is on top."""
+"""Ranks in a heap with the least loaded rank on top."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dhp_ray.planner.primitives.compiled import inner
 
 @inner
 def sift_down(heap: np.ndarray, place: np.ndarray, load: np.ndarray, position: int, begin: int, end: int) -> None:
-    """Bring a rank whose load has risen to its place in the heap at `heap[begin:end]`; `place`: that of each rank."""
+    """Move a rank whose load has risen to its place in the heap at `heap[begin:end]`. `place`: the place of each rank.
+    """
     rank = heap[position]
     while True:
         child = begin + 2 * (position - begin) + 1

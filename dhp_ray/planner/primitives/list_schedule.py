@@ -1,5 +1,5 @@
-"""List scheduling: packs in a given order, each as soon as the last of its ranks is free (Graham 1969); on given ranks,
-on those that are free first, or on the aligned block that has done it first.
+"""List scheduling: packs in a given order, each as soon as the last of its ranks is free (Graham 1969): on given ranks,
+on the ranks that are free first, or on the aligned block that finishes it first.
 
 packs a, b, c on ranks (0, 1), (1,), (0,)     rank 0  |--a--|---c----|
                                               rank 1  |--a--|-b-|
@@ -14,7 +14,7 @@ from dhp_ray.planner.primitives.compiled import compiled, inner
 
 @compiled
 def run_next(ranks: np.ndarray, time_s: float, free: np.ndarray) -> float:
-    """The start of the next pack, on `ranks`; `free`: when each rank is free, before and after it."""
+    """The start of the next pack, on `ranks`. `free`: when each rank is free; it is updated."""
     start = 0.0
     for rank in ranks:
         start = max(start, free[rank])
@@ -27,8 +27,9 @@ def run_next(ranks: np.ndarray, time_s: float, free: np.ndarray) -> float:
 def list_schedule(
     ranks: np.ndarray, first_rank: np.ndarray, times: np.ndarray, num_ranks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(start of each pack, end of each rank): pack p runs on ranks[first_rank[p]:first_rank[p + 1]] for times[p]
-    seconds."""
+    """(start of each pack, end of each rank) if pack p runs on ranks[first_rank[p]:first_rank[p + 1]] for times[p]
+    seconds.
+    """
     return list_schedule_from(np.zeros(num_ranks), ranks, first_rank, times)
 
 
@@ -45,8 +46,9 @@ def list_schedule_from(
 
 @inner
 def run_on_first_free(degree: int, time_s: float, free: np.ndarray) -> None:
-    """The next pack, on the `degree` ranks that are free first. `free`: when ranks are free, rising, before and after
-    it; which ranks these are is not kept."""
+    """Run the next pack on the `degree` ranks that are free first. `free`: when ranks are free, ascending; it is
+    updated. Which ranks these are is not recorded.
+    """
     end, place = free[degree - 1] + time_s, 0
     while place + degree < len(free) and free[place + degree] < end:
         free[place] = free[place + degree]
@@ -57,7 +59,7 @@ def run_on_first_free(degree: int, time_s: float, free: np.ndarray) -> None:
 
 @compiled
 def on_earliest_blocks(need: np.ndarray, seconds: np.ndarray, speeds: np.ndarray) -> np.ndarray:
-    """The first rank of each pack's block: of the aligned ones, that which has done it first. O(packs x ranks)."""
+    """The first rank of each pack's block: the aligned block that finishes the pack first. O(packs x ranks)."""
     free, first = np.zeros(len(speeds)), np.zeros(len(need), dtype=np.int64)
     for pack in range(len(need)):
         degree, best = need[pack], np.inf

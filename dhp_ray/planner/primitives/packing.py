@@ -1,4 +1,4 @@
-"""Best-fit decreasing: sequences into packs, by memory alone (arXiv 2602.21788, stage 1)."""
+"""Best-fit decreasing: sequences into packs, by memory only (arXiv 2602.21788, stage 1)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Packs(NamedTuple):
 def best_fit_decreasing(tokens: np.ndarray, capacity: np.ndarray) -> Packs:
     """Packs of the sequences of these lengths, in the order in which they were opened. O(K log K) comparisons.
 
-    A pack holds the capacity of its first (longest) sequence, in tokens; a sequence goes to the open pack with the
-    least room left that still fits it. (Where
-    capacities follow lengths, a later sequence never needs more than a pack has: they come longest first.)
+    A pack has the capacity of its first (longest) sequence, in tokens. A sequence goes to the open pack with the least
+    room that holds it. (If capacities follow lengths, a later sequence never needs more capacity than a pack has,
+    because sequences come longest first.)
     """
     longest_first = np.argsort(-tokens, kind="stable")
     pack, count = _packs(tokens, capacity, longest_first)
@@ -32,7 +32,7 @@ def best_fit_decreasing(tokens: np.ndarray, capacity: np.ndarray) -> Packs:
 
 
 def unpacked(schedule: Schedule, packs: Packs) -> Schedule:
-    """A schedule of sequences from one of packs."""
+    """Convert a schedule of packs into a schedule of sequences."""
     rows, first_row = gathered(packs.rows, packs.first, schedule.rows)
     return schedule._replace(rows=rows, first_row=first_row[schedule.first_row])
 

@@ -1,9 +1,9 @@
 """Rebalances items over ranks by moves and swaps, until the fullest rank ends in time or nothing helps.
 
-The fullest rank gives an item to another one, or swaps it for a smaller one, trying the emptiest rank first. Half of
-what lies between their ends should go over; of all pairs of items the one that brings both ends lowest is taken (where
-packs cost something beside their items, of neighbours in time). Ranks keep their items largest first, so that one pass
-over both finds it:
+The fullest rank gives an item to another rank, or swaps it for a smaller one, trying the emptiest rank first. Half of
+the difference between their ends should move. Among all pairs of items, the one is taken that makes the later of both
+ends least (if packs have a fixed cost, among pairs with neighbouring times). Ranks keep their items largest first, so
+that one pass over both finds it:
 
     rank 0  |--5--|--5--|-4-|    14          4 s between the ends: 2 s should go     |--3--|--5--|-4-|    12
     rank 1  |-4-|-3-|-3-|        10          over, which 5 for 3 does                |-4-|--5--|-3-|      12
@@ -22,15 +22,16 @@ from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.primitives.sorting import ascending, insertion_sort
 
 EXCHANGES = 8
-"""Exchanges for each rank, at most. (Images of benchmarks/encoder.py take up to 2.)"""
+"""The most exchanges for each rank. (Images of benchmarks/encoder.py need up to 2.)"""
 
 BETTER = 1e-9
-"""Share by which an exchange must shorten the longer of two ranks."""
+"""The share by which an exchange must shorten the longer of two ranks."""
 
 
 class Loads(NamedTuple):
-    """Items and what they cost: `seconds` of each on a rank of speed 1, and `tokens`, of which a pack holds `capacity`
-    and costs `pack_s`."""
+    """Items and their costs: `seconds` of each on a rank of speed 1, and `tokens`. A pack holds `capacity` tokens and
+    costs `pack_s`.
+    """
 
     seconds: np.ndarray
     tokens: np.ndarray
@@ -76,8 +77,9 @@ def _best_exchange(
     loads: Loads, largest: np.ndarray, smaller: np.ndarray, fullest: int, other: int, ends_s: np.ndarray,
     held: np.ndarray,
 ) -> tuple[int, int]:
-    """(item that the fullest rank gives, item that it takes for it) so that the later of both ends is least; -1 for
-    none."""
+    """(item that the fullest rank gives, item that it takes for it) such that the later of both ends is least; -1 for
+    none.
+    """
     seconds, tokens = loads.seconds, loads.tokens
     speed, other_speed = loads.speeds[fullest], loads.speeds[other]
     best_s, given, taken = ends_s[fullest] * (1.0 - BETTER), -1, -1
@@ -105,7 +107,7 @@ def _best_exchange(
 
 @inner
 def packs_s(loads: Loads, held: int, more: int) -> float:
-    """Seconds that the packs of a rank take longer with so many tokens more."""
+    """Additional seconds of a rank's packs after adding `more` tokens."""
     capacity = loads.capacity
     packs = (held + more + capacity - 1) // capacity - (held + capacity - 1) // capacity
     return packs * loads.pack_s
@@ -134,7 +136,7 @@ def _give(
 
 @inner
 def _add(largest: np.ndarray, smaller: np.ndarray, seconds: np.ndarray, rank: int, item: int) -> None:
-    """Put an item into the chain of a rank, by its seconds."""
+    """Insert an item into the chain of a rank, by its seconds."""
     before, after = -1, largest[rank]
     while after >= 0 and seconds[after] > seconds[item]:
         before, after = after, smaller[after]

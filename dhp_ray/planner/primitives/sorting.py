@@ -9,7 +9,7 @@ from dhp_ray.planner.primitives.compiled import inner
 
 @inner
 def ascending(values: np.ndarray) -> np.ndarray:
-    """The order that sorts float64 values, equal ones as they stand. Merge sort from the bottom up, O(n log n)."""
+    """The order that sorts float64 values; equal ones keep their order. Bottom-up merge sort, O(n log n)."""
     count = len(values)
     order, merged = np.arange(count), np.zeros(count, dtype=np.int64)
     width = 1
@@ -31,7 +31,7 @@ def ascending(values: np.ndarray) -> np.ndarray:
 
 @inner
 def insertion_sort(order: np.ndarray, begin: int, end: int, values: np.ndarray) -> None:
-    """order[begin:end] by rising values: quick where few of them have changed since it was sorted."""
+    """Sort order[begin:end] by ascending values. Fast if few values have changed since it was sorted."""
     for index in range(begin + 1, end):
         number, place = order[index], index
         while place > begin and values[order[place - 1]] > values[number]:

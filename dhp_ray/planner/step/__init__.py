@@ -1,1 +1,1 @@
-"""`sync=step`: the whole batch under one makespan, without a barrier inside."""
+"""`sync=step`: the whole batch under one makespan, without barriers in between."""

@@ -1,4 +1,4 @@
-"""Groups of ranks that exist already, to be used again: those of the pool, and those that this plan has made."""
+"""Process groups that can be used again: those in the pool, and those that this plan has already formed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CachedGroups(NamedTuple):
 
 
 def cached_groups_of(problem: Problem) -> CachedGroups:
-    """Groups of the pool that this cluster can form, least recently used first."""
+    """Groups of the pool that fit this cluster, least recently used first."""
     usable = [
         ranks for ranks in problem.pool if len(ranks) > 1 and min(ranks) >= 0 and max(ranks) < problem.cluster.num_ranks
     ]
@@ -45,8 +45,9 @@ def best_cached_group(
     limit: float,
     chosen: np.ndarray,
 ) -> Candidate:
-    """Of the first `num_cached` groups of `lowest` to `highest` ranks, the one that wastes least (`candidates`), at
-    most `limit`; degree 0 if there is none."""
+    """Among the first `num_cached` groups with `lowest` to `highest` ranks, the one that wastes least (`candidates`),
+    at most `limit`; degree 0 if there is none.
+    """
     best = Candidate(limit, 0, 0.0)
     for index in range(num_cached):
         members = cached.ranks[cached.first[index] : cached.first[index + 1]]

@@ -1,10 +1,10 @@
-"""Candidate sets of ranks: where an item can go among ranks that are busy until some time each.
+"""Candidate sets of ranks for an item, given the time until which each rank is busy.
 
-A candidate is a set of d ranks next to each other in the order in which they get free, f_1 <= ... <= f_d; it starts
+A candidate is a set of d ranks that are neighbours in the order in which they become free, f_1 <= ... <= f_d. It starts
 an item at f_d. With speeds v its waste is
 
-    gap_weight * sum (f_d - f_i) * v_i    idle time before it: small items may fill it later
-    + t(d) * sum v_i - compute            communication, and ranks held to the speed of the slowest
+    gap_weight * sum (f_d - f_i) * v_i    idle time before the item, which small items may fill later
+    + t(d) * sum v_i - compute            communication, and ranks that wait for the slowest one
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dhp_ray.planner.step.free_ranks import FreeRanks
 from dhp_ray.planner.step.rank_lists import RankLists
 
 EVEN = 1e-12
-"""Seconds by which a candidate must be better to count as better."""
+"""A candidate must be better by more than this many seconds to count as better."""
 
 
 class Candidate(NamedTuple):
-    """The best candidate so far; degree 0 if there is none. Its ranks are kept beside it."""
+    """The best candidate so far; degree 0 if there is none. Its ranks are stored separately."""
 
     cost: float
     degree: int
@@ -45,9 +45,9 @@ def best_candidate(
 ) -> Candidate:
     """The candidate with the least waste on `lowest` to `highest` ranks; its ranks are written to `chosen`.
 
-    Equal speeds: inside nodes, and whole nodes; anywhere only if there is no such candidate. Unequal speeds: inside
-    nodes, and anywhere if a node is too small or has none, on neighbours in a list of ranks of like speed
-    (`rank_lists`).
+    With equal speeds: inside nodes, and whole nodes; anywhere only if there is no such candidate. With unequal speeds:
+    inside nodes, and anywhere if a node is too small or has no candidate, on neighbours in a list of ranks of similar
+    speed (`rank_lists`).
     """
     best = Candidate(np.inf, 0, 0.0)
     if not machine.uniform:
@@ -96,8 +96,9 @@ def _whole_nodes(
     best: Candidate,
     chosen: np.ndarray,
 ) -> Candidate:
-    """Candidates of whole nodes (of the last one only the ranks that get free first), at equal speeds. O(nodes x
-    nodes of a candidate)."""
+    """Candidates of whole nodes at equal speeds; of the last node only the ranks that become free first. O(nodes x
+    nodes of a candidate).
+    """
     free, by_free, nodes, first = ranks.free, ranks.by_free, ranks.nodes, machine.first
     tried = np.zeros(degree, dtype=np.int64)
     for place in range(len(nodes)):
@@ -134,8 +135,9 @@ def _in_lists(
     best: Candidate,
     chosen: np.ndarray,
 ) -> Candidate:
-    """Candidates in the lists inside nodes (or across), for each degree the most even list first; ends at the first
-    that cannot waste less than the best."""
+    """Candidates in the lists inside nodes (or across). For each degree the most even list comes first; ends at the
+    first list that cannot waste less than the best candidate.
+    """
     compute, speeds, rates = item.language_s + item.vision_s, machine.speeds, machine.rates
     first, heads, by_degree, stretch, speed = lists.first, lists.head, lists.by_degree, lists.stretch, lists.speed
     free, listed, is_sorted, following, least_s = (
@@ -199,8 +201,9 @@ def _neighbours(
     best: Candidate,
     chosen: np.ndarray,
 ) -> Candidate:
-    """Candidates of order[begin:end], ranks as they get free, for an item that takes `time` on any of them; only those
-    with rank `head`, unless it is -1. O(ranks)."""
+    """Candidates among order[begin:end], ranks sorted by the time at which they become free, for an item that takes
+    `time` on any of them. Only candidates with rank `head`, unless it is -1. O(ranks).
+    """
     idle, speed_sum = 0.0, 0.0  # of the candidate: sums of free * speed and of speed
     head_at = -1  # its place in `order`, once it is met
     for last in range(begin, end):

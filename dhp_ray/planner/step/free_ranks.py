@@ -1,4 +1,4 @@
-"""When each rank is free in a partial schedule, and ranks in the order in which they get free."""
+"""When each rank becomes free in a partial schedule, and the ranks in that order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dhp_ray.planner.step.rank_lists import RankLists
 
 
 class FreeRanks(NamedTuple):
-    """When each rank is free, and ranks in the order in which they get free.
+    """When each rank becomes free, and the ranks in that order.
 
-    Equal speeds: `by_free` holds each node's ranks, node after node; so does `nodes` the nodes, by their last rank's
-    time (`node_free`).
+    With equal speeds: `by_free` has the ranks of each node, one node after another; `nodes` has the nodes, sorted by
+    the time of their last rank (`node_free`).
 
-    Unequal speeds: `listed` holds the ranks of `lists`, list after list; a list that is not `sorted` is brought into
-    order when it is looked at. `following` is a copy of `lists.following` without the lists that get free too late;
+    With unequal speeds: `listed` has the ranks of `lists`, one list after another; a list that is not `sorted` is
+    sorted when it is used. `following` is a copy of `lists.following` without the lists that become free too late;
     `least_s[d]`: the shortest time of all items that may run on d ranks.
     """
 
@@ -54,7 +54,7 @@ def free_ranks(busy: np.ndarray, least_s: np.ndarray, machine: Machine, lists: R
 
 @inner
 def occupy(ranks: FreeRanks, members: np.ndarray, finish: float, machine: Machine, lists: RankLists) -> None:
-    """`members` (ascending) are busy until `finish`."""
+    """Make `members` (ascending) busy until `finish`."""
     for rank in members:
         ranks.free[rank] = finish
         for place in range(lists.first_of[rank], lists.first_of[rank + 1]):
@@ -65,8 +65,9 @@ def occupy(ranks: FreeRanks, members: np.ndarray, finish: float, machine: Machin
 
 @inner
 def _sort_nodes(ranks: FreeRanks, low_node: int, high_node: int, first: np.ndarray) -> None:
-    """Bring the ranks of the nodes from `low_node` to `high_node`, and the nodes, back into the order in which they
-    get free."""
+    """Sort the ranks of the nodes from `low_node` to `high_node`, and the nodes, again by the time at which they become
+    free.
+    """
     for node in range(low_node, high_node + 1):
         insertion_sort(ranks.by_free, first[node], first[node + 1], ranks.free)
         ranks.node_free[node] = ranks.free[ranks.by_free[first[node + 1] - 1]]

@@ -1,9 +1,9 @@
-"""Backfills the idle gaps of a partial schedule, and what is left of every rank until the makespan, with items of
-one rank: best fit, largest first.
+"""Backfills the idle gaps of a partial schedule, and the rest of every rank up to the makespan, with items of one rank:
+best fit, largest first.
 
-A bin is a gap or a rank's tail; its room is its length times the rank's speed. An item goes to the bin with the
-least room that holds it (`best_fit`), where it joins the newest pack that memory lets it join, or begins another, which
-takes room as well:
+A bin is a gap or the tail of a rank; its room is its length times the rank's speed. An item goes to the bin with the
+least room that holds it (`best_fit`). There it joins the newest pack with enough memory left, or it begins another
+pack, which takes room as well:
 
     items of 5, 5 and 3 tokens and seconds    a pack holds 7 tokens and takes 1 s    |1|--5--|1|--5--|1|-3-|
 
@@ -23,7 +23,7 @@ from dhp_ray.planner.step.partial_schedule import PartialSchedule
 
 
 class Backfilled(NamedTuple):
-    """The packs of the bins: the pack of each item (-1: it has no bin), and each pack's rank and start."""
+    """The packs in the bins: the pack of each item (-1: it has no bin), and each pack's rank and start."""
 
     pack: np.ndarray
     rank: np.ndarray
@@ -31,8 +31,9 @@ class Backfilled(NamedTuple):
 
 
 class BinPacks(NamedTuple):
-    """Packs as they are filled: each one's bin, tokens, whether it has images, and the one in its bin before it; the
-    newest of each bin; -1 for none. `made[0]`: so many there are."""
+    """Packs that are being filled: the bin of each, its tokens, whether it has images, and the previous pack in its
+    bin; the newest pack of each bin. -1 stands for none. `made[0]`: number of packs.
+    """
 
     bin_: np.ndarray
     tokens: np.ndarray
@@ -44,8 +45,9 @@ class BinPacks(NamedTuple):
 
 @inner
 def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan: float, machine: Machine) -> np.ndarray:
-    """The bin of each item of `rest` (largest first): the place of a gap in `partial.ranks`, or their number plus the
-    rank; -1 if it fits in none."""
+    """The bin of each item of `rest` (largest first): the index of a gap in `partial.ranks`, or their number plus the
+    rank; -1 if it fits in no bin.
+    """
     speeds, pack_s, encoder_pass_s = machine.speeds, machine.rates[1].overhead_s, machine.rates[1].encoder_pass_s
     num_gaps, num_ranks = len(partial.ranks), len(speeds)
     room = np.zeros(num_gaps + num_ranks)
@@ -83,7 +85,9 @@ def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan:
 def packs_of_bins(
     items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine
 ) -> Backfilled:
-    """Items of each bin into packs, each into the newest that has room; a bin's packs run one after the other."""
+    """Divide the items of each bin into packs: each item joins the newest pack that has room. The packs of a bin run
+    one after another.
+    """
     return _in_packs(items, rest, bins, partial, machine)[0]
 
 
@@ -91,7 +95,7 @@ def packs_of_bins(
 def free_after(
     items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine
 ) -> np.ndarray:
-    """When each rank is free after the partial schedule and the items of its tail."""
+    """When each rank becomes free after the partial schedule and the items of its tail."""
     return _in_packs(items, rest, bins, partial, machine)[1]
 
 
@@ -99,7 +103,7 @@ def free_after(
 def _in_packs(
     items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, machine: Machine
 ) -> tuple[Backfilled, np.ndarray]:
-    """(the packs of the items that have a bin, when each rank is free after those of its tail)"""
+    """(the packs of the items with a bin, when each rank becomes free after those of its tail)"""
     num_gaps, pack = len(partial.ranks), np.full(len(rest), -1)
     packs, seconds = _no_packs(len(rest), num_gaps + len(machine.speeds)), np.zeros(len(rest))
     for place in range(len(rest)):
@@ -125,7 +129,7 @@ def _in_packs(
 
 @inner
 def _no_packs(most: int, num_bins: int) -> BinPacks:
-    """None yet, and space for so many."""
+    """Space for `most` packs, none used yet."""
     return BinPacks(
         np.zeros(most, dtype=np.int64),
         np.zeros(most, dtype=np.int64),
@@ -138,7 +142,7 @@ def _no_packs(most: int, num_bins: int) -> BinPacks:
 
 @inner
 def _pack_with_room(packs: BinPacks, bin_: int, num_tokens: int, capacity: int) -> int:
-    """The newest pack of a bin that has room for so many tokens; -1 if none has."""
+    """The newest pack of a bin that has room for `num_tokens` tokens; -1 if none has."""
     into = packs.newest[bin_]
     while into >= 0 and packs.tokens[into] + num_tokens > capacity:
         into = packs.before[into]
@@ -147,7 +151,7 @@ def _pack_with_room(packs: BinPacks, bin_: int, num_tokens: int, capacity: int) 
 
 @inner
 def _join(packs: BinPacks, bin_: int, into: int, item: Item) -> int:
-    """Put an item into a pack of a bin, or into a new one for -1; its number."""
+    """Add an item to a pack of a bin, or to a new pack if `into` is -1; return the pack's number."""
     if into < 0:
         into = packs.made[0]
         packs.made[0] += 1

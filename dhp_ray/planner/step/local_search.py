@@ -1,13 +1,13 @@
-"""Small batches of `sync=step` on ranks that are alike: a local search for what comes first, and on how many ranks.
+"""A local search over order and degrees, for small batches of `sync=step` on equal ranks.
 
-A plan is an order of the items and a degree for each. They are placed one after the other, each on the ranks that
-are free first. Any schedule follows from some order and degrees in that way without getting longer: with its items
-sorted by start, none starts later than it did. A step of the search moves an item, swaps two or changes a degree, and
-stays if the plan gets no longer by it than a threshold that falls to nothing (threshold accepting, Dueck and Scheuer
-1990), from several seeds. O(steps x items x ranks) time, O(items x ranks) memory.
+A plan is an order of the items and a degree for each. Items are placed one after another, each on the ranks that are
+free first. Every schedule can be made in this way without becoming longer: if its items are sorted by start, none
+starts later than it did. A step of the search moves an item, swaps two items or changes a degree. The step is kept if
+it lengthens the plan by no more than a threshold that falls to zero (threshold accepting, Dueck and Scheuer 1990). The
+search runs from several seeds. O(steps x items x ranks) time, O(items x ranks) memory.
 
-The first start is the plan, or list scheduling if that is shorter: largest first, each on the fewest ranks on which it
-ends by some time.
+The first start is the plan, or list scheduling if that is shorter: largest first, each item on the fewest ranks on
+which it ends by some time.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from dhp_ray.planner.primitives.list_schedule import run_next, run_on_first_free
 from dhp_ray.planner.schedule import Schedule, firsts_of
 
 THRESHOLD = 0.3
-"""By how much a step may lengthen the plan at first, as a share."""
+"""The share by which a step may lengthen the plan at first."""
 
 WORK, STEPS, SEEDS = 2_000_000, 2000, 9
-"""Steps x items x ranks in all, about; steps from each seed, at least; seeds at most. Three seeds there are always,
-one for each start."""
+"""Approximate total of steps x items x ranks; the least steps from each seed; the most seeds. There are always three
+seeds, one for each start.
+"""
 
 TRIALS = 32
-"""Times by which items are to end on the fewest ranks, in search of a better start than the plan; from the target on,
-evenly."""
+"""Number of times tried, evenly spaced from the target on, by which items must end on the fewest ranks, to find a
+better start than the plan.
+"""
 
 
 class Ordered(NamedTuple):
-    """Items in the order in which they are placed, and the degree of each item (by its number). `times[i, d]`: seconds
-    of item i on d ranks."""
+    """Items in the order of placement, and the degree of each item (by its number). `times[i, d]`: seconds of item i on
+    d ranks.
+    """
 
     makespan_s: float
     order: np.ndarray
@@ -52,8 +55,9 @@ def alike(machine: Machine) -> bool:
 
 
 def best_order(items: Items, schedule: Schedule, machine: Machine, target_s: float) -> Ordered:
-    """The best order found from a schedule of the items, and from largest first on as few and on as many ranks as
-    can be; ends early at `target_s`."""
+    """The best order found. Starts: a schedule of the items, and largest first on as few and on as many ranks as
+    possible. Ends early at `target_s`.
+    """
     degrees = range(1, len(machine.speeds) + 1)
     times = np.stack([np.full(len(items), np.inf), *(times_at(items, degree, machine) for degree in degrees)], axis=1)
     degree = np.zeros(len(items), dtype=np.int64)
@@ -74,7 +78,7 @@ def best_order(items: Items, schedule: Schedule, machine: Machine, target_s: flo
 
 @inner
 def _makespan(times: np.ndarray, order: np.ndarray, degree: np.ndarray, free: np.ndarray) -> float:
-    """`free`: space for the times at which ranks get free, rising."""
+    """The makespan of an order. `free`: space for the times at which ranks become free, ascending."""
     free[:] = 0.0
     for item in order:
         run_on_first_free(degree[item], times[item, degree[item]], free)
@@ -85,8 +89,9 @@ def _makespan(times: np.ndarray, order: np.ndarray, degree: np.ndarray, free: np
 def _on_fewest_ranks(
     times: np.ndarray, order: np.ndarray, limit_s: float, least: np.ndarray, degree: np.ndarray, free: np.ndarray
 ) -> float:
-    """The makespan where each item has the fewest ranks on which it ends by a time, or all; sets `degree`.
-    `least`: the fewest ranks that hold each item."""
+    """The makespan if each item has the fewest ranks on which it ends by a time, or all ranks; sets `degree`. `least`:
+    the fewest ranks that hold each item.
+    """
     free[:] = 0.0
     for item in order:
         degree[item] = least[item]
@@ -98,7 +103,7 @@ def _on_fewest_ranks(
 
 @inner
 def _next(state: int) -> int:
-    """A linear congruential generator, alike compiled or not."""
+    """A linear congruential generator, the same compiled and uncompiled."""
     return (state * 1103515245 + 12345) % 2147483648
 
 
@@ -154,8 +159,9 @@ def _search(
 
 
 def placed_in_order(ordered: Ordered, items: Items, machine: Machine) -> Schedule:
-    """Each item on the ranks that are free first; what runs on the same ranks one after the other is one pack, as
-    far as memory goes."""
+    """Place each item on the ranks that are free first. Items that run on the same ranks one after another form a pack
+    if memory allows.
+    """
     free, last, tokens = np.zeros(len(machine.speeds)), np.full(len(machine.speeds), -1), items.tokens
     members: list[list[int]] = []
     ranks: list[np.ndarray] = []

@@ -1,9 +1,10 @@
 """Places the items that need several ranks (and any other large ones) under a makespan T: the partial schedule of a
 `sync=step` plan.
 
-Items come largest first. For each, every degree from the fewest ranks that meet T up to a whole node (beyond a node:
-up to whole nodes) is tried on every candidate set of ranks (`candidates`), and the least waste wins. Groups that
-exist already may waste a little more (`cached_groups`).
+Items are placed largest first. For each item, every degree from the fewest ranks that meet T up to a whole node (beyond
+a
+node: up to whole nodes) is tried on every candidate set of ranks (`candidates`), and the candidate with the least waste
+wins. Groups that exist already may waste a little more (`cached_groups`).
 
     node 0   rank 0  |--a--|--b---|         rank 2 waits for rank 1: the gap is kept for small items
              rank 1  |--a--|--c-|
@@ -27,18 +28,20 @@ from dhp_ray.planner.step.free_ranks import free_ranks, occupy
 from dhp_ray.planner.step.rank_lists import RankLists
 
 MAX_GROUPS_PER_RANK = 16
-"""New groups of several ranks that one rank meets in a step, at most (a group of all ranks does not count); beyond,
-groups that exist are used."""
+"""The most new groups of several ranks that one rank joins in a step (a group of all ranks does not count). Beyond
+that, existing groups are used.
+"""
 
 OWN_GROUPS = 256
-"""Groups of this plan that are kept in mind to be used again."""
+"""Number of this plan's groups that are remembered for use again."""
 
 
 class PartialSchedule(NamedTuple):
-    """Group g runs item[g] on ranks[first[g]:first[g + 1]] from start[g]. `free`: when each rank is free at the end.
+    """Group g runs item[g] on ranks[first[g]:first[g + 1]] from start[g]. `free`: when each rank becomes free at the
+    end.
 
-    Before that each of these ranks has a gap, of no length where the rank is busy until then; `gap_start` says for each
-    of `ranks` when it begins.
+    Each of these ranks has a gap before its group, of length zero if the rank is busy until then; `gap_start` has the
+    begin of the gap for each entry of `ranks`.
     """
 
     placed: bool
@@ -65,8 +68,8 @@ def place_large(
 ) -> PartialSchedule:
     """Place the items of `order` that take longer than `smallest_s` on one rank, on ranks that are busy until `busy`.
 
-    A group of `pool`, or one used already, may waste `reuse_s` more than the best candidate. `placed` is False if an
-    item finds no room under `makespan`.
+    A group of `pool`, or one that this plan uses already, may waste `reuse_s` more than the best candidate. `placed` is
+    False if an item finds no room under `makespan`.
     """
     lowest = _lowest_degrees(items, order, smallest_s, makespan, machine)
     nothing, none = np.zeros(0), np.zeros(0, dtype=np.int64)
@@ -140,8 +143,9 @@ def place_large(
 def _lowest_degrees(
     items: Items, order: np.ndarray, smallest_s: float, makespan: float, machine: Machine
 ) -> np.ndarray:
-    """The fewest ranks that each item of `order` needs, 0 for the small ones; cut short where one does not meet the
-    makespan at all."""
+    """The fewest ranks that each item of `order` needs, 0 for small ones. Ends early if an item cannot meet the
+    makespan.
+    """
     lowest = np.zeros(len(order), dtype=np.int64)
     num_ranks, node_size, rates = len(machine.speeds), machine.ranks_per_node, machine.rates
     for place in range(len(order)):
@@ -155,7 +159,7 @@ def _lowest_degrees(
 
 @inner
 def _common_degree(degree: int, machine: Machine) -> int:
-    """The next power of two inside a node, whole nodes beyond."""
+    """The next power of two inside a node; beyond a node, the next number of whole nodes."""
     common = 1
     while common < degree:
         common *= 2

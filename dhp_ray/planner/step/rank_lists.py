@@ -1,15 +1,15 @@
-"""Lists of ranks of like speed, among which an item looks for ranks where speeds are unequal (`candidates`).
+"""Lists of ranks of similar speed, in which an item looks for ranks if speeds are unequal (`candidates`).
 
-A group is held to the speed of its slowest rank, so its ranks should be about equally fast. Ranks are sorted by
-speed, inside each node and in the whole
-cluster, and cut into runs:
+A group is as slow as its slowest rank, so its ranks should have about the same speed. Ranks are sorted by speed, inside
+each node and in the whole cluster, and cut into runs:
 
     inside a node    from each rank on, all that are faster          speeds 0.9 1.0 1.0 1.1: lists of 4, 3 and 1 ranks
     in the cluster   from every 16th rank on, the next 64; groups of more than 16 ranks have runs four times as long,
                      from every 64th rank on; and so on
 
-What the d slowest ranks of a list have in speed, over d times the slowest, is the least by which a group of d
-stretches its area; lists with the least stretch are looked at first. O(ranks x (log ranks + ranks of a node)).
+The total speed of the d slowest ranks of a list, over d times the slowest speed, is the least factor (`stretch`) by
+which a group of d ranks of this list increases its area; lists with the smallest stretch come first. O(ranks x (log
+ranks + ranks of a node)).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dhp_ray.planner.items import Machine
 from dhp_ray.planner.schedule import by_owner, firsts_of
 
 RUN, RUNS = 64, 16
-"""Ranks of a run of the cluster, for groups of up to a quarter of that; in a small cluster, runs begin at so many
-places."""
+"""Ranks in a run of the cluster, for groups of up to a quarter of that; number of places at which runs begin in a small
+cluster.
+"""
 
 
 class RankLists(NamedTuple):
     """List i is ranks[first[i]:first[i + 1]], slowest first.
 
-    head[i]: its slowest rank, where another list is the same without that one: a group without the head is found there,
-    as one of faster ranks. -1 otherwise.
+    head[i]: its slowest rank, if another list is the same without that rank; groups without the head are found in that
+    other list, as groups of faster ranks. Otherwise -1.
 
-    Rank r is in lists_of[first_of[r]:first_of[r + 1]]. For groups of d ranks there are the lists
-    by_degree[begin[k]:begin[k + 1]], k = 2 d inside nodes and 2 d + 1 across them, those of the least `stretch`
-    first; `speed` is that of their slowest ranks. following[p] is the next place after p, and
-    following[len(by_degree) + k] the first of kind k.
+    Rank r is in lists_of[first_of[r]:first_of[r + 1]]. The lists for groups of d ranks are by_degree[begin[k]:begin[k +
+    1]], k = 2 d inside nodes and 2 d + 1 across them, with the smallest `stretch` first; `speed` is that of their
+    slowest ranks. following[p] is the next place after p, and following[len(by_degree) + k] the first of kind k.
     """
 
     ranks: np.ndarray
@@ -51,7 +51,7 @@ class RankLists(NamedTuple):
 
 
 def rank_lists(machine: Machine) -> RankLists:
-    """The lists of a cluster; none where all ranks are equally fast."""
+    """The lists of a cluster; none if all ranks have the same speed."""
     speeds, num_ranks = machine.speeds, len(machine.speeds)
     if machine.uniform:
         none, nothing = np.zeros(0, dtype=np.int64), np.zeros(0)

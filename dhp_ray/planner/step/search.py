@@ -1,15 +1,15 @@
-"""`dhp` for sync=step: the whole global batch as moldable parallel tasks, by a search on the makespan.
+"""`dhp` for sync=step: schedules the whole global batch as moldable parallel tasks, by a search on the makespan.
 
-For a makespan T, each item needs some least number of ranks. The items that need several are placed first, the
-others fill what is left (`trial`). If all find room, T can be had. The search starts just above the lower bound
-(`bound`), widens until it succeeds, then bisects; what a trial leaves over, shared by all ranks, tells about how much
-longer the next makespan has to be. A trial is O(items x ranks) at worst. A large batch is done at 0.1
-% above the bound, mostly at the first trial. A quick search that ends far from the bound is followed by a thorough
-one, which tries more choices of what a gap costs and of the order of the items (shuffled by a fixed seed where the
-batch is small). Small batches then go through a local search.
+For a makespan T, each item needs some least number of ranks. Items that need several ranks are placed first, and the
+others fill what is left (`trial`). If every item finds room, T is feasible. The search starts just above the lower
+bound (`bound`), widens until it succeeds, and then bisects. What a failed trial leaves over, shared by all ranks, tells
+how much longer the next makespan must be. A trial is O(items x ranks) at worst. A large batch ends at 0.1 % above the
+bound, mostly with the first trial. If a quick search ends far from the bound, a thorough one follows, which tries more
+choices for the cost of a gap and for the order of the items (shuffled with a fixed seed if the batch is small). Small
+batches then go through a local search.
 
-Where a pack costs something by itself, packs made beforehand are tried as items as well as single sequences; only
-one of the two goes on after the quick search (SHORTER).
+If a pack has a fixed cost, both packs made beforehand and single sequences are tried as items; only one of the two
+continues after the quick search (SHORTER).
 
 Sources: dual approximation (Hochbaum and Shmoys 1987), moldable tasks by a trial makespan (Mounie, Rapine and
 Trystram 1999), best-fit decreasing.
@@ -38,36 +38,40 @@ VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0), (0.0, 1.0))
 """(large, gap_weight) of `trial.Choices`."""
 
 WIDEN = (1e-3, 3e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.32, 0.64, 1.3, 2.6, 5.2, 10.0, 100.0, 1e4)
-"""Makespans that are tried first, above the lower bound, as a share of it."""
+"""The makespans that are tried first, as shares above the lower bound."""
 
 TOLERANCE, FINE = 1e-3, 2e-4
-"""The bisection ends when the makespans that can and cannot be had differ by this share of the bound; FINE: of a batch
-of at most SMALL items x ranks."""
+"""The bisection ends when the feasible and the infeasible makespan differ by this share of the bound. FINE: for a batch
+of at most SMALL items x ranks.
+"""
 
 REUSE = ((3e-3, 1.0), (9e-3, 0.1), (9e-3, 0.01))
-"""What a plan may be longer, as a share, to use groups of the pool, and what one group may waste for that, as a
-share of all ranks' time. The first that works is taken."""
+"""The share by which a plan may be longer to use groups of the pool, and the waste that one group may add for it, as a
+share of all ranks' time. The first pair that works is taken.
+"""
 
 MAKING = (0.05, 0.2)
-"""Where making a group costs `group_s`: shares of what the plan's new groups cost that it may be longer."""
+"""If creating a group costs `group_s`: the plan may be longer by these shares of the cost of its new groups."""
 
 TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
-"""Items x ranks: up to TINY with shuffled orders and a local search, up to SMALL thorough from 0.1 % above the
-bound, up to LARGE from 1 %; beyond, always quick."""
+"""Items x ranks. Up to TINY: shuffled orders and a local search. Up to SMALL: thorough search from 0.1 % above the
+bound. Up to LARGE: from 1 %. Beyond: always quick.
+"""
 
 SHORTER = 0.03
-"""Packs made beforehand go on to the local search, in place of single sequences, where the quick search makes a plan
-of them that is shorter by this share; of a batch without a local search, where it is shorter at all. (Both to the end
-take 1.7 to 3 times as long; tried by hand, that made one row of benchmarks/planner_cases.py 0.16 % shorter. At 0 two
-of the 1,000 batches of tests/planner/test_references.py are up to 0.3 % longer than the reference, whose single
-sequences were up to 2.3 % longer after the quick search.)"""
+"""Packs made beforehand continue to the local search, instead of single sequences, if their plan after the quick search
+is shorter by this share; for a batch without a local search, if it is shorter at all. (Continuing with both takes 1.7
+to 3 times as long; in a manual test that made one row of benchmarks/planner_cases.py 0.16 % shorter. At 0, two of the
+1,000 batches of tests/planner/test_references.py are up to 0.3 % longer than the reference; their single sequences were
+up to 2.3 % longer after the quick search.)
+"""
 
 ORDERS = 16
-"""Orders of the items that are tried, at most."""
+"""The most orders of the items that are tried."""
 
 
 class Search:
-    """Trials of one set of items, above a bound of the makespan; goes on from the choice that worked last."""
+    """Trials of one set of items, above a bound of the makespan. Each trial begins with the choice that worked last."""
 
     def __init__(
         self, items: Items, packs: Packs, machine: Machine, lists: RankLists, pool: CachedGroups, bound_s: float
@@ -93,22 +97,23 @@ class Search:
         self._scheduled: tuple[Found, Schedule] | None = None  # the last one
 
     def scheduled(self, found: Found) -> Schedule:
-        """The schedule of the items; made once for what comes several times in a row."""
+        """The schedule of the items; made only once for consecutive calls with the same result."""
         if self._scheduled is None or self._scheduled[0] is not found:
             self._scheduled = found, schedule_of(found, self.items, self.machine)
         return self._scheduled[1]
 
     def thoroughly(self, best: Found, problem: Problem) -> list[Found]:
-        """The shortest makespan found, where a quick search has found `best`; and those that use the pool instead."""
+        """The shortest makespan found, given that a quick search found `best`; and alternatives that use the pool."""
         if self.size <= LARGE and best.makespan_s > self.bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
             self._expect_nothing()  # what the quick search left over may find room
             best = self.bisect(best, self.bound_s, self.tolerance, self.thorough)
         return self.reused(best, problem) if len(self.pool.first) > 1 else [best]
 
     def reused(self, best: Found, problem: Problem) -> list[Found]:
-        """The same again with groups of the pool wherever they fit, for a makespan that is a little longer (REUSE).
-        Where making a group costs something, also for one that is longer by a share of what the new groups cost, and
-        `best` itself: `dhp` weighs them."""
+        """The same search with groups of the pool wherever they fit, for a makespan that is a little longer (REUSE). If
+        creating a group costs time, also for makespans that are longer by a share of the cost of the new groups, and
+        `best` itself; `dhp` chooses among them.
+        """
         effort, num_ranks = self.thorough if self.size <= SMALL else self.quick, len(self.machine.speeds)
         limits = [(best.makespan_s * (1 + slack), share * best.makespan_s * (1 + slack)) for slack, share in REUSE]
         tried = (self.trial(makespan_s, effort, waste_s * num_ranks) for makespan_s, waste_s in limits)
@@ -124,7 +129,7 @@ class Search:
         return self.trial(makespan_s * (1 - tolerance), self.quick) is not None
 
     def shortest(self, tolerance: float, effort: Effort) -> Found:
-        """The first makespan above the bound that can be had, bisected down to a tolerance, a share of the bound."""
+        """The first feasible makespan above the bound, bisected to a tolerance, a share of the bound."""
         failed_s = self.bound_s
         self._expect_nothing()
         for share in WIDEN:
@@ -138,8 +143,10 @@ class Search:
         raise AssertionError("no makespan is long enough")
 
     def bisect(self, best: Found, failed_s: float, tolerance: float, effort: Effort) -> Found:
-        """A makespan within a tolerance, a share of the bound, of one that is too short. `best` can be had, `failed_s`
-        is too short or is the bound. The next trial is halfway between them, or at `_ahead_s` if that lies between."""
+        """Bisect to a makespan that is within a tolerance, a share of the bound, of an infeasible one. `best` is
+        feasible; `failed_s` is infeasible or the bound. The next trial is halfway between them, or at `_ahead_s` if
+        that lies between.
+        """
         span, step_s = np.array([failed_s, best.makespan_s, 0.0]), tolerance * self.bound_s
         while halve(span, step_s / best.makespan_s):
             ahead_s = self._ahead_s(step_s)
@@ -151,7 +158,7 @@ class Search:
         return best
 
     def trial(self, makespan_s: float, effort: Effort, reuse_s: float = 0.0) -> Found | None:
-        """All items under a makespan, or None."""
+        """All items under a makespan, or None if it is infeasible."""
         found = try_makespan(
             self.items,
             self.single_s,
@@ -176,8 +183,9 @@ class Search:
         self.expected_s, self.num_failed = 0.0, 0
 
     def _ahead_s(self, step_s: float) -> float:
-        """A makespan that may succeed after the last trial that failed: `expected_s`, which is mostly a little too
-        short, plus a step, which doubles with each trial that fails in a row."""
+        """A makespan that may succeed after the last failed trial: `expected_s`, which is mostly a little too short,
+        plus a step, which doubles with each consecutive failure.
+        """
         return self.expected_s + step_s * 2 ** max(self.num_failed - 1, 0)
 
 
@@ -211,24 +219,24 @@ def dhp_step(problem: Problem) -> list[Schedule]:
 
 
 def _at_bound(problem: Problem, schedule: Schedule, bound_s: float) -> bool:
-    """Whether a schedule takes at most as long as the first makespan that is tried."""
+    """Whether a schedule is no longer than the first makespan that is tried."""
     return time_of(problem, schedule) - problem.cost.fixed_s <= bound_s * (1 + WIDEN[0])
 
 
 def _packs_cost(machine: Machine) -> bool:
-    """Whether a pack costs something by itself, or hides what its sequences would not."""
+    """Whether a pack has a fixed cost, or hides communication that its sequences alone would not."""
     return bool(machine.rates.overhead_s.any() or machine.rates.overlap.any())
 
 
 def _as_one_node(machine: Machine) -> Machine:
-    """The same ranks, none of them preferred as a neighbour: for costs that are the same inside nodes and across."""
+    """The same ranks as one node, for costs that are the same inside nodes and across."""
     return machine._replace(
         node=np.zeros_like(machine.node), first=np.array([0, len(machine.speeds)]), ranks_per_node=len(machine.speeds)
     )
 
 
 def item_sets(problem: Problem) -> Iterator[tuple[Items, Packs]]:
-    """Single sequences; and where a pack costs something by itself, packs made beforehand."""
+    """Single sequences and, if a pack has a fixed cost, packs made beforehand."""
     items, each = problem.items, np.arange(len(problem.items) + 1)
     yield items, Packs(each[:-1], each)
     if _packs_cost(problem.machine):
@@ -237,7 +245,7 @@ def item_sets(problem: Problem) -> Iterator[tuple[Items, Packs]]:
 
 
 def schedule_of(found: Found, items: Items, machine: Machine) -> Schedule:
-    """Groups of items by their start: ranks that share two groups meet them in this order."""
+    """Groups of items, sorted by start, so that ranks that share two groups meet them in this order."""
     partials = (found.partial, found.last)
     filled = packs_of_bins(items, found.rest, found.bins, found.partial, machine)
     members, first = by_owner(filled.pack, len(filled.rank))

@@ -1,12 +1,12 @@
-"""What a trial does where best fit leaves items over though the ranks have time enough for them in all: the items
-after the partial schedule are dealt out anew, longest first, each to the rank that is free first, and rebalanced.
+"""What a trial does if best fit leaves items over although the ranks have enough time in total: the items after the
+partial schedule are dealt out again, longest first, each to the rank that is free first, and then rebalanced.
 
     makespan 12    best fit    rank 0  |--5--|--5--|..|        dealt out    rank 0  |--5--|-4-|-3-|
                                rank 1  |-4-|-4-|-3-|.|                      rank 1  |--5--|-4-|-3-|
                    and 3 fits nowhere
 
-Best fit fills rank after rank, and packs small items well into what is left; where there are no small items, what is
-left stays empty. Dealt out, all ranks end at about one time (longest processing time first, Graham 1969).
+Best fit fills one rank after another, and packs small items well into what is left; without small items the rest stays
+empty. If items are dealt out, all ranks end at about the same time (longest processing time first, Graham 1969).
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from dhp_ray.planner.step.gaps import free_after
 from dhp_ray.planner.step.partial_schedule import PartialSchedule
 
 PARTNERS = 8
-"""Ranks with which the fullest one tries to exchange items."""
+"""Number of ranks with which the fullest rank tries to exchange items."""
 
 
 @inner
 def deal_out_tails(
     items: Items, rest: np.ndarray, bins: np.ndarray, partial: PartialSchedule, makespan: float, machine: Machine
 ) -> float:
-    """When the last item of `rest` (largest first) ends so; infinity if the ranks have no time for them. By the
-    makespan: their `bins` (`gaps.backfill`) are changed."""
+    """When the last item of `rest` (largest first) ends if items are dealt out; infinity if the ranks have no time for
+    them. If that is within the makespan, their `bins` (`gaps.backfill`) are changed.
+    """
     num_gaps, num_ranks, speeds = len(partial.ranks), len(machine.speeds), machine.speeds
     seconds, tokens = np.zeros(len(rest)), np.zeros(len(rest), dtype=np.int64)
     needed_s = 0.0

@@ -1,13 +1,13 @@
 """One trial of `sync=step`: can every item find room under a makespan?
 
-1. place the items that take longer than the makespan (or a share of it) on one rank, largest first, on the ranks that
-   waste least
-2. backfill the others into the gaps before them and the tails after them, best fit
-3. what fits nowhere: deal out all of the tails' items anew, evenly
-4. mop up: if that ends past the makespan, what fits in no gap goes on several ranks, after everything else
+1. Place the items that take longer than the makespan (or a share of it) on one rank: largest first, on the ranks that
+   waste least.
+2. Backfill the others, by best fit, into the gaps before those items and the tails after them.
+3. If some fit nowhere, deal out all items of the tails again, evenly.
+4. If that ends after the makespan, put what fits in no gap on several ranks, after everything else.
 
-If that fails, all items as long as the longest one left over are placed with the first, and the trial goes on,
-`rounds` times at most.
+If that fails, place all items as long as the longest one left over together with the first ones, and try again, up to
+`rounds` times.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from dhp_ray.planner.step.tails import deal_out_tails
 
 
 class Choices(NamedTuple):
-    """Ways to try, one a row. Items longer than the share `large` of the makespan on one rank are placed, the others
-    backfilled; `gap_weight`: what a second of idle time before an item costs (`candidates`); `order`: the row of
-    `orders` (items, largest first or nearly so) that it takes them in."""
+    """Ways to try, one in each row. Items longer than the share `large` of the makespan on one rank are placed, the
+    others are backfilled. `gap_weight`: the cost of a second of idle time before an item (`candidates`). `order`: the
+    row of `orders` (items, largest first or nearly so) to use.
+    """
 
     large: np.ndarray
     gap_weight: np.ndarray
@@ -37,7 +38,7 @@ class Choices(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How hard a trial tries: choices, rounds of each, and items that it mops up, at most."""
+    """The effort of a trial: the most choices, rounds of each, and items that are placed last."""
 
     choices: int
     rounds: int
@@ -45,10 +46,13 @@ class Effort(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Room for every item: in the partial schedule, in a bin (`rest` largest first, and `bins`), or in `last`, after
-    them. `choice` is -1 if there is none. `dealt_s`: the least makespan for which items dealt out had room; infinite
-    where none were. `expected_s`: the makespan; where the trial failed, plus the seconds of the items left over, shared
-    by all ranks."""
+    """A place for every item: in the partial schedule, in a bin (`rest`, largest first, and `bins`), or in `last`,
+    after them.
+
+    `choice` is -1 if there is none. `dealt_s`: the least makespan for which items dealt out had room; infinite if none
+    were. `expected_s`: the makespan; if the trial failed, plus the seconds of the items left over, divided by the
+    number of ranks.
+    """
 
     choice: int
     makespan_s: float
@@ -74,9 +78,9 @@ def try_makespan(
     effort: Effort,
     dealt_s: float,
 ) -> Found:
-    """The first of `effort.choices` choices, from `begin` on, that finds room for every item.
+    """Try up to `effort.choices` choices, from `begin` on, and return the first that finds room for every item.
 
-    `single_s`: each item's time on one rank, infinite where it does not fit there, or not without moving activations.
+    `single_s`: each item's time on one rank; infinite if it does not fit there, or only by moving activations.
     `dealt_s`: the least makespan for which small items are dealt out.
     """
     idle, none = np.zeros(len(machine.speeds)), np.zeros(0, dtype=np.int64)
@@ -112,7 +116,7 @@ def try_makespan(
 
 @inner
 def _work_s(items: Items, numbers: np.ndarray) -> float:
-    """Seconds of some items on one rank, in all."""
+    """Total seconds of some items on one rank."""
     total_s = 0.0
     for number in numbers:
         item = items[number]
@@ -122,7 +126,7 @@ def _work_s(items: Items, numbers: np.ndarray) -> float:
 
 @inner
 def _kept(numbers: np.ndarray, values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Those whose value lies between two (a mask would take seconds to compile)."""
+    """The numbers whose values lie between two limits (a mask would take seconds to compile)."""
     kept, count = np.zeros(len(numbers), dtype=np.int64), 0
     for index in range(len(numbers)):
         if low <= values[index] <= high:
