@@ -3,7 +3,7 @@
     samples -> problem_of -> a planner of PLANNERS -> schedule -> priced (cost, encoders, timeline, bound) -> Plan
     the same with its images encoded apart from the packs (`world`) -> Plan                    the shorter one is taken
 
-A pure function of its arguments: same batch, speeds, costs and pool, same plan.
+It is a pure function of its arguments: the same batch, speeds, costs and pool give the same plan.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
 }
 
 LAST_RESORT = "dhp_quick"
-"""The planner for when there is no time for another: quick (`planner/quick.py` says how quick), balanced, and valid
-wherever the batch can be planned at all."""
+"""The planner to use when time is up: quick (see `planner/quick.py`), balanced, and valid for every batch that can be
+planned at all.
+"""
 
 GAIN = 1e-3
-"""Share by which a plan with images apart from the packs must be able to be shorter, with its packs at their lower
-bound and its images dealt out evenly, for `auto` to make it."""
+"""`auto` makes a plan with images apart from the packs only if that plan could be shorter by more than this share, with
+its packs at their lower bound and its images dealt out evenly.
+"""
 
 
 def plan_batch(
@@ -86,25 +88,26 @@ def plan_batch(
     pool: Sequence[tuple[int, ...]] = (),
     encoder: str = "group",
 ) -> Plan:
-    """The plan of one global batch, validated: a pure function, which needs neither torch nor Ray.
+    """Plan one global batch and validate the plan. A pure function, which needs neither torch nor Ray.
 
         cost = CostModel.load("conf/cost/cuda.yaml")
         plan = plan_batch([Sample("a", 9000), Sample("b", 80)], ClusterSpec(4, 4, 4096), cost)
         [(group.ranks, group.pack.sequences) for group in plan.groups]    # rows of `samples`; groups as they begin
 
-    samples: in the batch's order; a sample's tokens are whole numbers, text and vision counted apart.
+    samples: in the batch's order; a sample's tokens are integers, with text and vision counted separately.
     cluster: ranks, ranks of a node (or the node of each rank), tokens that a rank holds of one pack, the ranks' speeds
-    (1.0: nominal; none: all nominal), and what share of a larger pack's activations goes to host memory (`Offload`).
-    cost: seconds and bytes of work and messages, of conf/cost/ or of your own measurements; every time of the plan
-    is in seconds of it.
+    (1.0: nominal; none: all nominal), and the share of a larger pack's activations that goes to host memory
+    (`Offload`).
+    cost: seconds and bytes of work and messages, from conf/cost/ or from your own measurements. All times of the plan
+    are predicted with it.
     planner: a name of PLANNERS. sync: `step`, ranks meet once a step, or `micro_batch`, all meet in every micro-batch.
-    pool: the process groups that exist already, least recently used first; they are used again where that makes the
-    plan hardly longer.
-    encoder: `group`, images are encoded in the packs; `world`, apart from them where memory allows, by any rank;
-    `auto`: the shorter plan of the two.
+    pool: the existing process groups, least recently used first; they are used again if that makes the plan hardly
+    longer.
+    encoder: `group`, images are encoded in the packs; `world`, apart from them if memory allows, by any rank; `auto`:
+    the shorter plan of the two.
 
     Raises:
-        SequenceTooLongError: a sequence is beyond the whole cluster.
+        SequenceTooLongError: a sequence does not fit the whole cluster.
         PlanError: no sequences, one without tokens, an unknown planner, mode or place for the encoder.
     """
     begin = time.perf_counter()
@@ -115,29 +118,32 @@ def plan_batch(
 
 
 def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
-    """The batches of a data set (`checked_problem`'s, on equal clusters) under one static layout, as static systems
-    are run: the degree and the pack cap with the least sum of makespans. The name in these plans is `static`; they
-    do not replay, as each depends on all batches."""
+    """Plans of all batches of a data set (`checked_problem`'s, on equal clusters) under one static layout, as static
+    systems
+    run: the degree and the pack cap with the least sum of makespans. These plans have the name `static` and do not
+    replay, since each depends on all batches.
+    """
     problems = [bounded(problem) for problem in problems]
     layout = static_layout(problems)
     return [plan_uniform(problem, layout) for problem in problems]
 
 
 def static_layout(problems: Sequence[Problem]) -> Layout:
-    """The one layout that is best for all of these batches together."""
+    """The layout that is best for all of these batches together."""
     return best_layout([_in_node_order(problem)[0] for problem in problems])
 
 
 def plan_uniform(problem: Problem, layout: Layout) -> Plan:
-    """The plan of a batch under a layout that was chosen before."""
+    """The plan of a batch under a given layout."""
     problem = problem if problem.lower_bound_s else bounded(problem)
     seen, order = _in_node_order(problem)
     return _plan(problem, "static", _priced(problem, uniform(seen, layout), order))
 
 
 class _Candidate(NamedTuple):
-    """A schedule of packs with its price, before a plan is made of it. `making_s`: until its process groups are made
-    that there are not yet. `world`: who encodes the images of the batch, where that is apart from the packs."""
+    """A priced schedule of packs, before it becomes a plan. `making_s`: seconds until its missing process groups are
+    made. `world`: the ranks that encode the images of the batch, if that is apart from the packs.
+    """
 
     schedule: Schedule
     times: np.ndarray
@@ -147,8 +153,9 @@ class _Candidate(NamedTuple):
 
 
 def _shortest(problem: Problem, planner: str) -> Plan:
-    """The plan with images in the packs or apart from them, whichever takes less with making its process groups; the
-    former of two that take as long. The latter is left out where it could hardly be shorter."""
+    """The plan with images in the packs or apart from them, whichever is shorter including the creation of its process
+    groups; in the packs if both are equal. The plan with images apart is not made if it could hardly be shorter.
+    """
     problem, found = bounded(problem), list[_Candidate]()
     apart = problem.encoder != "group" and len(problem.all_image_s) > 0
     if problem.encoder != "world" or not apart:
@@ -172,8 +179,9 @@ def _in_packs(problem: Problem, planner: str) -> _Candidate:
 
 
 def _apart(problem: Problem, without: Problem, planner: str) -> list[_Candidate]:
-    """That with images apart from the packs; none where the ranks have no memory for that. `without`: the batch without
-    its images, bounded."""
+    """The candidate with images apart from the packs; none if the ranks have no memory for that. `without`: the batch
+    without its images, with its bound.
+    """
     seen, order = _in_node_order(without)
     packs = _priced(without, PLANNERS[planner](seen), order)
     world = world_of(problem, packs.schedule, packs.times)
@@ -183,14 +191,15 @@ def _apart(problem: Problem, without: Problem, planner: str) -> list[_Candidate]
 
 
 def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:
-    """The problem as planners see it, the ranks of a node being neighbours, and the order of its ranks that made it
-    so (none where they are already)."""
+    """The problem as planners see it, with the ranks of a node as neighbours, and the order of its ranks that achieves
+    this (None if they are neighbours already).
+    """
     order = neighbours(problem.cluster.nodes)
     return (problem, None) if order is None else (reordered(problem, order), order)
 
 
 def _priced(problem: Problem, schedule: Schedule, order: np.ndarray | None) -> _Candidate:
-    """A schedule of ranks in this order, put back onto the cluster's ranks."""
+    """A schedule of ranks in this order, mapped back to the cluster's ranks and priced."""
     schedule = schedule if order is None else renamed(schedule, order)
     times = times_of(problem, schedule)
     return _Candidate(schedule, times, makespan_of(problem, schedule, times), making_s(problem, schedule))
@@ -227,8 +236,9 @@ def checked_problem(
     pool: Sequence[tuple[int, ...]] = (),
     encoder: str = "group",
 ) -> Problem:
-    """What `plan_batch` plans. It refuses at once, with the same errors, what `plan_batch` would refuse; nothing has
-    to be compiled to refuse a batch."""
+    """The problem that `plan_batch` plans. It refuses the same batches with the same errors, at once, without compiling
+    anything.
+    """
     if planner not in PLANNERS:
         raise PlanError(f"planner: got {planner!r}; allowed: {', '.join(PLANNERS)}")
     if sync not in SYNCS:
@@ -239,8 +249,9 @@ def checked_problem(
 
 
 def warm_up() -> float:
-    """Compile the loops (in a thread, while workers start); returns the seconds that it took. Planning before that
-    compiles what it needs by itself."""
+    """Compile the loops (in a thread, while workers start); return the seconds that it took. Planning before that
+    compiles what it needs by itself.
+    """
     begin = time.perf_counter()
     cost = CostModel(1e-9, 1e-4, 1e5, 0.1, {2: 1e10}, vision_linear_s=1e-4)
     samples = [Sample(str(length), length, 0, ((1, 2, 2),)) for length in (30, 7, 5)]

@@ -45,7 +45,7 @@ class ActivationMemory:
                 + layer.mlp_width * self._mlp(part, layer))
 
     def moved_bytes(self, load: PackLoad) -> float:
-        """What of a pack's activations is in host memory at a time, at most."""
+        """The most bytes of a pack's activations that are in host memory at a time."""
         moved = 0.0
         for part, positions in (("language", load.tokens), ("vision", load.patches)):
             # the language model's are kept where anything upstream of the loss is trained
@@ -58,14 +58,15 @@ class ActivationMemory:
         return sum(layer.count for layer in (self.shape.vision if part == "vision" else self.shape.language))
 
     def _of_layers(self, part: str) -> int:
-        """Bytes that all layers of a part keep of a token (or patch)."""
+        """Bytes that all layers of a part keep for each token (or patch)."""
         return sum(layer.count * (self._c * layer.width if self.settings.recomputes else self.layer_bytes(part, layer))
                    for layer in (self.shape.vision if part == "vision" else self.shape.language))
 
     def _kept(self, part: str, load: PackLoad, least: int = 0) -> float:
-        """Bytes that the layers of a part and what comes beside them keep on the device until their backward pass, or
-        in it, where `least` layers are there at least. A share of layers is taken as it is: rounded up, more of them is
-        moved, never less."""
+        """Bytes that the layers of a part, and everything next to them, keep on the device until their backward pass;
+        during it, with at least `least` layers there. The share of layers is used unrounded: rounding up moves more of
+        them, never less.
+        """
         shape, c, positions = self.shape, self._c, load.patches if part == "vision" else load.tokens
         layers = shape.vision if part == "vision" else shape.language
         of_layers = self._of_layers(part) * max(1 - load.offload, min(1.0, least / max(1, self._num_layers(part))))

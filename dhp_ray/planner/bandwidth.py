@@ -1,4 +1,4 @@
-"""Bandwidth by degree, as cost files give it: a number or a table by degree, one of either or one inside nodes and one
+"""Bandwidth by degree, as in cost files: a number or a table by degree; one for all links, or one inside nodes and one
 across them.
 """
 
@@ -17,10 +17,10 @@ Bandwidth = dict[int, float]
 
 
 def links_of(value: Any) -> tuple[Bandwidth, Bandwidth]:
-    """Bandwidth inside a node and across nodes, of `bandwidth_bytes_per_s`.
+    """Bandwidth inside a node and across nodes, from `bandwidth_bytes_per_s`.
 
     Raises:
-        PlanError: which part is missing or no number above 0.
+        PlanError: names the part that is missing or is not a number above 0.
     """
     if isinstance(value, dict) and set(map(str, value)) & {"intra", "inter"}:
         for key in ("intra", "inter"):
@@ -33,18 +33,19 @@ def links_of(value: Any) -> tuple[Bandwidth, Bandwidth]:
 
 
 def by_degree(table: Bandwidth, max_degree: int) -> np.ndarray:
-    """For each degree from 0 to `max_degree`: a degree between two rows takes the row above it; past the last, the
-    last."""
+    """The bandwidth for each degree from 0 to `max_degree`. A degree between two rows takes the row above it; past the
+    last row, the last.
+    """
     rows = np.array(list(table))
     row = np.minimum(np.searchsorted(rows, np.arange(max_degree + 1)), len(rows) - 1)
     return np.array(list(table.values()))[row]
 
 
 def constant(name: str, value: Any) -> float:
-    """A number of a cost file, of at least 0.
+    """A number in a cost file that must be at least 0.
 
     Raises:
-        PlanError: it is none.
+        PlanError: it is not.
     """
     if isinstance(value, str):  # YAML 1.1 reads 1e-9 as text
         with contextlib.suppress(ValueError):

@@ -57,12 +57,12 @@ LIMIT = np.dtype(
                      "charge_s", "exchange_s", "stretch", "moved", "from_tokens", "free_tokens", "forward")
     ]
 )
-"""What d ranks can do at best: `speed` is the d-th fastest one, `encode_speed` the sum of the d fastest (of all, where
-images may be encoded apart).
+"""The best that d ranks can do. `speed`: that of the d-th fastest rank. `encode_speed`: the sum of the d fastest (of
+all ranks, if images may be encoded apart).
 
-On d ranks or more, `charge_s` is the least area in seconds that a token pays beyond its compute, `exchange_s` the same
-without what a pack pays once, and `stretch` the least area over compute: 1 but for unequal speeds, where a group's
-members are held to the speed of its slowest.
+On d ranks or more: `charge_s` is the least area in seconds that a token adds to its compute; `exchange_s` is the same
+without fixed costs of packs; `stretch` is the least area over compute, which is 1 except with unequal speeds, where a
+group's members are as slow as its slowest.
 """
 
 
@@ -89,8 +89,9 @@ class Limits(LimitOf[np.ndarray], Protocol):
 
 
 class Room(NamedTuple):
-    """What all ranks have in a makespan: the sum of their `speed`, less `once_s`, which each rank that has a pack pays;
-    `apart`: a rank may have images alone."""
+    """What all ranks have within a makespan: the sum of their `speed`, less `once_s`, which each rank with a pack pays.
+    `apart`: a rank may have images and no pack.
+    """
 
     speed: float
     once_s: float
@@ -98,7 +99,7 @@ class Room(NamedTuple):
 
 
 STRETCHED = 64
-"""Ranks of the largest set that is looked at."""
+"""Number of ranks in the largest set that is examined."""
 
 
 def lower_bound_s(problem: Problem) -> float:
@@ -151,11 +152,11 @@ def limits_of(problem: Problem) -> Limits:
 
 @compiled
 def _stretch(fastest: np.ndarray) -> np.ndarray:
-    """For d ranks or more: the least of (sum of speeds) / (d * slowest speed) over all sets; the best sets are
+    """For d ranks or more: the least of (sum of speeds) / (d * slowest speed) over all sets. The best sets are
     neighbours by speed.
 
-    It does not fall with d: without its fastest, a set of d + 1 has a lower one. So beyond STRETCHED ranks that of
-    STRETCHED holds as a bound. O(N STRETCHED).
+    It never decreases with d: a set of d + 1 without its fastest rank has a lower value. So beyond STRETCHED ranks the
+    value of STRETCHED is a valid bound. O(N STRETCHED).
     """
     num_ranks = len(fastest)
     stretch = np.ones(num_ranks + 1)
@@ -194,8 +195,9 @@ def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
 
 @inner
 def _add_areas(areas: np.ndarray, item: Item, limit: Limit) -> None:
-    """Add the least areas of an item on so many ranks or more: of its pack, with its share of what a pack pays once and
-    without, and of its images, which go to the members as they please, so that their area is not stretched."""
+    """Add the least areas of an item on at least this many ranks: of its pack, with and without its share of fixed
+    costs, and of its images, which may be divided among the members in any way, so their area is not stretched.
+    """
     areas[0] += item.language_s * limit.stretch + item.tokens * limit.charge_s
     areas[1] += item.language_s * limit.stretch + item.tokens * limit.exchange_s
     areas[2] += item.vision_s
@@ -214,7 +216,7 @@ def _have_room(areas: np.ndarray, makespan: float, room: Room) -> bool:
 
 @inner
 def _shortest(item: Item, floor_s: float, limits: Limits) -> float:
-    """Least time of an item over all degrees, or any time at or below `floor_s`."""
+    """Least time of an item over all degrees; may return any time up to `floor_s` instead."""
     best = np.inf
     for degree in range(item.minimum_degree, len(limits)):
         best = min(best, _least_time(item, degree, limits[degree], limits[1].speed))
@@ -225,7 +227,7 @@ def _shortest(item: Item, floor_s: float, limits: Limits) -> float:
 
 @inner
 def _fits(items: Items, rows: np.ndarray, others: np.ndarray, limits: Limits, makespan: float, room: Room) -> bool:
-    """Whether `rows` fit beside the areas of the others, on the degrees that meet the makespan."""
+    """Whether `rows` fit in addition to the areas of the others, on the degrees that meet the makespan."""
     fastest, areas = limits[1].speed, others.copy()
     for row in rows:
         item = items[row]

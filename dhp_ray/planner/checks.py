@@ -1,4 +1,4 @@
-"""What a plan must fulfil to be run."""
+"""Conditions that a plan must meet to be run."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 class ClusterSpec:
     """Ranks, nodes, the tokens that one rank holds at a time, and each rank's speed (1.0 = nominal).
 
-    `tokens_per_rank`: of packs that are made of several sequences. One with `offload` may have more on each rank.
+    `tokens_per_rank`: for packs of several sequences. A single sequence with `offload` may have more on each rank.
 
-    `nodes`: the node of each rank, in any order, of any size; empty: every `ranks_per_node` ranks are a node. Where
-    both are given and differ, `nodes` counts, and `ranks_per_node` becomes the size of the largest one.
+    `nodes`: the node of each rank, in any order, of any size; empty: every `ranks_per_node` ranks are a node. If both
+    are given and differ, `nodes` counts, and `ranks_per_node` becomes the size of the largest node.
     """
 
     num_ranks: int
@@ -66,12 +66,12 @@ class ClusterSpec:
 
     @property
     def max_tokens(self) -> int:
-        """The longest admissible sequence."""
+        """Length of the longest admissible sequence."""
         return self.num_ranks * self.most_tokens_per_rank
 
     @property
     def most_tokens_per_rank(self) -> int:
-        """Tokens of a pack that one rank holds, where a share of what they need is in host memory."""
+        """Tokens of a pack that one rank holds if a share of their activations is in host memory."""
         return max(self.tokens_per_rank, self.offload.tokens_per_rank)
 
     def crosses(self, ranks: Sequence[int]) -> bool:

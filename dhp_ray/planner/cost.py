@@ -172,7 +172,7 @@ class CostModel:
         return cls(**tree)
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads back (JSON makes strings of the degrees; those are read too)."""
+        """The form that `from_json` reads (JSON turns degrees into strings, which it also reads)."""
         values = {item.name: getattr(self, item.name) for item in fields(self) if not item.name.startswith("_")}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
@@ -186,7 +186,7 @@ class CostModel:
         return replace(self, fixed_s=fixed_s, gather_s=gather_s, latency_s=latency_s)
 
     def resident(self, sync: str) -> float:
-        """Bytes of parameters, gradients and optimizer state that a rank holds throughout."""
+        """Bytes of parameters, gradients and optimizer state that a rank always holds."""
         value = self.resident_bytes
         if isinstance(value, dict):
             if sync not in value:
@@ -200,7 +200,8 @@ class CostModel:
 
     def tokens_at_equal_memory(self, tokens_per_rank: int, sync: str, other: str) -> int:
         """The tokens that a rank holds in mode `other` on a device that holds `tokens_per_rank` in mode `sync`, both
-        beside the mode's resident state; below 1 where the resident state alone does not fit."""
+        besides the mode's resident state; below 1 if the resident state alone does not fit.
+        """
         if self.memory_bytes_per_token == 0.0:
             return tokens_per_rank
         return int((self.memory_bytes(tokens_per_rank, 1, sync) - self.resident(other)) / self.memory_bytes_per_token)
@@ -211,11 +212,13 @@ class CostModel:
         return min(links_of(self.bandwidth_bytes_per_s)[1].values())
 
     def attention_s(self, num_tokens: Any) -> Any:
-        """Number of one rank for the attention of sequences of these lengths."""
+        """Seconds of one rank for the attention of sequences of these lengths."""
         return self.quadratic_s * pairs_of(num_tokens, self.attention_block)
 
     def images_s(self, grids: np.ndarray) -> np.ndarray:
-        """Number of one rank to encode images of these (time, height, width), one a row, without `encoder_pass_s`."""
+        """Seconds of one rank to encode images of these (time, height, width), one in each row, without
+        `encoder_pass_s`.
+        """
         patches = grids[:, 1] * grids[:, 2]
         seconds: np.ndarray = grids[:, 0] * (
             self.vision_quadratic_s * patches * patches + self.vision_linear_s * patches
@@ -223,19 +226,19 @@ class CostModel:
         return seconds
 
     def image_s(self, sample: Sample) -> list[float]:
-        """Number of one rank to encode each image of a sample, in order."""
+        """Seconds of one rank to encode each image of a sample, in order."""
         return self.images_s(np.array(sample.vision_grids,
                                       dtype=np.float64).reshape(-1, 3)).tolist()  # type: ignore[no-any-return]
 
     def host_s(self, num_tokens: Any, num_patches: Any = 0.0) -> Any:
-        """Seconds that the host link of one rank takes, one way, for all activations of so many tokens and patches."""
+        """Seconds that the host link of one rank takes, one way, for all activations of these tokens and patches."""
         if self.host_bytes_per_s == 0.0:
             return 0.0 * num_tokens
         return (self.offload_bytes_per_token * num_tokens
                 + self.offload_bytes_per_patch * num_patches) / self.host_bytes_per_s
 
     def rates(self, max_degree: int, offload: Offload = NO_OFFLOAD) -> Rates:
-        """The model by degree: a RATE for each degree from 0 (unused) to `max_degree`; made once."""
+        """The model by degree: a RATE for each degree from 0 (unused) to `max_degree`; computed once."""
         if (max_degree, offload) not in self._cache:
             degrees = np.maximum(np.arange(max_degree + 1, dtype=np.float64), 1.0)
             steps, rates = degrees - 1, cast(Rates, np.recarray(max_degree + 1, dtype=RATE))
@@ -262,10 +265,10 @@ class CostModel:
         self, lengths: Sequence[int], ranks: Sequence[int], cluster: ClusterSpec, encode_s: float = 0.0,
         num_patches: float = 0.0,
     ) -> float:
-        """Number of a pack of sequences of these lengths on these very ranks.
+        """Seconds of a pack of sequences of these lengths on these ranks.
 
-        `encode_s` is the time that the fullest member takes to encode its images, which have `num_patches` in all, at
-        its own speed, with `encoder_pass_s` where it encodes any.
+        `encode_s`: encoding time of the most loaded member at its own speed, including `encoder_pass_s` if it encodes
+        any image; all images together have `num_patches`.
         """
         degree = len(ranks)
         speed = min(cluster.speeds[rank] for rank in ranks)

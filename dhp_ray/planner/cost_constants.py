@@ -1,4 +1,4 @@
-"""A cost file as it lies on disk: constants, and in a measured one what they are of."""
+"""A cost file on disk: constants and, in a measured file, the conditions of the measurement."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dhp_ray.errors import first_line
 from dhp_ray.planner.checks import PlanError
 
 SECTIONS = ("device", "model", "settings", "versions", "measured", "intervals", "errors")
-"""What a measured file has beside its constants (`cost_origin.py`)."""
+"""Sections of a measured file besides its constants (`cost_origin.py`)."""
 
 
 def constants_of_file(path: str | Path) -> dict[str, Any]:
-    """What a cost file holds, its sections too.
+    """The content of a cost file, including its sections.
 
     Raises:
-        PlanError: one line that names the file, which is no mapping or cannot be read.
+        PlanError: one line that names the file, which is not a mapping or cannot be read.
     """
     try:
         tree = yaml.safe_load(Path(path).read_text())

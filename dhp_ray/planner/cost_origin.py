@@ -1,12 +1,12 @@
-"""What a measured cost is of: the sections of its file beside the constants, and whether a run is of the same.
+"""The origin of a measured cost: the sections of its file besides the constants, and whether a run has the same origin.
 
     device: {kind: cuda, name: NVIDIA H100 80GB HBM3, count: 8}           on the CPU also `threads` of a rank
     model: {name: tiny, family: qwen2_5_vl, shape: {...}}                 every number of its `ModelShape`
     settings: {sync: [step], precision: bf16, activation_checkpointing: false, freeze: [], lora: {}, sharding: whole}
-    versions: {torch: 2.13.0, ...}     measured: {...}     what else was seen, for people
+    versions: {torch: 2.13.0, ...}     measured: {...}     other observations, for people
     intervals: {linear_s: [low, high], ...}     errors: {linear_s: 0.03, ...}
 
-A file without them is one of the older form: nothing is known of it, and it is taken as it is.
+A file without these sections has the older form: its origin is unknown, and it is used without a check.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.model_shape import ModelShape
 
 SETTINGS = ("precision", "activation_checkpointing", "freeze", "lora", "sharding")
-"""Of a run, by the names that the user has of them (`train.`)."""
+"""Settings of a run, under the user's names (`train.`)."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Origin:
 
 @dataclass(frozen=True)
 class CostFile:
-    """A cost, and what it is of (None: the file does not say)."""
+    """A cost and its origin (None: the file does not say)."""
 
     cost: CostModel
     origin: Origin | None
 
     @classmethod
     def load(cls, path: str | Path) -> CostFile:
-        """Raises PlanError: one line that names the file and what is wrong in it."""
+        """Read a file. Raises PlanError: one line that names the file and what is wrong in it."""
         return cls.parsed(constants_of_file(path), path)
 
     @classmethod
     def parsed(cls, tree: Mapping[str, Any], name: str | Path) -> CostFile:
-        """What a file of this name holds. Raises PlanError as `load` does."""
+        """The content of a file with this name. Raises PlanError as `load` does."""
         try:
             cost = CostModel.from_json({key: value for key, value in tree.items() if key not in SECTIONS})
             return cls(cost, origin_of({key: tree[key] for key in SECTIONS if key in tree}))
@@ -62,10 +62,10 @@ class CostFile:
 
 
 def origin_of(sections: Mapping[str, Any]) -> Origin | None:
-    """The origin that the sections of a file tell of; None where it has none of them.
+    """The origin in the sections of a file; None if it has none of them.
 
     Raises:
-        PlanError: a section that is missing or no mapping, an interval or error that is no number of at least 0.
+        PlanError: a section is missing or is not a mapping, or an interval or error is not a number of at least 0.
     """
     needed = ("device", "model", "settings")
     if not any(name in sections for name in needed):
@@ -92,7 +92,7 @@ def origin_of(sections: Mapping[str, Any]) -> Origin | None:
 def origin_of_run(
     memory: MemoryModel, model_name: str, lora: Mapping[str, Any], device: Mapping[str, Any]
 ) -> Origin:
-    """What a cost has to be of to be this run's. `lora`: what its adapters are made from, empty without them."""
+    """The origin that costs of this run must have. `lora`: the settings of its adapters, empty without them."""
     settings = memory.settings
     return Origin(device, {"name": model_name, "family": memory.shape.family, "shape": shape_numbers(memory.shape)}, {
         "sync": [settings.sync], "precision": settings.precision, "activation_checkpointing": settings.recomputes,
@@ -107,13 +107,14 @@ def shape_numbers(shape: ModelShape) -> dict[str, Any]:
 
 def _same_shape(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Whether two shapes have equal numbers. `vision_projector`, which older files lack, and `vision_one_row`, which
-    they have in its place, follow from the others and are not compared."""
+    they have instead, follow from the other numbers and are not compared.
+    """
     compared = (first.keys() | second.keys()) - {"vision_projector", "vision_one_row"}
     return all(first.get(name) == second.get(name) for name in compared)
 
 
 def difference(origin: Origin, run: Origin) -> str:
-    """How what a cost was measured for differs from a run, both named; empty: it does not."""
+    """How the origin of a cost differs from a run's, naming both; empty if it does not."""
     of_file, of_run = origin.model["name"], run.model["name"]
     if not _same_shape(origin.model["shape"], run.model["shape"]) or origin.model.get("family") != run.model["family"]:
         other = " of another shape" if of_file == of_run else ""

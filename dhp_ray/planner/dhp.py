@@ -1,15 +1,16 @@
-"""The planner of dhp_ray: the schedule of its mode, or a baseline's plan where that is better, packed to memory or
-a little below: where a rank holds few sequences, fuller packs leave ranks waiting.
+"""The planner of dhp_ray: the schedule of its mode, or a baseline's schedule if that is shorter, with packs that fill
+memory or a little less. If a rank holds few sequences, fuller packs leave ranks waiting.
 
-Near the lower bound no baseline can be better by much, so the baselines are asked only where the plan is farther from
-it, or the batch is small. (Of a huge batch they would take seconds.) They are asked at two pack caps. If one of a
-larger batch is then about as short as what the search found, and that is far from the bound, baselines are tuned, each
-to its best cap, as many as take a small share of the step: planning runs beside the step before. (With sync=micro_batch
-two caps do not show how short a baseline can be.)
+Near the lower bound no baseline can be much better, so baselines are tried only if the plan is farther from it, or the
+batch is small. (For a huge batch they would take seconds.) They are tried at two pack caps. If a baseline of a larger
+batch is then about as short as the result of the search, and that is far from the bound, baselines are tuned, each to
+its best
+cap: as many of them as take a small share of the step, since planning runs during the previous step. (With
+sync=micro_batch two caps do not show how short a baseline can be.)
 
-Where packs may move activations to host memory, all of this is done twice: the second time no sequence has fewer ranks
-than it takes for its copies to be hidden, which the first time it may have. So no plan is longer than without. A small
-batch, of which one pack more may be a micro-batch more, is planned once more with packs that wait for copies.
+If packs may move activations to host memory, all of this is done twice. The second time every sequence has enough ranks
+that its copies are hidden; the first time it may have fewer. So no plan is longer than without offload. A small batch,
+in which one pack more may mean one micro-batch more, is planned a third time with packs that wait for copies.
 """
 
 from __future__ import annotations
@@ -33,19 +34,21 @@ from dhp_ray.planner.step.search import dhp_step
 
 NEAR, SMALL, MANY, HUGE = 1e-2, 10_000, 5_000_000, 20_000
 """A plan of more than SMALL sequences x ranks is compared with the baselines if it is more than NEAR (a share) above
-the bound, up to MANY also with their packs of one round more, less full; one of more than HUGE sequences is not."""
+the bound, up to MANY also with less full packs, of one round more. A plan of more than HUGE sequences is not compared.
+"""
 
 TUNING = ((pow2, 7e-5), (dhp_paper, 7e-5), (megatron, 5e-5), (static_best, 3e-4))
-"""The baselines, and about how many seconds a sequence it takes to tune each."""
+"""The baselines, and approximately how many seconds for each sequence it takes to tune them."""
 
 CLOSE, FAR, HIDDEN = 1e-2, 3e-2, 0.15
 """A plan of more than SMALL sequences x ranks (up to MANY, on equal ranks) is compared with tuned baselines if it is
-more than FAR above the bound, and a baseline at two caps takes at most CLOSE longer (asked in step alone): with as many
-of TUNING as take at most HIDDEN of a step. (With `encoder=auto` two plans are made, each with that.)"""
+more than FAR above the bound and, in step, a baseline at two caps is at most CLOSE longer: with as many of TUNING as
+take at most HIDDEN of a step. (With `encoder=auto` each of the two plans does that.)
+"""
 
 
 class Timed(NamedTuple):
-    """A schedule, its seconds with those of making its groups, and whether it is a baseline's."""
+    """A schedule, its seconds including the creation of its groups, and whether it is a baseline's."""
 
     seconds: float
     schedule: Schedule
@@ -53,7 +56,7 @@ class Timed(NamedTuple):
 
 
 def dhp(problem: Problem, tunes: bool = True) -> Schedule:
-    """`tunes`: there is time to tune the baselines."""
+    """The shortest schedule found. `tunes`: there is time to tune the baselines."""
     problems = [problem, *without_waits(problem)]
     cluster = problem.cluster
     if (problem.machine.tokens_per_rank < cluster.most_tokens_per_rank

@@ -22,11 +22,13 @@ from dhp_ray.planner.split_images import exchange_s, part_bytes
 
 @dataclass(frozen=True)
 class EncodedImages:
-    """Arrays by image or part. `image`: its number in the batch; `first`: where each image's parts begin; `seconds` of
-    one nominal rank, forward and backward, with what a part exchanges; `patches`; `activation_bytes` from the forward
-    to the backward pass; `rows`: features; `group`: the group that runs its sequence; `ring`: of a part that
-    exchanges, the number of its image among the images with such parts, in plan order, else -1; `encoder`: the rank
-    that encodes it."""
+    """Arrays by image or part.
+
+    image: its number in the batch. first: where each image's parts begin. seconds: of one nominal rank, forward and
+    backward, with a part's exchange. activation_bytes: from the forward to the backward pass. rows: of features. group:
+    the group that runs its sequence. ring: for a part that exchanges, the number of its image among the images with
+    such parts, in plan order, otherwise -1. encoder: the rank that encodes it.
+    """
 
     image: np.ndarray
     first: np.ndarray
@@ -52,8 +54,9 @@ class EncodedImages:
 def encoded_images(
     problem: Problem, rows: np.ndarray, group_of_row: np.ndarray, num_parts: np.ndarray | Mapping[int, int]
 ) -> EncodedImages:
-    """Of a batch whose sequences run in the order `rows`, in these groups; `num_parts` of each image, or of those that
-    are split. Nobody encodes them yet."""
+    """The images of a batch whose sequences run in the order `rows`, in these groups. `num_parts`: of each image, or of
+    those that are split. No encoders are assigned yet.
+    """
     count, cost = len(problem.all_image_s), problem.cost
     counts = np.ones(count, dtype=np.int64)
     if isinstance(num_parts, Mapping):

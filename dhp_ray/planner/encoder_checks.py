@@ -1,4 +1,4 @@
-"""What a plan must fulfil whose images are encoded apart from its packs, beside `checks`."""
+"""Conditions that a plan with images encoded apart from its packs must meet, in addition to `checks`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def check_passes(plan: Plan) -> None:
-    """Raise PlanError unless ranks that run micro-batches in lockstep encode in lockstep too: every image is in one of
-    the passes that all of them run."""
+    """Raise PlanError unless ranks that run micro-batches in lockstep also encode in lockstep: every image is in one of
+    the passes that all ranks run.
+    """
     lockstep, count = plan.vision.apart and plan.sync == "micro_batch", plan.vision.num_passes
     if lockstep != (count > 0):
         raise PlanError(f"plan: {count} encoder passes on every rank with sync={plan.sync} and images encoded by "
@@ -26,8 +27,9 @@ def check_passes(plan: Plan) -> None:
 
 
 def check_splits(plan: Plan) -> None:
-    """Raise PlanError unless images that several ranks encode are encoded apart from the packs, by different ranks; in
-    lockstep in passes that all ranks run, alone in theirs where the parts exchange."""
+    """Raise PlanError unless images that several ranks encode are encoded apart from the packs, by different ranks. In
+    lockstep they must be in passes that all ranks run, and alone in their passes if their parts exchange.
+    """
     for index, group in enumerate(plan.groups):
         for split in group.splits:
             passes = split.passes or (-1,) * len(split.ranks)
@@ -46,7 +48,7 @@ def check_splits(plan: Plan) -> None:
 
 
 def _check_lockstep(plan: Plan) -> None:
-    """Parts that exchange are in one pass on all of their ranks, with nothing beside them."""
+    """Check that parts that exchange are in one pass on all of their ranks, with nothing else in it."""
     if not plan.vision.num_passes or not any(group.splits for group in plan.groups):
         return
     rings: dict[tuple[int, int], int] = {}

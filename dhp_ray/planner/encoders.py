@@ -1,8 +1,8 @@
-"""Which member of a group encodes which image: each image goes to the member that would finish it first. They come
-longest first (Graham 1969), or where that is more even, sequence after sequence, each one's longest first. Of images
-that cost the same each member then takes neighbours: of a video that is cut in time it decodes one stretch.
+"""Assigns images to the members of a group: each image goes to the member that would finish it first. Images come
+longest first (Graham 1969) or, if that is more even, sequence by sequence, each one's longest first. Among images of
+equal cost each member then takes neighbours: of a video that is cut in time it decodes one stretch.
 
-    images of 3, 3, 3, 2 and 2 s    members 0 to 3: |3|  |3|  |3|  |2|2|    the fullest encodes for 4 s
+    images of 3, 3, 3, 2 and 2 s    members 0 to 3: |3|  |3|  |3|  |2|2|    the most loaded encodes for 4 s
                                                                             a quarter of all is 3.25 s
 """
 
@@ -34,12 +34,12 @@ def longest_first(first_image: np.ndarray, all_image_s: np.ndarray) -> Images:
 def encoders_of(
     schedule: Schedule, first_image: np.ndarray, all_image_s: np.ndarray, speeds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(the rank that encodes each image, where each group's images begin, seconds of the member of each group that
-    takes longest)
+    """(the rank that encodes each image, where each group's images begin, seconds of the most loaded member of each
+    group)
 
-    `all_image_s`: cost of each image on a nominal rank, those of sequence i from `first_image[i]` on.
-    O(images x members); ties go to the earlier image and the lower member. Images of one cost then exchange members,
-    which changes no member's seconds.
+    `all_image_s`: cost of each image on a nominal rank, those of sequence i from `first_image[i]` on. O(images x
+    members); ties go to the earlier image and the lower member. Images of equal cost then exchange members, which
+    changes no member's seconds.
     """
     num_groups = len(schedule.first_row) - 1
     encoders, first = np.zeros(len(all_image_s), dtype=np.int64), np.zeros(num_groups + 1, dtype=np.int64)
@@ -74,8 +74,9 @@ def encoders_of(
 def fullest_member_s(
     rows: np.ndarray, first: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray, most: int
 ) -> np.ndarray:
-    """(packs, most): seconds of the fullest of 1, 2, ... `most` nominal members that encode the images of each pack,
-    `rows[first[p]:first[p + 1]]`. O(images x most^2), less where a pack has fewer images."""
+    """(packs, most): seconds of the most loaded of 1, 2, ... `most` nominal members that encode the images of each
+    pack, `rows[first[p]:first[p + 1]]`. O(images x most^2), less if a pack has fewer images.
+    """
     found = np.zeros((len(first) - 1, most))
     for pack in range(len(found)):
         of_pack = rows[first[pack] : first[pack + 1]]
@@ -96,8 +97,9 @@ def fullest_member_s(
 
 @inner
 def deal_more(images: Images, row: int, speeds: np.ndarray, busy: np.ndarray) -> float:
-    """Deal the images of one more sequence to members that encode for `busy` seconds so far, which is changed; seconds
-    of the member that takes longest then. O(images x members)."""
+    """Assign the images of one more sequence to members that encode for `busy` seconds so far, which is updated; return
+    the seconds of the most loaded member. O(images x members).
+    """
     if len(speeds) == 1:
         busy[0] += images.seconds[images.first[row] : images.first[row + 1]].sum() / speeds[0]
     else:
@@ -122,7 +124,7 @@ def _images_of(rows: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarra
 
 @inner
 def _orders_of(rows: np.ndarray, first_image: np.ndarray, image_s: np.ndarray) -> np.ndarray:
-    """The images of some sequences longest first, and if these are several, sequence after sequence."""
+    """Two orders of the images of some sequences: longest first and, with several sequences, sequence by sequence."""
     orders, end = np.zeros((2 if len(rows) > 1 else 1, len(image_s)), dtype=np.int64), 0
     for row in rows:
         begin, end = end, end + first_image[row + 1] - first_image[row]
@@ -133,7 +135,7 @@ def _orders_of(rows: np.ndarray, first_image: np.ndarray, image_s: np.ndarray) -
 
 @inner
 def _dealt(image_s: np.ndarray, orders: np.ndarray, speeds: np.ndarray) -> tuple[np.ndarray, float]:
-    """(the member that encodes each image, seconds of the member that takes longest) of the best order."""
+    """(the member that encodes each image, seconds of the most loaded member) for the best order."""
     best, best_s = np.zeros(len(image_s), dtype=np.int64), np.inf
     for order in orders:
         member, busy = np.zeros(len(image_s), dtype=np.int64), np.zeros(len(speeds))

@@ -30,20 +30,21 @@ CHANGE = "change of members"
 ACTIVATIONS = "activations"
 
 CHUNK_BYTES = 64 * 2**20
-"""By which the memory for activations grows. A power of two: torch's allocator of pinned memory rounds each request up
-to one (CachingHostAllocator.h), so others would take up to twice their bytes."""
+"""The memory for activations grows by this. A power of two: torch's allocator of pinned memory rounds each request up
+to one (CachingHostAllocator.h), so other sizes would take up to twice their bytes.
+"""
 
 LARGEST_FILE_BYTES = 5 * 10**9
-"""Of a file of an exported model, but for a tensor that is larger."""
+"""The largest file of an exported model, unless a single tensor is larger."""
 
 SMALLEST_FILE_BYTES = 64 * 2**20
-"""Of a file of an exported model, but for the last: a rank has room for a bucket of this size anyway."""
+"""The smallest file of an exported model except the last: a rank has room for a bucket of this size anyway."""
 
 
 def host_terms(
     shape: ModelShape, settings: MemorySettings, tokens_per_rank: int, moved_bytes: float = 0.0
 ) -> Terms:
-    """Bytes of each term, for packs of so many tokens a rank, which move so many bytes of activations at most."""
+    """Bytes of each term, for packs with this many tokens a rank that move at most this many bytes of activations."""
     every = settings.mirror_every_steps if settings.world_size > 1 else "0"
     version = 12 * math.ceil(settings.num_trained(shape) / settings.world_size)
     on_device = settings.device != "cpu"
@@ -58,8 +59,9 @@ def host_terms(
 
 
 def node_terms(memory: MemoryModel, tokens: int, count: int, share: float = 0.0) -> Terms:
-    """What `count` ranks keep in their node's memory, for packs of so many tokens a rank that move a share of their
-    activations there."""
+    """What `count` ranks keep in their node's memory, for packs with this many tokens a rank that move a share of their
+    activations there.
+    """
     settings = memory.settings
     moved_bytes = memory.moved_bytes(memory.worst_load(tokens, share)) if share else 0.0
     terms = {name: count * value for name, value in host_terms(memory.shape, settings, tokens, moved_bytes).items()}
@@ -73,8 +75,8 @@ def node_terms(memory: MemoryModel, tokens: int, count: int, share: float = 0.0)
 
 
 def export_bytes(shape: ModelShape, settings: MemorySettings, count: int) -> int:
-    """What the export of the model takes of a node with `count` ranks: a file each (`model/export.py`), of which no two
-    hold the same; of adapters (LoRA) the one file. A bucket each is not counted.
+    """Memory that the export of the model takes on a node with `count` ranks: a different file for each
+    (`model/export.py`); for adapters (LoRA) the single file. A bucket for each rank is not counted.
     """
     if settings.adapters:
         return 4 * settings.num_trained(shape)

@@ -1,11 +1,12 @@
-"""The rank that encodes each image or part of one, where any rank may.
+"""Chooses the rank that encodes each image or part, if any rank may.
 
 1. Parts that exchange are placed first, those of the longest image before all others: on the existing process group of
-   so many ranks that would finish first. Where there is none, on the block of neighbours that would: for two parts the
-   blocks are (0, 1), (2, 3), ..., so that batches make the same groups. Ranks of unequal speed are first ordered by
-   speed, as a group is as fast as its slowest rank.
-2. Whole images and other parts are then balanced beside them (`world_encoder`), each at home where that costs nothing.
-3. Of an image in parts that do not exchange, each is on a rank of its own.
+   that many ranks that would finish first. If there is none, on the block of neighbours that would finish first: for
+   two parts the blocks are (0, 1), (2, 3), ..., so that batches form the same groups. Ranks of unequal speed are first
+   sorted by speed, since a group is as slow as its slowest rank.
+2. Whole images and other parts are then balanced (`world_encoder`), each on a rank of its own group if that costs
+   nothing.
+3. Parts of an image that do not exchange are each on a different rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dhp_ray.planner.schedule import Ranks, Schedule
 from dhp_ray.planner.world_encoder import balanced_encoders
 
 Groups = Mapping[int, Sequence[Ranks]]
-"""Process groups that there are, by how many ranks they have."""
+"""The existing process groups, by their number of ranks."""
 
 
 def groups_by_size(problem: Problem, schedule: Schedule) -> Groups:
@@ -39,8 +40,9 @@ def _sorted(ranks: Sequence[int]) -> Ranks:
 
 
 def parts_on_groups(problem: Problem, num_parts: np.ndarray, groups: Groups) -> np.ndarray | None:
-    """The same numbers of parts; where those of an image exchange, raised to the next number for which there is a
-    group, if there is one. None if no parts would be on such a group."""
+    """The same numbers of parts; those of an image whose parts exchange are raised to the next number for which there
+    is a group, if there is one. None if no parts would be on such a group.
+    """
     raised, some = num_parts.copy(), False
     for image in np.flatnonzero(num_parts > 1).tolist():
         grid, count = grid_of(problem, image), int(num_parts[image])
@@ -52,8 +54,9 @@ def parts_on_groups(problem: Problem, num_parts: np.ndarray, groups: Groups) -> 
 
 
 def one_part_more(problem: Problem, images: EncodedImages) -> np.ndarray | None:
-    """The numbers of parts with one more of the image that takes the fullest rank longest; None if it has as many as
-    it can."""
+    """The numbers of parts with one more for the image that takes the fullest rank longest; None if it already has the
+    most.
+    """
     seconds = images.seconds / problem.speeds[images.encoder]
     fullest = int(np.bincount(images.encoder, seconds).argmax())
     image = int(images.image[np.where(images.encoder == fullest, seconds, 0.0).argmax()])
@@ -61,7 +64,7 @@ def one_part_more(problem: Problem, images: EncodedImages) -> np.ndarray | None:
 
 
 def with_one_more(problem: Problem, num_parts: np.ndarray, image: int) -> np.ndarray | None:
-    """The numbers of parts with one more of an image; None if it has as many as it can."""
+    """The numbers of parts with one more for an image; None if it already has the most."""
     most = min(problem.cluster.num_ranks, most_parts(grid_of(problem, image), problem.cost.image_piece_patches))
     if num_parts[image] >= most:
         return None
@@ -72,7 +75,8 @@ def with_one_more(problem: Problem, num_parts: np.ndarray, image: int) -> np.nda
 
 def ranks_of_images(problem: Problem, schedule: Schedule, images: EncodedImages, groups: Groups) -> np.ndarray:
     """The rank of each image or part; ranks of parts that exchange ascend. Without vision costs patches are balanced
-    in place of seconds."""
+    instead of seconds.
+    """
     costs = problem.all_image_s.any()
     seconds, speeds = (images.seconds, problem.speeds) if costs else (images.patches, np.ones(len(problem.speeds)))
     encoder, busy_s = np.full(len(seconds), -1), np.zeros(len(speeds))
@@ -97,8 +101,9 @@ def ranks_of_images(problem: Problem, schedule: Schedule, images: EncodedImages,
 
 
 def _spread(encoder: np.ndarray, load_s: np.ndarray, seconds: np.ndarray, speeds: np.ndarray, parts: slice) -> None:
-    """Put the parts of an image onto different ranks: one that has no rank of its own to the rank that ends first with
-    it, of those that have no part yet."""
+    """Move the parts of an image to different ranks: a part that shares its rank goes to the rank that ends first with
+    it, among those without a part.
+    """
     taken = set[int]()
     for part in range(parts.start, parts.stop):
         rank = int(encoder[part])

@@ -1,5 +1,6 @@
-"""What the schedulers place: sequences, or packs made beforehand. Compiled loops read them as records, which are
-passed on for nothing."""
+"""The items that schedulers place: sequences, or packs made beforehand. Compiled loops read them as records, which are
+passed for free.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ ITEM = np.dtype(
     [(name, np.float64) for name in ("language_s", "attention_s", "vision_s", "image_s", "host_s")]
     + [("tokens", np.int64), ("minimum_degree", np.int64), ("fullest_s", np.float64, (DEGREES,))]
 )
-"""One item; seconds are one nominal rank's. attention_s: a part of language_s. vision_s: all its images; image_s:
-the largest of them. fullest_s[d - 1]: on d ranks, the images of the rank that has most to encode (`encoders`). host_s:
-its activations over a rank's link to host memory, one way, were all of them moved. minimum_degree: the fewest ranks
-that hold it. A pack's are the sums of its sequences', `image_s` their largest, and `fullest_s` of all their images."""
+"""One item; seconds are of one nominal rank.
+
+attention_s: a part of language_s. vision_s: all its images; image_s: the largest of them. fullest_s[d - 1]: on d ranks,
+the images of the most loaded rank (`encoders`). host_s: its activations over a rank's link to host memory, one way, if
+all of them were moved. minimum_degree: the fewest ranks that hold it. A pack has the sums of its sequences, their
+largest `image_s`, and `fullest_s` of all their images.
+"""
 
 
 class ItemOf(Protocol[Number, Whole]):
@@ -52,9 +56,10 @@ class Items(ItemOf[np.ndarray, np.ndarray], Protocol):
 
 
 class Machine(NamedTuple):
-    """The cluster and its costs (`CostModel.rates`). `uniform`: all ranks have speed 1. `slowest`, `fastest`: speeds
-    of these ranks. `tokens_per_rank`: of packs of several sequences (`tokens_without_waits`); `most_tokens_per_rank`:
-    of one sequence, with activations in host memory.
+    """The cluster and its costs (`CostModel.rates`).
+
+    uniform: all ranks have speed 1. slowest, fastest: the speeds of these ranks. tokens_per_rank: for packs of several
+    sequences (`tokens_without_waits`). most_tokens_per_rank: for a single sequence, with activations in host memory.
 
     Rank r is on node `node[r]`; node n has the ranks from `first[n]` to `first[n + 1]` (`neighbours`), at most
     `ranks_per_node`.
@@ -98,7 +103,7 @@ def items_of(
 
 
 def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
-    """Seconds of every item on so many nominal ranks, in one node where they fit."""
+    """Seconds of every item on `degree` nominal ranks, in one node if they fit."""
     rate = machine.rates[degree]
     transfer_s = rate.across_s if degree > machine.ranks_per_node else rate.inside_s
     if degree <= DEGREES:
@@ -144,7 +149,8 @@ def compiled_predicted_s(
 
 @inner
 def encode_s_of(item: Item, degree: int) -> float:
-    """Seconds of the images of the fullest of `degree` nominal ranks; above DEGREES as if they were dealt out evenly.
+    """Seconds of the images of the most loaded of `degree` nominal ranks; above DEGREES as if they were dealt out
+    evenly.
     """
     if degree <= DEGREES:
         return float(item.fullest_s[degree - 1])
@@ -153,7 +159,7 @@ def encode_s_of(item: Item, degree: int) -> float:
 
 @inner
 def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> float:
-    """Seconds of an item on `degree` ranks, the slowest of `speed`."""
+    """Seconds of an item on `degree` ranks, the slowest of which has `speed`."""
     encode_s = encode_s_of(item, degree)
     if item.image_s > 0.0:
         encode_s += rate.encoder_pass_s
@@ -173,10 +179,10 @@ def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> 
 
 @inner
 def least_degree(item: Item, time_limit_s: float, fastest: float, node_size: int, rates: Rates, most: int) -> int:
-    """The fewest ranks, were all as fast as the fastest, that run an item within a time, inside a node where they
-    fit; 0 if it is not `most` or fewer.
+    """The fewest ranks, if all had the fastest speed, that run an item within a time, inside a node if they fit; 0 if
+    that takes more than `most`.
 
-    O(1) but where communication rules.
+    O(1) unless communication dominates.
     """
     degree = max(item.minimum_degree, int(item.language_s / (time_limit_s * fastest)))
     while degree <= most:

@@ -13,7 +13,7 @@ import numpy as np
 
 LOW, FREE, HIGH = -1, 0, 1
 RIDGE = 1e-12
-"""Of the largest diagonal element: columns that are alike then have one solution."""
+"""Share of the largest diagonal element; it makes the solution unique if columns are equal."""
 
 
 def weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
@@ -28,7 +28,7 @@ def bounded_least_squares(
 ) -> np.ndarray:
     """The x (n,) within the bounds for which `matrix` (m, n) times x is nearest to `target` (m,).
 
-    A column of zeros, of which nothing is known, has the bound nearest to 0.
+    For a column of zeros, which says nothing, x is the bound nearest to 0.
     """
     num = matrix.shape[1]
     low, high = (np.broadcast_to(np.asarray(bound, dtype=np.float64), num) for bound in (low, high))
