@@ -1,18 +1,19 @@
-"""Passes of the encoder where ranks run them in lockstep: equally many on every rank, and of one number alike long.
+"""Assigns images to encoder passes if ranks run passes in lockstep: every rank runs the same number of passes, and the
+parts of a pass on different ranks should take the same time.
 
 First come the images whose parts exchange: all parts of one image get the same pass number, the first that is free on
-all of their ranks, and no other image of these ranks shares that pass. The fewest passes are taken that hold the images
-of every rank, `most` patches each or one larger image. Then each rank's other images are placed, longest first, into
-the pass with room that lacks most of its target length: the length of the exchanging parts that other ranks run in that
-pass, or an equal share of the rank's remaining work. (Without such parts that is the pass with least so far: longest
-processing time first, Graham 1969.) Seconds are those of the ranks at their own speeds.
+all of their ranks, and no other image of these ranks shares that pass. There are as few passes as hold the images of
+every rank, `most` patches each or one larger image. Then each rank's other images are placed, longest first, into the
+pass with room that lacks most of its target length. The target is the length of the exchanging parts that other ranks
+run in that pass, or an equal share of the rank's remaining work. (Without such parts that is the pass with least so
+far: longest processing time first, Graham 1969.) Seconds are those of the ranks at their own speeds.
 
     at most 100 patches a pass, a second for ten      pass 0    pass 1    pass 2
     rank 0, images of 70, 60, 40, 30, 20 patches      70        60 20     40 30
     rank 1, images of 60, 60, 60                      60        60        60
     seconds of the pass                               7         8         7
 
-Two passes would not do: rank 1 needs three. And with an image in two parts of 5 seconds:
+Two passes are not enough: rank 1 needs three. With an image in two parts of 5 seconds:
 
     at most 100 patches a pass                        pass 0    pass 1
     rank 0, a part of 50, images of 30, 20            part      30 20
@@ -33,8 +34,9 @@ from dhp_ray.planner.primitives.sorting import ascending
 def lockstep_passes(
     seconds: np.ndarray, patches: np.ndarray, encoder: np.ndarray, ring: np.ndarray, num_ranks: int, most: int
 ) -> np.ndarray:
-    """The pass of its rank, from 0 on, in which each image or part is; `ring`: which image it exchanges as a part of,
-    in plan order, else -1; `most` 0: as many as there are."""
+    """The pass of each image or part on its rank, from 0 on. `ring`: the image to whose exchanging parts it belongs, in
+    plan order, otherwise -1. `most` 0: no limit.
+    """
     passes = np.zeros(len(seconds), dtype=np.int64)
     num_rings = 0 if len(ring) == 0 else ring.max() + 1
     if most == 0 and num_rings == 0:
@@ -57,7 +59,7 @@ def lockstep_passes(
 def _rings(
     seconds: np.ndarray, encoder: np.ndarray, ring: np.ndarray, num_ranks: int, num_rings: int, passes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Write the passes of parts that exchange; (the pass behind those of each rank, the length of each pass)"""
+    """Write the passes of parts that exchange; returns (the pass after those of each rank, the length of each pass)"""
     begin, length = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_rings)
     for number in range(num_rings):
         place = 0
@@ -76,7 +78,7 @@ def _fits(
     seconds: np.ndarray, patches: np.ndarray, encoder: np.ndarray, ring: np.ndarray, num_ranks: int, most: int,
     count: int, length: np.ndarray, order: np.ndarray, passes: np.ndarray,
 ) -> bool:
-    """Fill `count` passes; whether all images found room."""
+    """Fill `count` passes; return whether all images found room."""
     missing, filled = np.zeros((num_ranks, count)), np.zeros((num_ranks, count))
     taken, share, equal = np.zeros((num_ranks, count), dtype=np.bool_), np.zeros(num_ranks), np.zeros(num_ranks)
     num_ringed = 0

@@ -1,4 +1,4 @@
-"""What memory is reckoned from, and its terms: the settings of a run, what a pack asks of a rank, bytes by name."""
+"""Inputs and terms of the memory model: the settings of a run, the load of a pack on a rank, bytes by name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Terms = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """What of a run decides about its memory. `precision`: fp32 or bf16; `frozen`: parts that are not trained.
+    """Settings of a run that affect its memory.
 
-    `device`: whose attention kernel runs (cpu, cuda, npu). `largest_image`: vision tokens of the largest image or piece
-    of a video, which one rank encodes; `image_limit`: what the run allows one (default: the pack's tokens). `sharding`:
-    of `sync=step`, whole or node, and `node_ranks` the ranks of the node that has fewest. `adapters`: parameters of the
-    adapters of each part that has some (LoRA), which are then trained in place of the weights; `drops`: their inputs
-    are dropped in part.
+    precision: fp32 or bf16. frozen: parts that are not trained. device: whose attention kernel runs (cpu, cuda, npu).
+    largest_image: vision tokens of the largest image or piece of a video, which one rank encodes. image_limit: the
+    run's limit for one image (default: the pack's tokens). sharding: of `sync=step`, whole or node; node_ranks: ranks
+    of the node with the fewest. adapters: parameters of the adapters (LoRA) of each part that has some, which are then
+    trained instead of the weights. drops: their inputs have dropout.
     """
 
     sync: str
@@ -41,14 +41,14 @@ class MemorySettings:
     drops: bool = False
 
     def trains(self, part: str) -> bool:
-        """Whether anything in a part is trained, its weights or adapters."""
+        """Whether anything in a part is trained, weights or adapters."""
         return part in self.adapters if self.adapters else part not in self.frozen
 
     def trains_weights(self, part: str) -> bool:
         return not self.adapters and part not in self.frozen
 
     def num_parameters(self, shape: ModelShape) -> int:
-        """Those of the model and of its adapters."""
+        """Number of parameters of the model and its adapters."""
         return shape.num_parameters() + sum(self.adapters.values())
 
     def num_trained(self, shape: ModelShape) -> int:
@@ -56,9 +56,10 @@ class MemorySettings:
 
 
 class PackLoad(NamedTuple):
-    """One rank's part of a pack: its tokens, those of them that are vision tokens and those with a label; the patches
-    that it encodes, how many sequences attention sees apart, how many ranks share the pack, and an image, and the share
-    of its layers whose activations go to host memory."""
+    """One rank's part of a pack: its tokens, how many are vision tokens and how many have a label; the patches that it
+    encodes; how many sequences attention separates; how many ranks share the pack, and an image; and the share of its
+    layers whose activations go to host memory.
+    """
 
     tokens: int
     vision_tokens: int = 0
@@ -72,7 +73,7 @@ class PackLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of each term on a device: held throughout, and added by a pack at its highest `moment`."""
+    """Bytes of each term on a device: always held, and added by a pack at its highest `moment`."""
 
     resident: Terms
     moment: str

@@ -1,11 +1,11 @@
-"""How a run trains where it is to choose: how its ranks synchronise, whether activations are recomputed, and where
-parameters and gradient sums lie.
+"""Chooses how a run trains if settings are auto: how its ranks synchronise, whether activations are recomputed, and
+where parameters and gradient sums lie.
 
-Of the modes in which the ranks hold the longest sequence, the one in which a batch takes least time; where none holds
-it, the one with the most room. The batch is the run's first one, planned for each mode's room and costs by the planner
-of last resort, which takes milliseconds; where none has been read, one of equal sequences as large as the largest
-image. So the batch's lengths decide: recomputation costs a third of the forward and backward passes, and saves the
-exchanges of long sequences on many ranks, and short packs' launches and gathers.
+Among the modes in which the ranks hold the longest sequence, the one with the shortest step is taken; if no mode holds
+it, the one with the most room. Steps are compared on the run's first batch, planned for each mode's room and costs by
+the planner of last resort, which takes milliseconds. If no batch has been read, a batch of equal sequences as large as
+the largest image is used. So the lengths of the batch decide: recomputation costs a third of the forward and backward
+passes, and saves the exchanges of long sequences on many ranks, and short packs' launches and gathers.
 
     a 3B on 64 H100, video-heavy: step 8.6 s with 2,170 tokens a rank, 7.0 s with recomputation and 62,816;
                                   micro_batch 6.8 s with 3,191, and is taken
@@ -26,23 +26,26 @@ from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
 
 COMPARED_RANKS = 256
-"""Modes are compared on at most so many ranks, with their share of the batch, unless its longest sequence takes more: a
-plan for 4,096 ranks takes seconds."""
+"""Modes are compared on at most this many ranks, with their share of the batch, unless its longest sequence needs more;
+a plan for 4,096 ranks takes seconds.
+"""
 
 TIE = 0.01
-"""Modes whose steps differ by a smaller share count as equally fast: costs are not known so well. The first of them is
-taken, in which ranks wait for one another least. Tried by hand on the 24 cases of benchmarks/modes.py: at 0.02 one
-changes, and costs 3 %."""
+"""Modes whose steps differ by a smaller share count as equally fast, since costs are not known better; the first of
+them is taken, in which ranks wait for one another least. In a manual test on the 24 cases of benchmarks/modes.py, 0.02
+changed one case, which then took 3 % longer.
+"""
 
 MEMORY_SHARE = 0.9
-"""Share of a device's memory, and of a node's, that is planned with; the rest is the allocator's and the libraries'."""
+"""The share of a device's memory, and of a node's, that plans use; the rest is for the allocator and libraries."""
 
 SHARDING = "train.sharding"
 
 
 class Mode(NamedTuple):
     """How ranks synchronise (step, micro_batch), whether activations are recomputed, and in `sync=step` whether each
-    rank has parameters and gradient sums for itself (whole) or its node has them once (node)."""
+    rank has its own parameters and gradient sums (whole) or its node has them once (node).
+    """
 
     sync: str
     recomputes: bool
@@ -58,8 +61,9 @@ PLAIN = Mode("step", False)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mode, the tokens that each rank holds in it (at most, with activations in host memory where that is admitted),
-    and the seconds of the batch by which modes are compared."""
+    """A mode, the most tokens that each rank holds in it (with activations in host memory if that is allowed), and the
+    seconds of the batch by which modes are compared.
+    """
 
     mode: Mode
     tokens_per_rank: int
@@ -71,8 +75,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Offer:
-    """What ranks have in a mode: tokens of a pack (more with `offload`), costs, and what a pack's (or micro-batch's)
-    layers take to gather and to reduce, which no compute shortens; 0 where a rank has all of them."""
+    """What ranks have in a mode: tokens of a pack (more with `offload`), costs, and the seconds to gather and reduce
+    for a pack's (or micro-batch's) layers, which compute cannot shorten; 0 if a rank has all parameters.
+    """
 
     mode: Mode
     tokens_per_rank: int
@@ -88,28 +93,29 @@ class Offer:
         return self.tokens_per_rank >= 1 and self.most_tokens >= tokens_per_rank
 
     def step_s(self, samples: Sequence[Sample], nodes: Sequence[int]) -> float:
-        """Seconds of a batch that ranks of these nodes hold."""
+        """Seconds of a batch that ranks on these nodes hold."""
         cluster = ClusterSpec.of_nodes(nodes, self.tokens_per_rank, offload=self.offload)
         plan = plan_batch(samples, cluster, replace(self.cost, group_s=0.0), planner=LAST_RESORT, sync=self.mode.sync)
         return plan.predicted_time_s + _gathering_s(plan, self.gather_s)
 
 
 def equal_samples(num_sequences: int, sequence_tokens: int, merge_area: int) -> list[Sample]:
-    """A batch of images alone. `merge_area`: patches of a vision token."""
+    """A batch of images only. `merge_area`: patches of a vision token."""
     return [Sample(str(number), 0, sequence_tokens, ((1, merge_area, sequence_tokens),))
             for number in range(num_sequences)]
 
 
 def held_samples(samples: Sequence[Sample], limit_tokens: int) -> list[Sample]:
-    """Samples of at most so many tokens."""
+    """Samples of at most `limit_tokens` tokens."""
     return [sample for sample in samples if sample.num_tokens <= limit_tokens]
 
 
 def candidates_of(
     offers: Sequence[Offer], needed_tokens: int, samples: Sequence[Sample], nodes: Sequence[int]
 ) -> list[Candidate]:
-    """The modes with the seconds of a batch on ranks of these nodes; infinite where a mode does not hold
-    `needed_tokens` a rank, or the batch's longest sequence on all of them."""
+    """The modes with the seconds of a batch on ranks of these nodes; infinite if a mode does not hold `needed_tokens` a
+    rank, or the batch's longest sequence on all of them.
+    """
     longest = max(sample.num_tokens for sample in samples)
     needed = max(1, needed_tokens, math.ceil(longest / len(nodes)))
     holding = [offer for offer in offers if offer.holds(needed)]
@@ -125,7 +131,7 @@ def candidates_of(
 
 
 def _gathering_s(plan: Plan, gather_s: float) -> float:
-    """Estimated seconds that gathering adds to a step, where packs (or micro-batches) wait for it."""
+    """Estimated seconds that gathering adds to a step if packs (or micro-batches) wait for it."""
     times_s = np.array([group.predicted_time_s for group in plan.groups])
     if plan.sync == "micro_batch":
         longest_s = np.zeros(1 + max(group.micro_batch for group in plan.groups))
@@ -138,8 +144,8 @@ def _gathering_s(plan: Plan, gather_s: float) -> float:
 
 
 def choose(candidates: Sequence[Candidate], needed_tokens: int) -> Candidate:
-    """The fastest of those that hold so many tokens a rank, the first of several that are (`TIE`); else the last one
-    with most room: candidates come in the order of what they need, most first.
+    """The fastest candidate that holds this many tokens a rank, the first of several within `TIE`; otherwise the last
+    one with the most room. Candidates are ordered by the memory that they need, most first.
     """
     holding = [candidate for candidate in candidates if candidate.holds(needed_tokens)]
     if holding:
@@ -149,7 +155,7 @@ def choose(candidates: Sequence[Candidate], needed_tokens: int) -> Candidate:
 
 
 def reason(candidates: Sequence[Candidate], needed_tokens: int, samples: Sequence[Sample]) -> str:
-    """Why `choose` takes which: what each holds and takes for a batch, in one line."""
+    """Why `choose` takes its candidate: what each holds and its seconds for a batch, in one line."""
     parts = []
     for candidate in candidates:
         if not candidate.holds(needed_tokens):

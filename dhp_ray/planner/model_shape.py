@@ -1,4 +1,4 @@
-"""What planner, costs and memory need to know of a model: plain numbers, filled by the model's adapter."""
+"""The sizes of a model that planner, costs and memory need: plain numbers, filled by the model's adapter."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from dhp_ray.planner.checks import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Layers that are alike: attention (`heads` queries, `key_value_heads` keys and values of `head_width`), then an
-    MLP.
+    """Equal layers: attention (`heads` queries, `key_value_heads` keys and values of `head_width`), then an MLP.
 
-    Attention sees `window` positions (patches) around it, or with 0 the whole of a sequence or of an image's frame.
-    `num_parameters` are those of one layer. `gated`: the MLP multiplies two products (SwiGLU), else it has one and
-    GELU. `layer_norms`: norms with mean and bias, else RMS norms; `query_key_norms`: queries and keys are
-    normed.
+    Attention covers `window` positions (patches) around each position, or with 0 a whole sequence or frame of an image.
+    num_parameters: of one layer. gated: the MLP multiplies two products (SwiGLU); otherwise it has one and GELU.
+    layer_norms: norms with mean and bias; otherwise RMS norms. query_key_norms: queries and keys are normed.
     """
 
     count: int
@@ -101,12 +99,12 @@ class ModelShape:
 
     @property
     def width(self) -> int:
-        """Of the language model's hidden states."""
+        """Width of the language model's hidden states."""
         return self.language[0].width
 
     @property
     def num_layers(self) -> int:
-        """Of the encoder and of the language model."""
+        """Number of layers of encoder and language model together."""
         return sum(layer.count for layer in (*self.vision, *self.language))
 
     @property
@@ -123,7 +121,7 @@ class ModelShape:
                 Unit("language", "rest", embeddings + self.language_rest))
 
     def num_parameters(self, without: Collection[str] = ()) -> int:
-        """All parameters, or those of the parts that are not in `without`."""
+        """Number of all parameters, or of those in parts that are not in `without`."""
         return sum(unit.num_parameters * unit.count for unit in self.units() if unit.part not in without)
 
     def parameters_by_part(self) -> Mapping[str, int]:
@@ -131,7 +129,7 @@ class ModelShape:
 
 
 def _checked(kind: type, tree: Any, where: str) -> dict[str, Any]:
-    """The values of a mapping in a file, where it has every field of `kind` that needs one, and each of its type."""
+    """The values of a mapping in a file, which must have every required field of `kind`, each of its type."""
     known = {item.name: item for item in fields(kind)}
     if not isinstance(tree, dict):
         raise PlanError(f"{where}got {tree!r}; allowed: a mapping with {', '.join(known)}")

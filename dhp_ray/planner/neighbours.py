@@ -1,5 +1,5 @@
-"""Planners see the ranks of a node as neighbours, the largest node first; what they plan is put back onto the ranks'
-own numbers.
+"""Renumbers ranks so that planners see the ranks of a node as neighbours, the largest node first; plans are mapped back
+to the ranks' own numbers.
 
     node of each rank   0 1 0 1 1      the planner's rank   0 1 2 3 4
                                        the cluster's        1 3 4 0 2
@@ -18,8 +18,7 @@ from dhp_ray.planner.schedule import Schedule
 
 
 def neighbours(nodes: Sequence[int]) -> np.ndarray | None:
-    """The rank that each rank of the planner stands for; None where the cluster's ranks are in such an order
-    already."""
+    """The cluster's rank for each rank of the planner; None if the cluster's ranks are already in such an order."""
     sizes = sizes_of(nodes)
     order = sorted(range(len(nodes)), key=lambda rank: (-sizes[nodes[rank]], nodes[rank]))
     return None if order == list(range(len(nodes))) else np.array(order)
@@ -38,7 +37,7 @@ def reordered(problem: Problem, order: np.ndarray) -> Problem:
 
 
 def renamed(schedule: Schedule, order: np.ndarray) -> Schedule:
-    """A schedule of the reordered ranks on the ranks that they stand for, those of a group ascending."""
+    """A schedule of the reordered ranks, mapped back to the ranks that they stand for; those of a group ascend."""
     ranks, group = (
         order[schedule.ranks],
         np.repeat(np.arange(len(schedule.first_rank) - 1), np.diff(schedule.first_rank)),

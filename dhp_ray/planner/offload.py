@@ -21,20 +21,20 @@ import numpy as np
 from dhp_ray.planner.checks import PlanError
 
 LEAST_LAYERS = 2
-"""Layers whose activations are on the device at least: one computes, one is on its way."""
+"""Least number of layers whose activations are on the device: one computes, one is being copied."""
 
 
 def num_moved(share: float, num_layers: int) -> int:
-    """Layers that are moved of so many."""
+    """Number of layers that are moved, of `num_layers`."""
     return min(num_layers, math.ceil(share * num_layers - 1e-9))  # 0.3 x 10 is a little more than 3
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The share of a pack's activations that goes to host memory, by its tokens a rank: up to `free_tokens` none, at
-    `tokens_per_rank`, the most that a rank holds, `share`, and between them what the formula above says, from
-    `from_tokens` (as many as `free_tokens`, or fewer where bytes do not grow evenly with tokens). By default nothing is
-    moved; with both 0 every pack moves `share`.
+    """The share of a pack's activations that goes to host memory, by its tokens a rank: none up to `free_tokens`,
+    `share` at `tokens_per_rank`, the most that a rank holds, and the formula above between them, from `from_tokens` on
+    (equal to `free_tokens`, or fewer if bytes are not linear in tokens). By default nothing is moved; with both 0 every
+    pack moves `share`.
     """
 
     share: float = 0.0
@@ -54,29 +54,29 @@ class Offload:
 
     @property
     def slope(self) -> float:
-        """Tokens that are moved for each beyond `from_tokens`, where any are."""
+        """Tokens that are moved for each token beyond `from_tokens`, if any are."""
         return self.share / (1 - self.from_tokens / self.tokens_per_rank) if self.share else 0.0
 
     def share_of(self, tokens: Any) -> Any:
-        """Of a pack with so many tokens a rank (numbers or arrays)."""
+        """The share of a pack with this many tokens a rank (numbers or arrays)."""
         if not self.share:
             return 0.0 * tokens
         return self.slope * np.maximum(0.0, 1 - self.from_tokens / tokens) * (tokens > self.free_tokens)
 
     def up_to(self, tokens_per_rank: int) -> Offload:
-        """The same share of packs of any size, of which none has more than so many tokens a rank."""
+        """The same share for packs of any size, none of which has more than this many tokens a rank."""
         if tokens_per_rank <= self.free_tokens:
             return NO_OFFLOAD
         return replace(self, share=float(self.share_of(tokens_per_rank)), tokens_per_rank=tokens_per_rank)
 
     def to_json(self) -> dict[str, Any]:
-        """For a plan file's inputs."""
+        """The form in a plan file's inputs."""
         return {"share": self.share, "from_tokens": self.from_tokens, "tokens_per_rank": self.tokens_per_rank,
                 "free_tokens": self.free_tokens}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Offload:
-        """Of a plan file's inputs; older ones have none."""
+        """Read from a plan file's inputs; older files have none."""
         return cls(**tree.get("offload", {}))
 
 

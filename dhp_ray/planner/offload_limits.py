@@ -1,5 +1,6 @@
-"""How many tokens of a pack a rank holds with activations in host memory, and which share that takes of packs of any
-size."""
+"""How many tokens of a pack a rank holds with activations in host memory, and the share that packs of any size then
+move.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from dhp_ray.planner.memory import LOGITS_HELD, MemoryModel
 from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 
 PLACES = 16
-"""Sizes of packs at which it is seen to that they fit, beside those where a pack's bytes bend."""
+"""Number of pack sizes that are checked to fit, in addition to those where a pack's bytes bend."""
 
 
 def largest_offload(
     memory: MemoryModel, memory_bytes: float, tokens: int, most: int, has_room: Callable[[int, float], bool]
 ) -> Offload:
-    """What packs move so that one of as many tokens as can be, at most `most`, fits on a device of so many bytes, where
-    ranks plan with packs of `tokens`, which fit without.
+    """What packs move so that the largest possible pack, of at most `most` tokens, fits on a device with
+    `memory_bytes`, if ranks plan with packs of `tokens`, which fit without moving.
 
-    `has_room`: whether a node has room for what packs of so many tokens a rank move of such a share; what has no room
-    for less has none for more.
+    `has_room`: whether a node has room for what packs of this many tokens a rank move at this share. If it has no room
+    for less, it has none for more.
     """
     count = sum(layer.count for layer in memory.shape.language)
     shares = [number / count for number in range(1, count + 1)]
@@ -40,11 +41,11 @@ def largest_offload(
 
 
 def from_tokens(memory: MemoryModel, memory_bytes: float, tokens: int, share: float, largest: int) -> int:
-    """`Offload.from_tokens`, so that packs of more than `tokens` up to `largest`, of which `share` is moved, all fit:
-    `tokens`, or fewer where a pack's bytes do not grow evenly with its tokens.
+    """`Offload.from_tokens`, such that packs of more than `tokens` up to `largest`, of which `share` is moved, all fit:
+    `tokens`, or fewer if a pack's bytes are not linear in its tokens.
 
-    They are a maximum of lines but for images, whose fullest rank has one more than the others, and logits: at the
-    tokens where these bend, and at some between, the least share that fits is looked for.
+    A pack's bytes are a maximum of lines, except for images, whose most loaded rank has one more than the others, and
+    logits. The least share that fits is computed at the tokens where these bend, and at some between.
     """
     chunk = max(1, LOGITS_HELD // memory.shape.vocabulary_size)
     places = {memory.settings.largest_image, memory.settings.image_limit or largest, chunk, 2 * chunk,

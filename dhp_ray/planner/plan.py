@@ -1,10 +1,10 @@
-"""The types that a plan is made of: plain frozen data, without torch and without Ray.
+"""The types of a plan: plain frozen data, without torch and without Ray.
 
 Sample ... what the planner knows of one sequence
 ClusterSpec ... the ranks that there are
 Plan -> GroupPlan -> Pack ... which sequences run together, on which ranks, in which order
 Plan -> VisionPlan ... whether packs encode their own images, or all ranks encode those of the batch before the packs
-Plan -> RankPlan ... the slice of a plan that one rank walks
+Plan -> RankPlan ... the slice of a plan that one rank runs
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dhp_ray.planner.vision_plan import VisionPlan as VisionPlan
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Sequences run together by one group; each is a row of the batch."""
+    """Sequences that one group runs together; each is a row of the batch."""
 
     sequences: tuple[int, ...]
 
@@ -40,11 +40,10 @@ class Pack:
 class GroupPlan:
     """A pack and the ranks that run it, in ring order.
 
-    `encoders` has one entry for every image of the pack (sequences in order, then their images in order): the rank
-    that encodes it, one of `ranks` unless `VisionPlan.apart`. `passes` has one as well where ranks run their passes in
-    lockstep (`VisionPlan.num_passes`): in which of its rank's passes it is. `splits`: images that several ranks encode;
-    `encoders` and `passes` name the first. `offload`: the share of its layers whose activations go to host memory until
-    the backward pass wants them.
+    encoders: for every image of the pack (sequences in order, then their images in order) the rank that encodes it, one
+    of `ranks` unless `VisionPlan.apart`. passes: if ranks run passes in lockstep (`VisionPlan.num_passes`), the pass of
+    every image on its rank. splits: images that several ranks encode; `encoders` and `passes` name the first of them.
+    offload: the share of its layers whose activations are in host memory until the backward pass needs them.
     """
 
     ranks: tuple[int, ...]
@@ -64,8 +63,9 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The schedule of one global batch. `groups` is the order of execution; a group starts when its ranks are free.
-    Times are seconds."""
+    """The schedule of one global batch. `groups` are in the order of execution; a group starts when its ranks are free.
+    Times are in seconds.
+    """
 
     planner: str
     sync: str
@@ -80,17 +80,18 @@ class Plan:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds that every rank pays once a step, or once a micro-batch, whatever its packs are."""
+        """Fixed seconds of every rank, once a step or once a micro-batch."""
         return float(self.inputs.get("cost", {}).get("fixed_s", 0.0))
 
     @property
     def update_s(self) -> float:
-        """Seconds that every rank pays once at the end of a step with sync=micro_batch, beside `fixed_s`."""
+        """Seconds of every rank, once at the end of a step with sync=micro_batch, in addition to `fixed_s`."""
         return float(self.inputs.get("cost", {}).get("update_s", 0.0)) if self.sync == "micro_batch" else 0.0
 
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Distinct groups of two and more ranks, in plan order: those of images in parts that exchange, then those of
-        packs."""
+        """Distinct groups of two or more ranks, in plan order: first those of images in parts that exchange, then those
+        of packs.
+        """
         packs = (group.ranks for group in self.groups if group.degree > 1)
         return tuple(dict.fromkeys((*(split.ranks for split in self.rings()), *packs)))
 
@@ -111,7 +112,7 @@ class Plan:
         return self.slices(step, plan_id).of(range(rank, rank + 1)).rank_plans()[0]
 
     def slices(self, step: int, plan_id: str = "") -> PlanSlices:
-        """What the ranks run. O(ranks + sum of degrees + images)."""
+        """The ranks' slices of the plan. O(ranks + sum of degrees + images)."""
         numbers = sorted({group.micro_batch for group in self.groups}) if self.sync == "micro_batch" else []
         encoding = {group.micro_batch for group in self.groups if group.encoders}
         place = {number: index for index, number in enumerate(numbers)}
@@ -139,7 +140,7 @@ class Plan:
         check_splits(self)
 
     def to_json(self) -> dict[str, Any]:
-        """The form of a plan file; `inputs` (when given, here with the samples) are what the plan replays from."""
+        """The form of a plan file. From `inputs` (if given, here with the samples) the plan can be made again."""
         tree: dict[str, Any] = {
             "planner": self.planner,
             "sync": self.sync,
@@ -168,11 +169,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Plan:
-        """The plan of a file as it was made (`replay` makes it again). What a pack's ranks hold is not in the file.
-        Files without `vision` name encoders by their places in the group's ranks.
+        """The plan of a file as it was made (`replay` makes it again). The file does not contain what a pack's ranks
+        hold. In files without `vision`, encoders are places in the group's ranks.
 
         Raises:
-            PlanError: it has no inputs, or is damaged.
+            PlanError: the file has no inputs, or is damaged.
         """
         try:
             inputs, cluster = tree["inputs"], ClusterSpec.from_json(tree)

@@ -1,5 +1,4 @@
-"""Prices schedules: the predicted time of each group on its very ranks, its memory, and which member encodes which
-image."""
+"""Prices schedules: the predicted time of each group on its ranks, its memory, and which member encodes which image."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
 
 
 def makespan_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> float:
-    """Seconds of the whole step, fixed costs included (`timeline`)."""
+    """Seconds of the whole step, including fixed costs (`timeline`)."""
     fixed_s = problem.cost.fixed_s
     if problem.sync == "micro_batch":
         slowest = np.zeros(schedule.micro_batch.max() + 1)
@@ -50,8 +49,9 @@ def time_of(problem: Problem, schedule: Schedule) -> float:
 
 
 def making_s(problem: Problem, schedule: Schedule) -> float:
-    """Seconds until every rank has made the process groups of a schedule that are not in the pool: in its order, the
-    ranks of each together."""
+    """Seconds until every rank has made the process groups of a schedule that are not in the pool, in the schedule's
+    order; the ranks of a group make it together.
+    """
     if problem.cost.group_s == 0.0:
         return 0.0
     ranks, first, pool = schedule.ranks.tolist(), schedule.first_rank.tolist(), set(problem.pool)
@@ -66,8 +66,9 @@ def groups_of(
     problem: Problem, schedule: Schedule, times: np.ndarray, images: EncodedImages | None = None,
     passes: np.ndarray | None = None,
 ) -> tuple[GroupPlan, ...]:
-    """The groups of a plan; `images`: with the ranks that encode them, where that is apart from packs, `passes`: in
-    which of its rank's each is, with sync=micro_batch. Without vision costs images are dealt out by their patches."""
+    """The groups of a plan. `images`: with the ranks that encode them, if that is apart from the packs. `passes`: the
+    pass of each on its rank, with sync=micro_batch. Without vision costs images are dealt out by their patches.
+    """
     tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
     tokens = tokens / np.diff(schedule.first_rank)
     # beyond that, so much is moved that it fits
@@ -109,7 +110,9 @@ def groups_of(
 def _splits(
     problem: Problem, schedule: Schedule, images: EncodedImages, passes: np.ndarray | None, first_image: list[int]
 ) -> dict[int, list[SplitImage]]:
-    """Of each group that has some, in the order of its images; group g's begin with `first_image[g]` in plan order."""
+    """Split images of each group that has some, in the order of its images; those of group g begin with
+    `first_image[g]` in plan order.
+    """
     split, found = images.split(), dict[int, list[SplitImage]]()
     if len(split):
         place = np.empty(len(problem.all_image_s), dtype=np.int64)

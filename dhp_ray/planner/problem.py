@@ -19,19 +19,17 @@ from dhp_ray.planner.primitives.packing import Packs
 from dhp_ray.planner.schedule import Ranks, firsts_of
 
 ENCODERS = ("group", "world", "auto")
-"""Where images are encoded (`VisionPlan`): auto: what makes the shorter plan of a batch."""
+"""Where images are encoded (`VisionPlan`). auto: whichever makes the shorter plan of a batch."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """A batch as the planners see it.
 
-    items: one ITEM a sequence. all_image_s: seconds of each image on a nominal rank, those of sequence i from
-    first_image[i] on; all_image_patches likewise, and all_image_rows, the tokens that each becomes. encoder: a name of
-    ENCODERS.
-    lower_bound_s: `bound`'s, once known.
-    joins_most: packs of several sequences may have the most tokens that a rank holds, even where they then wait for
-    copies to host memory; else those of `tokens_without_waits`.
+    items: one ITEM for each sequence. all_image_s: seconds of each image on a nominal rank, those of sequence i from
+    first_image[i] on; all_image_patches likewise, and all_image_rows, the tokens of each. encoder: a name of ENCODERS.
+    lower_bound_s: from `bound`, once known. joins_most: packs of several sequences may have the most tokens that a rank
+    holds, even if they then wait for copies to host memory; otherwise those of `tokens_without_waits`.
     """
 
     samples: tuple[Sample, ...]
@@ -70,13 +68,14 @@ class Problem:
 
     @cached_property
     def nominal_machine(self) -> Machine:
-        """The cluster as planners see it that know nothing of speeds."""
+        """The cluster without its speeds, for planners that ignore them."""
         return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True, slowest=1.0, fastest=1.0)
 
 
 def packed(problem: Problem, packs: Packs, deals_images: bool = False) -> Items:
-    """Every pack of sequences an item. `deals_images`: their images are dealt to ranks, as they will be; else they
-    count as dealt out evenly, which is quicker."""
+    """Make every pack of sequences an item. `deals_images`: its images are dealt to ranks as they will be; otherwise
+    they count as dealt out evenly, which is quicker.
+    """
     items, first = problem.items, packs.first[:-1]
     tokens, language, attention, vision, host = (
         np.add.reduceat(array[packs.rows], first)
@@ -94,7 +93,7 @@ def packed(problem: Problem, packs: Packs, deals_images: bool = False) -> Items:
 def _fullest_s(
     rows: np.ndarray, first: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray, num_ranks: int
 ) -> np.ndarray:
-    """`fullest_s` of the items of packs, on as many ranks as there are; 0 beyond."""
+    """`fullest_s` of the items of packs, for up to as many ranks as there are; 0 beyond."""
     fullest = np.zeros((len(first) - 1, DEGREES))
     most = min(DEGREES, num_ranks)
     fullest[:, :most] = fullest_member_s(rows, first, first_image, all_image_s, most)
@@ -102,8 +101,8 @@ def _fullest_s(
 
 
 def tokens_without_waits(cost: CostModel, cluster: ClusterSpec) -> int:
-    """Tokens a rank up to which copies to host memory take no longer than the forward pass of as much text: so far
-    sequences are packed together. `cluster.tokens_per_rank`, where nothing is moved.
+    """Tokens a rank up to which copies to host memory take no longer than the forward pass of that much text; up to
+    this number sequences are packed together. `cluster.tokens_per_rank` if nothing is moved.
 
     t tokens compute for at least linear_s t, `forward` of it forward, and copy for slope host_s(1) (t - from_tokens).
     """
@@ -118,9 +117,10 @@ def tokens_without_waits(cost: CostModel, cluster: ClusterSpec) -> int:
 
 
 def without_waits(problem: Problem) -> list[Problem]:
-    """The batch with each sequence on so many ranks, or on all, that none of them has more than
-    `tokens_without_waits`; nothing where that is so already. Where all sequences fit so, packs are no larger either:
-    where any that moves activations waits, that is the batch as it is without host memory."""
+    """The batch with enough ranks (or all) for each sequence that no rank has more than `tokens_without_waits`; nothing
+    if that is so already. If all sequences fit in this way, packs are no larger either; if every pack that moves
+    activations would wait, that is the batch as it is without host memory.
+    """
     cluster, limit = problem.cluster, problem.machine.tokens_per_rank
     if limit == cluster.most_tokens_per_rank:
         return []
@@ -142,7 +142,7 @@ def problem_of(
 
     Raises:
         PlanError: there is no sequence, or one without tokens.
-        SequenceTooLongError: a sequence is beyond the whole cluster.
+        SequenceTooLongError: a sequence does not fit the whole cluster.
     """
     if not samples:
         raise PlanError("batch: no sequences; a batch has at least one")

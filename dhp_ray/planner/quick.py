@@ -1,8 +1,8 @@
-"""The last resort where a plan is not there when the ranks are: near `dhp`'s plans, in less time.
+"""The last resort if a plan is not ready when the ranks are: close to `dhp`'s plans, in less time.
 
-With `sync=step` the same search on the makespan with its cheapest settings: one trial for each makespan, no local
-search, no regard for the pool, no baselines. `dhp` itself, with no baseline tuned, where that would be far from it
-(small batches, up to 1.27 times as long) or no faster (`sync=micro_batch`).
+With `sync=step` it is the same search on the makespan with its cheapest settings: one trial for each makespan, no local
+search, no preference for the pool, no baselines. It is `dhp` itself, without tuned baselines, if the quick search would
+be far from that (small batches, up to 1.27 times as long) or no faster (`sync=micro_batch`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dhp_ray.planner.step.rank_lists import rank_lists
 from dhp_ray.planner.step.search import TINY, Search, item_sets, schedule_of
 
 TOLERANCE = 0.003
-"""How close to a makespan that cannot be had the search ends, as a share."""
+"""The search ends this close to an infeasible makespan, as a share."""
 
 NEAR = 0.02
-"""A plan that is at most so far above the bound, as a share, is good enough: no packs are tried."""
+"""A plan that is at most this far above the bound, as a share, is good enough: no packs are tried."""
 
 
 def dhp_quick(problem: Problem) -> Schedule:
@@ -35,7 +35,7 @@ def dhp_quick(problem: Problem) -> Schedule:
 
 
 def quick_step(problem: Problem, bound_s: float) -> Schedule:
-    """Of single sequences and of packs, the schedule that takes least; `bound_s` excludes fixed costs."""
+    """The shorter schedule of single sequences and of packs. `bound_s` excludes fixed costs."""
     machine, lists, schedules = problem.machine, rank_lists(problem.machine), list[Schedule]()
     shortest_s = np.inf
     for items, packs in item_sets(problem):

@@ -1,4 +1,4 @@
-"""What one rank runs of a plan.
+"""The part of a plan that one rank runs.
 
 PlanSlices -> RankPlan -> RankPack ... the slices of neighbouring ranks, that of one rank, and a pack of it
 """
@@ -15,8 +15,9 @@ from dhp_ray.planner.vision_plan import IN_PACKS, SplitImage, VisionPlan
 
 @dataclass(frozen=True, slots=True)
 class RankPack:
-    """A pack as one of its ranks sees it. `index` is the pack's place in the plan; `micro_batch` counts from 0
-    without gaps."""
+    """A pack as one of its ranks sees it. `index`: the pack's place in the plan. `micro_batch` counts from 0 without
+    gaps.
+    """
 
     index: int
     ranks: tuple[int, ...]
@@ -31,12 +32,11 @@ class RankPack:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's ordered slice of a plan, and every process group of the plan (ranks alike on all ranks, in plan
-    order).
+    """One rank's ordered slice of a plan, and every process group of the plan (the same on all ranks, in plan order).
 
-    `encodes` tells, for each micro-batch of a plan with sync=micro_batch, whether any rank's pack in it has an
-    image; it is empty with sync=step. `encoded` are the packs, its own and others', with an image that this rank
-    encodes apart from the packs (`vision`), in plan order. `plan_id` names the plan among all that were sent in a run.
+    encodes: for each micro-batch of a plan with sync=micro_batch, whether any rank's pack in it has an image; empty
+    with sync=step. encoded: the packs, its own and others', with an image that this rank encodes apart from the packs
+    (`vision`), in plan order. plan_id: names the plan among all that were sent in a run.
     """
 
     step: int
@@ -50,14 +50,14 @@ class RankPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a plan with sync=micro_batch; 0 with sync=step."""
+        """Number of micro-batches of a plan with sync=micro_batch; 0 with sync=step."""
         return len(self.encodes)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSlices:
-    """The slices of neighbouring ranks, with each pack once. (As RankPlans, a pack would be there once for each
-    of its ranks.)
+    """The slices of neighbouring ranks, with each pack once. (In RankPlans a pack would appear once for each of its
+    ranks.)
 
     `own` and `encoded`: by rank from `first_rank` on, places in `packs`, which are in plan order.
     """
@@ -73,7 +73,7 @@ class PlanSlices:
     vision: VisionPlan = IN_PACKS
 
     def of(self, ranks: range) -> PlanSlices:
-        """Those of some of these ranks."""
+        """The slices of some of these ranks."""
         begin, end = ranks.start - self.first_rank, ranks.stop - self.first_rank
         own, encoded = self.own[begin:end], self.encoded[begin:end]
         used = sorted(set(chain(*own, *encoded)))
@@ -83,7 +83,7 @@ class PlanSlices:
                        encoded=tuple([[place[index] for index in places] for places in encoded]))
 
     def rank_plans(self) -> list[RankPlan]:
-        """In rank order."""
+        """The slices in rank order."""
         return [
             RankPlan(self.step, rank, self.process_groups, tuple([self.packs[index] for index in own]), self.encodes,
                      self.plan_id, self.vision, tuple([self.packs[index] for index in encoded]))
@@ -101,8 +101,9 @@ def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
 
 
 def planned_samples(plan: RankPlan) -> Iterator[Sample]:
-    """The samples that a rank needs rows of: those of its packs, and those with an image that it encodes apart from
-    them, which may be among the former."""
+    """The samples of which a rank needs rows: those of its packs, and those with an image that it encodes apart from
+    them. A sample may be in both.
+    """
     for pack in plan.packs:
         yield from pack.samples
     for pack in plan.encoded:

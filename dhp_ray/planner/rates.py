@@ -1,10 +1,10 @@
 """Seconds of a pack by its degree: one formula for both kinds of communication, over a table that a cost model fills
-(`CostModel.rates`). It is all that schedulers see of costs.
+(`CostModel.rates`). Schedulers see nothing else of costs.
 
     compute = language / (d v) + encode / v
     time = compute + max(0, transfer_s * sum s - overlap * attention / v) + waits + overhead_s
 
-and least_s at least. `overhead_s` holds latency and pack_s; `waits` are those of `cost.py`.
+and at least least_s. `overhead_s` includes latency and pack_s; `waits` are those of `cost.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ Number = TypeVar("Number", float, np.ndarray)
 RATE = np.dtype([(name, np.float64) for name in (
     "inside_s", "across_s", "overlap", "overhead_s", "encoder_pass_s", "least_s", "moved", "from_tokens",
     "free_tokens", "forward")])
-"""What a pack of one degree pays: seconds a token inside a node and across nodes, what a second of attention hides
-of that, seconds once, once more where it has images, and at least; what it moves of its activations to host memory
-where it has more tokens than `free_tokens` (`Offload`, of all its ranks); and the share of its compute that is its
-forward pass's."""
+"""Costs of a pack of one degree: seconds a token inside a node and across nodes; how much of that a second of attention
+hides; fixed seconds, additional ones if it has images, and the least seconds; the activations that it moves to host
+memory if it has more tokens than `free_tokens` (`Offload`, of all its ranks); and the share of its compute that is its
+forward pass.
+"""
 
 
 class OverlapOf(Protocol[Number]):
-    """What of a RATE says how far compute hides what runs beside it."""
+    """The fields of RATE that tell how much compute hides copies beside it."""
 
     overlap: Number
     overhead_s: Number
@@ -58,8 +59,8 @@ class Rates(RateOf[np.ndarray], Protocol):
 
 
 def pairs_of(num_tokens: Any, block: float) -> Any:
-    """What attention's seconds grow with: pairs of tokens, twice, where a token sees those before it, and what a
-    kernel that takes keys by the block computes beside them.
+    """The number that attention's seconds are proportional to: pairs of tokens, counted twice, in which a token attends
+    to an earlier one, and the additional pairs that a kernel computes because it takes keys by the block.
     """
     return num_tokens * (num_tokens + np.minimum(num_tokens, block))
 
@@ -77,7 +78,7 @@ def predicted_s(
 ) -> Number:
     """Seconds of a pack by the formula above, or of many at once.
 
-    `encode_s` is at the encoding member's own speed, with `encoder_pass_s` where it encodes any; `transfer_s` is
+    `encode_s`: at the encoding member's own speed, including `encoder_pass_s` if it encodes any image. `transfer_s`:
     `inside_s` or `across_s` of the degree's `rate`.
     """
     seconds = held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
@@ -98,21 +99,22 @@ def held_s(
     transfer_s: Number,
     rate: OverlapOf[Number],
 ) -> Number:
-    """Seconds of a pack that moves none of its activations, without `least_s`: the one place where this stands."""
+    """Seconds of a pack that moves no activations, without `least_s`. The only place with this formula."""
     exposed_s: Number = np.maximum(0.0, transfer_s * num_tokens - rate.overlap * attention_s / speed)
     return language_s / (degree * speed) + encode_s + exposed_s + rate.overhead_s
 
 
 def moved_s(host_s: Number, num_tokens: Number, rate: OverlapOf[Number]) -> Number:
-    """Seconds that each rank of a pack copies to host memory, and as many back: the one place where this stands."""
+    """Seconds that each rank of a pack copies to host memory, and again back. The only place with this formula."""
     moved = rate.moved * np.maximum(0.0, 1.0 - rate.from_tokens / num_tokens) * (num_tokens > rate.free_tokens)
     copied_s: Number = moved * host_s
     return copied_s
 
 
 def waits_s(compute_s: Number, copied_s: Number, forward: Number) -> Number:
-    """Seconds that a pack waits for its copies out, beside the share `forward` of its compute, and back, beside the
-    rest: the one place where this stands."""
+    """Seconds that a pack waits for its copies out, next to the share `forward` of its compute, and back, next to the
+    rest. The only place with this formula.
+    """
     waits: Number = np.maximum(0.0, copied_s - forward * compute_s) + np.maximum(
         0.0, copied_s - (1.0 - forward) * compute_s)
     return waits

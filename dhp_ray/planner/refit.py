@@ -1,20 +1,20 @@
-"""Fits the constants of compute anew to what the packs of a run took.
+"""Fits the constants of compute to the measured packs of a run.
 
-Of each part of a pack that a rank ran (`planner/work.py`):
+For each part of a pack that a rank ran (`planner/work.py`):
 
     seconds = slowness of the rank * sum over terms of factor * constant * amount
 
-Constants are the prior's, those that the run began with; factors, one a term, are what is looked for, and the slowness
-of ranks with them, by turns: what a rank takes longer for all of its packs is no cost. The typical rank (the lower
-median, as of speeds) has slowness 1, and so has whoever is near it. Then for the factors f, with weights w that make
-little of outliers (Huber):
+Constants are those that the run began with (the prior). The unknowns are one factor for each term, and the slowness of
+each rank, solved by turns: if a rank takes longer for all of its packs, that is no cost. The typical rank (the lower
+median, as for speeds) has slowness 1, and so has every rank near it. Then for the factors f, with weights w that reduce
+the influence of outliers (Huber):
 
     least   sum w (predicted / (seconds / slowness) - 1)^2  +  (sigma / TAU)^2 sum (f / g - 1)^2
 
-g is the factor by which all terms together are off, and sigma the typical error. So terms that the packs cannot tell
-apart move together, and a term that no pack has stays. A refit moves a factor by STEP at most, and all of them together
-by FAR. It is taken where it lowers the typical error by a tenth, and by half a percent, or else plans would follow
-noise. Memory is none of this.
+g is the common factor by which all terms are off, and sigma the typical error. So terms that the packs cannot separate
+move together, and a term that no pack has stays. A refit changes a factor by at most STEP, and all refits together by
+at most FAR. It is used if it lowers the typical error by a tenth and by half a percent; otherwise plans would follow
+noise. Memory is not refitted.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ STEP, FAR = 2.0, 100.0
 TAU = 1.0
 LEAST_SIGMA = 0.02
 HUBER = 1.5
-"""Errors beyond so many sigma count with their size, not with its square."""
+"""Errors beyond this many sigma count linearly, not squared."""
 ROUNDS = 12
 NEAR = 1.18
-"""Ranks that are slower than the typical one by less have its speed: as for speeds (`SpeedMeter`)."""
+"""Ranks that are less than this slower than the typical one count as equally fast, as for speeds (`SpeedMeter`)."""
 FEWEST = 12
-"""Rows of packs that a refit needs."""
+"""The fewest rows of packs for a refit."""
 WORTH, WORTH_SHARE = 0.005, 0.1
 
 
 class Observed(NamedTuple):
-    """Rows of packs: the rank that ran each, `amounts` (rows, TERMS), seconds that were not spent waiting, and how much
-    each counts.
+    """Rows of packs: the rank that ran each, `amounts` (rows, TERMS), seconds without waiting, and the weight of each
+    row.
     """
 
     rank: np.ndarray
@@ -52,7 +52,7 @@ class Observed(NamedTuple):
     weight: np.ndarray
 
     def usable(self) -> Observed:
-        """Without rows that nobody has reported, or in which nothing was computed."""
+        """Without rows that no rank has reported, or in which nothing was computed."""
         kept = np.isfinite(self.seconds) & (self.seconds > 0) & (self.amounts.sum(axis=1) > 0)
         return Observed(*(array[kept] for array in self))
 
@@ -66,7 +66,7 @@ class Refit(NamedTuple):
 
 
 def refit(prior: CostModel, factors: dict[str, float], observed: Observed) -> Refit | None:
-    """New factors, from those in force (missing ones are 1); None where the rows give no reason for any."""
+    """New factors, starting from those in force (missing ones are 1); None if the rows give no reason to change."""
     rows = observed.usable()
     if len(rows.seconds) < FEWEST:
         return None
@@ -101,7 +101,7 @@ def with_factors(prior: CostModel, factors: dict[str, float]) -> CostModel:
 
 
 def slowness_of(rows: Observed, predicted: np.ndarray) -> np.ndarray:
-    """Of each row the slowness of its rank: by how much its packs take longer than those of the typical rank."""
+    """The slowness of each row's rank: the factor by which its packs take longer than those of the typical rank."""
     ratio = rows.seconds / np.maximum(predicted, 1e-12)
     ranks, place = np.unique(rows.rank, return_inverse=True)
     medians = np.array([weighted_median(ratio[place == number], rows.weight[place == number])

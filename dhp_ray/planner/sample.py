@@ -11,8 +11,8 @@ from dhp_ray.planner.image_parts import Grid
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Lengths of one sequence. `vision_tokens` counts after the merger; `vision_grids` holds one entry an image (or
-    video), in order: its patches by (time, height, width), before the merger.
+    """Lengths of one sequence. `vision_tokens` are counted after the merger. `vision_grids` has one entry for each
+    image (or video), in order: its patches as (time, height, width), before the merger.
     """
 
     id: str
@@ -26,7 +26,7 @@ class Sample:
 
 
 def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """As `dataclasses.asdict` has it, which takes 16 times as long: a plan file has every sample of a batch."""
+    """The same as `dataclasses.asdict`, which takes 16 times as long; a plan file has every sample of a batch."""
     return [{"id": sample.id, "text_tokens": sample.text_tokens, "vision_tokens": sample.vision_tokens,
              "vision_grids": sample.vision_grids} for sample in samples]
 

@@ -1,4 +1,4 @@
-"""What a planner returns: groups in order of execution, as flat arrays."""
+"""The result of a planner: groups in the order of execution, as flat arrays."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ def crosses_nodes(schedule: Schedule, node: np.ndarray) -> np.ndarray:
 
 
 def firsts_of(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Where each of several pieces begins in an array that holds them one after the other, and where the last one
-    ends."""
+    """Where each of several pieces begins in an array that has them one after another, and where the last one ends."""
     firsts = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=firsts[1:])
     return firsts
 
 
 def gathered(values: np.ndarray, first: np.ndarray, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The pieces `values[first[p]:first[p + 1]]` for p of `pieces`, one after the other, and where each begins."""
+    """The pieces `values[first[p]:first[p + 1]]` for p in `pieces`, one after another, and where each begins."""
     sizes = first[pieces + 1] - first[pieces]
     firsts = firsts_of(sizes)
     return values[np.repeat(first[pieces] - firsts[:-1], sizes) + np.arange(firsts[-1])], firsts
@@ -57,14 +56,14 @@ def by_owner(owner: np.ndarray, num_owners: int) -> tuple[np.ndarray, np.ndarray
 
 
 def flat(pieces: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers one after the other, and how many each piece has."""
+    """All numbers one after another, and the size of each piece."""
     return np.array(list(chain.from_iterable(pieces)), dtype=np.int64), np.array(
         [len(piece) for piece in pieces], dtype=np.int64
     )
 
 
 def first_of_its_kind(kind: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Whether a (kind, number) has not come before."""
+    """Whether each (kind, number) appears for the first time."""
     order = np.lexsort((number, kind))
     same = (np.diff(kind[order]) == 0) & (np.diff(number[order]) == 0)
     first = np.ones(len(order), dtype=bool)

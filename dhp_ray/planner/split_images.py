@@ -26,7 +26,7 @@ from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.image_parts import Grid, exchanges, most_parts, shares
 
 LIMITS = 16
-"""Limits that are tried, evenly from the longest image to the mean."""
+"""Number of limits that are tried, evenly spaced from the longest image to the mean."""
 
 
 def exchange_s(grid: Grid, num_parts: int, cost: CostModel) -> float:
@@ -38,7 +38,7 @@ def exchange_s(grid: Grid, num_parts: int, cost: CostModel) -> float:
 
 
 def part_bytes(grid: Grid, num_parts: int, cost: CostModel) -> float:
-    """The most bytes that one part takes of a rank's memory. A part may be one window longer than an equal share."""
+    """The most memory in bytes that one part takes on a rank. A part may be one window longer than an equal share."""
     if not exchanges(grid, num_parts):
         return cost.encoder_bytes_per_patch * prod(grid) * shares(grid, num_parts)[0]
     return cost.image_part_bytes_per_patch * (prod(grid) / num_parts + cost.image_piece_patches)
@@ -47,8 +47,9 @@ def part_bytes(grid: Grid, num_parts: int, cost: CostModel) -> float:
 def parts_for_memory(
     grid_of: Callable[[int], Grid], patches: np.ndarray, room_bytes: float, num_ranks: int, cost: CostModel
 ) -> np.ndarray | None:
-    """The fewest parts of each image that fit into so many bytes of a rank; None where those of one do in no number.
-    `grid_of`: of an image, by its number."""
+    """The fewest parts of each image that fit into `room_bytes` of a rank; None if some image fits in no number of
+    parts. `grid_of`: the grid of an image, by its number.
+    """
     counts = np.ones(len(patches), dtype=np.int64)
     for image in np.flatnonzero(cost.encoder_bytes_per_patch * patches > room_bytes).tolist():
         grid = grid_of(image)

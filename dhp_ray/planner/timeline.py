@@ -24,8 +24,9 @@ from dhp_ray.planner.vision_plan import encoding_ranks
 
 
 def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: float) -> tuple[list[float], float]:
-    """Start of every group, and the time of the whole step, with fixed costs (paid before the packs that they belong
-    to)."""
+    """Start of every group, and the time of the whole step, including fixed costs (which come before the packs that
+    they belong to).
+    """
     if sync == "micro_batch":
         return _micro_batches(groups, fixed_s)
     ranks, degrees = flat([group.ranks for group in groups])
@@ -47,7 +48,7 @@ def _micro_batches(groups: Sequence[GroupPlan], fixed_s: float) -> tuple[list[fl
 
 
 def fixed_starts(plan: Plan) -> list[float]:
-    """When each stretch of `plan.fixed_s` begins, on all ranks: before the first pack, or before each micro-batch."""
+    """When each period of `plan.fixed_s` begins, on all ranks: before the first pack, or before each micro-batch."""
     if plan.sync != "micro_batch":
         return [0.0]
     starts = dict(zip([group.micro_batch for group in plan.groups], plan_starts(plan)[0]))
@@ -64,8 +65,9 @@ def plan_starts(plan: Plan) -> tuple[list[float], float]:
 
 
 def apart_timeline(plan: Plan) -> EncoderTimeline | None:
-    """When ranks encode, and all that follows, once they have paid `plan.fixed_s`; None where packs encode their own
-    images."""
+    """The timeline of encoding and of everything after it, counted from the end of `plan.fixed_s`; None if packs encode
+    their own images.
+    """
     if not plan.vision.apart:
         return None
     problem = problem_of(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), plan.sync)
@@ -73,7 +75,7 @@ def apart_timeline(plan: Plan) -> EncoderTimeline | None:
 
 
 def timeline_apart(plan: Plan, problem: Problem, times_s: np.ndarray) -> EncoderTimeline:
-    """The same for groups that take so long, under the costs and on the ranks of `problem`."""
+    """The same for groups that take `times_s`, with the costs and the ranks of `problem`."""
     rows, pieces = flat([group.pack.sequences for group in plan.groups])
     group_of_row = np.empty(len(rows), dtype=np.int64)
     group_of_row[rows] = np.repeat(np.arange(len(pieces)), pieces)
@@ -94,8 +96,9 @@ def timeline_apart(plan: Plan, problem: Problem, times_s: np.ndarray) -> Encoder
 
 
 def idle_fraction(plan: Plan) -> float:
-    """Share of a plan's rank-time in which a rank has nothing to do: no pack, no images to encode, nor what it pays
-    once (`plan.fixed_s`)."""
+    """Share of a plan's rank-time in which a rank has nothing to do: no pack, no images to encode, and no fixed costs
+    (`plan.fixed_s`).
+    """
     busy = sum(group.predicted_time_s * group.degree for group in plan.groups)
     if apart := apart_timeline(plan):
         busy += float((apart.forward_busy_s + apart.backward_busy_s).sum())

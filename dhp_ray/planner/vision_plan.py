@@ -1,4 +1,4 @@
-"""Where the images of a batch are encoded: what a plan says of that for the whole batch."""
+"""Where the images of a batch are encoded: the part of a plan that concerns the whole batch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 class VisionPlan:
     """Where the images of a batch are encoded.
 
-    `layout` group: each by a rank of the group that runs its sequence, inside the pack. world: by any rank, in a phase
-    before the packs; a phase after them runs the encoder's backward pass. `keeps`: activations are kept from the first
-    phase to the second, else the second computes them again, in passes of at most `pass_patches` patches or of one
-    larger image (0: all images of a rank in one pass).
+    `layout` group: each image by a rank of the group that runs its sequence, inside the pack. world: by any rank, in a
+    phase before the packs; a phase after them runs the encoder's backward pass. `keeps`: activations are kept from the
+    first phase to the second; otherwise the second computes them again, in passes of at most `pass_patches` patches or
+    of one larger image (0: all images of a rank in one pass).
 
-    With sync=micro_batch every rank runs `num_passes` passes, and `GroupPlan.passes` says which image is in which; with
-    sync=step each rank runs as many as its images fill, after those of parts of images that exchange (`SplitImage`).
+    With sync=micro_batch every rank runs `num_passes` passes, and `GroupPlan.passes` tells which image is in which.
+    With sync=step each rank runs as many as its images fill, after those of image parts that exchange (`SplitImage`).
     """
 
     layout: str = "group"
@@ -35,11 +35,11 @@ IN_PACKS = VisionPlan()
 
 @dataclass(frozen=True, slots=True)
 class SplitImage:
-    """An image whose parts are encoded by several ranks, apart from the packs (`image_parts`). `image`: its number
-    within its pack. `ranks`: the rank of each part, in order. `passes`: the pass of each part, with sync=micro_batch.
+    """An image whose parts several ranks encode, apart from the packs (`image_parts`). `image`: its number within its
+    pack. `ranks`: the rank of each part, in order. `passes`: the pass of each part, with sync=micro_batch.
 
-    Parts that attend to one another each have a pass to themselves. Every rank runs such passes in plan order, so that
-    no two ranks wait for each other.
+    Parts that attend to one another have a pass of their own. Every rank runs such passes in plan order, so that no two
+    ranks wait for each other.
     """
 
     image: int
@@ -48,7 +48,7 @@ class SplitImage:
 
 
 def encoding_ranks(encoders: Sequence[int], splits: Sequence[SplitImage]) -> list[tuple[int, ...]]:
-    """For each image of a pack the ranks that encode it: several where it is split."""
+    """For each image of a pack the ranks that encode it: several if it is split."""
     found: list[tuple[int, ...]] = [(rank,) for rank in encoders]
     for split in splits:
         found[split.image] = split.ranks

@@ -1,18 +1,17 @@
-"""What each rank computes in a plan, in the amounts that a cost's constants are multiplied with.
+"""What each rank computes in a plan, as amounts that are multiplied with the constants of a cost.
 
-For a pack on d ranks, each of its ranks has one row; a rank's rows come in the order in which it runs them:
+For a pack on d ranks, each of its ranks has one row; a rank's rows are in the order of execution:
 
     quadratic_s   sum of (s^2 + s min(s, attention_block)) / d
     linear_s      sum of s / d            vision_quadratic_s   sum of p^2 over the frames that the rank encodes here
     pack_s        1                       vision_linear_s      sum of p
-                                          encoder_pass_s       1 where it encodes any
+                                          encoder_pass_s       1 if it encodes any
 
-Where images are encoded apart from the packs, a rank that encodes some has two rows more, behind its packs: of the
-phase before them, `vision_forward` of its images' amounts, and of the phase after them the rest, with the forward pass
-once more where activations are not kept. Of an image in parts each rank has its share. What ranks exchange is in none
-of this.
+If images are encoded apart from the packs, a rank that encodes some has two more rows after its packs: for the phase
+before them, `vision_forward` of its images' amounts; for the phase after them the rest, plus the forward pass again if
+activations are not kept. Of an image in parts each rank has its share. Exchanges between ranks are not included.
 
-Beside them stands how long a pack waits for copies to host memory, which a run does not see apart from compute.
+A separate value tells how long a pack waits for copies to host memory, which a run cannot distinguish from compute.
 """
 
 from __future__ import annotations
@@ -35,21 +34,22 @@ TERMS = ("quadratic_s", "linear_s", "vision_quadratic_s", "vision_linear_s", "en
 """The constants of compute, in the order of `Work.amounts`."""
 
 IMAGES = slice(2, 5)
-"""Those of images among them."""
+"""The constants of images among TERMS."""
 
 WAITS = "waits_s"
-"""Of `Work.waits_s`: no constant, but counted as one."""
+"""Name of `Work.waits_s`, which is not a constant but counts as one."""
 
 PAID_ONCE = ("pack_s", WAITS)
-"""What takes as long on a slow rank."""
+"""Terms that take the same time on a slow rank."""
 
 ENCODE, BACKWARD = -2, -1
-"""In place of a group's number: the encoder's phase before the packs, and the one after them."""
+"""Stand for a group's number: the encoder's phase before the packs, and the one after them."""
 
 
 class Work(NamedTuple):
     """Rows of ranks: `rank`, `group` (its number in the plan, or a phase), `amounts` (rows, TERMS), and `waits_s`:
-    seconds that the pack waits for copies to host memory and back, by the cost that the plan was made with."""
+    seconds that the pack waits for copies to host memory and back, by the cost that the plan was made with.
+    """
 
     rank: np.ndarray
     group: np.ndarray
@@ -57,12 +57,12 @@ class Work(NamedTuple):
     waits_s: np.ndarray
 
     def seconds(self, cost: CostModel) -> np.ndarray:
-        """Of each row at nominal speed."""
+        """Seconds of each row at nominal speed."""
         found: np.ndarray = self.amounts @ constants_of(cost) + self.waits_s
         return found
 
     def seconds_of_ranks(self, cost: CostModel, num_ranks: int, terms: Sequence[str] = (*TERMS, WAITS)) -> list[float]:
-        """Of each rank at nominal speed, all its rows together; of these terms alone."""
+        """Seconds of each rank at nominal speed, summed over its rows and these terms."""
         counted = np.where(np.isin(TERMS, terms), constants_of(cost), 0.0)
         seconds = self.amounts @ counted + (self.waits_s if WAITS in terms else 0.0)
         return np.bincount(self.rank, seconds, num_ranks).tolist()  # type: ignore[no-any-return]
@@ -103,7 +103,7 @@ def work_of(plan: Plan) -> Work:
 
 
 def _waits_s(plan: Plan) -> np.ndarray:
-    """Of each group, at nominal speed."""
+    """Waits of each group at nominal speed."""
     found = np.zeros(len(plan.groups))
     moves = [number for number, group in enumerate(plan.groups) if group.offload]
     if moves:
@@ -127,14 +127,14 @@ def _waits_of_group(plan: Plan, group: GroupPlan, cost: CostModel) -> float:
 
 
 def _constant(plan: Plan, name: str) -> float:
-    """Of the cost that the plan was made with."""
+    """A constant of the cost that the plan was made with."""
     return float(plan.inputs.get("cost", {}).get(name, getattr(CostModel, name)))
 
 
 def _of_members(
     ranks: np.ndarray, degrees: np.ndarray, encoder: np.ndarray, counts: np.ndarray, images: np.ndarray
 ) -> np.ndarray:
-    """Amounts (members of all groups, 2) of the images that each encodes: of group g those of `counts[g]` images."""
+    """Amounts (members of all groups, 2) of the images that each member encodes; group g has `counts[g]` images."""
     found = np.zeros((len(ranks), 2))
     first_rank, first_image = firsts_of(degrees), firsts_of(counts)
     for number in np.flatnonzero(counts).tolist():
@@ -146,8 +146,9 @@ def _of_members(
 
 
 def _phases(plan: Plan, grids: Sequence[Grid], images: np.ndarray) -> Work:
-    """Rows of both phases, rank by rank; of the first alone where nothing of the encoder is trained. `grids` of all
-    images, in plan order."""
+    """Rows of both phases, rank by rank; only of the first if nothing of the encoder is trained. `grids`: of all
+    images, in plan order.
+    """
     forward = _constant(plan, "vision_forward")
     by = [ranks for group in plan.groups for ranks in encoding_ranks(group.encoders, group.splits)]
     encoder, counts = flat(by)
@@ -167,7 +168,7 @@ def _phases(plan: Plan, grids: Sequence[Grid], images: np.ndarray) -> Work:
 
 
 def _num_passes(plan: Plan, encoding: np.ndarray) -> np.ndarray:
-    """Passes of these ranks that have images: those of the plan with sync=micro_batch, else one."""
+    """Passes of these ranks that have images: those of the plan with sync=micro_batch, otherwise one."""
     if not plan.vision.num_passes:
         return np.ones(len(encoding))
     passes = {pair for group in plan.groups for ranks, numbers in zip(

@@ -1,4 +1,4 @@
-"""Plans that encode a batch's images apart from the packs, on any rank: packs are planned as if images were there
+"""Plans that encode a batch's images apart from the packs, on any rank: packs are planned as if images were encoded
 already, then images are balanced over the ranks (`world_encoder`).
 
     problem -> without_images -> a planner of PLANNERS -> schedule of packs -> world_of -> who encodes what, makespan
@@ -31,15 +31,16 @@ from dhp_ray.planner.split_images import parts_for_memory, parts_for_time
 from dhp_ray.planner.world_encoder import FAR
 
 CUTS, FEW = 4, 32
-"""How many more parts are tried at most, one at a time, after `parts_for_time`. If there are at most FEW images, each
-of them is tried with one part more before that, as long as ranks are uneven: halves of a small one may fill what
-others leave."""
+"""The most additional parts that are tried, one at a time, after `parts_for_time`. Before that, if there are at most
+FEW images, each of them is tried with one part more as long as ranks are uneven: halves of a small image may fill what
+others leave.
+"""
 
 
 class World(NamedTuple):
-    """`images` with the ranks that encode them; `passes`: in which of its rank's each is, with sync=micro_batch.
-    `busy_s`: for how long each rank encodes. `making_s`: seconds to make the process groups for split images that do
-    not exist yet."""
+    """`images` with the ranks that encode them. `passes`: the pass of each on its rank, with sync=micro_batch.
+    `busy_s`: how long each rank encodes. `making_s`: seconds to make the missing process groups for split images.
+    """
 
     vision: VisionPlan
     images: EncodedImages
@@ -50,7 +51,7 @@ class World(NamedTuple):
 
 
 def without_images(problem: Problem) -> Problem:
-    """The batch without what its images cost."""
+    """The batch without the costs of its images."""
     items = problem.items.copy()  # type: ignore[attr-defined]
     items.vision_s = items.image_s = items.fullest_s = 0.0
     items.host_s = problem.cost.host_s(items.tokens.astype(np.float64))
@@ -58,12 +59,12 @@ def without_images(problem: Problem) -> Problem:
 
 
 def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World | None:
-    """Who encodes the images of a batch whose packs run by this schedule, each for `times` seconds; None where the
-    ranks have no memory for that. Without vision costs images are dealt out by their patches.
+    """The encoders of a batch's images if its packs run by this schedule, each for `times` seconds; None if the ranks
+    have no memory for that. Without vision costs images are dealt out by their patches.
 
-    Images are in parts where memory asks for it, and in more where that makes the step shorter: those that alone take
-    longer than the mean of all ranks, any one if they are few, and then, one part after the other, those that hold up
-    the fullest rank.
+    Images are in parts if memory requires it, and in more parts if that makes the step shorter: images that alone take
+    longer than the mean of all ranks; any one if they are few; and then, one part after another, those that hold up the
+    fullest rank.
     """
     group_of_row = np.empty(len(problem.samples), dtype=np.int64)
     group_of_row[schedule.rows] = np.repeat(np.arange(len(schedule.first_row) - 1), np.diff(schedule.first_row))
@@ -107,12 +108,12 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
 
 
 def _shortest(worlds: Sequence[World | None]) -> World | None:
-    """The first of those that take least with making their process groups."""
+    """The shortest, including the creation of its process groups; the first if several are equal."""
     return min(filter(None, worlds), key=lambda world: world.makespan_s + world.making_s, default=None)
 
 
 def _is_uneven(problem: Problem, world: World) -> bool:
-    """Whether the step could be shorter, and images are to blame: the fullest rank encodes longer than the mean."""
+    """Whether images keep the step from being shorter: the fullest rank encodes longer than the mean."""
     return (world.makespan_s > problem.lower_bound_s * (1 + FAR)
             and world.busy_s.max() > float((world.busy_s * problem.speeds).sum() / problem.speeds.sum()) * (1 + FAR))
 
@@ -120,7 +121,7 @@ def _is_uneven(problem: Problem, world: World) -> bool:
 def _world(
     problem: Problem, schedule: Schedule, times: np.ndarray, images: EncodedImages, room: Room
 ) -> list[World]:
-    """The images on these ranks, where memory allows."""
+    """The images on these ranks, if memory allows."""
     vision, passes, num_ranks = within_room(images, room, problem.cost), None, problem.cluster.num_ranks
     if vision is None:
         return []
@@ -137,8 +138,9 @@ def _world(
 
 
 def _making_s(problem: Problem, schedule: Schedule, images: EncodedImages) -> float:
-    """Seconds of the rank that makes most of the groups of images in parts that exchange, beyond those of the pool and
-    of the packs."""
+    """Seconds of the rank that makes most of the groups for images in parts that exchange, in addition to those of the
+    pool and of the packs.
+    """
     if problem.cost.group_s == 0.0 or not (images.ring >= 0).any():
         return 0.0
     packs = np.split(schedule.ranks, schedule.first_rank[1:-1])

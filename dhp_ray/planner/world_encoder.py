@@ -36,10 +36,10 @@ from dhp_ray.planner.primitives.rebalancing import Loads, rebalance
 from dhp_ray.planner.primitives.sorting import ascending
 
 EVEN, FAR = 1e-3, 1e-2
-"""Shares above the least time: at EVEN the ranks are balanced; beyond FAR another start is tried."""
+"""Shares above the least time: within EVEN the ranks are balanced; beyond FAR another start is tried."""
 
 PARTNERS = 128
-"""Ranks with which the fullest one tries to exchange images."""
+"""Number of ranks with which the fullest rank tries to exchange images."""
 
 AT_HOME, ANYWHERE, BEST_FIT = 0, 1, 2
 """The starts, in this order."""
@@ -52,8 +52,8 @@ def balanced_encoders(
 ) -> np.ndarray:
     """The rank that encodes each image.
 
-    `image_s`: seconds of each on a nominal rank; group g has the ranks `ranks[first_rank[g]:first_rank[g + 1]]`.
-    `busy_s`: for how long each rank encodes something else: it counts in T, which is at least the longest of them.
+    `image_s`: seconds of each on a nominal rank. Group g has the ranks `ranks[first_rank[g]:first_rank[g + 1]]`.
+    `busy_s`: how long each rank encodes other parts; it counts in T, which is at least the largest of them.
     """
     encoder, num_ranks = np.zeros(len(image_s), dtype=np.int64), len(speeds)
     if len(image_s) == 0:
@@ -121,8 +121,9 @@ def _fullest_first(
     image_s: np.ndarray, order: np.ndarray, speeds: np.ndarray, busy_s: np.ndarray, least_s: float, most_s: float,
     encoder: np.ndarray,
 ) -> np.ndarray:
-    """The same under the least limit under which best fit finds room for all images; infinite where that is not below
-    `most_s`."""
+    """The same for the least limit under which best fit finds room for all images; infinite if that is not below
+    `most_s`.
+    """
     end_s, span = np.full(len(speeds), np.inf), np.array([least_s, most_s, 0.0])
     while compiled_halve(span, EVEN):
         span[int(_best_fit(image_s, order, speeds, busy_s, span[2], encoder))] = span[2]
