@@ -8,6 +8,8 @@ its best
 cap: as many of them as take a small share of the step, since planning runs during the previous step. (With
 sync=micro_batch two caps do not show how short a baseline can be.)
 
+With sync=micro_batch the shortest of all these schedules are then improved by exchanges between their packs.
+
 If packs may move activations to host memory, all of this is done twice. The second time every sequence has enough ranks
 that its copies are hidden; the first time it may have fewer. So no plan is longer than without offload. A small batch,
 in which one pack more may mean one micro-batch more, is planned a third time with packs that wait for copies.
@@ -26,6 +28,7 @@ from dhp_ray.planner.baselines.pack_cap import cap_of_rounds
 from dhp_ray.planner.baselines.paper import dhp_paper, paper_at
 from dhp_ray.planner.baselines.pow2 import packed_to, pow2
 from dhp_ray.planner.baselines.static_best import static_best
+from dhp_ray.planner.micro_batch.exchanges import with_exchanges
 from dhp_ray.planner.micro_batch.search import dhp_micro_batch, node_after_node
 from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.problem import Problem, without_waits
@@ -47,6 +50,10 @@ take at most HIDDEN of a step. (With `encoder=auto` each of the two plans does t
 """
 
 
+EXCHANGED = 3
+"""With sync=micro_batch, up to MANY sequences x ranks: the number of schedules that exchanges between packs improve."""
+
+
 class Timed(NamedTuple):
     """A schedule, its seconds including the creation of its groups, and whether it is a baseline's."""
 
@@ -63,14 +70,18 @@ def dhp(problem: Problem, tunes: bool = True) -> Schedule:
             and len(problem.samples) * cluster.num_ranks <= SMALL):
         problems.append(replace(problem, joins_most=True))
     found = [timed for each in problems for timed in _timed(each)]
-    best = _shortest(found)
-    if tunes and _worth_tuning(problem, best, [timed for timed in found if timed.is_baseline]):
+    if tunes and _worth_tuning(problem, _shortest(found), [timed for timed in found if timed.is_baseline]):
         seconds = np.cumsum([len(problem.samples) * seconds for _, seconds in TUNING])
-        schedules = [baseline(problem) for (baseline, _), end_s in zip(TUNING, seconds)
-                     if end_s <= HIDDEN * best.seconds]
-        best = _shortest([best, *(Timed(time_of(problem, schedule) + making_s(problem, schedule), schedule)
-                                  for schedule in schedules)])
-    return best.schedule
+        found += [_with_time(problem, baseline(problem)) for (baseline, _), end_s in zip(TUNING, seconds)
+                  if end_s <= HIDDEN * _shortest(found).seconds]
+    if problem.sync == "micro_batch" and len(problem.samples) * cluster.num_ranks <= MANY:
+        shortest = sorted(found, key=lambda timed: timed.seconds)[:EXCHANGED]
+        found += [_with_time(problem, with_exchanges(problem, timed.schedule)) for timed in shortest]
+    return _shortest(found).schedule
+
+
+def _with_time(problem: Problem, schedule: Schedule) -> Timed:
+    return Timed(time_of(problem, schedule) + making_s(problem, schedule), schedule)
 
 
 def _shortest(found: Sequence[Timed]) -> Timed:

@@ -109,6 +109,17 @@ def deal_more(images: Images, row: int, speeds: np.ndarray, busy: np.ndarray) ->
 
 
 @inner
+def longest_member_s(
+    rows: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray, speeds: np.ndarray
+) -> float:
+    """Seconds of the most loaded member of a group that encodes the images of these sequences, as `encoders_of`."""
+    image_s = _images_of(rows, first_image, all_image_s)
+    if len(speeds) == 1:
+        return float(image_s.sum() / speeds[0])
+    return _dealt(image_s, _orders_of(rows, first_image, image_s), speeds)[1]
+
+
+@inner
 def _images_of(rows: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray) -> np.ndarray:
     """Seconds of the images of some sequences, in order."""
     count, end = 0, 0

@@ -1,0 +1,129 @@
+"""Exchanges between the packs of a micro-batch plan: shorter, the same groups, memory kept, near a slow search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_dhp import ALL_TO_ALL, RING
+
+from dhp_ray.planner import ClusterSpec, CostModel, Sample, checked_problem
+from dhp_ray.planner.baselines.static import Layout, uniform
+from dhp_ray.planner.micro_batch.exchanges import BETTER, with_exchanges
+from dhp_ray.planner.micro_batch.search import least_degrees, micro_batch_schedule
+from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule, firsts_of
+
+
+def schedule_of(packs: list[list[int]], degrees: list[int], micro_batch: list[int]) -> Schedule:
+    """Packs on neighbouring ranks, from rank 0 on in each micro-batch."""
+    used: dict[int, int] = {}
+    ranks: list[int] = []
+    for degree, number in zip(degrees, micro_batch, strict=True):
+        begin = used.get(number, 0)
+        ranks += range(begin, begin + degree)
+        used[number] = begin + degree
+    return Schedule(np.concatenate([np.array(pack) for pack in packs]), firsts_of([len(pack) for pack in packs]),
+                    np.array(ranks), firsts_of(degrees), np.array(micro_batch))
+
+
+def packs_of(schedule: Schedule) -> list[list[int]]:
+    return [schedule.rows[begin:end].tolist() for begin, end in zip(schedule.first_row, schedule.first_row[1:])]
+
+
+def best_exchange(problem: Problem, schedule: Schedule) -> Schedule | None:
+    """Slow and obvious: of all exchanges of all slowest packs the one after which the step is shortest, if it is."""
+    packs, degree = packs_of(schedule), np.diff(schedule.first_rank)
+    best, best_s = None, time_of(problem, schedule) * (1 - BETTER)
+    for giver, pack in enumerate(packs):
+        for other in range(len(packs)):
+            for row in pack:
+                for taken in [None, *packs[other]]:
+                    if other == giver or (taken is None and len(pack) == 1):
+                        continue
+                    changed = [list(rows) for rows in packs]
+                    changed[giver].remove(row)
+                    changed[other].append(row)
+                    if taken is not None:
+                        changed[other].remove(taken)
+                        changed[giver].append(taken)
+                    tokens = [sum(problem.samples[one].num_tokens for one in rows) for rows in changed]
+                    if any(held > each * problem.cluster.tokens_per_rank for held, each in zip(tokens, degree)):
+                        continue
+                    trial = schedule._replace(rows=np.concatenate([np.array(rows) for rows in changed]),
+                                              first_row=firsts_of([len(rows) for rows in changed]))
+                    if time_of(problem, trial) < best_s:
+                        best, best_s = trial, time_of(problem, trial)
+    return best
+
+
+def test_the_module_s_example() -> None:
+    cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0},
+                     vision_linear_s=1.0)
+    images = [Sample(name, 0, 3, ((1, 3, 1),)) for name in ("i", "j")]
+    texts = [Sample(f"t{row}", tokens) for row, tokens in enumerate((4, 4, 3, 3))]
+    problem = checked_problem([*images, *texts], ClusterSpec(2, 2, 10), cost, sync="micro_batch")
+    before = schedule_of([[0, 1, 2], [3, 4, 5]], [1, 1], [0, 0])
+    after = with_exchanges(problem, before)
+    assert (time_of(problem, before), time_of(problem, after)) == (16.0, 13.0)
+    assert [sum(problem.samples[row].num_tokens for row in pack) for pack in packs_of(after)] == [10, 10]
+    assert sorted(sum(row < 2 for row in pack) for pack in packs_of(after)) == [1, 1], "an image each"
+
+
+def test_a_sequence_moves_to_another_micro_batch_that_has_time_for_it() -> None:
+    """The first of two micro-batches takes 7 s, for a pack of 5 and 2 s. In the second one a rank has 6 s left."""
+    cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})
+    samples = [Sample(str(row), tokens) for row, tokens in enumerate((5, 2, 5, 7, 1))]
+    problem = checked_problem(samples, ClusterSpec(2, 2, 10), cost, sync="micro_batch")
+    before = schedule_of([[0, 1], [2], [3], [4]], [1, 1, 1, 1], [0, 0, 1, 1])
+    after = with_exchanges(problem, before)
+    assert (time_of(problem, before), time_of(problem, after)) == (14.0, 12.0)
+    assert 4 in packs_of(after)[3]
+    assert len(packs_of(after)[3]) == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6000), st.integers(0, 2)), min_size=2, max_size=40), st.integers(1, 9),
+       st.sampled_from([ALL_TO_ALL, RING]), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1))
+def test_shorter_with_the_same_groups_in_their_memory(
+    lengths: list[tuple[int, int]], num_ranks: int, cost: CostModel, uneven: bool, by_search: bool, seed: int
+) -> None:
+    speeds = tuple(np.random.default_rng(seed).uniform(0.5, 1.0, num_ranks)) if uneven else ()
+    cluster = ClusterSpec(num_ranks, 4, 8192, speeds)
+    cost = replace(cost, vision_linear_s=1e-4, encoder_pass_s=0.01)
+    samples = [Sample(str(row), tokens, 0, ((1, 16, 16),) * images) for row, (tokens, images) in enumerate(lengths)]
+    problem = checked_problem(samples, cluster, cost, sync="micro_batch")
+    if by_search:
+        before = micro_batch_schedule(problem, problem.machine, least_degrees(range(1, num_ranks + 1), num_ranks))
+    else:
+        before = uniform(problem, Layout(1, 8192))
+    after = with_exchanges(problem, before)
+    assert time_of(problem, after) <= time_of(problem, before) * (1 + 1e-12)
+    assert sorted(after.rows.tolist()) == list(range(len(samples)))
+    assert all(packs_of(after))
+    for kept in ("ranks", "first_rank", "micro_batch"):
+        assert (getattr(after, kept) == getattr(before, kept)).all()
+    tokens = np.add.reduceat(problem.items.tokens[after.rows], after.first_row[:-1])
+    assert (tokens <= np.diff(after.first_rank) * 8192).all()
+
+
+def test_near_a_slow_search_that_always_makes_the_best_exchange() -> None:
+    """Five sequences a rank, random packs; the best exchange of all is looked for by exact times."""
+    ratios = []
+    for seed in range(12):
+        generator = np.random.default_rng(seed)
+        samples = [Sample(str(row), int(tokens), 0, ((1, 16, 16),) * int(images))
+                   for row, (tokens, images) in enumerate(zip(generator.integers(200, 3000, 15),
+                                                              generator.integers(0, 3, 15)))]
+        problem = checked_problem(samples, ClusterSpec(3, 4, 8192), replace(ALL_TO_ALL, vision_linear_s=1e-4),
+                                  sync="micro_batch")
+        before = uniform(problem, Layout(1, 6000))
+        slow = before
+        while (better := best_exchange(problem, slow)) is not None:
+            slow = better
+        ratios.append(time_of(problem, with_exchanges(problem, before)) / time_of(problem, slow))
+    assert max(ratios) < 1.1
+    assert np.mean(ratios) < 1.03
