@@ -11,7 +11,7 @@ __all__ = ["fit", "resources"]
 
 
 def __getattr__(name: str) -> Any:
-    """`fit` and `resources`, which import Ray, once they are asked for."""
+    """Return `fit` or `resources`; imported on first use, because they import Ray."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dhp_ray.runtime.job import fit as module

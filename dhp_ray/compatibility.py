@@ -1,8 +1,8 @@
-"""What differs between torch 2.11 and 2.13, and between transformers 5.17 and 5.23: no other module looks which of them
-it runs with.
+"""The differences between torch 2.11 and 2.13, and between transformers 5.17 and 5.23: no other module checks which of
+them it runs with.
 
-pyproject.toml asks for the newest torch, whose numerics are tested. Images for GPUs and NPUs often have an older one,
-and neither Ray nor OmegaConf nor PyAV: `planner`, `comm`, `model` and `train` run there too.
+pyproject.toml asks for the newest torch, whose numerics are tested. Container images for GPUs and NPUs often have an
+older one, and neither Ray nor OmegaConf nor PyAV: `planner`, `comm`, `model` and `train` run there too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ def _collective(name: str, older_name: str) -> Collective:
     return found
 
 
-# torch 2.11 has the older names alone, 2.13 warns of them
+# torch 2.11 has only the older names, 2.13 warns about them
 all_gather_single = _collective("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def fsdp_param_groups(module: nn.Module) -> list[Any]:
-    """The groups of parameters that `fully_shard` gathers at a time for a module itself: FSDPParamGroup of torch."""
+    """Return the parameter groups (torch's FSDPParamGroup) that `fully_shard` gathers at a time for the module itself.
+    """
     state: Any = cast(FSDPModule, module)._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -37,8 +38,8 @@ def fsdp_param_groups(module: nn.Module) -> list[Any]:
 
 
 def checkpoint_activations(module: nn.Module, wanted: bool) -> None:
-    """Let a model of transformers compute what is inside its layers again in the backward pass, by autograd's hooks, or
-    where it is not `wanted` keep it.
+    """Let a transformers model recompute what is inside its layers in the backward pass, by autograd's hooks, or, if
+    that is not `wanted`, keep it.
     """
     model: Any = module
     newer = hasattr(model, "activation_checkpointing_enable")
@@ -55,10 +56,11 @@ def checkpoint_activations(module: nn.Module, wanted: bool) -> None:
 def rope_positions(
     module: nn.Module, input_ids: Tensor, kinds: Tensor, image_grids: Tensor, video_grids: Tensor, seconds: Tensor
 ) -> Tensor:
-    """M-RoPE positions (3, L) of one sequence, int64, by the function of a model of transformers (Qwen2_5_VLModel).
+    """Return the M-RoPE positions (3, L) of one sequence, int64, by the function of a transformers model
+    (Qwen2_5_VLModel).
 
-    transformers 5.17 cuts the time between two steps of a video to whole seconds: it is asked for positions without
-    time, and what 5.23 adds for the time is added here.
+    transformers 5.17 truncates the time between two steps of a video to whole seconds. So it is asked for positions
+    without time, and what 5.23 adds for the time is added here.
 
     Args:
         input_ids: (L,) int64; kinds: (L,), 0 for text, 1 for images, 2 for videos.

@@ -46,8 +46,8 @@ TRAINING = Layout(Config, {group: group for group in CHOICES},
 
 def load(argv: list[str], default_file: Path = CONF / "train.yaml", checked: Callable[[Config], None] = check
          ) -> Config:
-    """The configuration that `argv` (`--config FILE` and `key=value`) asks for, with values that `checked` lets pass.
-    URIs in it show no credentials (dhp_ray/credentials.py).
+    """Return the configuration that `argv` (`--config FILE` and `key=value`) asks for, once `checked` has accepted its
+    values. URIs in it show no credentials (dhp_ray/credentials.py).
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
@@ -58,7 +58,8 @@ def load(argv: list[str], default_file: Path = CONF / "train.yaml", checked: Cal
 
 
 def load_as(layout: Layout, argv: list[str], default_file: Path) -> Any:
-    """The same in another layout, an object of its schema: of the values only the types have been checked."""
+    """Like `load` in another layout: returns an object of its schema. Only the types of the values have been checked.
+    """
     path, overrides = split_arguments(argv, default_file)
     tree = _read(path)
     names = _choices(layout, tree.pop("choices", None))
@@ -85,7 +86,7 @@ def load_as(layout: Layout, argv: list[str], default_file: Path) -> Any:
 
 
 def split_arguments(argv: list[str], default_file: Path) -> tuple[Path, list[str]]:
-    """`--config FILE` (or `--config=FILE`) apart from the `key=value` overrides."""
+    """Separate `--config FILE` (or `--config=FILE`) from the `key=value` overrides."""
     path, overrides, rest = default_file, [], list(argv)
     while rest:
         word = rest.pop(0)
@@ -103,12 +104,14 @@ def split_arguments(argv: list[str], default_file: Path) -> tuple[Path, list[str
 
 
 def dump(config: Config) -> str:
-    """The configuration as YAML, without credentials: `load(["--config", file])` gives it back, or asks for them."""
+    """Return the configuration as YAML, without credentials: `load(["--config", file])` returns it again, or asks for
+    them.
+    """
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def help_text(command: str, purpose: str, keys: str = "", layout: Layout = TRAINING) -> str:
-    """The page that `--help` prints, with the keys that the pattern `keys` finds."""
+    """Return the page that `--help` prints, with the keys that match the pattern `keys`."""
     groups = " ".join(f"[{group}=NAME]" for group in layout.choices)
     lines = [f"usage: {command} [--config FILE] {groups} [key=value ...]", "", purpose, ""]
     for group in layout.choices:
@@ -168,7 +171,9 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _value(layout: Layout, name: str, text: str) -> Any:
-    """The value of an override, read as YAML, so that lists and numbers work; text for a string is taken as it is."""
+    """Return the value of an override, read as YAML, so that lists and numbers work; text for a string is taken as it
+    is.
+    """
     kind = _types(layout.schema).get(name)
     if not text:
         return [] if kind not in (int, float, str, bool) else "" if kind is str else None

@@ -1,4 +1,4 @@
-"""What the values of a configuration must be, beyond their types."""
+"""The checks of a configuration's values, beyond their types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UPLOADS = "working_dir_files"
 
 
 def check(config: Config) -> None:
-    """Refuse values that the schema's types admit and a run cannot use."""
+    """Refuse values that the schema's types allow but that a run cannot use."""
     _check_values(config)
     check_device(config)
     if config.data.path and config.data.sources:
@@ -133,12 +133,11 @@ def check_offload(setting: str) -> None:
 
 
 def check_device(config: Config) -> None:
-    """Refuse what the workers' device cannot do; where `cluster.device` is auto, call it again once the device is
-    known.
+    """Refuse what the workers' device cannot do; if `cluster.device` is auto, call it again once the device is known.
 
     Raises:
         ConfigError: fp32 on a GPU: the attention kernels there compute in bf16 alone; state shared by the ranks of a
-        node on a GPU or NPU.
+            node on a GPU or NPU.
     """
     if config.train.sharding == "node" and config.cluster.device not in ("auto", "cpu"):
         raise ConfigError(f"train.sharding: got 'node' with cluster.device={config.cluster.device}; allowed: whole (so "
@@ -151,10 +150,11 @@ def check_device(config: Config) -> None:
 
 
 def upload_warning(key: str, folder: str, working_folder: Path) -> str:
-    """What to tell of a key's folder or file inside the upload of a submitted job: each node has a copy of its own, and
-    Ray deletes them. Empty: it is not there.
+    """Return a warning if a key's folder or file is inside the upload of a submitted job: each node has its own copy of
+    that, and Ray deletes it. Empty if it is not.
 
-    The job's working folder tells, and not that it was submitted: a job may have changed to a folder that stays.
+    The job's working folder shows this, not the fact that it was submitted: a job may have changed to a folder that
+    stays.
     """
     if UPLOADS in working_folder.parts and "://" not in folder and not os.path.isabs(os.path.expanduser(folder)):
         return (f"warning: {key}={folder} is relative: it lies in {working_folder}, which Ray deletes with the job; "
@@ -199,7 +199,9 @@ def _check_value(dotted: str, value: Any, spec: dict[str, Any]) -> None:
 
 
 def brief(value: Any) -> str:
-    """A value as an error shows it, without the thousand digits of a huge number (Python refuses to print it)."""
+    """Return a value as an error shows it, without the thousands of digits of a huge number (Python refuses to print
+    it).
+    """
     if isinstance(value, int) and abs(value) >= 2**63:
         return "a number of more than 18 digits"
     return repr(value)

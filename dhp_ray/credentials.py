@@ -11,14 +11,14 @@ from typing import Any
 
 MASK = "***"
 # USER:SECRET@, from the scheme to the last @ of the word: a secret that was not quoted may hold / and @. A port
-# (host:9000/) is none.
+# (host:9000/) is not a secret.
 _USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^\s/@:]*:(?!\d{1,5}(?:[/?\s]|$))\S*@")
 _OPTION = re.compile(r"([?&][^\s=&]*(?:secret|password|passwd|token|credential|signature|key|sig)[^\s=&]*=)[^\s&'\"]+",
                      re.IGNORECASE)
 
 
 def masked(text: str) -> str:
-    """A text without the credentials of the URIs in it."""
+    """Return a text without the credentials of the URIs in it."""
     if ":/" not in text:  # also what a file name's rules make of ://
         return text
     return _OPTION.sub(rf"\1{MASK}", _USERINFO.sub(rf"\1{MASK}@", text))
@@ -39,17 +39,21 @@ class Uri(str):
 
 
 def concealed(value: Any) -> Any:
-    """A configuration's value: strings with credentials in them as Uri, also inside lists; everything else as it is."""
+    """Return a configuration's value: strings with credentials in them as Uri, also inside lists; everything else
+    unchanged.
+    """
     if isinstance(value, list):
         return [concealed(inner) for inner in value]
     return Uri(value) if isinstance(value, str) and MASK in _shown(value) and MASK not in value else value
 
 
 def full_uri(uri: str) -> str:
-    """What storage opens: the URI with its credentials, if it has any."""
+    """Return what storage opens: the URI with its credentials, if it has any."""
     return uri.full if isinstance(uri, Uri) else uri
 
 
 def _shown(uri: str) -> str:
-    """A whole URI without its credentials. Spaces have no place in one: they must not end the secret early."""
+    """Return a whole URI without its credentials. A URI must not have spaces; if it has, they must not end the secret
+    early.
+    """
     return masked(re.sub(r"\s", "%20", uri)) if ":/" in uri else uri

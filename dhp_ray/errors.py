@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def first_line_of(text: str) -> str:
-    """The first line of a text; empty where there is none."""
+    """The first line of a text; empty if there is none."""
     return (text.strip().splitlines() or [""])[0]
 
 

@@ -1,4 +1,4 @@
-"""The names of the files in a run's folder: whoever writes or reads one takes its name from here."""
+"""The names of the files in a run's folder: all code that writes or reads one takes its name from here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 CONFIG_FILE, CLUSTER_FILE = "config.yaml", "cluster.json"
 METRICS_FILE, LEDGER_FILE, SKIPPED_FILE, EVENTS_FILE = "metrics.jsonl", "ledger.jsonl", "skipped.jsonl", "events.jsonl"
 COST_FILE, COST_PICTURE = "cost.yaml", "cost.png"
-"""What planner.cost=measure found."""
+"""The costs that planner.cost=measure has found."""
 PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDER = (
     "plans",
     "trace",
@@ -17,7 +17,7 @@ PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDE
 )
 EXPORTS_FOLDER = "exports"
 MANIFEST_FILE = "manifest.json"
-"""In the folder of a checkpoint, which is whole once it has one."""
+"""A file in the folder of a checkpoint, which is whole once it has one."""
 
 
 def plan_file(step: int) -> str:
@@ -41,11 +41,11 @@ def checkpoint_folder(step: int) -> str:
 
 
 def tensors_folder(step: int, generation: int) -> str:
-    """The tensors of a checkpoint; generation 0 is of files from before each generation had its own folder."""
+    """The tensors of a checkpoint; generation 0 stands for files from before each generation had its own folder."""
     return checkpoint_folder(step) + (f"/generation_{generation}" if generation else "")
 
 
 def step_of(name: str, ending: str = "") -> int | None:
-    """The step that a file or folder of one step belongs to, by its name alone; None where it is of no step."""
+    """The step that a file or folder of one step belongs to, by its name alone; None if it belongs to no step."""
     match = re.fullmatch(rf"step_(\d+){re.escape(ending)}", name)
     return int(match[1]) if match else None

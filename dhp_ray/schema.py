@@ -40,15 +40,17 @@ MONTH_S = 30 * 86400
 """Longest time to wait for anything: the clocks below count nanoseconds."""
 
 MAX_MIRROR_STEPS = 1000
-"""From one mirrored state to the next: workers remember the steps of all state versions between the last two."""
+"""The most steps from one mirrored state to the next: workers remember the steps of all state versions between the last
+two.
+"""
 
 LARGEST = 1e30
-"""Of numbers that are computed with in 32 bits."""
+"""The largest of numbers that are computed with in 32 bits."""
 
 FORMATS = ("llava", "parquet", "webdataset", "huggingface", "synthetic")
 
 PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2", "megatron", "dhp_quick")
-"""Those of dhp_ray/planner, which takes half a second to import."""
+"""The planners of dhp_ray/planner, which takes half a second to import."""
 
 
 @dataclass(kw_only=True)

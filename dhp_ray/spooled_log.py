@@ -1,4 +1,4 @@
-"""Logs of JSON objects, one a line: appended where storage can append, else spooled here and uploaded whole."""
+"""Logs of JSON objects, one per line: appended if the storage can append, else spooled here and uploaded whole."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dhp_ray.storage import Folder, StorageError, append_whole, replacing, retry
 
 
 class SpooledLog:
-    """A log of JSON objects, one a line, in `name` of a folder.
+    """A log of JSON objects, one per line, in `name` of a folder.
 
-    On a local folder `append` returns when the line is on the disk (where that is full, it waits a while for room). An
-    object store cannot append: there the lines are spooled in a local temporary file, and `flush` uploads it whole.
-    A last line that a crash cut short is dropped when the log is opened.
+    On a local folder `append` returns when the line is on the disk (if the disk is full, it waits a while for room). An
+    object store cannot append: there the lines are spooled in a local temporary file, and `flush` uploads it whole. A
+    last line that a crash cut short is dropped when the log is opened.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -62,8 +62,8 @@ class SpooledLog:
                 yield line
 
     def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Leave only the lines that `keep` admits. The file is replaced at once, and only when a line goes. A line at a
-        time is in memory.
+        """Keep only the lines for which `keep` is True. The file is replaced at once, and only if a line goes. Only one
+        line at a time is in memory.
         """
         if all(keep(line) for line in self.lines()):
             return
@@ -115,7 +115,7 @@ class SpooledLog:
 
 
 def json_text(value: Any) -> str:
-    """One line of strict JSON: what it has no number for (NaN, infinities) becomes null."""
+    """Return one line of strict JSON: numbers that it does not have (NaN, infinities) become null."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:

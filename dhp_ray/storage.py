@@ -35,8 +35,8 @@ class StorageError(OSError):
 class Folder:
     """A folder that is named by a local path or a URI; it exists once something has been written into it.
 
-    Names are relative, with `/` between their parts. Every method raises StorageError, with the file's full name.
-    A Folder can be pickled: it is its URI. `uri` shows no credentials.
+    Names are relative, with `/` between their parts. Every method raises StorageError, with the file's full name. A
+    Folder is pickled as its URI. `uri` shows no credentials.
     """
 
     def __init__(self, uri: str) -> None:
@@ -57,7 +57,7 @@ class Folder:
         return f"Folder({self.uri!r})"
 
     def local_path(self) -> Path | None:
-        """Where the folder lies on this machine, or None on an object store."""
+        """Return where the folder is on this machine, or None on an object store."""
         return self._local
 
     def child(self, name: str) -> Folder:
@@ -121,7 +121,7 @@ class Folder:
             fs.copy_files(self._at(name), str(target), self._files, fs.LocalFileSystem())
 
     def probe(self) -> None:
-        """Write a small file, read it back and delete it: raises StorageError where that fails."""
+        """Write a small file, read it back and delete it: raises StorageError if that fails."""
         name, content = f".probe-{uuid.uuid4().hex}", uuid.uuid4().bytes
         self.write(name, content)
         if self.read(name) != content:
@@ -149,8 +149,8 @@ def _pairs(source: Path, name: str) -> list[tuple[Path, str]]:
 
 
 def retry_when_full(write: Callable[[], None]) -> None:
-    """Write something small, and wait for room where there is none: a save that fills the disk gives its room back when
-    it fails.
+    """Write something small, and wait for room if there is none: a save that fills the disk frees its room when it
+    fails.
     """
     deadline = time.monotonic() + ROOM_PATIENCE_S
     while True:
@@ -163,12 +163,14 @@ def retry_when_full(write: Callable[[], None]) -> None:
 
 
 def append_whole(file: int, content: bytes) -> None:
-    """Add bytes to the end of an open file (its descriptor), all or none: what follows must not continue a half."""
+    """Add bytes to the end of an open file (its descriptor), all or none, so that what follows does not continue a
+    half-written line.
+    """
     end = os.fstat(file).st_size
     try:
-        done = os.write(file, content)  # in one write, so that those of threads do not mix
+        done = os.write(file, content)  # in one write, so that writes of several threads do not mix
         while done < len(content):
-            done += os.write(file, content[done:])  # the disk took only a part: this says why, or takes the rest
+            done += os.write(file, content[done:])  # the disk took only a part: this raises why, or takes the rest
     except OSError:
         os.ftruncate(file, end)
         raise
@@ -176,7 +178,9 @@ def append_whole(file: int, content: bytes) -> None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A temporary file beside `target`, which takes its place, safe on the disk, when the block ends well."""
+    """Yield a temporary file beside `target`; when the block ends without an error, it is synced to the disk and
+    replaces `target`.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str], ending: Ending) -> int:
-    from dhp_ray.config import CONF, ConfigError, check_evaluation, help_text, load  # once signals are heeded
+    from dhp_ray.config import CONF, ConfigError, check_evaluation, help_text, load  # once signals are handled
 
     if "--help" in argv or "-h" in argv:
         print(help_text("python jobs/evaluate.py", PURPOSE, KEYS))

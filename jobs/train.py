@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str], ending: Ending) -> int:
-    from dhp_ray.config import ConfigError, help_text, load  # all imports below come once signals are heeded
+    from dhp_ray.config import ConfigError, help_text, load  # all imports below come once signals are handled
 
     if "--help" in argv or "-h" in argv:
         print(help_text("python jobs/train.py",

@@ -1,4 +1,4 @@
-"""Which process groups a bounded pool holds. These are only the decisions, so that a planner can predict what ranks do.
+"""Which process groups a bounded pool holds: only the decisions, so that a planner can predict what ranks will do.
 
     take(plan's groups)   hit ... create ... evict, create ... overflow      in the order in which ranks carry them out
 """
@@ -15,20 +15,20 @@ Change = tuple[Literal["hit", "create", "evict", "overflow"], Key]
 
 
 class PoolBook:
-    """The keys of at most `capacity` groups, least recently used first. Equal calls give equal books on all ranks."""
+    """The keys of at most `capacity` groups, least recently used first. Equal calls leave equal books on all ranks."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._keys: OrderedDict[Key, None] = OrderedDict()
 
     def held(self) -> list[Key]:
-        """The keys, least recently used first."""
+        """Return the keys, least recently used first."""
         return list(self._keys)
 
     def take(self, process_groups: Sequence[Sequence[int]]) -> Iterator[Change]:
-        """Yield the changes that prepare a plan's groups. Each change is entered in the book when it is yielded.
+        """Yield the changes that make a plan's groups ready; each is recorded as it is yielded.
 
-        A group overflows if there is no room because all other groups belong to the same plan.
+        A group for which there is no room, because all others belong to the same plan, overflows.
         """
         wanted = dict.fromkeys(key_of(ranks) for ranks in process_groups if len(ranks) > 1)
         hits = {key: None for key in wanted if key in self._keys}
@@ -51,5 +51,5 @@ class PoolBook:
 
 
 def key_of(ranks: Sequence[int]) -> Key:
-    """The key of a group: packs that run on the same ranks in another ring order share it."""
+    """Return the key of a group. Packs that pass the same ranks in another ring order share a group."""
     return tuple(sorted(ranks))

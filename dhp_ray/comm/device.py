@@ -1,6 +1,6 @@
 """The device that a rank computes on, its communication backend, and the Ray resource that reserves it.
 
-Importing this module does not import torch, since the driver needs only resource names.
+Importing this module does not import torch: the driver only asks it for resource names.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A kind of device. `resource`: the Ray resource that a worker reserves besides CPUs; None if it needs only CPUs.
-    """
+    """`resource` is what one worker reserves in Ray in addition to CPUs; None if it needs only CPUs."""
 
     name: str
     backend: str
     resource: str | None
     files: str = ""
-    """Pattern of its device files; the device's driver makes one for each device."""
+    """The pattern of its device files: the device's driver makes one for each device."""
     visible: str = ""
-    """The environment variable that hides some of the devices."""
+    """The environment variable that hides some of its devices."""
     group_bytes: int = 0
-    """Approximate device memory of a process group in the pool."""
+    """The approximate device memory of a process group of the pool."""
     shares_memory: bool = False
-    """Whether the ranks of a node can map one another's device memory (`train.sharding=node`)."""
+    """Whether ranks of a node can map the memory of one another's devices (`train.sharding=node`)."""
 
     def num_devices(self) -> int:
-        """The most devices that this machine can have, counted by device files, because libraries that know take
-        seconds to import. On the CPU: the number of cores.
+        """Return the most devices that this machine has, by the device files: a library that knows takes seconds to
+        import. On the CPU: its cores.
         """
         if not self.files:
             return os.cpu_count() or 1
@@ -48,15 +47,15 @@ class Accelerator:
         return found if shown is None else min(found, 0 if shown in ("", "NoDevFiles", "-1") else len(shown.split(",")))
 
     def torch_device(self, index: int = 0) -> torch.device:
-        """The torch device. Ray shows each worker only its own device, so its index is 0."""
+        """Return the torch device. Ray shows each worker only its own device, so its index is 0 there."""
         import torch
 
         return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, index)
 
     def activate(self, index: int = 0) -> None:
-        """Make the device the current one of this process; NCCL and HCCL use the current device.
+        """Make the device this process's current one; NCCL and HCCL take it from there.
 
-        From then on the process outlives a lost peer, because torch's watchdogs leave it alone.
+        From then on the process outlives a lost peer: torch's watchdogs no longer end it.
         """
         os.environ.update(WATCHDOGS)
         import torch
@@ -67,7 +66,7 @@ class Accelerator:
             torch.get_device_module(self.name).set_device(index)
 
     def stop(self) -> None:
-        """Stop what the device computes and waits for; called from a control thread. On CUDA aborting the groups does
+        """End what the device computes and waits for; called from a control thread. On CUDA, aborting the groups does
         that.
         """
         if self.name == "npu":
@@ -76,42 +75,42 @@ class Accelerator:
             torch.get_device_module(self.name).stop_device(self.torch_device().index)
 
     def restart(self) -> None:
-        """Let a device that may have been stopped compute again. Its memory keeps its contents."""
+        """Let a device that may have been stopped compute again; its memory is unchanged."""
         if self.name == "npu":
             import torch
 
             torch.get_device_module(self.name).restart_device(self.torch_device().index)
 
     def compute_in(self, precision: str) -> None:
-        """Set the type that this process computes in. Must be called before its first product, since oneDNN reads it
-        once.
+        """Set the type that this process is going to compute in, before its first matrix product: oneDNN reads this
+        setting once.
 
-        oneDNN's bf16 kernels use AMX instructions, which some virtual machines advertise although using them kills the
-        process.
+        oneDNN's bf16 kernels use AMX instructions; some virtual machines advertise them and then kill the process that
+        uses them.
         """
         if self.name == "cpu" and precision == "bf16":
             os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
     def compute_deterministically(self) -> None:
-        """Fix the order of every sum in products, kernels and collectives. Must be called before this process's first
-        product. An operator without a fixed order raises.
+        """Make every sum in matrix products, kernels and collectives have a fixed order; call it before this process's
+        first product. An operator without such a version raises.
         """
         import torch
 
         os.environ.update(DETERMINISTIC)
         torch.use_deterministic_algorithms(True)
-        # else each new buffer is written once more
+        # otherwise each new buffer is written once more
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def pool_groups(self, wanted: str, memory_bytes: int) -> int:
-        """The most process groups in the pool (`comm.pool_groups`) on devices with this much memory."""
+        """Return the most process groups that the pool keeps (`comm.pool_groups`) on devices with this much memory."""
         if wanted != "auto":
             return int(wanted)
         fitting = int(POOL_SHARE * memory_bytes / self.group_bytes) if self.group_bytes else POOL_GROUPS
         return max(1, min(POOL_GROUPS, fitting))
 
     def pool_options(self) -> Any:
-        """Options for a group of the pool: small buffers if the backend lets us choose."""
+        """Return the options that a group of the pool is made with: small buffers where their size can be chosen."""
         if self.name != "npu":
             return None
         import torch_npu
@@ -121,7 +120,8 @@ class Accelerator:
         return options
 
     def model_name(self, index: int = 0) -> str:
-        """The device's name as its driver reports it, such as NVIDIA H100 80GB HBM3; on the CPU the processor's name.
+        """Return the name that the device's driver has for it, such as NVIDIA H100 80GB HBM3; on the CPU the
+        processor's own name.
         """
         if self.name == "cpu":
             return processor_name()
@@ -130,7 +130,8 @@ class Accelerator:
         return str(torch.get_device_module(self.name).get_device_name(index))
 
     def memory_bytes(self, index: int = 0) -> int:
-        """Memory of one device. On the CPU: memory of this machine (or container), which all ranks on it share."""
+        """Return the memory of one device. On the CPU: that of this machine (or container), shared by all ranks on it.
+        """
         import torch
 
         if self.name != "cpu":
@@ -142,26 +143,28 @@ class Accelerator:
 
 
 POOL_GROUPS, POOL_SHARE = 64, 0.05
-"""The most groups with `auto` (gloo groups need a socket for each pair), and the largest share of a device's memory."""
+"""The most groups that `auto` keeps (gloo's groups take a socket per pair of ranks), and the share of a device's memory
+for them.
+"""
 HCCL_BUFFER_MB = 32
-"""HCCL uses two such buffers for each group. Its default is 200 MB, with which 64 groups would take 25 GB."""
+"""HCCL takes two such buffers per group; by default each has 200 MB, and 64 groups would take 25 GB."""
 NCCL_BYTES = 64 * 2**20
-"""An estimate without a measurement: a communicator's memory grows with its members and links."""
+"""An unmeasured estimate: what a communicator takes grows with its members and links."""
 
 CPU = Accelerator("cpu", "gloo", None, shares_memory=True)
 CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES)
 NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES", 2 * HCCL_BUFFER_MB * 2**20)
 WATCHDOGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0"}
-"""By default watchdogs end the process when a peer is gone, but a survivor must keep its state and join the next
-generation. Process groups read these variables when they are made.
+"""By default torch's watchdogs end the process when a peer is gone; a survivor must keep its state and join the next
+generation. Process groups read these when they are made.
 """
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
-"""Read by cuBLAS at its first product, by HCCL, and by CANN's products."""
+"""Read by cuBLAS at its first product, by HCCL and by CANN's products."""
 ACCELERATORS = {accelerator.name: accelerator for accelerator in (CPU, CUDA, NPU)}
 
 
 def processor_name() -> str:
-    """Name of this machine's CPU, such as AMD EPYC 9654; the architecture if the system does not tell."""
+    """Return the name of this machine's CPU, such as AMD EPYC 9654; the architecture if the system does not tell."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -170,9 +173,9 @@ def processor_name() -> str:
 
 
 def choose(name: str) -> Accelerator:
-    """The accelerator called `name`; for `auto` the best one of this machine: npu, otherwise cuda, otherwise cpu.
+    """Return the accelerator called `name`, or with `auto` the best one of this machine: npu, else cuda, else cpu.
 
-    Raises ValueError if the name is unknown, or this machine has no such device.
+    Raises ValueError when the name is unknown, or its device cannot be found here.
     """
     if name == "auto":
         return next(accelerator for accelerator in (NPU, CUDA, CPU) if not _lack(accelerator))
@@ -184,7 +187,7 @@ def choose(name: str) -> Accelerator:
 
 
 def _lack(accelerator: Accelerator) -> str:
-    """What this machine lacks to use the accelerator; empty if nothing."""
+    """Return what keeps this machine from using the accelerator; empty if nothing does."""
     if accelerator is CPU:
         return ""
     if accelerator is NPU:

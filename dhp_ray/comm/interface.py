@@ -1,7 +1,7 @@
-"""The network interface of a node's address: gloo must be told on which one to listen.
+"""The network interface that a node's address belongs to: gloo must be told which one to listen on.
 
-By default gloo looks up the host's name, which on many machines gives the loopback interface (other nodes then cannot
-reach the rank) or a public address.
+By default gloo looks up the host's name, which on many machines gives the loopback (other nodes then cannot reach the
+rank) or a public address.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import socket
 import struct
 
 SIOCGIFADDR = 0x8915
-"""Linux's request number for the IPv4 address of an interface."""
+"""Linux's call for the IPv4 address of an interface."""
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface with this IPv4 address; empty if there is none, or for another kind of address."""
+    """Return the name of the interface with this IPv4 address; empty if none has it, or for another kind of address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -29,7 +29,7 @@ def interface_of(address: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address in a connection to `host`; empty if there is no route."""
+    """Return the address of this machine that a connection to `host` would come from; empty if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, port))  # sends nothing
@@ -39,7 +39,8 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen_on(address: str) -> None:
-    """Let this process's gloo groups listen on the interface of `address`, unless GLOO_SOCKET_IFNAME is set."""
+    """Let this process's gloo groups listen on the interface of `address`, unless GLOO_SOCKET_IFNAME names one already.
+    """
     name = interface_of(address)
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -1,8 +1,8 @@
 """Point-to-point exchange among the members of one pack, with the time that a member is blocked in it.
 
-    post:  exchange(sends, receives) -> Pending      both directions at once, without blocking
-           ... compute with what is already here ...
-    wait:  Pending.wait()                            its duration is exposed communication: `blocked_s`
+    post:  exchange(sends, receives) -> Pending      both directions at once, nothing blocks
+           ... compute on what is already here ...
+    wait:  Pending.wait()                            what this costs is exposed communication: `blocked_s`
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dhp_ray.comm.ranks import torch_peer
 
 
 class Tag(IntEnum):
-    """What a message carries. Tags separate exchanges that are in flight between two ranks at the same time."""
+    """What a message carries. It keeps apart exchanges that are under way between two ranks at the same time."""
 
     RING_FORWARD = 0
     RING_BACKWARD = 1
@@ -34,9 +34,9 @@ TAGS_PER_PACK = 16
 class Link:
     """One pack's members, seen from one of them. Members are positions in `ranks`, the pack's ring order.
 
-    gloo matches messages by pair and tag. NCCL and HCCL ignore tags and match by order, which is the same on both sides
-    because every rank runs its packs in plan order. Communicators that share ranks are ordered too: each starts from
-    the current stream, and `wait` makes that stream wait for it before the next pack posts anything.
+    gloo matches a message by pair and tag. NCCL and HCCL ignore tags and match by order, which is the same on both
+    sides because every rank runs its packs in plan order. Communicators that share ranks are ordered there too: each
+    starts from the current stream, and `wait` makes that stream wait for it before the next pack posts anything.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Link:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds blocked in `wait` so far: of the process on the CPU, of the current stream on a device.
+        """Seconds blocked in `wait` so far: of the process on the CPU, of the device's current stream elsewhere.
 
-        On a device this waits until the stream gets there, so call it only once, at the end of a pack or step.
+        On a device this waits until the stream has got this far; read it once, at the end of a pack or of a step.
         """
         self._blocked_s += sum(end.since_s(start) for start, end in self._waits)
         self._waits.clear()
         return self._blocked_s
 
     def taken_waits(self) -> list[tuple[Moment, Moment]]:
-        """Begin and end of every wait since the last call. `blocked_s` no longer counts them. Does not read from a
+        """Return begin and end of every wait since the last call; `blocked_s` no longer counts them. Does not query the
         device.
         """
         waits, self._waits = self._waits, []
@@ -78,10 +78,10 @@ class Link:
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
     ) -> Pending:
-        """Start sending each (tensor, member) and receiving into each (tensor, member); all tensors are contiguous.
+        """Start sending each (tensor, member) and receiving into each (tensor, member); all are contiguous.
 
-        Tensors without elements are skipped on both sides, so both members must expect the same sizes. No tensor may be
-        written before `wait`, and received values are valid only after it.
+        Tensors without elements are skipped, on both sides: the sizes that two members expect of each other must agree.
+        No tensor may be written before `wait`, and received values are there only after it.
         """
         operations = [
             dist.P2POp(call, tensor, torch_peer(self.ranks[member]), group=self._group, tag=self._first_tag + tag)
@@ -92,7 +92,7 @@ class Link:
         return Pending(self, works, [operation.tensor for operation in operations])
 
     def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
-        """Wait for all of `works` and count the time. Raises AbortedError after an abort."""
+        """Wait for all of `works`, and count the time. Raises AbortedError after an abort."""
         start = Moment(device)
         with self.progress.waiting("exchange of a pack"):
             for work in works:
@@ -101,7 +101,7 @@ class Link:
 
 
 class Pending:
-    """An exchange in flight. It keeps the tensors that it reads and writes until `wait` returns."""
+    """An exchange under way. It holds the tensors that it reads and writes until `wait` returns."""
 
     def __init__(self, link: Link, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
         self._link, self._works, self._tensors = link, works, tensors
@@ -114,10 +114,11 @@ class Pending:
 
 
 def post_together(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """Start sends and receives of one group together, as one operation of NCCL and HCCL, so that none waits for
-    another.
+    """Start the sends and receives of one group together: NCCL and HCCL run them as one operation, so that none waits
+    for another.
 
-    torch passes a batch to a backend only if the group is of its own type; a group written in Python gets it here.
+    torch passes a batch to a backend only if the group is of torch's own type; a group that is written in Python gets
+    the batch here.
     """
     batch = getattr(operations[0].group, "batch_isend_irecv", dist.batch_isend_irecv)
     works: list[dist.Work] = batch(operations)

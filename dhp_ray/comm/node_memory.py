@@ -1,11 +1,12 @@
-"""Memory that all ranks of a node map. Each rank owns a part; every other rank reads it and adds to it by itself.
+"""Memory that all ranks of a node map: each owns a part, and every other rank reads it and adds to it without the
+owner's help.
 
     rank 0 (pid 40)    part 0: memfd      part 1: /proc/41/fd/N
     rank 1 (pid 41)    part 0: /proc/40/fd/N      part 1: memfd
 
 A part has no name in a file system, does not count towards /dev/shm's limit, and is freed by the kernel with the last
-process that maps it. A process that writes to a place which others write to as well holds the lock of that place, an
-fcntl byte-range lock on the part's file; the kernel releases it when the holder dies.
+process that maps it. A rank that writes to a place of a part that others write to as well holds the lock of that place,
+an fcntl byte-range lock on the part's file: the kernel releases it when its holder dies.
 """
 
 from __future__ import annotations
@@ -26,21 +27,20 @@ PAGE = mmap.PAGESIZE
 
 
 class NodeMemoryError(ValueError):
-    """The ranks of a node cannot share memory; the message is one line."""
+    """Ranks of a node cannot share memory; the message is one line."""
 
 
 class NodeMemory:
-    """The parts of all ranks of a node, each of `num_bytes` and initially zero.
+    """The parts of all ranks of a node, each `num_bytes` long and zero at first.
 
-    `parts` are uint8 tensors, one for each member, by its place among `ranks`.
+    `parts` are uint8 tensors, one per member, in the order of `ranks`.
     """
 
     def __init__(self, num_bytes: int, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
-        """Every rank of `ranks`, the ranks of this node, must call this. `group` is theirs, over the CPU (None: one
-        rank).
+        """All of `ranks`, the ranks of this node, call this; `group` is their group over the CPU (None: one rank).
 
         Raises:
-            NodeMemoryError: a process may not open another one's memory (raised on all ranks), or there is no room.
+            NodeMemoryError: a process may not open the memory of another one, raised on all ranks; or there is no room.
         """
         self.ranks, self.own = tuple(ranks), tuple(ranks).index(rank)
         length = -(-max(1, num_bytes) // PAGE) * PAGE
@@ -55,7 +55,7 @@ class NodeMemory:
                 if member != self.own:
                     self._files[member], said = _opened(self.ranks[member], pid, file, identity)
                     refusal = refusal or said
-            # a peer that has died has no memory to open: this raises then, as any collective does
+            # a peer that has died has no memory to open: then this collective raises, as any other does
             if any(bool(refused) for refused in _of_all(torch.tensor(int(bool(refusal))), group)):
                 raise NodeMemoryError(f"train.sharding=node: {refusal or 'a rank cannot open the memory of another'}; "
                                       "allowed here: train.sharding=whole")
@@ -67,8 +67,8 @@ class NodeMemory:
 
     @contextmanager
     def locked(self, member: int, lock: int) -> Iterator[None]:
-        """Hold a lock, any number, of a member's part against all other processes. One thread of each process may use
-        this.
+        """Hold lock number `lock` of a member's part against all other processes; it does not exclude threads of one
+        process.
         """
         file = self._files[member]
         fcntl.lockf(file, fcntl.LOCK_EX, 1, lock)
@@ -78,9 +78,10 @@ class NodeMemory:
             fcntl.lockf(file, fcntl.LOCK_UN, 1, lock)
 
     def close(self) -> None:
-        """Forget all parts. No lock may be held, since closing a file releases all of this process's locks on it.
+        """Forget all parts. Call it while no lock is held, because closing a file releases all of this process's locks
+        on it.
 
-        Memory is freed once no process has a tensor of it.
+        Memory is freed once no tensor of it is left, in any process.
         """
         self.parts = []
         for file in self._files:
@@ -95,7 +96,7 @@ def _of_all(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 
 def _created(length: int) -> int:
-    """Create a memory file of this many bytes."""
+    """Create an in-memory file of `length` bytes."""
     file = os.memfd_create("dhp_ray", os.MFD_CLOEXEC)
     try:
         os.ftruncate(file, length)
@@ -118,8 +119,8 @@ def _no_room(length: int, error: OSError) -> NodeMemoryError:
 
 
 def _opened(rank: int, pid: int, file: int, identity: list[int]) -> tuple[int, str]:
-    """Open another process's file. Returns -1 and the reason if this process cannot see that process or may not access
-    it. `identity`: device and inode of the file there.
+    """Open another process's file; returns -1 and the reason if this process sees no such process, or may not look into
+    it. `identity`: the file's device and inode there.
     """
     path = f"/proc/{pid}/fd/{file}"
     try:

@@ -1,7 +1,7 @@
-"""A bounded pool of process groups, keyed by their ranks.
+"""A bounded pool of process groups keyed by their ranks.
 
-All ranks of the world keep the same book and create and destroy groups together, members or not. torch numbers groups
-by how many each process has created, so a rank that skipped one would name the next group differently and hang.
+All ranks of the world keep the same book and create and destroy together, members or not: torch numbers groups by
+how many each process has created, so a rank that stays out of one would name the next differently and hang.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dhp_ray.comm.world import make_group
 
 
 class GroupPool:
-    """At most `capacity` groups at a time; the least recently used is evicted first.
+    """At most `capacity` groups at a time; the least recently used goes first.
 
-    `timeout`: of every group's operations; a new group does not inherit it from the world's group. Counters, equal on
-    all ranks: `hits` and `creations` of groups that plans needed, `evictions`, and `overflows`: groups for which a pool
-    full of the same plan's groups had no room, and which the parent transport carries.
+    `timeout` is that of every group's operations: a new group does not inherit the world's. Counters, equal on all
+    ranks: `hits` and `creations` of groups that plans asked for, `evictions`, and `overflows`: groups that found the
+    pool full of others of the same plan and are left to the parent transport.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GroupPool:
         self._groups: dict[Key, dist.ProcessGroup] = {}
 
     def prepare(self, process_groups: Sequence[tuple[int, ...]]) -> None:
-        """Prepare the groups of a plan. Every rank of the world must call this before the plan's first pack."""
+        """Make the groups of a plan ready. Every rank of the world calls this alike, before the plan's first pack."""
         for change, key in self._book.take(process_groups):
             match change:
                 case "hit":
@@ -55,15 +55,15 @@ class GroupPool:
                     self._create(key)
 
     def get(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of these ranks, in any order; None if it is not in the pool."""
+        """Return the group of these ranks, in any order; None if it is not in the pool."""
         return self._groups.get(key_of(ranks))
 
     def ranks(self) -> list[Key]:
-        """The groups in the pool (sorted ranks), least recently used first."""
+        """Return the groups in the pool (sorted ranks), least recently used first."""
         return self._book.held()
 
     def clear(self) -> None:
-        """Destroy every group. All remaining ranks must call this."""
+        """Destroy every group. All ranks that are left call this alike."""
         for key in self._book.held():
             self._destroy(key)
         self._book.clear()
@@ -83,9 +83,9 @@ class GroupPool:
 
 
 def warm_up_group(group: dist.ProcessGroup, ranks: Sequence[int], progress: Progress) -> None:
-    """Exchange one number between every two members, because the first batch of a group must involve all of its ranks.
+    """Exchange one number between every two members: the first batch of a group must involve all of its ranks.
 
-    NCCL and HCCL then build the communicator's channels; later exchanges may skip members that hold no tokens.
+    NCCL and HCCL build a communicator's channels then; a later exchange may leave out members that hold no tokens.
     """
     mine = own_rank()
     others = [rank for rank in ranks if rank != mine]

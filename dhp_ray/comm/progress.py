@@ -1,13 +1,13 @@
-"""Records what a rank is doing, and lets another thread end what it waits for.
+"""What a rank is doing, as its training thread records it, and how another thread ends its waits.
 
     training thread   records a mark: at every layer, forward and backward, and around its waits for peers in a step
     CPU               has passed a mark once it is recorded
-    device            a mark is an event in its stream: the host records it early, and the device passes it when it
-                      gets there
-    control thread    asks for the last mark that was passed, and aborts: from then on every mark raises
+    device            a mark is an event in its stream: the host records it early, the device passes it when it gets
+                      there
+    control thread    asks for the mark that was passed last, and aborts: from then on every mark raises
 
 After an abort, waits return with garbage, and only the next operation on a group raises. So the training thread checks
-for an abort after such a wait and after reading from the device (`check`), and then never uses the values.
+for an abort after each wait and after reading the device (`check`), and never uses what it then has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 class AbortedError(RuntimeError):
-    """The generation was aborted: values received from peers since then may be garbage."""
+    """The generation was aborted: what came from peers since may be garbage."""
 
 
 class Mark(NamedTuple):
@@ -40,7 +40,7 @@ class Mark(NamedTuple):
 
 
 class Moment:
-    """A point in time of the device's current stream; on the CPU, of the process."""
+    """A point in time of the device's current stream, or on the CPU of the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
@@ -51,7 +51,7 @@ class Moment:
             self._event.record()
 
     def since_s(self, earlier: Moment) -> float:
-        """Seconds since an earlier moment of the same device. Waits until the device has reached this moment."""
+        """Return the seconds since an earlier moment of the same device. Waits until the device has got here."""
         if self._event is None:
             return self._seconds - earlier._seconds
         self._event.synchronize()
@@ -59,14 +59,14 @@ class Moment:
 
 
 class Progress:
-    """Progress of one rank in one generation. The training thread calls `mark`, `waiting`, `check`, `read` and
-    `synchronize`; any other thread may call `passed` and `abort`.
+    """The progress of one rank in one generation. The training thread calls `mark`, `waiting`, `check`, `read` and
+    `synchronize`; any other thread calls `passed` and `abort`.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
         self.stage = ""
-        """Where the training thread is in the plan; it applies to the marks that follow."""
+        """Where the training thread is in the plan; marks that follow belong to it."""
         self.aborted = False
         self._passed = self._recorded = Mark(0, "", "", waits_for_peers=False)
         self._ahead: deque[tuple[Mark, Any]] = deque()  # recorded, and not known to be passed
@@ -98,34 +98,32 @@ class Progress:
         self.mark(f"after {what}")
 
     def check(self) -> None:
-        """Raise AbortedError after an abort. Must be called after everything that blocks."""
+        """Raise AbortedError after an abort; call it after everything that blocks."""
         if self.aborted:
             raise AbortedError("the generation was aborted")
 
     def read(self, tensor: Tensor) -> Any:
-        """The values of a tensor, as from `tolist`. Waits for the device. Raises AbortedError after an abort."""
+        """Return the numbers of a tensor, like `tolist`; waits for the device. Raises AbortedError after an abort."""
         numbers = tensor.tolist()
         self.check()
         return numbers
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all its work. Raises AbortedError after an abort."""
+        """Wait until the device has done all that it was given. Raises AbortedError after an abort."""
         if self._module is not None:
             self._module.current_stream(self.device).synchronize()
         self.check()
 
     def passed(self) -> Mark:
-        """The last mark that the device has passed or, if it has passed all, the last one of the training thread. It
-        does not change after an abort, since a stopped device answers no queries.
+        """Return the mark that was passed last: by the device, or on the CPU by the training thread. After an abort it
+        no longer changes: a device that was stopped cannot be queried.
         """
         with self._lock:
             self._forget_passed()
             return self._passed
 
     def abort(self) -> None:
-        """Note the abort. Must be called before the groups are aborted: the training thread must not use what it waits
-        for.
-        """
+        """Note an abort, before the groups are aborted: what the training thread waits for must no longer be used."""
         self.aborted = True
 
     def _forget_passed(self) -> None:

@@ -1,7 +1,7 @@
-"""The mapping from ranks of the plan to torch ranks. Only this module knows it: one torch rank, with the same number.
+"""Which torch ranks a rank of the plan consists of. Only this module knows that it is one, with the same number.
 
-    plan     rank 0      rank 1      rank 2          packs, groups, shards and replicas use these
-    torch    rank 0      rank 1      rank 2          process groups and messages use these
+    plan     rank 0      rank 1      rank 2          packs, groups, shards and replicas are of these
+    torch    rank 0      rank 1      rank 2          process groups and messages are of these
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def torch_ranks(ranks: Iterable[int]) -> list[int]:
 
 
 def torch_peer(rank: int) -> int:
-    """The torch rank of another rank of the plan with which this process exchanges."""
+    """The torch rank of another rank of the plan that this process exchanges with."""
     return rank
 
 
@@ -29,18 +29,18 @@ def own_rank() -> int:
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum over the ranks, in place; each rank of the plan counts once. All torch ranks of `group` must call this."""
+    """Sum in place what every rank of the plan has; each rank counts once. All torch ranks of `group` call this."""
     dist.all_reduce(tensor, group=group)
 
 
 def gather_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The tensors of all ranks, by rank; all have the same shape. All torch ranks of `group` must call this."""
+    """Return the tensor of every rank, by rank; their shapes are equal. All torch ranks of `group` call this."""
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(gathered, tensor, group=group)
     return gathered
 
 
 def copy_from_rank(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Copy `tensor` of rank `source` of `group` to `tensor` on every rank. All torch ranks of `group` must call this.
+    """Fill `tensor` on every rank with what rank `source` of `group` has in it. All torch ranks of `group` call this.
     """
     dist.broadcast(tensor, group=group, group_src=torch_peer(source))

@@ -1,9 +1,9 @@
-"""Exchange of rows among the members of a link: each receives the rows that it needs from every other member, and their
-gradients return by the same routes.
+"""Exchange of rows among the members of a link: each gets the rows that it needs from every other one, and their
+gradients go back by the same routes.
 
-Used for vision features: the member that encoded an image owns its rows, and the members that hold its tokens need
-them. Inside a pack autograd runs the way back (`exchange_rows`); apart from packs it is a separate phase (`send_rows`,
-`return_rows`).
+Used for vision features: the member that encoded an image owns its rows, the members that hold its tokens need them.
+Inside a pack, autograd sends the gradients back (`exchange_rows`); apart from packs, that is a phase of its own
+(`send_rows`, `return_rows`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ def exchange_rows(
     *,
     differentiable: bool = True,
 ) -> Tensor:
-    """The rows that this member needs: (sum(receive_counts), F), those of member 0 first, with its own rows copied.
+    """Return the rows that this member needs: (sum(receive_counts), F), those of member 0 first; its own are copied.
 
-    rows: (N, F), the rows that this member owns; N may be 0, F and dtype are equal on all members.
-    send_index: for every member, positions within `rows` (long, on their device) that it needs, in the order that it
-    wants. receive_counts: for every member, how many of its rows this member needs.
+    rows: (N, F), the rows that this member owns; N may be 0, F and dtype are alike on all members.
+    send_index: for every member, positions within `rows` (long, on their device) that it needs, in the order in which
+    it wants them.
+    receive_counts: for every member, how many of its rows this member needs.
 
-    The backward pass sends each row's gradient to its owner, who sums them. It is an exchange too, so either all
-    members run it or none: pass `differentiable=True` on all of them if any trainable parameter is upstream of `rows`
-    on any of them, and keep the result in the graph even if it has no rows.
+    The backward sends each row's gradient to its owner, which sums them. It is an exchange too, so either all members
+    run it or none: pass `differentiable=True` on all when any trainable parameter is upstream of `rows` on any of them,
+    and keep the result in the graph even when it has no rows.
     """
     if len(send_index) != link.size or len(receive_counts) != link.size:
         raise ValueError(
@@ -54,10 +55,10 @@ def exchange_rows(
 def send_rows(
     rows: Tensor, send_index: Mapping[int, Tensor], receive_counts: Mapping[int, int], link: Link
 ) -> Tensor:
-    """The rows (sum of counts, F) that this member receives, those of the lowest member first, with its own rows
+    """Return the rows (sum of counts, F) that this member receives, those of the lowest member first; its own are
     copied.
 
-    `send_index`: by member, positions within `rows` (N, F) that it needs. `receive_counts`: by member, in ascending
+    `send_index`: by member, positions within `rows` (N, F) that it needs; `receive_counts`: by member, in ascending
     order, how many of its rows come here. A member that is in neither takes no part.
     """
     received = rows.new_empty((sum(receive_counts.values()), rows.shape[1]))
@@ -69,7 +70,8 @@ def send_rows(
 def return_rows(
     gradient: Tensor, send_index: Mapping[int, Tensor], receive_counts: Mapping[int, int], num_rows: int, link: Link
 ) -> Tensor:
-    """The gradient (num_rows, F) of the `rows` of `send_rows`, given the gradient of its result. Uses the same routes.
+    """Return the gradient (num_rows, F) of the `rows` given to `send_rows`, from the gradient of its result, by the
+    same routes.
     """
     received = {member: gradient.new_empty((len(index), gradient.shape[1])) for member, index in send_index.items()}
     _exchange(_pieces(gradient.contiguous(), receive_counts), received, link, Tag.ROWS_BACKWARD)
@@ -103,7 +105,7 @@ def _pieces(rows: Tensor, counts: Mapping[int, int]) -> dict[int, Tensor]:
 
 
 def _exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], link: Link, tag: Tag) -> None:
-    """Send `sent[member]` to every member and receive into `received[member]`; copy what stays here meanwhile."""
+    """Send `sent[member]` to, and fill `received[member]` from, every member; copy what stays here meanwhile."""
     pending = link.exchange([(rows, member) for member, rows in sent.items() if member != link.index],
                             [(rows, member) for member, rows in received.items() if member != link.index], tag)
     if link.index in received:

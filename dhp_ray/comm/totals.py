@@ -1,7 +1,7 @@
-"""Sums and lists of numbers over all ranks, equal on every rank. No collective uses float64, because HCCL refuses it.
+"""Numbers of all ranks, for sums that must be equal on every rank. No collective uses float64: HCCL refuses it.
 
     count      int64, summed by the collective
-    number     high + low, two fp32 numbers with 48 of float64's 53 bits; gathered, and added in float64 on the host
+    number     high + low, two fp32 numbers with 48 of float64's 53 bits; gathered, and added up in float64 on the host
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dhp_ray.comm.ranks import gather_over_ranks, sum_over_ranks
 
 
 def sum_of_counts(count: int, group: dist.ProcessGroup | None, progress: Progress) -> int:
-    """The sum of an integer over all ranks. Every rank of `group` must call this; None is for a single rank."""
+    """Return the sum of a whole number over all ranks; every rank of `group` calls this. None is for a single rank."""
     if group is None:
         return count
     total = torch.tensor(count, dtype=torch.int64, device=progress.device)
@@ -25,9 +25,9 @@ def sum_of_counts(count: int, group: dist.ProcessGroup | None, progress: Progres
 
 
 def numbers_of_ranks(number: Tensor, group: dist.ProcessGroup | None, progress: Progress) -> list[float]:
-    """One number of every rank, by rank, equal on all ranks. `number` has no dimension and any floating type.
+    """Return the number of every rank, by rank, equal on all of them. `number` has no dimension, and any floating type.
 
-    `progress` is of the group's device. Values must be within fp32's range. Every rank of `group` must call this.
+    `progress` belongs to the group's device. The number is within fp32's range; every rank of `group` calls this.
     """
     if group is None:
         return [float(progress.read(number))]

@@ -20,29 +20,29 @@ from dhp_ray.comm.world import make_group
 
 
 class Transport(Protocol):
-    """Carries the exchanges of packs. All ranks make one for each generation."""
+    """Made once per generation by all ranks alike."""
 
     def prepare(self, process_groups: Sequence[tuple[int, ...]]) -> None:
-        """Prepare for a plan with these groups. Every rank of the world must call this at the start of a step."""
+        """Make ready for a plan with these groups; every rank of the world calls it alike at the start of a step."""
 
     def link(self, ranks: Sequence[int], pack_index: int) -> Link:
-        """The link of one pack of the prepared plan, for a rank among `ranks`."""
+        """The link of one pack of the prepared plan, for a rank that is among `ranks`."""
 
     def counters(self) -> dict[str, int]:
         """Totals since the start: hits, creations, evictions, overflows."""
 
     def close(self) -> None:
-        """Destroy every group that the transport made. Every rank must call this."""
+        """Destroy every group that the transport made; every rank calls it alike."""
 
 
 class ParentTransport:
-    """Every pack uses one group of all ranks; tags and plan order keep messages of different packs apart."""
+    """Every pack over one group of all ranks; messages of different packs are kept apart by tag and plan order."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, progress: Progress) -> None:
         self._group, self._rank, self._progress = group, rank, progress
 
     def prepare(self, process_groups: Sequence[tuple[int, ...]]) -> None:
-        """Do nothing: the only group exists."""
+        """Nothing to make: the one group is there."""
 
     def link(self, ranks: Sequence[int], pack_index: int) -> Link:
         return Link(ranks, self._rank, self._group, pack_index, self._progress)
@@ -57,7 +57,7 @@ class ParentTransport:
 
 
 class PoolTransport:
-    """Every pack uses its ranks' own group; the parent carries packs for which the pool has no room."""
+    """Every pack over its ranks' own group; the parent carries those that the pool has no room for."""
 
     def __init__(self, pool: GroupPool, parent: ParentTransport, rank: int) -> None:
         self._pool, self._parent, self._rank = pool, parent, rank
@@ -89,10 +89,11 @@ def open_transport(
     timeout: timedelta,
     progress: Progress | None = None,
 ) -> Transport:
-    """The transport called `name` (pool or parent). Every rank must call this after `init_process_group`.
+    """Return the transport called `name` (pool or parent); every rank calls this alike, after `init_process_group`.
 
-    The parent is a separate group from the sharding's: its messages must not be ordered relative to collectives. All
-    ranks warm it up here, since later exchanges involve only some of them. A world of one rank needs no group.
+    The parent has its own group, apart from the sharding's, because its messages must not be ordered against
+    collectives. All ranks warm it up here, since later exchanges involve only some. A world of one rank needs no group
+    at all.
     """
     if name not in ("pool", "parent"):
         raise ValueError(f"comm.transport: got {name!r}; allowed: pool, parent")

@@ -1,13 +1,14 @@
 """One generation of the group: its torch world over a rendezvous store that outlives the ranks.
 
     store       one TCPStore for the whole run, in a process that is no rank; keys begin with the generation
-    rendezvous  every rank reports that it is there and waits for the others, until the generation is aborted
+    rendezvous  every rank says that it is there and waits for the others; they stop waiting when the generation is
+                aborted
     world       the default process group, and the groups that are made from it
 
-A rank may be late for the rendezvous or a later group: the others wait for it as long as a collective may take.
-They do not wait for a rank that has died: whichever process finds out frees them.
+A rank may arrive late, at the rendezvous and at any later group: the others wait for it as long as a collective may
+take. They do not wait for a rank that has died: the process that finds out frees them.
 
-Over gloo, a rank whose peer has died sees its collectives raise. It leaves at once, and its closing sockets free the
+Over gloo, the collectives of a rank raise when a peer has died. The rank leaves at once: its closed sockets free the
 ranks that wait for it. Over NCCL and HCCL nothing raises, so a control thread aborts the groups.
 """
 
@@ -34,17 +35,19 @@ from dhp_ray.comm.ranks import own_rank, torch_ranks
 POLL_S = 0.01
 _ABORTING = Lock()
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""Timeout of connections to the store, and of gloo groups once all members are there; it limits the wait for a member
-that dies then.
+"""The timeout of connections to the store, and of connections in gloo groups whose members are all there; a member that
+dies then is waited for this long.
 """
 
 
 class RendezvousError(RuntimeError):
-    """The ranks of a generation or a group did not meet; the message is one line."""
+    """The ranks of a generation or a group did not come together; the message is one line."""
 
 
 def open_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Connect to the rendezvous store. From then on this process's gloo groups listen only on the network to it."""
+    """Connect to the rendezvous store. From then on this process's gloo groups listen only on the interface that leads
+    to it.
+    """
     listen_on(address_towards(host, port))
     store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT_TIMEOUT)
     store.set_timeout(timeout)  # NCCL and HCCL wait there for the rank that begins a group
@@ -76,7 +79,7 @@ def rendezvous(
     """Return once all ranks of a generation have called this.
 
     Raises:
-        RendezvousError: the generation was aborted, or not all came within `timeout_s`.
+        RendezvousError: the generation was aborted, or not all arrived within `timeout_s`.
     """
     place = f"generation-{generation}"
     store.set(f"{place}/here-{rank}", "1")
@@ -96,14 +99,14 @@ def rendezvous(
 def init_world(
     store: dist.Store, generation: int, rank: int, world_size: int, accelerator: Accelerator, timeout: timedelta
 ) -> None:
-    """Make the default process group of a generation. Every rank must call this after `rendezvous`; it waits up to
-    `timeout` for the others.
+    """Make the default process group of a generation. Every rank calls this after `rendezvous`, and waits `timeout` for
+    the others.
 
     Raises:
-        RendezvousError: not all of them came.
+        RendezvousError: not all of them arrived.
     """
     _gather(dist.PrefixStore(f"generation-{generation}", store), "world", tuple(range(world_size)), timeout)
-    # part of the group's keys in the store; an attempt that failed has left it counted up, here alone
+    # this count is part of the group's keys in the store; a failed attempt has increased it on this rank alone
     dist.distributed_c10d._world.group_count = 0
     device = accelerator.torch_device() if accelerator.name == "cuda" else None
     dist.init_process_group(
@@ -113,13 +116,13 @@ def init_world(
 
 
 def make_group(ranks: Sequence[int], backend: str, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
-    """Make a process group of these ranks of the plan. Every rank of the world must call this, even if it is not a
-    member.
+    """Make a separate group of these ranks of the plan; every rank of the world calls this, even if it is not among
+    them.
 
-    Members wait up to `timeout` for one another. `options`: of the backend.
+    Members wait `timeout` for one another. `options`: those of the backend.
 
     Raises:
-        RendezvousError: not all of its ranks came.
+        RendezvousError: not all of its ranks arrived.
     """
     members = torch_ranks(ranks)
     member = own_rank() in ranks
@@ -135,8 +138,8 @@ def make_group(ranks: Sequence[int], backend: str, timeout: timedelta, options: 
 
 
 def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Wait until all of `ranks` are about to make a group. Each rank makes at most two requests, for any number of
-    ranks.
+    """Wait until all of `ranks` are about to make a group. No rank asks the store more than twice, however many ranks
+    there are.
     """
     come = store.add(f"{place}/here", 1)
     if come == len(ranks):
@@ -151,20 +154,21 @@ def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timede
 
 
 def _connecting(backend: str, timeout: timedelta) -> timedelta:
-    """The timeout for making a group, during which gloo's members connect to one another."""
+    """Return the timeout that a group is made with: gloo's members connect to one another at that time."""
     return min(timeout, CONNECT_TIMEOUT) if backend == "gloo" else timeout
 
 
 def _allow(timeout: timedelta, group: dist.ProcessGroup | None, backend: str) -> None:
-    """Set the timeout of an existing group's collectives if the group was made with another one."""
+    """Give the collectives of an existing group their timeout, if it was made with another one."""
     if backend == "gloo":
         dist.distributed_c10d._set_pg_timeout(timeout, group)  # torch's one way to set it later
 
 
 def abort_groups() -> None:
-    """End all waits of this process in its groups. Called from a control thread, any number of times.
+    """End what this process waits for in the groups that it has made; call it from a control thread, as often as
+    needed.
 
-    gloo has no abort: its waits end when the peer's socket closes. On other backends every later operation of the group
+    gloo has no abort: its waits end when the peer's socket closes. Every later operation of another backend's group
     raises. While the groups are being destroyed this does nothing.
     """
     if not _ABORTING.acquire(blocking=False):
@@ -187,7 +191,7 @@ def abort_groups() -> None:
 
 def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: bool) -> None:
     """Destroy every group of this process; `close` drops all other references to them. `broken`: collectives with dead
-    peers may be in flight.
+    peers may be under way.
     """
     close()
     gc.collect()  # a group that is still referred to keeps its sockets open, and a peer waiting
@@ -205,7 +209,7 @@ def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: b
 
 
 def _nccl_of(group: dist.ProcessGroup) -> Any:
-    """The group's NCCL backend; None if it has none."""
+    """Return the group's NCCL backend; None if it has none."""
     with suppress(RuntimeError):
         backend = group._get_backend(torch.device("cuda"))
         return backend if hasattr(backend, "_group_start") else None
@@ -215,13 +219,13 @@ def _nccl_of(group: dist.ProcessGroup) -> Any:
 PEER_LOSS = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "timed out",
              "timeout", "gloo", "nccl", "hccl",
              "socket", "process group", "aborted", "communicator")
-"""Words of backends about a peer that is gone; all of them raise RuntimeError."""
+"""What backends' errors say about a lost peer; all of these errors are RuntimeErrors."""
 REFUSAL = ("unsupported data type", "not supported", "does not support")
-"""Words of backends about a call that they do not support. Such messages may contain words of PEER_LOSS too."""
+"""What they say about a call that they do not support, with their own names in it."""
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether a lost peer or an aborted generation leads to such an error."""
+    """Return whether an error comes from a lost peer or an aborted generation."""
     if isinstance(error, (AbortedError, RendezvousError, dist.DistError)):
         return True
     said = str(error).lower()

@@ -1,5 +1,5 @@
-"""Messages between driver, workers and the job's process, and the errors that end a run. This module imports neither
-torch nor Ray, because the console needs neither.
+"""The messages between driver, workers and the job's process, and the errors that end a run. Imports neither torch nor
+Ray: the console needs neither.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ class RunError(RuntimeError):
 
 
 class GroupError(RunError):
-    """A worker died, raised or no longer answers. During training the group forms anew; before training the run ends.
+    """A worker died, raised or no longer answers. During training, a new generation forms; before training, this ends
+    the run.
 
-    `silent`: the ranks that have just left a survey unanswered.
+    `silent`: the ranks that have just failed to answer a query.
     """
 
     def __init__(self, text: str, silent: Sequence[int] = ()) -> None:
@@ -30,17 +31,15 @@ class GroupError(RunError):
 
 
 class StoppingError(Exception):
-    """A wait ended early because the run has been asked to end and needs nothing more."""
+    """A wait has ended early: the run has been asked to end and needs nothing more."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's place in one generation of the group.
-
-    store_host, store_port: the rendezvous store. replica_ranks: the rank that holds each rank's replica (empty: none).
-    pool_groups: how many process groups all ranks keep (0: as many as this rank's device holds). mode: how they train
-    where the configuration says auto (None: in `step`, the plain way). nodes: the node of each rank, by any name
-    (empty: one node).
+    """A rank's place in one generation of the group, and the address of the rendezvous store. `replica_ranks`: the rank
+    that holds each rank's replica (empty: none). `pool_groups`: how many process groups every rank keeps (0: as many as
+    this rank's device holds). `mode`: how the ranks train where the configuration says auto (None: plainly, in `step`).
+    `nodes`: the node of each rank, by any name (empty: one node).
     """
 
     rank: int
@@ -54,12 +53,12 @@ class Membership:
     nodes: tuple[str, ...] = ()
 
     def ranks_by_node(self) -> list[list[int]]:
-        """The ranks of each node, ordered by the first rank of each node."""
+        """Return the ranks of each node; nodes are ordered by their first rank."""
         nodes = self.nodes or ("",) * self.world_size
         return [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
 
     def mode_in(self, config: Config) -> Mode:
-        """How the rank trains: as the configuration says, or as `mode` says where that is auto."""
+        """Return how the rank trains: as configured, and where the configuration says auto, as `mode` says."""
         from dhp_ray.planner.mode import PLAIN, Mode  # brings numba, which a refused run has no time for
 
         chosen = self.mode or PLAIN
@@ -70,10 +69,9 @@ class Membership:
 
 
 class StepOrder(NamedTuple):
-    """The plan of a step that all ranks have prefetched and must run.
-
-    placeholders: samples that keep their place with every label masked, with reasons. total_steps: for the schedule of
-    the learning rate. mirrors: the state is copied to other ranks after the step.
+    """The order to all ranks to run the plan of a step, which they have prefetched. The samples in `placeholders` keep
+    their place with every label masked; the values are the reasons. `total_steps` is that of the learning rate
+    schedule. `mirrors`: the state is copied to other ranks after the step.
     """
 
     step: int
@@ -85,14 +83,15 @@ class StepOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class FromCheckpoint:
-    """Begin with the state of a checkpoint, or with fresh weights (no name)."""
+    """Begin with a checkpoint's state, or with fresh weights (no name)."""
 
     name: str = ""
 
 
 @dataclass(frozen=True)
 class FromMemory:
-    """Begin with the state that workers hold of an earlier generation. `owners`: the shards that this worker supplies.
+    """Begin with the state that the workers hold of an earlier generation. `owners`: the shards that this worker
+    supplies.
     """
 
     generation: int
@@ -102,7 +101,7 @@ class FromMemory:
 
 @dataclass(frozen=True)
 class HeldShards:
-    """Complete shard versions of one generation that a worker holds: {owner: versions}."""
+    """The complete shard versions of one generation that a worker holds: {owner: versions}."""
 
     generation: int
     world_size: int
@@ -119,12 +118,12 @@ class Ran:
 
 @dataclass(frozen=True)
 class Status:
-    """A worker's report on itself, given at any time.
+    """A worker's report on itself; it can be asked for at any time.
 
-    generation: the one that it is in or enters. call: the current call of its training thread (empty: idle).
-    last_mark: the last mark that it passed, in words. mark_id: the same with its number. waits_for_peers: whether it
-    waits there for peers. error: what it raised, unless a lost peer was the cause. ran: its last steps. steps: the last
-    step that left each state version.
+    `generation` is the one that the worker is in or is entering. `call` is the call that its training thread runs
+    (empty: idle), `last_mark` the mark that it passed last, in words, `mark_id` the call with the number of that mark,
+    `waits_for_peers` whether it waits for its peers there. `error` is what it raised, unless a lost peer was the cause.
+    `ran` has its last steps, `steps` the last step that left each state version.
     """
 
     generation: int = 0
@@ -149,8 +148,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepCommitted:
-    """A step is committed. `metrics` is its line in metrics.jsonl; `extra` is shown only on the console and in
-    TensorBoard.
+    """A step is committed. `metrics` is its line in metrics.jsonl, `extra` what only the console and TensorBoard show.
     """
 
     metrics: dict[str, Any]
@@ -159,21 +157,21 @@ class StepCommitted:
 
 @dataclass(frozen=True)
 class Notice:
-    """A line that the user should see: a skipped sample, a failed save."""
+    """A line that the user should see: a sample left out, a save that failed."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Replace:
-    """The worker of a slot is gone or unusable: the job's process ends it and starts another one in its place."""
+    """The worker of a slot is lost or unusable: the job's process ends it and starts another one in its place."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class RunFinished:
-    """The run is over. `error` is empty if all went well; `status` is the exit status of the job."""
+    """The run is over. `error` is empty when all went well; `status` is the exit status of the job."""
 
     text: str
     error: str = ""

@@ -1,4 +1,5 @@
-"""The model, device and settings that a run's costs must be of, as cost files name them. Imports neither torch nor Ray.
+"""The origin that a run's costs must have: its model, device and settings, as cost files name them. Imports neither
+torch nor Ray.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dhp_ray.planner.memory import MemoryModel
 
 
 def origin_of(config: Config, memory: MemoryModel, kind: str, device_name: str, num_ranks: int) -> Origin:
-    """The origin of costs measured for a run on `num_ranks` devices of this kind and name."""
+    """Return the origin of a cost that is measured for a run on `num_ranks` devices of this kind and name."""
     device: dict[str, Any] = {"kind": kind, "name": device_name, "count": num_ranks}
     if kind == "cpu":
         device["threads"] = max(1, int(config.cluster.cpus_per_worker))
@@ -21,11 +22,11 @@ def origin_of(config: Config, memory: MemoryModel, kind: str, device_name: str, 
 
 
 def model_name(config: Config) -> str:
-    """The preset, or the model's folder."""
+    """Return the preset, or the name of the model folder."""
     return config.model.preset or Path(config.model.path).resolve().name
 
 
 def _adapters(config: Config) -> Mapping[str, Any]:
-    """The settings of adapters that affect their costs; empty without adapters."""
+    """Return the adapter settings that affect the cost; empty without adapters."""
     lora = config.train.lora
     return {"rank": lora.rank, "targets": list(lora.targets), "dropout": lora.dropout} if lora.rank else {}

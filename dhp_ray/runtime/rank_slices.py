@@ -1,12 +1,12 @@
-"""Ranks' slices of a plan as they are sent, in a form that stays fast with thousands of ranks.
+"""How the ranks' slices of a plan are sent: in a form that stays fast with thousands of ranks.
 
     few ranks     driver cuts a slice for each rank                         -> rank
     many ranks    driver -> a share of the plan -> relay cuts its slices    -> rank
 
-Ray pickles arguments with cloudpickle, which calls Python for every object, and a frozen dataclass with slots calls
-Python once more; together this is most of the cost of sending a step. So a slice is sent as bytes from the C pickler,
-in which each dataclass is its class and its values. References to blocks are sent separately, because Ray must count
-them.
+Ray pickles an argument with cloudpickle, which calls Python for every object in it, and a frozen dataclass with slots
+calls Python once more: together this is most of the cost of sending a step. So a slice is sent as bytes that the C
+pickler writes, each dataclass as its class and its values. References to blocks are sent beside it, because Ray has to
+count them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dhp_ray.planner.rank_plan import PlanSlices, planned_samples
 PROTOCOL = 5
 
 Packed = tuple[bytes, list[ray.ObjectRef]]
-"""The arguments of a call: the bytes, and the references to blocks that belong to them."""
+"""The arguments of a call: the pickled bytes, and the references to the blocks that belong to them."""
 
 
 def _reducer(cls: type[Any]) -> Callable[[Any], Any]:
@@ -43,15 +43,15 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Where the rows of samples are. `payload` maps a sample's id to the reference of its block and the row in it;
-    `nodes` maps a block to the node where it was made (missing if unknown).
+    """Where the rows of samples are. `payload` maps a sample's id to the reference of its block and its row there,
+    `nodes` a block to the node where it was made (absent: unknown).
     """
 
     payload: Mapping[str, tuple[ray.ObjectRef, int]]
     nodes: Mapping[ray.ObjectRef, str]
 
     def blocks_of(self, plan: RankPlan) -> list[BlockRows]:
-        """The blocks that contain a rank's samples, each once, with the rows that the rank needs of them."""
+        """Return the blocks that hold a rank's samples, each once, with the rows that the rank needs from it."""
         blocks: dict[ray.ObjectRef, set[int]] = {}
         for sample in planned_samples(plan):
             reference, row = self.payload[sample.id]
@@ -61,7 +61,7 @@ class RowIndex:
 
 
 def packed_slices(slices: PlanSlices, index: RowIndex) -> list[Packed]:
-    """The slice of each rank, with the blocks that it needs rows of, for `unpacked_slice`."""
+    """Return the packed slice of each rank, with the blocks that hold its rows, as `unpacked_slice` takes it."""
     return [packed_slice(plan, index.blocks_of(plan)) for plan in slices.rank_plans()]
 
 
@@ -75,7 +75,9 @@ def unpacked_slice(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[
 
 
 def packed_share(slices: PlanSlices, index: RowIndex) -> Packed:
-    """Slices that are not cut yet, and where the rows of their samples are, for `unpacked_share`."""
+    """Return slices that are not cut yet, and where the rows of their samples are, packed as `unpacked_share` takes
+    them.
+    """
     ids = dict.fromkeys(sample.id for pack in slices.packs for sample in pack.samples)
     references = list(dict.fromkeys(index.payload[own][0] for own in ids))
     place = {reference: number for number, reference in enumerate(references)}

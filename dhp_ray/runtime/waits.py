@@ -1,6 +1,6 @@
-"""What a run waits for. The console reports a wait while it lasts, and its length is recorded once it is over.
+"""What a run waits for: shown on the console while it lasts, recorded with its length once it is over.
 
-The waiting thread may be blocked anywhere, so another thread checks regularly whether there is something to report.
+The code that waits may be blocked anywhere, so a thread checks now and then whether there is something to report.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONG_S = 10.0
 LOOK_S = 1.0
 
 SAID_AT = (1, 3, 6, 12, 30, 60)
-"""When a wait is reported, in multiples of its limit; after the last of these, at every multiple of the last."""
+"""When a wait is reported, in multiples of its `long_s`; after the last entry, at every multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class _Wait:
 
 
 def said_at_s(said: int, long_s: float = LONG_S) -> float:
-    """Seconds after which a wait that was reported `said` times is reported again: 10, 30, 60, 120, 300, 600, 1200...
+    """Return the seconds after which a wait is reported that has been reported `said` times: 10, 30, 60, 120, 300, 600,
+    1200, ...
     """
     last = SAID_AT[-1]
     return long_s * (SAID_AT[said] if said < len(SAID_AT) else last * (said - len(SAID_AT) + 2))
@@ -66,9 +67,9 @@ class Waits:
 
     @contextmanager
     def on(self, what: str, long_s: float = LONG_S, shows_itself: bool = False) -> Iterator[None]:
-        """Report a wait for `what` that takes longer than `long_s` seconds; put it around the code that waits.
+        """Report a wait for `what` that takes longer than `long_s` seconds; wrap the code that waits in it.
 
-        `shows_itself`: the user can see progress in another way.
+        `shows_itself`: the user sees the progress by other means.
         """
         wait = _Wait(what, self._clock(), long_s, shows_itself)
         self._under_way.append(wait)
@@ -84,7 +85,7 @@ class Waits:
             self._write()
 
     def due(self) -> Notice | None:
-        """The message that is due now, if any."""
+        """Return what is to be reported now, if anything."""
         for wait in self._under_way[-1:]:
             seconds = self._clock() - wait.since
             if seconds >= said_at_s(wait.said, wait.long_s) and not wait.shows_itself:
@@ -93,7 +94,8 @@ class Waits:
         return None
 
     def add(self, waited: list[Waited]) -> None:
-        """Add long waits, also of another process; they are written with the next one. Any thread may call this."""
+        """Add long waits, also those of another process; they are written with the next one. Any thread may call this.
+        """
         self._ended.extend(waited)
 
     def taken(self) -> list[Waited]:
@@ -101,7 +103,7 @@ class Waits:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def keep(self, record: Callable[[Waited], None]) -> None:
-        """Write the long waits so far with `record`, and from now on each one as it ends."""
+        """Write the long waits so far with `record`, and from now on each as it ends."""
         self._record = record
         self._write()
 

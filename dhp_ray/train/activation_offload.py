@@ -1,19 +1,20 @@
-"""Moves the activations that layers keep for their backward pass to host memory, and back before they are needed
-(activation offload: ByteScale, arXiv 2502.21231, section 5).
+"""Moves what layers keep for their backward pass to host memory, and back before it is needed (activation offload:
+ByteScale, arXiv 2502.21231, section 5).
 
-Of the L layers of the encoder, and of the language model, the first n = ceil(share x L) are moved. L = 6, share 0.5:
+The first n = ceil(share x L) of the L layers of the encoder, and of the language model, are moved. L = 6, share 0.5:
 
     forward     compute   0  | 1  | 2  | 3  | 4  | 5  | loss        a layer is copied when it has run
                 copy         | 0    | 1    | 2    |
     backward    compute   5  | 4  | 3  | 2  | 1  | 0                a layer is fetched as soon as there is room for it
                 copy         | 2    | 1    | 0    |
 
-Copies run in a separate stream. The device holds the activations of at most max(2, L - n) layers: the one that
-computes, those that are not moved, and those in flight. Compute waits if that would be exceeded, or if the activations
-that it needs have not arrived. So a pass takes as long as its compute or its copies, whichever is longer.
+Copies run in a stream of their own. The device holds what at most max(2, L - n) layers keep: the one that computes,
+those that are not moved, and those on their way. Compute waits if that would be exceeded, and if what it needs has not
+arrived. So a pass takes as long as its compute or its copies, whichever takes longer.
 
-Saved tensors are moved by whole storages, each once for a layer, however many saved tensors share it. Parameters are
-not moved (the sharding frees and gathers a layer's weights), nor are inputs that all layers share.
+What autograd saves is moved as whole storages, each once per layer, however many of its tensors are saved. Parameters
+stay (a layer's weights are freed and gathered again by the engine that shards them), and so do inputs that all layers
+share.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dhp_ray.train.host_buffer import HostBuffer
 
 
 class Moved:
-    """A storage of a layer: on the device (`there`, flat), in host memory, or both."""
+    """A storage of a layer: on the device (`there`, flat), in host memory, or in both."""
 
     def __init__(self, there: Tensor) -> None:
         self.there: Tensor | None = there
@@ -68,9 +69,9 @@ class Saved(NamedTuple):
 
 
 class Copies:
-    """Copies between a device and host memory, in a stream beside compute. The host does not wait.
+    """Copies between a device and host memory, in a stream of their own. The host waits for nothing.
 
-    The CPU has no streams, so copies are made at once there.
+    On the CPU, which has no streams, they are made at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,23 +80,19 @@ class Copies:
         self.buffer = HostBuffer(pinned=device.type != "cpu")
 
     def begin_out(self, layer: Sequence[Moved]) -> Any:
-        """Start to copy storages to host memory, after the work that compute has been given so far; return the event of
-        the end.
-        """
+        """Copy storages to host memory, once compute has got this far; return the event of their arrival."""
         for moved in layer:
             moved.pieces = self.buffer.take(moved.num_bytes)
         return self._copy([(piece, part) for moved in layer for piece, part in moved.parts()])
 
     def end_out(self, layer: Sequence[Moved], event: Any) -> None:
-        """Let compute wait for the copies, and free what was copied, so that compute may use the memory again."""
+        """Let compute wait for the copies, and free what was copied, so that compute can use that memory again."""
         self._computing.wait_event(event)
         for moved in layer:
             moved.there = None
 
     def begin_back(self, layer: Sequence[Moved]) -> None:
-        """Start to copy storages to the device, into memory that is free after the work that compute has been given so
-        far.
-        """
+        """Copy storages to the device, into memory that is free once compute has got this far."""
         for moved in layer:
             moved.there = torch.empty(moved.num_elements, dtype=moved.type, device=self._device)
         event = self._copy([(part, piece) for moved in layer for piece, part in moved.parts()])
@@ -103,7 +100,7 @@ class Copies:
             moved.pieces, moved.arrival = [], event
 
     def arrived(self, moved: Moved) -> Tensor:
-        """A fetched storage, for compute."""
+        """Return a storage that was fetched, for compute; compute waits until it has arrived."""
         assert moved.there is not None
         if moved.arrival is not None:
             self._computing.wait_event(moved.arrival)
@@ -130,7 +127,7 @@ class Copies:
 
 
 class PartOffload:
-    """Moves activations of the encoder or the language model in one pack's forward and backward pass."""
+    """The offload of the encoder or the language model in one pack's forward and backward pass."""
 
     def __init__(self, stack: LayerStack, share: float, shared: set[torch.UntypedStorage], copies: Copies) -> None:
         self._count, self._copies, self._shared = len(stack.layers), copies, shared
@@ -140,7 +137,7 @@ class PartOffload:
         self._out: deque[tuple[list[Moved], Any]] = deque()
         self._layers: list[list[Moved]] = []
         self._hooks: saved_tensors_hooks | None = None
-        self._next = self._moved - 1  # of the layers that are fetched one after the other
+        self._next = self._moved - 1  # the layer that is fetched next
         self.num_bytes = 0
         self.handles: list[RemovableHandle] = [stack.owner.register_forward_pre_hook(self._begin),
                                                stack.owner.register_forward_hook(self._end)]
@@ -149,9 +146,7 @@ class PartOffload:
                              layer.register_forward_hook(partial(self._after, number))]
 
     def close(self) -> None:
-        """Remove the hooks after the forward pass, even if it failed; otherwise they would run again during
-        recomputation.
-        """
+        """Remove the hooks after the forward pass, complete or not: they would run again if layers are recomputed."""
         for handle in self.handles:
             handle.remove()
         self._end()
@@ -167,10 +162,10 @@ class PartOffload:
             self._hooks = None
 
     def _before(self, layer: Module, inputs: Any, named: dict[str, Any]) -> None:
-        """Handle what was saved since the previous layer: only this layer's positional inputs are moved with it. With
-        recomputation, its input is saved before this hook (transformers 5.17) or after it (5.23).
+        """Of what was saved since the previous layer, only this layer's inputs are moved with it: if a layer is
+        recomputed, its input is saved before this hook runs (transformers 5.17) or after it (5.23).
 
-        Keyword inputs, cosines and sines, are shared by all layers.
+        Keyword arguments are the same for every layer: cosines and sines.
         """
         self._shared |= storages_of(named.values())
         given = storages_of(inputs)
@@ -194,12 +189,12 @@ class PartOffload:
                 break
 
     def _before_backward(self, number: int, gradient: Tensor) -> None:
-        """Fetch as much as there is room for, now that the later layers are done."""
-        last = min(number, self._moved - 1)  # of those that are moved and still wanted
+        """Fetch what there is room for, now that the layers after this one are done."""
+        last = min(number, self._moved - 1)  # of those that are moved and still needed
         kept = number - last
         while self._next >= 0 and (self._next == number or kept + last - self._next < self._room):
             self._copies.begin_back(self._layers[self._next])
-            self._layers[self._next] = []  # held by what autograd has saved, as long as that is wanted
+            self._layers[self._next] = []  # held by what autograd has saved, as long as that is needed
             self._next -= 1
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved:
@@ -221,7 +216,7 @@ class PartOffload:
 
 
 class Offload:
-    """Moves activations of a rank's packs, one pack after another. `moved_bytes`: of the last pack."""
+    """The offload of a rank's packs, one after the other. `moved_bytes`: those of the last one."""
 
     def __init__(self, adapter: ModelAdapter, device: torch.device) -> None:
         self._adapter, self._copies = adapter, Copies(device)
@@ -233,8 +228,8 @@ class Offload:
 
     @contextmanager
     def of_pack(self, inputs: PackInputs) -> Iterator[None]:
-        """Put this around the forward pass of a pack, of which the share `inputs.offload` is moved. Its backward pass
-        must end before the next pack begins.
+        """Put this around the forward pass of a pack, which moves the share `inputs.offload`. Its backward pass ends
+        before the next pack begins.
         """
         self.moved_bytes = 0
         if not inputs.offload or not torch.is_grad_enabled():
@@ -258,8 +253,8 @@ class Offload:
         self.moved_bytes = sum(part.num_bytes for part in parts)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of that pack. If it fails, memory that is still the target of copies is released; later
-        work waits for the copies before it uses that memory again.
+        """Run the backward pass of that pack. If it fails, memory that copies are still on their way to is freed: later
+        compute waits for them before it uses that memory again.
         """
         try:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -269,5 +264,5 @@ class Offload:
 
 
 def storages_of(values: Iterable[Any]) -> set[torch.UntypedStorage]:
-    """Storages of the tensors among `values`."""
+    """Return the storages of the tensors among `values`."""
     return {value.untyped_storage() for value in tree_leaves(list(values)) if isinstance(value, Tensor)}

@@ -1,6 +1,7 @@
 """Turns the payloads of a pack into the inputs of one of its ranks.
 
-Every member computes the same layout of the whole pack, from token ids and grids only, so nothing has to be negotiated:
+Every member computes the layout of the whole pack alike, from token ids and grids alone, so nothing has to be agreed
+on:
 
     packed sequence   t t I I I t | t I I t t t    labels shifted and positions counted per sequence, before sharding
     member 0          ^ ^       ^   ^         ^        its intervals (PackLayout), in local order
@@ -42,41 +43,41 @@ class PackInputs:
     labels: Tensor
     """(L,) int64, shifted, -100 where masked."""
     valid_index: Tensor
-    """(number of labels that count,) int64: their positions among the local tokens."""
+    """(number of labels that count,) int64: where they are among the local tokens."""
     segments: tuple[Segments, ...]
-    """The attention of this member's tokens to every member's: `segments_of` the layout."""
+    """Which tokens of every member this member's tokens see: `segments_of` the layout."""
     positions: Tensor
     """(3, L) int64."""
     pixels: Tensor
-    """(P, patch_dim), fp32 or the computing type."""
+    """(P, patch_dim), fp32 or the type that the model computes in."""
     grids: tuple[Grid, ...]
-    """Grids of the N images; on the host."""
+    """The grids of the N images; on the host."""
     encoder: EncoderArguments
-    """Encoder arguments for the grids; empty without an image."""
+    """The encoder's arguments from the grids; empty without an image."""
     vision_token_index: Tensor
-    """(K,) int64: the local position of each received feature row, in the order in which rows are received."""
+    """(K,) int64: the local position of each received feature row, in the order of receipt."""
     send_index: list[Tensor]
-    """For every member, the rows of my features that it needs, in the order in which it receives them."""
+    """For every member, the rows of my features that it needs, in its order of receipt."""
     receive_counts: list[int]
-    """For every member, the number of feature rows that come from it."""
+    """For every member, how many feature rows come from it."""
     num_images: int
-    """Number of images in the whole pack that the pack encodes."""
+    """Images that the whole pack encodes."""
     received_from: dict[int, int] = field(default_factory=dict)
-    """If images are encoded apart from the pack: the number of feature rows from each rank, in order."""
+    """If images are encoded apart from the pack: how many feature rows come from each rank, in order."""
     features: Tensor | None = None
-    """(K, F), the received rows in their order, once they have been encoded apart from the pack. A leaf, which gets a
+    """(K, F), the received rows in their order, if images are encoded apart from the pack: a leaf, which gets a
     gradient if the encoder is trained.
     """
     dropout_keys: Tensor | None = None
-    """(max(L, 1),) int32: keys of the tokens' dropout masks; None without dropout."""
+    """(max(L, 1),) int32: from which dropout is drawn; None: nothing is dropped."""
     offload: float = 0.0
-    """Share of the layers whose activations are in host memory until the backward pass needs them."""
+    """Share of the layers whose activations go to host memory until the backward pass needs them."""
     predicts: bool = False
-    """Compute the most likely next token of each valid token instead of the loss."""
+    """Whether the result is the most likely token after each valid token, and not the loss."""
 
     @property
     def num_valid_tokens(self) -> int:
-        """Number of this rank's labels that count."""
+        """Labels of this rank that count."""
         return len(self.valid_index)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackInputs:
@@ -98,11 +99,11 @@ def collate(
     pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: ModelAdapter,
     pixel_type: torch.dtype = torch.float32, pinned: bool = False, step: int = 0, apart: bool = False,
 ) -> PackInputs:
-    """The inputs of `rank`'s part of a pack of a `step`, on the CPU. `pinned`: pixels are in pinned memory. `apart`:
-    images are encoded apart from the pack, so none here.
+    """Return the inputs of `rank`'s part of a pack of a `step`, on the CPU; `pinned`: with its pixels in pinned memory;
+    `apart`: its images are encoded apart from it, and none here.
 
     Raises:
-        ValueError: one line that names the sample whose payload is missing or differs from the plan.
+        ValueError: one line that names the sample whose payload is missing or not what was planned.
     """
     member, degree = pack.ranks.index(rank), len(pack.ranks)
     layout = PackLayout(tuple(sample.num_tokens for sample in pack.samples), degree)
@@ -129,7 +130,7 @@ def collate(
 
 
 def _dropout_keys(pack: RankPack, index: Tensor, adapter: ModelAdapter, step: int) -> Tensor | None:
-    """Dropout keys of the tokens at `index` (L,) of the packed sequence."""
+    """Return the dropout keys of the tokens at `index` (L,) of the packed sequence; None: nothing is dropped."""
     lora = adapter.lora
     if lora is None or not lora.dropout:
         return None
@@ -139,8 +140,8 @@ def _dropout_keys(pack: RankPack, index: Tensor, adapter: ModelAdapter, step: in
 
 
 def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
-    """The inputs of a rank without an image to encode, with a smallest image that nobody needs and whose gradient is
-    zero. On the CPU.
+    """Return the inputs of a rank that encodes nothing, with a smallest image that no token uses: its gradient is zero.
+    On the CPU.
     """
     grids = (adapter.smallest_grid,)
     return replace(inputs, grids=grids, pixels=inputs.pixels.new_zeros(prod(grids[0]), adapter.patch_dim),
@@ -149,7 +150,7 @@ def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
 
 @dataclass(kw_only=True)
 class _Whole:
-    """A pack before sharding, with pixels and grids of this rank's images only."""
+    """A pack before sharding, with the pixels and grids of only this rank's images."""
 
     token_ids: Tensor
     labels: Tensor
@@ -211,13 +212,15 @@ def _packed(
 
 
 def mapped(arguments: EncoderArguments, change: Callable[[Tensor], Tensor]) -> EncoderArguments:
-    """Encoder arguments with every tensor changed."""
+    """Return an encoder's arguments with every tensor changed."""
     return {name: value.map(change) if isinstance(value, Segments) else change(value)
             for name, value in arguments.items()}
 
 
 def joined(patches: Sequence[np.ndarray | Tensor], patch_dim: int, pixel_type: torch.dtype, pinned: bool) -> Tensor:
-    """Patches (P, patch_dim) of all images, written once, to the memory from which they are copied to the device."""
+    """Return the patches (P, patch_dim) of all images, written once, to the memory from which they are copied to the
+    device.
+    """
     pixels = torch.empty(sum(map(len, patches)), patch_dim, dtype=pixel_type, pin_memory=pinned)
     first = 0
     for part in patches:

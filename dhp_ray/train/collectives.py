@@ -14,10 +14,10 @@ from dhp_ray.comm.progress import Progress
 
 
 class TimedCollective:
-    """One kind of collective, with FSDP's interface (its `AllGather` and `ReduceScatter`).
+    """One kind of collective as FSDP calls it (its `AllGather` and `ReduceScatter`).
 
-    `blocked_s` counts only on the CPU, where a call returns when it is done. On a device FSDP runs it beside compute,
-    and LayerMarks show the waits.
+    `blocked_s` counts only on the CPU, where a call returns when it is done. On a device FSDP overlaps it with compute;
+    there LayerMarks show what a rank waits for.
     """
 
     def __init__(self, call: Callable[..., dist.Work | None], progress: Progress) -> None:

@@ -3,11 +3,11 @@
     encode     my images -> features -- exchange --> rows of my packs
     backward   gradients of my packs' rows -- exchange --> gradients of my features -> of the encoder
 
-Activations are kept between the phases, or the second phase encodes again, pass by pass. A frozen encoder has no second
-phase.
+Activations are kept between the two phases, or the second one encodes again, pass by pass. If the encoder is frozen,
+there is no second phase.
 
-With sync=micro_batch all ranks run the same number of passes in both phases, since the units of the encoder gather
-their parameters from all ranks and reduce their gradients over them.
+With sync=micro_batch all ranks run equally many passes, in both phases: the units of the encoder gather their
+parameters from all ranks, and reduce their gradients over them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dhp_ray.train.vision_inputs import EncoderPass, VisionInputs
 
 class EncoderPhases:
     """The phases of one rank and step: `encode` before the packs, `backward` after them. Every rank that encodes for
-    another rank, or whose images another rank encodes, calls both.
+    another, or that another encodes for, calls both.
 
-    `received_from`: for each pack of this rank, in order, the rows that come from each rank. `link_of`: the link to the
-    ranks of an image whose parts exchange, given the place of its pack in the plan.
+    `received_from`: for each pack of this rank, in order, the rows that come from each rank. `link_of` returns the link
+    to the ranks of an image whose parts exchange, given these ranks and the place of its pack in the plan.
     """
 
     def __init__(
@@ -47,11 +47,13 @@ class EncoderPhases:
         self._receive_counts, self._rows_of = received_rows(received_from, device)
         self._encoded: list[Tensor] = []
         self._features: list[Tensor] = []
-        self._like = torch.empty(0)  # of the type and on the device of features
+        self._like = torch.empty(0)  # has the type and the device of features
         self._links: list[Link] = []
 
     def encode(self, link: Link) -> list[Tensor]:
-        """Features (K, F) of each pack of this rank, in order. Packs leave gradients in them, which `backward` uses."""
+        """Return the features (K, F) of each pack of this rank, in order; `backward` takes the gradients that packs
+        leave in them.
+        """
         for images in self._passes:
             with torch.set_grad_enabled(self._trains and self._keeps):
                 self._encoded.append(self._encode(images))
@@ -66,7 +68,7 @@ class EncoderPhases:
         return self._features
 
     def backward(self, link: Link) -> None:
-        """Add the encoder's gradients to those of its parameters, after the backward pass of every pack."""
+        """Add the encoder's gradients to its parameters', once the backward pass of every pack has run."""
         if not self._trains:
             return
         gradient = self._received_gradient()
@@ -80,11 +82,11 @@ class EncoderPhases:
         self._encoded = []
 
     def taken_waits(self) -> list[tuple[Moment, Moment]]:
-        """Begin and end of every wait for the ranks of images in parts, since the last call."""
+        """Return begin and end of every wait for the ranks of images in parts, since the last call."""
         return [wait for link in self._links for wait in link.taken_waits()]
 
     def _received_gradient(self) -> Tensor:
-        """The gradient of all received rows, in the order of receipt. Releases the packs' features."""
+        """Return the gradient of all received rows, in the order of receipt; frees the packs' features."""
         gradient = self._like.new_zeros(sum(self._receive_counts.values()), self._adapter.feature_width)
         for features, rows in zip(self._features, self._rows_of, strict=True):
             if features.grad is not None:
@@ -97,8 +99,9 @@ class EncoderPhases:
         return self._adapter.encode(there.pixels, there.encoder, self._context(there))
 
     def _context(self, images: EncoderPass) -> PackContext | None:
-        """The context of an image part that exchanges. All parts run the same layers, so an exchange has a backward
-        pass on all of its ranks or on none, depending on what is trained before it.
+        """Return the context of a part of an image that exchanges; None for other passes. All parts of an image run the
+        same layers, so an exchange has a backward pass on all of its ranks or on none, depending on what is trained
+        before it.
         """
         if (ring := images.ring) is None:
             return None
@@ -109,10 +112,10 @@ class EncoderPhases:
 def received_rows(
     received_from: Sequence[Mapping[int, int]], device: torch.device
 ) -> tuple[dict[int, int], list[Tensor]]:
-    """(the rows that come from each rank, in order of ranks; for each pack the index of its rows among them, on the
-    device)
+    """Return how many rows come from each rank, in the order of ranks, and for each pack the indices of its rows among
+    them, made on the device.
 
-    Rows arrive by rank and, from each rank, by pack.
+    They come rank by rank, and from each rank pack by pack.
     """
     counts: dict[int, int] = {}
     for of_pack in received_from:

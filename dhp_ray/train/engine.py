@@ -1,4 +1,4 @@
-"""What all engines have in common: two versions of a rank's shard, and the update from one to the next."""
+"""What all engines share: two versions of a rank's shard, and the update that turns one into the next."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The result of an update; equal on all ranks.
+    """What an update did; equal on all ranks.
 
-    `gradient_norm`: of the mean gradient over valid tokens, before clipping. `learning_rate`: the highest of all
-    parameters at this step. If the norm is not finite, `applied` is False and the state keeps its version.
+    `gradient_norm` is that of the mean gradient over valid tokens, before clipping. `learning_rate` is the highest of
+    all parameters' at this step. If the norm is not finite, `applied` is False and the state keeps its version.
     """
 
     gradient_norm: float
@@ -35,17 +35,17 @@ class Update:
 
 
 class Engine(ABC):
-    """Owns a module's parameters. Each rank keeps a shard of the trained ones: fp32 values and both moments of AdamW.
+    """Owns a module's parameters; each rank keeps a shard of the trained ones: fp32 values and both moments of AdamW.
 
     An engine belongs to one membership. For the next one: `local_shards`, `release`, then a new engine and `load_state`
     of the result of `reshard`.
     """
 
     parameters: dict[str, Any]
-    """The trained parameters, by name."""
+    """The parameters that are trained, by name."""
 
     frozen: dict[str, Any]
-    """The other parameters, by name."""
+    """The parameters that are not."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Engine(ABC):
 
     @property
     def shard_size(self) -> int:
-        """Number of elements of this rank's shard, including padding."""
+        """Elements of this rank's shard, padding included."""
         return self.current.value.numel()
 
     def pieces(self) -> tuple[Piece, ...]:
-        """The content of this rank's shard, as intervals of flattened parameters."""
+        """What this rank's shard holds, as intervals of flattened parameters."""
         return self._pieces
 
     @abstractmethod
@@ -86,20 +86,20 @@ class Engine(ABC):
         """Reset the gradients before the first pack of a step."""
 
     def end_pack(self) -> None:  # noqa: B027  # most engines have nothing to do
-        """Finish a pack after its backward pass, or without gradients after its forward pass."""
+        """Do what is left for a pack after its backward pass, or, without gradients, after its forward pass."""
 
     @abstractmethod
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield parameters one by one. On the rank that wants a parameter, its value is whole, in fp32, on the CPU; on
-        the other ranks it is None. Every rank must make the same call and take everything.
+        """Yield parameters one by one, each with its value on the rank that gets it, and None on the others: whole,
+        fp32, on the CPU. Every rank calls this alike and consumes all of it.
 
-        Trained parameters are the fp32 masters, frozen ones are as they were given. The order of the module's
-        parameters is the fastest.
+        Trained ones are the fp32 masters, frozen ones as they were given. It is fastest in the order of the module's
+        parameters.
         """
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """All parameters as fp32 CPU tensors by name, on rank 0; empty on the others. Every rank must call this. Tied
-        parameters appear under one name.
+        """All parameters as fp32 CPU tensors by name, on rank 0; empty on the others. Every rank calls this. Names of
+        tied parameters appear once.
         """
         return {name: value for name, value in self.gather((name, 0) for name in [*self.parameters, *self.frozen])
                 if value is not None}
@@ -107,10 +107,10 @@ class Engine(ABC):
     def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
         """Take one AdamW step on the gradients, summed over all ranks and divided by the global batch's valid tokens.
 
-        Every rank must call this with the same arguments: `num_valid_tokens` of the whole global batch (0 counts as 1,
-        since its gradients are zeros), `learning_rate_factor` of the schedule. Version v+1 is written next to version v
-        and replaces it at the end, once the device has written it and there was no abort. If this raises, version v and
-        the gradients are intact, and `all_gather_parameters` on a working group restores the parameters of version v.
+        Every rank calls this, with the same arguments: `num_valid_tokens` of the whole global batch (0 counts as 1, its
+        gradients are zeros), `learning_rate_factor` of the schedule. Version v+1 is written next to version v and takes
+        its place at the end, once the device has written it and there was no abort: if this raises, version v and the
+        gradients are whole, and `all_gather_parameters` on a working group brings the parameters back to it.
         """
         assert self.current.version != UNFINISHED, "a state must be loaded first"
         norm = self._reduce() / max(1, num_valid_tokens)
@@ -131,15 +131,15 @@ class Engine(ABC):
         return Update(norm, learning_rate, applied=True)
 
     def all_gather_parameters(self) -> None:
-        """Gather the module's parameters from the current shards of all ranks. Every rank must call this."""
+        """Gather the module's parameters from the current shards of all ranks. Every rank calls this."""
         for _ in self._all_gather(self.current):
             pass
 
     def load_state(self, state: ShardState) -> None:
-        """Replace the state of this rank's shard with another one (on any device). Every rank must call this with the
-        same version.
+        """Replace the state of this rank's shard by another one (on any device). Every rank calls this, with the same
+        version.
 
-        `local_shards` no longer returns the earlier version, which may belong to another history than this state.
+        `local_shards` no longer returns the state before: it may belong to a history that this state is not part of.
         """
         self.spare.copy_(state)
         self.current, self.spare = self.spare, self.current
@@ -147,23 +147,23 @@ class Engine(ABC):
         self.all_gather_parameters()
 
     def local_shards(self, rank: int) -> list[LocalShard]:
-        """The complete versions of this rank's shard, newest first: the current one and, after an update, the previous
-        one.
+        """The complete versions of this rank's shard, newest first: the current one and, after an update, the one
+        before it.
 
-        `rank` is this rank's. The states belong to the engine and are valid until the next `update` or `load_state`.
+        `rank` is this rank's. The states are the engine's own: they are valid until the next `update` or `load_state`.
         """
         return [LocalShard(rank, state.version, self._pieces, state) for state in (self.current, self.spare)
                 if state.version != UNFINISHED]
 
     def release(self) -> None:
-        """Release all memory and the group, even in the middle of a failed step. Call nothing else afterwards.
+        """Release all memory and the group, even in the middle of a step that failed; call nothing else afterwards.
 
-        Local shards that were returned before stay valid. Not a collective.
+        Local shards that were given out stay valid. Not a collective.
         """
         self._detach()
         self.current, self.spare = ShardState.zeros(0, self.device), ShardState.zeros(0, self.device)
         self.current.version = self.spare.version = UNFINISHED
-        # the settings know the model, and FSDP's modules the group
+        # the settings refer to the model, and FSDP's modules to the group
         self.group = self.settings = self.optimizer = cast(Any, None)
 
     def _wait(self, work: dist.Work | None) -> None:
@@ -177,18 +177,18 @@ class Engine(ABC):
 
     @abstractmethod
     def _reduce(self) -> float:
-        """Sum the gradients over all ranks, unless that is done already; return the norm of the sum."""
+        """Sum the gradients over all ranks if that has not been done yet; return the norm of the sum."""
 
     @abstractmethod
     def _reduced_gradient(self, bucket: Bucket) -> Tensor:
-        """This rank's slice of a bucket's summed gradient, fp32; valid after `_reduce`."""
+        """This rank's slice of a bucket's summed gradient, fp32; after `_reduce`."""
 
     @abstractmethod
     def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
-        """Update the module's parameters to `state`. Yields each bucket first, for the caller to write it."""
+        """Bring the module's parameters up to `state`; yields each bucket first, for the caller to write it."""
 
     def _norm(self, slices: Iterable[Tensor]) -> float:
-        """The norm over all ranks, given this rank's `slices`."""
+        """Return the norm over all ranks of the tensor that this rank's `slices` are a part of."""
         # float32 sums of many squares lose digits on the CPU; NPUs have no float64
         wide = torch.float32 if self.device.type == "npu" else torch.float64
         norms = [torch.linalg.vector_norm(tensor, dtype=wide) for tensor in slices]

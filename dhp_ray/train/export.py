@@ -1,10 +1,10 @@
-"""Writes a model that exists only in the shards of all ranks: each rank writes its own files.
+"""Writes a model that exists only in the shards of all ranks: each rank writes files of its own.
 
     round     files of all ranks: | f0: r0 | f1: r1 | f2: r2 |, then | f3: r0 | ...
-    gather    one parameter or bucket after another, on all ranks; only the rank that writes it keeps it
-    write     all ranks at the same time; each reads untrained values from the model's own files
+    gather    parameter by parameter or bucket by bucket, on all ranks; only the rank that writes it keeps it
+    write     all ranks at the same time; each reads what is not trained from the model's own files
 
-A rank's host holds the file that it writes, and one bucket.
+A rank's host holds the file that it writes, and a bucket.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from dhp_ray.model.weights import StoredWeights
 from dhp_ray.train.state.checkpoint import all_well
 
 Wanted = Iterable[tuple[str, int]]
-"""Names of parameters, each with the rank that needs it."""
+"""Names of parameters, each with the rank that gets it."""
 
 Gather = Callable[[Wanted], Iterator[tuple[str, Tensor | None]]]
-"""Yields each wanted parameter, fp32 on the CPU, whole; None on the ranks that do not need it."""
+"""Yields each wanted parameter, fp32 on the CPU, whole; None on the other ranks."""
 
 
 class AllRanks:
-    """The ranks of `group` (gloo; None: a single rank) when they do something that may fail on one of them only."""
+    """Runs actions on the ranks of `group` (gloo; None: there is one rank) that may fail on one of them alone."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None, progress: Progress) -> None:
         self.rank, self.group, self.progress = rank, group, progress
 
     def run(self, action: Callable[[], object]) -> None:
-        """Call `action` on this rank and wait for the others. Every rank must call this.
+        """Call `action` on this rank, and wait for the others. Every rank calls this.
 
         Raises:
-            Exception: the error of this rank's `action`.
-            AbortedError: the action of another rank failed, and this one did not; one line.
+            Exception: what this rank's `action` has raised.
+            AbortedError: the action of another rank failed, and this rank's did not; one line.
         """
         failure: Exception | None = None
         try:
@@ -66,8 +66,8 @@ def write_files(
     all_ranks: AllRanks,
     put: Callable[[ModelFile, Mapping[str, Tensor]], None],
 ) -> None:
-    """Call `put` with the tensors of each of `files`, on the rank that writes the file. Every rank must call this with
-    the same files.
+    """Call `put` with each of `files` and its tensors, on the rank that writes it. Every rank calls this, with the same
+    files.
 
     Raises:
         As `AllRanks.run`.

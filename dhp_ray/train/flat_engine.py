@@ -4,8 +4,8 @@
     update                             gradients -- reduce-scatter --> my slices -- AdamW --> my slices' version v+1
                                        my slices -- all-gather --> parameters
 
-Every rank reduces and gathers every bucket in every step, whichever parameters its packs used: nothing depends on the
-plan. ZeRO: arXiv 1910.02054, section 5 (stage 1).
+Every rank reduces and gathers every bucket in every step, whatever its packs used: nothing depends on the plan.
+ZeRO: arXiv 1910.02054, section 5 (stage 1).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dhp_ray.train.state.buckets import Bucket
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardState
 
 IN_FLIGHT = 2
-"""Number of collectives in flight: one moves while the bucket before it is processed."""
+"""Collectives under way at a time: one moves while the bucket before it is worked on."""
 
 
 class FlatEngine(FlatShards):
-    """Owns a module's parameters: they become views of one buffer, and their gradients are summed in an fp32 buffer.
+    """Owns a module's parameters: they become views of one buffer, and their gradients are summed in an fp32 one.
 
-    With "bf16" the resident parameters are bf16, and each backward pass's gradients are added to the fp32 buffer; a
+    With "bf16" the resident parameters are bf16 and each backward's gradients are added to the fp32 buffer; a
     parameter's own `.grad` is then None.
     """
 
@@ -56,15 +56,15 @@ class FlatEngine(FlatShards):
     ) -> None:
         """See FlatShards for the arguments.
 
-        Parameters on the meta device get their values from `weights`: each rank reads its part and gathers the rest.
-        Frozen parameters come from a rank that has them, if there is one.
+        Parameters on the meta device get their values from `weights`: each rank reads its share and gathers the rest,
+        and frozen parameters come from a rank that has them, if there is one.
 
-        With `initialize` False the values of trained parameters are ignored, and `load_state` must follow. For a module
+        With `initialize` False the values of trained parameters are not used: `load_state` must follow. Over a module
         whose last engine was released, pass that engine's `originals`.
 
         Raises:
-            ValueError: unknown precision, no parameter to train, several ranks without a group, or an unreadable file
-                of weights.
+            ValueError: unknown precision, no parameter to train, several ranks without a group, or a file of weights
+                that cannot be read.
         """
         super().__init__(module, settings, world_group, world_size, rank, precision, bucket_bytes, originals, progress,
                          weights, device)
@@ -82,7 +82,7 @@ class FlatEngine(FlatShards):
             self.all_gather_parameters()
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's summed fp32 gradients by name, as views; zero for parameters that its packs did not use."""
+        """This rank's summed fp32 gradients by name, as views; zero for what its packs did not use."""
         return {name: self._view(self._gradient, name) for name in self.parameters}
 
     def zero_gradients(self) -> None:
@@ -95,7 +95,7 @@ class FlatEngine(FlatShards):
         return self.originals.get(name, self.frozen[name].detach())
 
     def _cast_frozen(self) -> None:
-        """Copy the module's frozen parameters to the device, in the computing type."""
+        """Bring the frozen parameters that a module came with to the device, in the computing type."""
         for name, parameter in self.frozen.items():
             original = parameter.data
             cast = original.to(self.compute_type)
@@ -104,7 +104,7 @@ class FlatEngine(FlatShards):
             parameter.data = cast.to(self.device)
 
     def _take_over(self) -> None:
-        """Move the parameters into the flat buffers; `all_gather_parameters` fills in their values."""
+        """Give the parameters their places in the flat buffers; `all_gather_parameters` fills in their values."""
         self._drop_values()
         self._resident = torch.zeros(self.layout.size, dtype=self.compute_type, device=self.device)
         self._gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.device)
@@ -128,7 +128,7 @@ class FlatEngine(FlatShards):
         self._resident = self._gradient = self._shard_gradient = torch.zeros(0, device=self.device)
 
     def _drop_values(self) -> None:
-        """Leave the trained parameters their shapes and one element of memory each."""
+        """Leave the trained parameters their shapes, and one element of memory each."""
         for parameter in self.parameters.values():
             parameter.grad = None
             place(parameter, torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape))
@@ -147,7 +147,7 @@ class FlatEngine(FlatShards):
                                      group=self.group, async_op=True)
 
     def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
-        """Update the resident parameters to `state`.
+        """Bring the resident parameters up to `state`.
 
         Yields each bucket for the caller to write it, then starts to gather it: bucket k moves while k+1 is written.
         """
@@ -163,7 +163,7 @@ class FlatEngine(FlatShards):
             self._wait(work)
 
     def _reduced(self) -> Iterator[Bucket]:
-        """Yield each bucket once the sum of its gradients is ready, while the next one's is in flight."""
+        """Yields each bucket when the sum of its gradients is there, while the next one's is under way."""
         following = iter(self.layout.buckets)
         started = deque((bucket, self._reduce_scatter(bucket)) for bucket in islice(following, IN_FLIGHT))
         while started:
@@ -174,10 +174,11 @@ class FlatEngine(FlatShards):
 
 
 def resident_bytes(num_parameters: int, world_size: int, precision: str, num_frozen: int = 0) -> int:
-    """Bytes of device memory that a rank holds between steps: parameters, fp32 gradients, two versions of its shard.
+    """Return the bytes of device memory that a rank holds between steps: parameters, fp32 gradients, two versions of
+    its shard.
 
-    `num_parameters` counts all parameters, `num_frozen` the untrained ones among them. Padding is not counted (at most
-    64 elements a parameter).
+    `num_parameters` counts all parameters, `num_frozen` those of them that are not trained. Padding is left out
+    (64 elements a parameter at most).
     """
     compute = torch.empty((), dtype=COMPUTE_TYPES[precision]).element_size()
     trained = num_parameters - num_frozen

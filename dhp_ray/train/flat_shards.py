@@ -1,4 +1,5 @@
-"""What the engines of `sync=step` share: the flat layout of trained parameters, and each rank's shard of it."""
+"""What the engines of `sync=step` share: the flat layout of trained parameters, and the shard that each rank has of it.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from dhp_ray.train.state.optimizer import OptimizerSettings
 class FlatShards(Engine):
     """An engine whose shards are slices of the buckets of one flat buffer (`FlatLayout`).
 
-    Shards are fp32 for any precision. Frozen parameters are in the computing type; `originals` are those that this
-    engine has converted, as they were before, on the CPU (empty for a model with files, where an export reads them). A
-    tied parameter counts once, under its first name.
+    Shards are fp32 for every precision. Frozen parameters are in the computing type; `originals` has, on the CPU, the
+    original values of those that this has changed. It is empty for a model that has files: an export reads them there.
+    A tied parameter counts once, under its first name.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class FlatShards(Engine):
         weights: StoredWeights | None,
         device: torch.device | None,
     ) -> None:
-        """Every rank must call this. `world_group`: None for a single rank. `bucket_bytes`: of fp32 gradients.
-        `device`: where the state lies, by default where the parameters are.
+        """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` counts fp32 gradients;
+        `device` is where the state goes, by default where the parameters are.
 
         Raises:
             ValueError: unknown precision, no parameter to train, or several ranks without a group.
@@ -86,7 +87,7 @@ class FlatShards(Engine):
             yield name, None if value is None else value.view(self.layout.shapes[name])
 
     def _frozen_whole(self, name: str) -> Tensor:
-        """A frozen parameter as it was given, fp32 on the CPU."""
+        """Return a frozen parameter as it was given, fp32 on the CPU."""
         found = self._frozen_value(name).to("cpu", torch.float32, copy=True)
         if (self._weights is not None and self.compute_type != torch.float32
                 and self._weights.type_of(name) != self.compute_type):
@@ -95,10 +96,10 @@ class FlatShards(Engine):
 
     @abstractmethod
     def _frozen_value(self, name: str) -> Tensor:
-        """A frozen parameter as it was given, or from its file, in the computing type."""
+        """Return a frozen parameter as it was given, or, if a file has it, in the computing type."""
 
     def _fill_shard(self) -> None:
-        """Fill this rank's shard of the trained parameters from their values or their files."""
+        """Fill this rank's shard of the trained parameters, from the module or from their files."""
         stored = []
         for piece in self._pieces:
             parameter, mine = self.parameters[piece.name], self.current.value[piece.shard]

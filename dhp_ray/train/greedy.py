@@ -1,15 +1,15 @@
-"""Greedy answers by the ranks' own passes over packs, at any degree and with any sharding. Keys and values are not
-cached.
+"""Greedy answers from the ranks' own passes over packs, for any degrees and any sharding of parameters; keys and values
+are not kept.
 
-A sequence is planned with room for its answer. Attention is causal, so one pass finds at each position the token that
-follows the tokens up to it:
+A sequence is planned with room for its answer. Attention is causal, so a pass over it finds at each position the token
+that follows the tokens up to it:
 
     tokens       p p p p g g g g      prompt, and a guess of the answer
-    found              a b c d        at the prompt's last token, and at each token of the answer except the last
+    found              a b c d        at the prompt's last token, and at each of the answer but the last
 
-The result of one pass is the guess for the next (Jacobi decoding, arXiv 2305.10427): after k passes the first k tokens
-are those of greedy decoding, and all are once a pass changes nothing. Every pass encodes the images of the prompts
-again. Every rank has the table of all answers, so that all ranks run the same number of passes.
+The tokens that one pass finds are the guess for the next (Jacobi decoding, arXiv 2305.10427): after k passes the first
+k tokens are those of greedy decoding, and all are once a pass changes nothing. Every pass encodes the images of the
+prompts again. Every rank has the table of all answers, so that all ranks run equally many passes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from dhp_ray.train.step_inputs import StepInputs
 
 @dataclass(frozen=True)
 class AnswerPlaces:
-    """Where a rank's tokens of a pack are in the table of answers (N, M). `found` (2, K): row and column for the
-    predictions of its K valid tokens. `written` (2, W): those of its W answer tokens, which are at `tokens` (W,)
-    locally.
+    """How a rank's tokens of a pack map to the table of answers (N, M): `found` (2, K), row and column of what its K
+    valid tokens predict; `written` (2, W), row and column of its W answer tokens, whose local positions are `tokens`
+    (W,).
     """
 
     found: Tensor
@@ -42,11 +42,11 @@ class AnswerPlaces:
 def greedy_answers(
     step: RankStep, inputs: StepInputs, sample_ids: Sequence[str], num_tokens: int, end_ids: Sequence[int], filler: int
 ) -> list[list[int]]:
-    """Token ids of the answers to `sample_ids`, the samples of all ranks: up to the first of `end_ids`, which is
-    excluded, and at most `num_tokens` each. Every rank must call this and returns the same.
+    """Return the token ids of the answers to `sample_ids`, the samples of all ranks, up to the first of `end_ids` and
+    without it, at most `num_tokens` each. Every rank calls this and returns the same.
 
-    Every sequence ends with `num_tokens` fillers, and only their labels count. The answer to a placeholder has no
-    meaning.
+    Every sequence ends with `num_tokens` fillers, whose labels are the only ones that count. The answer to a
+    placeholder means nothing.
     """
     rows = {name: row for row, name in enumerate(sample_ids)}
     places = [answer_places(pack, own, rows, num_tokens) for pack, own in zip(inputs.packs, inputs.inputs, strict=True)]
@@ -64,7 +64,7 @@ def greedy_answers(
                 sum_over_ranks(table, step.world)
             table = torch.tensor(progress.read(table), dtype=torch.int64)
         ends = torch.isin(table, torch.tensor(end_ids, dtype=torch.int64))
-        table[ends.cumsum(1) - ends.long() > 0] = filler  # behind the end, where tokens would go on changing
+        table[ends.cumsum(1) - ends.long() > 0] = filler  # after the end, where tokens would go on changing
         if torch.equal(table, guess):
             break
         guess = table
@@ -73,7 +73,7 @@ def greedy_answers(
 
 
 def answer_places(pack: RankPack, inputs: PackInputs, rows: Mapping[str, int], num_tokens: int) -> AnswerPlaces:
-    """The places of a pack whose sequences end with `num_tokens` answer tokens; none for an idle pack."""
+    """Return the places of a pack whose sequences end with `num_tokens` answer tokens each; none for an idle pack."""
     if pack.index < 0:
         nowhere = torch.empty(2, 0, dtype=torch.int64)
         return AnswerPlaces(nowhere, nowhere, nowhere[0])

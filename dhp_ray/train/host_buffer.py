@@ -1,4 +1,4 @@
-"""Host memory that a rank's packs use one after another, in chunks that are kept."""
+"""Host memory that a rank's packs use one after the other, in chunks that are kept."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from torch import Tensor
 from dhp_ray.planner.host_memory import CHUNK_BYTES
 
 ALIGNED_BYTES = 64
-"""Alignment of a tensor's first byte, sufficient for any type."""
+"""A tensor begins at a multiple of this: values of any type are aligned there."""
 
 
 class HostBuffer:
-    """Grows to the most that was in use at once. `pinned`: a device can copy to and from it asynchronously."""
+    """Grows to the most that was in use at a time. `pinned`: so that a device copies to it and from it asynchronously.
+    """
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -21,15 +22,15 @@ class HostBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Total size of all chunks."""
+        """The bytes of all chunks."""
         return len(self._chunks) * CHUNK_BYTES
 
     def clear(self) -> None:
-        """Use the buffer from its start again. Users of earlier pieces must be done, or copy in the same stream."""
+        """Use it from the start again. Users of earlier pieces must be done with them, or copy in the same stream."""
         self.used_bytes = 0
 
     def take(self, num_bytes: int) -> list[Tensor]:
-        """Pieces (bytes,) uint8 with `num_bytes` together, each aligned."""
+        """Return pieces (bytes,) uint8 that together have `num_bytes`, each of them aligned."""
         begin = -(-self.used_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         self.used_bytes = end = begin + num_bytes
         while self.num_bytes < end:

@@ -1,9 +1,9 @@
-"""Marks at every layer of a model, forward and backward, that show whether a computing rank makes progress.
+"""Marks at every layer of a model, forward and backward, so that a rank that computes is seen to make progress.
 
     forward    gathering of 3 *    | 3            | gathering of 4 *  | 4 ...
     backward   ... 4, backward     | reducing 4 * | before 4          | gathering of 3 * | 3, backward ...
 
-At the marks with * the rank waits for peers. Those and "before" exist only if a layer's parameters are gathered from
+Marks with * say that the rank waits for peers. They and "before" exist only if a layer's parameters are gathered from
 other ranks, and its gradients reduced, between two layers: by FSDP, whose hooks run between ours.
 """
 
@@ -26,7 +26,7 @@ class LayerMarks:
     """Hooks on the layers of a model, until `remove`."""
 
     def __init__(self, layers: Mapping[str, Module], progress: Progress, gathered: bool) -> None:
-        """Layers by the names that marks use. `gathered`: FSDP has already wrapped the layers."""
+        """`layers`: by the names that marks use for them. `gathered`: FSDP has wrapped the layers, before this."""
         self._handles: list[RemovableHandle] = []
         for name, layer in layers.items():
             forward = partial(progress.mark, name)
@@ -54,9 +54,7 @@ def layers_by_name(adapter: ModelAdapter) -> dict[str, Module]:
 
 
 def _before(mark: Callable[[], None], then: Callable[[], None] | None = None) -> Callable[[Module, Any], None]:
-    """A hook that calls `mark`, and `then` when the backward pass has everything that the layer and FSDP compute from
-    its input's gradient.
-    """
+    """`then` is called when the backward pass has the gradient of the layer's input, with all that FSDP does for it."""
     def hook(layer: Module, inputs: Any) -> None:
         mark()
         if then:
@@ -67,7 +65,7 @@ def _before(mark: Callable[[], None], then: Callable[[], None] | None = None) ->
 
 def _at_gradient_of_input(mark: Callable[[], None]) -> Callable[[Module, Any], Any]:
     def hook(layer: Module, inputs: Any) -> Any:
-        # views: the output of the layer before has hooks of its own, which are to run later
+        # views: the output of the layer before has hooks of its own, which must run later
         own = tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), inputs)
         _when_differentiated(own, mark)
         return own

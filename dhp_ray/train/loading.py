@@ -1,8 +1,8 @@
-"""Fills a module with values from the files of a model folder: each rank reads its part, and no host holds the whole
-model.
+"""Loads a module's values from the files of a model folder: each rank reads its share, and no host's memory holds the
+whole.
 
     flat engine      trained    each rank reads its shard of the flat buffer, then all are gathered (flat_engine.py)
-                     frozen     the same; in a generation with ranks of the previous one, one of these sends them
+                     frozen     the same; in a generation with ranks of the one before, one of these sends them
     sharded engine   all        each rank reads the rows that it owns
 """
 
@@ -27,7 +27,7 @@ from dhp_ray.train.state.buckets import Bucket, FlatLayout, Piece
 
 
 def place(parameter: nn.Parameter, value: Tensor) -> None:
-    """Let a parameter hold `value` in every module that has it. The parameter may be on the meta device."""
+    """Let a parameter hold `value`, in every module that has it; the parameter may be on the meta device."""
     if parameter.is_meta:  # `.data` takes no tensor of another kind of memory
         torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
     else:
@@ -35,7 +35,7 @@ def place(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move a module's buffers, but no parameter, to `device`."""
+    """Bring a module's buffers to `device`, and no parameter."""
     for holder in module.modules():
         for name, buffer in holder.named_buffers(recurse=False):
             setattr(holder, name, buffer.to(device))
@@ -51,10 +51,10 @@ def load_frozen(
     device: torch.device,
     progress: Progress,
 ) -> None:
-    """Fill whole parameters with their values in `compute_type`, on the ranks where they are on the meta device.
+    """Give whole parameters their values in `compute_type`, on the ranks where they are on the meta device.
 
-    Every rank must call this with the same names and `bucket_elements`, the number of elements moved at a time. If it
-    raises, parameters on the meta device are still there.
+    Every rank calls this, with equal names and `bucket_elements`, the number of elements moved at a time. If it raises,
+    parameters on the meta device are still there.
 
     Raises:
         ModelError: a file is gone or damaged.
@@ -71,7 +71,7 @@ def load_frozen(
         for name, parameter in frozen.items():
             values = (parameter.data if has else whole[layout.interval(name)]).view(-1)
             for part in values.split(bucket_elements):
-                # not over values that are good: an abort leaves garbage
+                # not over valid values: an abort leaves garbage
                 into = torch.empty_like(part) if has and rank != source else part
                 with progress.waiting("frozen parameters of another rank"):
                     copy_from_rank(into, source, group)
@@ -91,8 +91,8 @@ def load_frozen(
 
 
 def _read_part(weights: StoredWeights, pieces: deque[Piece], bucket: Bucket, like: Tensor) -> Tensor:
-    """A rank's slice of a bucket from the files, with the type and device of `like`. `pieces`: its pieces of this
-    bucket and of later ones; those that are read are removed.
+    """Read a rank's slice of a bucket from the files, in the type and on the device of `like`. `pieces`: its pieces of
+    this bucket and of those after it; those that are read are removed.
     """
     begin, end = bucket.shard.start, bucket.shard.stop
     mine, intervals = like.new_zeros(end - begin), []
@@ -105,8 +105,7 @@ def _read_part(weights: StoredWeights, pieces: deque[Piece], bucket: Bucket, lik
 
 
 def first_row(num_rows: int, rank: int, world_size: int) -> int:
-    """The first row of a parameter that FSDP2 gives to `rank`; all ranks except the last ones get the same number of
-    rows.
+    """Return the first of a parameter's rows that FSDP2 gives to `rank`; all ranks but the last ones have equally many.
     """
     return min(-(-num_rows // world_size) * rank, num_rows)
 

@@ -11,9 +11,9 @@ from dhp_ray.train.pack import pack_loss
 
 
 class MicroBatchModel(nn.Module):
-    """All computation of a pack as one module, so that FSDP sees where a micro-batch begins and ends.
+    """The whole of a pack's computation as one module, so that FSDP sees where a micro-batch begins and ends.
 
-    If any rank encodes images in its pack, all ranks do: `inputs` then have an image (`with_tiny_image`).
+    If any rank encodes in its pack, all ranks do: `inputs` then have an image (`with_tiny_image`).
     """
 
     def __init__(self, adapter: ModelAdapter) -> None:

@@ -1,12 +1,12 @@
-"""One rank's share of a step with `sync=micro_batch`: every rank runs exactly one pack in each micro-batch.
+"""One rank's share of a step with `sync=micro_batch`: every rank runs exactly once in each micro-batch.
 
     micro-batch   0                      1
     rank 0        pack 0, with images    pack 2                 every unit of the model runs on every rank, in the same
-    rank 1        pack 0                 idle                 order, forward and backward: with a tiny image if a rank
-    rank 2        pack 1, a tiny image   pack 3                 has no image, with an idle token if it has no token
+    rank 1        pack 0                 idle                 order, forward and backward: a tiny image where a rank has
+    rank 2        pack 1, a tiny image   pack 3                 none to encode, an idle token where it has no token
 
 Idle tokens and tiny images come with the inputs (`step_inputs.py`). If images are encoded apart from the packs, every
-rank runs the same number of encoder passes before and after the micro-batches, and none in between:
+rank runs equally many passes of the encoder before the micro-batches and after them, and none in between:
 
     rank 0   pass 0, of two images   pass 1, of one   | features | pack 0   pack 2 | gradients | backward of both passes
     rank 1   pass 0, of one          pass 1, tiny     | features | pack 0   idle   | gradients | backward of both passes

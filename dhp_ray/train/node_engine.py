@@ -5,9 +5,8 @@ sharded over all ranks.
     update     sums of every node -- all-to-all --> my buckets' slices -- AdamW --> version v+1
                version v+1 -- all-to-all --> slices of every node | barrier of the node
 
-Reads and adds are one-sided: inside a pack a rank waits only for the other ranks of that pack. Shards are the same as
-the flat engine's, so the state can move between the two engines. The idea is that of ODC (arXiv 2601.19362), within a
-node.
+Reads and adds are one-sided: inside a pack, a rank waits only for the ranks of that pack. Shards are those of the flat
+engine, so that a state can move between the two. The idea is ODC (arXiv 2601.19362), within a node.
 """
 
 from __future__ import annotations
@@ -35,19 +34,21 @@ from dhp_ray.train.state.slices import Slices, Unit
 from dhp_ray.train.unit_buffers import ModelUnit, Rows, UnitBuffers, units_of
 
 IN_FLIGHT = 2
-"""Number of exchanges in flight."""
+"""Exchanges under way at a time."""
 
 
 class Node(NamedTuple):
-    """A rank's node: the ranks of all nodes, and the group of this node's ranks (None: a single rank)."""
+    """The nodes, as one rank sees them: the ranks of each node, and the group of its own node's ranks (None: there is
+    one).
+    """
 
     nodes: Sequence[Sequence[int]]
     group: dist.ProcessGroup | None
 
 
 class NodeEngine(FlatShards):
-    """Owns an adapter's parameters, which have no memory of their own between uses. For a model without files,
-    `originals` are all frozen parameters.
+    """Owns an adapter's parameters: between uses they have no memory of their own. For a model that has no files,
+    `originals` has all frozen parameters.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class NodeEngine(FlatShards):
         originals: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Every rank must call this. See FlatEngine."""
+        """Every rank calls this. See FlatEngine."""
         super().__init__(adapter.module, settings, world_group, world_size, rank, precision, bucket_bytes, originals,
                          progress, adapter.weights, device)
         self._node: Node = node
@@ -88,7 +89,7 @@ class NodeEngine(FlatShards):
             raise
 
     def _set_up(self, units: Sequence[ModelUnit], layouts: Sequence[Unit]) -> None:
-        """Lay the units out over the node, and write frozen parameters."""
+        """Lay out the units over the node, and write the frozen parameters."""
         members = next(ranks for ranks in self._node.nodes if self.rank in ranks)
         values = Slices(layouts, len(members), self.compute_type.itemsize, trained_only=False)
         sums = Slices(layouts, len(members), 4, trained_only=True)
@@ -123,7 +124,7 @@ class NodeEngine(FlatShards):
         self._detachments.append(detach)
 
     def _write_frozen(self) -> None:
-        """Write this rank's slices of frozen parameters, from their files or their values."""
+        """Write this rank's slices of frozen parameters, from their files or as they came."""
         stored = []
         for name, parameter in self.frozen.items():
             mine, start = self.state.own_slice(name, parameter.numel())
@@ -140,17 +141,17 @@ class NodeEngine(FlatShards):
         return self.state.value(name, self.frozen[name].numel()).view(self.frozen[name].shape)
 
     def zero_gradients(self) -> None:
-        """Do nothing: sums are zeroed as soon as they have been reduced, before any rank begins a step."""
+        """There is nothing to do: sums are zeroed as soon as they have been reduced, before any rank begins a step."""
 
     def end_pack(self) -> None:
         self.buffers.end_pack()
 
     def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
-        """See Engine. All ranks end their packs before any rank calls this, because a collective comes in between. If
-        it raises, gradients may be lost, and the step must run again.
+        """See Engine. All ranks have ended their packs before any rank calls this, because a collective comes in
+        between. If it raises, gradients may be lost: the step must run again.
         """
         update = super().update(num_valid_tokens, learning_rate_factor)
-        if not update.applied:  # sums are zeroed; nobody may add to them before that
+        if not update.applied:  # sums are zeroed; no rank may add to them before that
             self._meet()
         return update
 
@@ -164,10 +165,10 @@ class NodeEngine(FlatShards):
             empty = torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape)
             place(parameter, empty if kept is None else kept)
         self._shard_gradient = torch.zeros(0, device=self.device)
-        self._node = self._exchange = cast(Any, None)  # they know the groups
+        self._node = self._exchange = cast(Any, None)  # they refer to the groups
 
     def _reduce(self) -> float:
-        """Sum the gradients bucket by bucket over all nodes. Afterwards the node's sums are zero, for the next step."""
+        """Sum the gradients bucket by bucket over all nodes; then zero the node's sums, for the next step."""
         self._shard_gradient.zero_()
         arriving: deque[Arriving] = deque()
         for number, bucket in enumerate(self.layout.buckets):
@@ -182,7 +183,7 @@ class NodeEngine(FlatShards):
         return self._shard_gradient[bucket.shard]
 
     def _all_gather(self, state: ShardState) -> Iterator[Bucket]:
-        """Update the slices to `state`. Bucket k moves while k + 1 is written."""
+        """Bring the slices up to `state`. Bucket k moves while k + 1 is written."""
         arriving: deque[Arriving] = deque()
         for number, bucket in enumerate(self.layout.buckets):
             yield bucket
@@ -193,14 +194,14 @@ class NodeEngine(FlatShards):
         self._meet()
 
     def _take(self, arriving: deque[Arriving], most: int) -> None:
-        """Wait until at most `most` exchanges are in flight, and take the results of the others."""
+        """Wait until at most `most` exchanges are under way, and take the results of the others."""
         while len(arriving) > most:
             arrived = arriving.popleft()
             self._wait(arrived.work)
             arrived.take()
 
     def _meet(self) -> None:
-        """Wait for all ranks of the node: their slices are then written, and their sums are zero."""
+        """Wait until all ranks of the node have arrived: their slices are written and their sums zero."""
         self.progress.synchronize()
         with self.progress.waiting("the other ranks of the node"):
             if self._node.group is not None:

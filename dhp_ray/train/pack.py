@@ -13,20 +13,20 @@ from dhp_ray.train.collate import PackInputs
 
 
 def pack_loss(adapter: ModelAdapter, inputs: PackInputs, link: Link, encodes: bool | None = None) -> Tensor:
-    """Token-sum loss, an fp32 scalar, of this rank's shard of a pack. If `inputs` ask for predictions (without
-    gradients), the most likely next tokens (K,) of its valid tokens. `inputs` are on the model's device.
+    """Return the token-sum loss, an fp32 scalar, of this rank's shard of a pack; or, if `inputs` say so and without
+    gradients, the tokens (K,) that most likely follow its valid ones. `inputs` are on the model's device.
 
-    Every member of the pack must call this and then `backward()` on the result; with gradients enabled that is always
-    allowed, even if nothing of the pack is trained. Only members of the pack exchange. `encodes`: whether features are
-    exchanged and so differentiated; by default, if the pack has images.
+    Every member of the pack must call it and then `backward()` on the result: with gradients enabled that is always
+    allowed, even if nothing of the pack is trained. Only the pack's own members exchange anything. `encodes` tells
+    whether features are exchanged, and so differentiated; by default, if the pack has images.
     """
     encodes = inputs.num_images > 0 if encodes is None else encodes
-    # Whether there is a backward pass upstream of each exchange: from what the pack holds, so the same on all its
-    # members.
+    # Whether there is a backward pass upstream of each exchange. This depends only on what the pack holds, so it is the
+    # same on all members.
     trains_features = torch.is_grad_enabled() and adapter.trains("vision") and encodes
     trains_hidden = trains_features or (torch.is_grad_enabled() and adapter.trains("language"))
     if inputs.features is not None:
-        # from here on, and not before: FSDP takes the gradient of an input for the end of a module's backward pass
+        # only from here on: FSDP takes the gradient of an input for the end of a module's backward pass
         features = inputs.features.requires_grad_(trains_features)
     else:
         with torch.set_grad_enabled(trains_features):

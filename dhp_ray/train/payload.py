@@ -1,4 +1,4 @@
-"""The content of a sample that ranks need to run or encode it, and a check that it matches the plan."""
+"""The data of a sample for the ranks that run or encode it, and the check that it is what was planned."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dhp_ray.planner.plan import Grid, Sample
 
 @dataclass(kw_only=True)
 class Payload:
-    """The content of one sample in a pack: token ids (L,) int32, unshifted labels (L,) int32 with -100 where masked,
+    """The data of one sample for a pack: token ids (L,) int32, labels (L,) int32 unshifted with -100 where masked,
     grids (N, 3), and for every image its patches (P, patch_dim) float32, or None if another rank encodes it.
 
-    A grid is an image, or a piece of a video in time. media (N,): a number for each grid's image or video, so that
-    neighbours with the same number are one video. seconds (N,): the duration of one time step of a video, 0 for an
-    image. Without these two, every grid is an image.
+    A grid is an image, or a piece of a video in time. `media` (N,) has the number of each grid's image or video, so
+    that neighbours with the same number are one video; `seconds` (N,) is the length of one step in time of a video, and
+    0 for an image. Without the two, every grid is an image.
 
-    `masked` makes it a placeholder: its tokens keep their place, its images are not encoded, and it adds nothing to the
+    `masked` makes it a placeholder: its tokens keep their place, its images are not encoded and it adds nothing to the
     loss. All ranks of the pack must agree on it.
     """
 
@@ -38,7 +38,7 @@ class Payload:
     masked: bool = False
 
     def whole(self) -> tuple[np.ndarray, np.ndarray]:
-        """Grids (M, 3) of whole images and videos, and seconds (M,)."""
+        """Return the grids (M, 3) of whole images and videos, and seconds (M,)."""
         grids = np.asarray(self.grids, np.int64).reshape(-1, 3)
         if self.media is None or self.seconds is None:
             return grids, np.zeros(len(grids))
@@ -49,16 +49,16 @@ class Payload:
 
 
 def placeholder(sample: Sample) -> Payload:
-    """A payload that keeps the place of an unusable sample: the same number of tokens, none of which counts."""
+    """Return a payload that keeps the place of a sample that cannot be used: as many tokens, none of which counts."""
     return Payload(input_ids=np.zeros(sample.num_tokens, np.int32),
                    labels=np.full(sample.num_tokens, IGNORED, np.int32),
                    grids=np.zeros((0, 3), np.int64), pixels=[], masked=True)
 
 
 def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encoded_here: tuple[bool, ...] = ()) -> None:
-    """Refuse a payload that differs from the plan. A rank checks it a batch ahead, before others depend on the sample.
+    """Refuse a payload that is not what was planned; a rank calls it a batch ahead, before others depend on the sample.
 
-    `encoded_here`: for each image, whether this rank encodes it and so needs its pixels.
+    `encoded_here` says of each image whether this rank encodes it and so needs its pixels.
 
     Raises:
         ValueError: one line that names the sample.
@@ -103,7 +103,7 @@ def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encod
 
 
 def tokens_of_parts(grid: Grid, num_parts: int, adapter: ModelAdapter) -> list[Tensor]:
-    """The tokens of an image that each of its parts encodes, in the order of the part's feature rows; all tokens for
+    """Return which tokens of an image each of its parts makes, in the order of the part's feature rows; all of them for
     one part.
     """
     if exchanges(grid, num_parts):
@@ -113,7 +113,7 @@ def tokens_of_parts(grid: Grid, num_parts: int, adapter: ModelAdapter) -> list[T
 
 
 def image_tokens(payload: Payload, adapter: ModelAdapter) -> list[Tensor]:
-    """The positions in their sample of the tokens of each image or piece of a video."""
+    """Return where the tokens of each image or piece of a video are in their sample."""
     ids = torch.from_numpy(payload.input_ids)
     places = ((ids == adapter.image_token_id) | (ids == adapter.video_token_id)).nonzero()[:, 0]
     return list(places.split([int(np.prod(grid)) // adapter.merge_area for grid in payload.grids]))

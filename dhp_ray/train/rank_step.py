@@ -1,4 +1,4 @@
-"""One rank's share of one optimizer step: run the packs of the plan, then reduce and update once."""
+"""One rank's share of one optimizer step: walk the packs of the plan, then reduce and update once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from dhp_ray.train.step_inputs import StepInputs, on_device
 
 
 class PackRun(NamedTuple):
-    """A pack that the device has been given. Its values are read together with the step's totals, not after each pack.
-    """
+    """A pack that the device has been given. Its values are read with the step's totals, not pack by pack."""
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
     loss: Tensor
@@ -37,19 +36,18 @@ class PackRun(NamedTuple):
     end: Moment
     link: Link
     gathering_s: float = 0.0
-    """Seconds blocked in gathering parameters and reducing gradients."""
+    """Seconds blocked in gathering and reducing what the pack computes with."""
     moved_bytes: int = 0
-    """Bytes of activations that went to host memory."""
+    """Bytes of activations moved to host memory."""
 
     def time(self, start: Moment) -> PackTime:
-        """When it ran. Waits until the device has run it."""
+        """When it ran; waits until the device has run it."""
         return PackTime(self.index, self.begin.since_s(start), self.end.since_s(start),
                         self.link.blocked_s + self.gathering_s)
 
 
 PHASE_INDEX = 2**20
-"""Pack number of a phase's link, larger than any pack number of a plan. Links of images in parts have the next numbers.
-"""
+"""The index of a phase's link, among those of packs: beyond all of a plan's. Links of images in parts come after it."""
 
 
 class PhaseRun(NamedTuple):
@@ -59,20 +57,20 @@ class PhaseRun(NamedTuple):
     end: Moment
     waits: tuple[tuple[Moment, Moment], ...]
     gathering_s: float = 0.0
-    """As in PackRun."""
+    """As for a pack."""
 
     def time(self, start: Moment) -> PackTime:
-        """When it ran. Waits until the device has run it."""
+        """When it ran; waits until the device has run it."""
         return PackTime(-1, self.begin.since_s(start), self.end.since_s(start),
                         sum(end.since_s(begin) for begin, end in self.waits) + self.gathering_s)
 
 
 @dataclass
 class RankStep:
-    """Runs the steps of one rank. `world`: the group of all ranks (None: a single rank).
+    """Runs the steps of one rank. `world` is the group of all ranks (None: there is one rank).
 
-    `before_update` is called after the packs: once a rank's `totals` returns, it has returned on every rank, and no
-    rank has changed its state yet.
+    `before_update` is called after the packs: once `_totals` returns on a rank, `before_update` has returned on every
+    rank, and the state has not changed on any.
     """
 
     adapter: ModelAdapter
@@ -89,9 +87,9 @@ class RankStep:
     def run(self, inputs: StepInputs, learning_rate_factor: float, data_wait_s: float = 0.0) -> StepResult:
         """Compute losses and gradients of this rank's packs, and update once.
 
-        Between `prepare` and `totals` a rank exchanges only with the ranks of its packs and, if images are encoded
-        apart from the packs, with the ranks that encode for it or for which it encodes; otherwise ranks do not wait for
-        each other. Every rank calls `totals` and `update`, even without a pack.
+        Between `prepare` and `_totals` a rank exchanges only with the ranks of its packs and, if images are encoded
+        apart from packs, with the ranks that encode for it or that it encodes for; apart from that, ranks run
+        independently. Every rank enters `_totals` and `update`, even without a pack.
         """
         start, plan = Moment(self.device), inputs.plan
         self.engine.progress.stage = f"step {plan.step}"
@@ -114,23 +112,24 @@ class RankStep:
 
     @torch.no_grad()
     def evaluate(self, inputs: StepInputs) -> tuple[float, int]:
-        """Loss sum and valid tokens of the packs of all ranks, without gradients. Every rank must call this."""
+        """Return the loss sum and the valid tokens of the packs of all ranks, without gradients. Every rank calls this.
+        """
         self.engine.progress.stage = f"evaluation {inputs.plan.step}"
         self.transport.prepare(inputs.plan.process_groups)
         return self._totals(self._run_packs(inputs)[0])
 
     @torch.no_grad()
     def predictions(self, inputs: StepInputs) -> list[Tensor]:
-        """For each pack of this rank, the most likely next tokens (K,) of its valid tokens. `inputs` must ask for
-        predictions. Every rank must call this.
+        """Return for each pack of this rank the tokens (K,) that most likely follow its valid ones, from inputs that
+        ask for them. Every rank calls this.
         """
         self.engine.progress.stage = f"answers {inputs.plan.step}"
         self.transport.prepare(inputs.plan.process_groups)
         return [run.loss for run in self._run_packs(inputs)[0]]
 
     def _run_packs(self, inputs: StepInputs) -> tuple[list[PackRun], list[PhaseRun]]:
-        """Run the packs in order, those outside the plan with index -1, and the phases around them that encode images
-        apart from the packs.
+        """Run the packs in their order (a pack that is not in the plan has index -1), and around them the phases in
+        which images are encoded apart from them.
         """
         phases, encoder_runs = self._phases(inputs), []
         features: list[Tensor | None] = [None] * len(inputs.packs)
@@ -165,7 +164,7 @@ class RankStep:
         return found, PhaseRun(begin, Moment(self.device), (*link.taken_waits(), *phases.taken_waits()))
 
     def _exchanged_bytes(self, inputs: StepInputs) -> int:
-        """Bytes of features that this rank sends to others before the packs."""
+        """Return the bytes of features that this rank sends to others before the packs."""
         if inputs.vision is None:
             return 0
         rows = sum(len(index) for rank, index in inputs.vision.send_index.items() if rank != inputs.plan.rank)
@@ -191,7 +190,7 @@ class RankStep:
                        moved_bytes=self.offload.moved_bytes)
 
     def _totals(self, runs: Sequence[PackRun]) -> tuple[float, int]:
-        """Loss sum and valid tokens of all ranks. The host waits here for the device."""
+        """Return the loss sum and the valid tokens of all ranks. The host waits here for the device."""
         progress = self.engine.progress
         losses: list[float] = progress.read(torch.stack([run.loss for run in runs])) if runs else []
         loss_sum = torch.tensor(sum(losses), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A rank's report on a step: the times of its packs, and the step's sums."""
+"""What a rank reports about a step: the times of its packs, and the step's sums."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dhp_ray.planner.work import BACKWARD, ENCODE, Work
 
 
 class PackTime(NamedTuple):
-    """When a rank ran a pack, in seconds from the rank's start of the step. `blocked_s`: time spent waiting in
-    exchanges.
+    """When a rank ran a pack, in seconds from the rank's start of the step; `blocked_s` was spent waiting in exchanges.
     """
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
@@ -22,13 +21,12 @@ class PackTime(NamedTuple):
 
     @property
     def busy_s(self) -> float:
-        """Seconds without waiting."""
+        """Seconds that were not spent waiting."""
         return self.end_s - self.start_s - self.blocked_s
 
 
 class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank at every step
-    """One rank's report on one step. `plan_id`: the plan that it ran. Sums are global, so they are equal on all ranks.
-    """
+    """What one rank reports about one step: `plan_id` is the plan that it ran. Sums are global: equal on all ranks."""
 
     step: int
     rank: int
@@ -46,15 +44,17 @@ class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank a
     save_error: str = ""
     plan_id: str = ""
     encoder_times: tuple[PackTime, ...] = ()
-    """Times of the phases before and after the packs, if images are encoded apart from them."""
+    """The times of the phases before and after the packs, if images are encoded apart from them."""
     exchanged_bytes: int = 0
     """Bytes of features that this rank sent to others in the first phase."""
     moved_bytes: int = 0
-    """Bytes of activations that went to host memory and back."""
+    """Bytes of activations that went to host memory and came back."""
 
 
 def busy_s_of(work: Work, results: Sequence[StepResult]) -> np.ndarray:
-    """Measured seconds of each row of a plan's work, without waiting; NaN if no rank has reported it."""
+    """Return the measured seconds of each row of a plan's work, without those spent waiting; NaN if no rank has
+    reported it.
+    """
     found = {(result.rank, time.index): time.busy_s for result in results for time in result.pack_times}
     found |= {(result.rank, phase): time.busy_s for result in results
               for phase, time in zip((ENCODE, BACKWARD), result.encoder_times)}

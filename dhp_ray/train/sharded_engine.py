@@ -1,14 +1,14 @@
-"""The engine of `sync=micro_batch`: every parameter is sharded over all ranks by torch's FSDP2 (ZeRO-3, arXiv
-1910.02054, section 5).
+"""The engine of `sync=micro_batch`: every parameter sharded over all ranks, by torch's FSDP2 (ZeRO-3, arXiv 1910.02054,
+section 5).
 
     unit (a block, a layer; the rest is the root's)
-    forward     my rows of its parameters -- all-gather --> whole, used, freed again
+    forward     my rows of its parameters -- all-gather --> whole, computed with, dropped again
     backward    gathered again; whole gradients -- reduce-scatter --> my rows of them, summed over micro-batches
     update      my rows -- AdamW --> my rows' version v+1
 
-A unit's forward and backward passes are collectives of all ranks: every rank runs every unit the same number of times
-and in the same order (`micro_batch_step.py`). A parameter's rows on a rank are an interval of the flattened parameter,
-so checkpoints are the same as the flat engine's.
+A unit's forward and backward are collectives of all ranks: every rank runs every unit equally often and in the same
+order (`micro_batch_step.py`). A parameter's rows on a rank are an interval of the flattened parameter, so that
+checkpoints are those of the flat engine.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardSt
 
 
 class ShardedEngine(Engine):
-    """Shards an adapter's module for good: fp32 rows on each rank, gathered in the computing type, reduced in fp32.
+    """Shards an adapter's module permanently: fp32 rows on each rank, gathered in the computing type, reduced in fp32.
 
-    Frozen parameters are sharded too, in the computing type if they come from files. The root holds everything outside
-    of units (embedding, head, last norm) and stays gathered from its forward pass to the end of its backward pass.
+    Frozen parameters are sharded too, in the computing type if they come from files. The root, which holds what is in
+    no unit (embedding, head, last norm), stays gathered from its forward to the end of its backward.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class ShardedEngine(Engine):
         progress: Progress | None = None,
         initialize: bool = True,
     ) -> None:
-        """Every rank must call this with equal parameters, which move to `device` unit by unit, or with a model without
-        weights, whose rows each rank reads from files. `world_group` has all ranks, also if there is only one.
+        """Every rank calls this, with equal parameters, which move to `device` unit by unit; or with a model built
+        without weights, from whose files it reads its rows. `world_group` holds all ranks, even if there is only one.
 
-        With `initialize` False the values of trained parameters are ignored, and `load_state` must follow.
+        With `initialize` False the values of trained parameters are not used: `load_state` must follow.
 
         Raises:
             ValueError: unknown precision, no parameter to train, or a file of weights that cannot be read.
@@ -121,9 +121,9 @@ class ShardedEngine(Engine):
         return self._gather.blocked_s + self._scatter.blocked_s
 
     def loss(self, inputs: PackInputs, link: Link, encodes: bool) -> Tensor:
-        """`pack_loss` of this rank's pack of a micro-batch. Every rank must call this, then `backward()` on the result.
+        """`pack_loss` of this rank's pack of a micro-batch. Every rank calls it, then `backward()` on the result.
 
-        `encodes`: whether any rank's pack in this micro-batch has an image. Then all ranks encode, unless images are
+        `encodes`: whether any rank's pack in this micro-batch has an image; then all ranks encode, or images are
         encoded apart from the packs.
         """
         trains = self.adapter.trains("language") or (encodes and self.adapter.trains("vision"))
@@ -134,8 +134,8 @@ class ShardedEngine(Engine):
         return loss.requires_grad_() if torch.is_grad_enabled() and not loss.requires_grad else loss
 
     def before_encoding(self) -> None:
-        """Must be called before units of the encoder run outside of `loss`, so that FSDP takes the model, and no unit,
-        as its root.
+        """Call this before units of the encoder are called outside `loss`, so that the model, and none of these units,
+        becomes FSDP's root.
         """
         cast(FSDPModule, self.root)._get_fsdp_state()._lazy_init()
 
@@ -144,9 +144,7 @@ class ShardedEngine(Engine):
             parameter.grad = None
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The gradients summed over all ranks, whole, by name; zero if no pack used the parameter. Every rank must call
-        this.
-        """
+        """The gradients summed over all ranks, whole, by name; zero for what no pack used. Every rank calls this."""
         return {name: torch.zeros(self._shapes[name], device=self.device) if parameter.grad is None
                 else cast(DTensor, parameter.grad).full_tensor().view(self._shapes[name])
                 for name, parameter in self.parameters.items()}
@@ -166,28 +164,28 @@ class ShardedEngine(Engine):
             yield name, value
 
     def _is_wider_in_files(self, name: str) -> bool:
-        """Whether a parameter was given in a wider type than its rows here have."""
+        """Return whether a frozen parameter's file has it in a type that its rows here do not preserve."""
         weights, frozen = self.adapter.weights, self.frozen.get(name)
         return (weights is not None and frozen is not None and frozen.dtype != torch.float32
                 and weights.type_of(name) != frozen.dtype)
 
     def _stored(self, name: str) -> Tensor:
-        """A parameter from its file, fp32 on the CPU."""
+        """Return a parameter from its file, fp32 on the CPU."""
         value = torch.empty(self._shapes[name])
         assert self.adapter.weights is not None
         self.adapter.weights.read([Interval(name, 0, value.view(-1))])
         return value
 
     def _lay_out(self, units: list[Any]) -> dict[int, list[Piece]]:
-        """The pieces that this rank owns of each unit, by the unit's begin in its shard: one piece for each parameter.
-        Units of which it owns nothing are left out.
+        """Return this rank's pieces of each unit, by where they begin in its shard: one piece per parameter; units of
+        which it owns nothing are left out.
         """
         names = {parameter: name for name, parameter in self.parameters.items()}
         laid_out, offset = {}, 0
         for unit in units:
             found: list[Piece] = []
             for parameter in unit.parameters():
-                name = names.pop(parameter, None)  # the parameters of inner units are theirs
+                name = names.pop(parameter, None)  # parameters of inner units belong to these
                 rows = parameter.to_local()
                 if name is None or not rows.numel():
                     continue
@@ -199,7 +197,7 @@ class ShardedEngine(Engine):
         return laid_out
 
     def _rows(self, piece: Piece) -> Tensor:
-        """This rank's rows of a parameter, flattened; writing to them changes the parameter."""
+        """Return this rank's rows of a parameter, flattened; writing to them changes the parameter."""
         with torch.no_grad():
             return self.parameters[piece.name].to_local().view(-1)
 
@@ -210,10 +208,10 @@ class ShardedEngine(Engine):
         return cast(DTensor, gradient).to_local().reshape(-1)
 
     def _detach(self) -> None:
-        """Make the module unusable, so that references to it keep neither memory nor the group alive.
+        """Make the module unusable, so that references to it hold neither memory nor the group.
 
-        FSDP has no call for this: its modules keep the group, and the mesh too, and torch's caches of DTensor
-        operations keep the mesh.
+        FSDP has no call for this: its modules keep the group for life, and so does the mesh, which torch's DTensor
+        caches keep too.
         """
         self._mesh._pg_registry.clear()  # read by torch.compile alone
         for unit in self._units:
@@ -229,7 +227,7 @@ class ShardedEngine(Engine):
         self._units, self.parameters, self.frozen = [], {}, {}
 
     def _reduce(self) -> float:
-        """The norm of the gradients, which FSDP has reduced in every backward pass."""
+        """FSDP has reduced the gradients in every backward pass."""
         return self._norm(self._gradient(piece) for piece in self._pieces)
 
     def _reduced_gradient(self, bucket: Bucket) -> Tensor:

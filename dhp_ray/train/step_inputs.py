@@ -1,8 +1,8 @@
-"""The inputs of all packs that a rank runs in a step, made in a thread before the step.
+"""The inputs of all packs that a rank runs in a step, made before the step by a thread other than the training thread.
 
-    payloads -- collate --> inputs of a pack, patches in the computing type, in pinned memory if a device copies them
-    a sample turns out to be a placeholder --> its pack is made again, from the first inputs
-    a step runs pack n on the device | the inputs of pack n + 1 are copied to it, in a separate stream
+    payloads -- collate --> inputs of a pack, patches in the computing type, in pinned memory where a device copies them
+    a sample turns out to be a placeholder --> its pack is made again, from what the first inputs hold
+    a step runs pack n on the device | the inputs of pack n + 1 are copied to it, in a stream of their own
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dhp_ray.train.payload import Payload, placeholder
 from dhp_ray.train.vision_inputs import VisionInputs, vision_inputs
 
 IDLE = Sample("", 1)
-"""A rank without a pack in a micro-batch runs this: one masked token."""
+"""What a rank without a pack in a micro-batch runs: one token, masked."""
 
 
 @dataclass
 class StepInputs:
-    """Inputs in the order of execution, one for each of `packs_of` the plan once all have been added.
+    """Inputs in the order in which they run; once all have been added, one for each pack of `packs_of(plan)`.
 
-    `payloads`: of the packs added so far. Their pixels are rows of the inputs, not a second copy.
+    `payloads` are those of the packs added so far; their pixels are rows of the inputs, not a second copy.
     """
 
     plan: RankPlan
@@ -43,33 +43,33 @@ class StepInputs:
     vision: VisionInputs | None = None
 
     def add_encoded(self, payload_of: Callable[[str], Payload], adapter: ModelAdapter) -> None:
-        """Collate the images that this rank encodes apart from the packs. Must be called before any pack is added.
-        `payload_of` returns the payload of a sample, by id, in the order of `vision_inputs`.
+        """Collate the images that this rank encodes apart from the packs; call it before any pack is added.
+        `payload_of` returns the payload of a sample, by id, when `vision_inputs` asks for it.
 
         Raises:
             ValueError: see `add`.
         """
         def kept(sample_id: str) -> Payload:
             payload = payload_of(sample_id)
-            self.payloads[sample_id] = replace(payload, pixels=list(payload.pixels))  # which become rows of a pass's
+            self.payloads[sample_id] = replace(payload, pixels=list(payload.pixels))  # become rows of a pass's
             return self.payloads[sample_id]
 
         self.vision = self._encoded(kept, adapter)
 
     def add(self, pack: RankPack, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> None:
-        """Collate the next pack. The pixels in `payloads` are no longer needed afterwards.
+        """Collate the next pack. Its pixels in `payloads` are no longer needed afterwards.
 
         Raises:
-            ValueError: one line that names the sample whose payload is missing or differs from the plan.
+            ValueError: one line that names the sample whose payload is missing or not what was planned.
         """
-        # of a sample whose images this rank encodes apart, the payload with their pixels is there already
+        # if this rank encodes a sample's images apart, the payload with their pixels is there already
         self.payloads |= {sample.id: payloads[sample.id] for sample in pack.samples
                           if sample.id in payloads and not (self.plan.vision.apart and sample.id in self.payloads)}
         self.inputs.append(self._collated(pack, adapter))
         self.packs.append(pack)
 
     def mask(self, sample_ids: Iterable[str], adapter: ModelAdapter) -> None:
-        """Make these samples placeholders: packs that contain one of them are collated again."""
+        """Make these samples placeholders: packs that hold one of them are collated again."""
         found = {name for name in sample_ids if name in self.payloads and not self.payloads[name].masked}
         self.payloads |= {name: replace(self.payloads[name], masked=True, pixels=[]) for name in found}
         for place, pack in enumerate(self.packs):
@@ -99,8 +99,8 @@ class StepInputs:
 
 
 def packs_of(plan: RankPlan) -> list[RankPack]:
-    """The packs that a rank runs, in order. With sync=micro_batch that is one pack in each micro-batch: an idle token,
-    with index -1, if the plan has none for the rank.
+    """Return the packs that a rank runs, in order. With sync=micro_batch that is one pack per micro-batch: an idle
+    token, with index -1, if the plan has none for the rank.
     """
     if not plan.encodes:
         return list(plan.packs)
@@ -113,7 +113,7 @@ def collated(
     plan: RankPlan, payloads: Mapping[str, Payload], adapter: ModelAdapter, precision: str = "fp32",
     pinned: bool = False,
 ) -> StepInputs:
-    """The inputs of a whole plan. See `StepInputs.add`."""
+    """Return the inputs of a whole plan. See `StepInputs.add`."""
     inputs = StepInputs(plan, precision, pinned)
     if plan.vision.apart:
         inputs.add_encoded(payloads.__getitem__, adapter)
@@ -123,7 +123,9 @@ def collated(
 
 
 def on_device(inputs: Sequence[PackInputs], device: torch.device) -> Generator[PackInputs, None, None]:
-    """Yield the inputs of each pack on a device; the generator must be closed. On the CPU they are unchanged."""
+    """Yield the inputs of each pack on a device, one after the other; close the generator. On the CPU they stay as they
+    are.
+    """
     if device.type == "cpu":
         yield from inputs
     else:
@@ -131,8 +133,9 @@ def on_device(inputs: Sequence[PackInputs], device: torch.device) -> Generator[P
 
 
 def copied_ahead(inputs: Sequence[PackInputs], device: torch.device) -> Generator[PackInputs, None, None]:
-    """While the device computes with the last inputs, copy those of the next pack to it, and no others. The copy begins
-    when the device has finished all earlier work. The host does not wait.
+    """Yield the inputs of each pack on a device. While the device computes with the last ones, the inputs of the next
+    pack are copied to it, and no others; that begins when the device has done all that it was given before. The host
+    waits for nothing.
     """
     module = torch.get_device_module(device)
     computing, copying = module.current_stream(device), module.Stream(device)
@@ -140,19 +143,19 @@ def copied_ahead(inputs: Sequence[PackInputs], device: torch.device) -> Generato
     try:
         for place in range(len(inputs)):
             computing.wait_stream(copying)
-            ready, ahead = ahead, None  # what was given last is let go before there is room made for the next
+            ready, ahead = ahead, None  # the last inputs are freed before room is made for the next
             if place + 1 < len(inputs):
                 ahead = _copied(inputs[place + 1], device, computing, copying)
             assert ready is not None
             yield ready
             del ready
     finally:
-        computing.wait_stream(copying)  # memory that a copy still writes to must not be used anew
+        computing.wait_stream(copying)  # memory that a copy still writes to must not be reused
 
 
 def _copied(inputs: PackInputs, device: torch.device, computing: Any, copying: Any) -> PackInputs:
-    """The inputs on a device, valid once `copying` has got there. Their memory belongs to the computing stream, so
-    later work in that stream can reuse it although the host is ahead.
+    """Return the inputs on a device, valid once `copying` has got there. Their memory belongs to the computing stream,
+    so that later work there can reuse it, although the host is ahead.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
 

@@ -1,13 +1,13 @@
-"""Fills each unit's parameters when it is used and frees them afterwards; adds its gradients as soon as they are
+"""Fills each unit's parameters when the unit is used and frees them afterwards; sends its gradients once they are
 complete.
 
-    forward     unit k: wait until it is filled | compute, a thread fills k + 1 | empty
+    forward     unit k: wait till it is filled | compute, a thread fills k + 1 | empty
     backward    unit k: likewise | (recompute) compute, a thread fills k - 1 | add gradients to the node's sums | empty
 
 A unit is the same as in FSDP: parameters that are gathered together. It has one buffer, whose storage is resized to 0
 and back, as in FSDP2: views of it that autograd has saved are valid again once it is refilled. A filled buffer is not
-filled again: with and without recomputation a pack reads a unit twice, forward and backward. At most two units are
-filled at a time, the current one and the next.
+filled again: with and without recomputation, a pack reads a unit twice, forward and backward. At most two units are
+filled at a time, the one that computes and the next.
 
 The head computes its gradients in its forward pass, so it is read once; the embedding is read and added row by row.
 """
@@ -33,9 +33,9 @@ from dhp_ray.train.state.slices import Unit
 
 
 class ModelUnit(NamedTuple):
-    """A module whose parameters are read together: the parameters of its own, by name, and their layout.
+    """A module whose parameters are read together, the parameters that belong to it, by name, and their layout.
 
-    `once`: the backward pass does not use them. Without a module the unit is never filled.
+    `once`: the module does not compute with them in the backward pass. A unit without a module is never filled.
     """
 
     module: Module | None
@@ -48,8 +48,8 @@ class ModelUnit(NamedTuple):
 
 
 def units_of(adapter: ModelAdapter) -> list[ModelUnit]:
-    """The units of a model in the order of the forward pass. A tied embedding is in the head's unit; any other
-    embedding comes last, and its rows are read in place.
+    """Return the units of a model in the order of the forward pass. A tied embedding is in the head's unit; any other
+    comes last, and its rows are read in place.
 
     Raises:
         ValueError: a parameter is in no unit.
@@ -74,8 +74,8 @@ def units_of(adapter: ModelAdapter) -> list[ModelUnit]:
 class UnitBuffers:
     """Buffers and hooks of a model's units.
 
-    `of_last_pack` counts its reads and adds of units; `filled_most`: the most units filled at a time since the start.
-    `reader` has one thread, which reads units.
+    `of_last_pack` counts the last pack's reads and adds of units; `filled_most` is the most units filled at a time
+    since the start. `reader` has one thread, which reads units.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class UnitBuffers:
         self._expected: set[int] = set()  # units that will be needed again for it
         self._arrived: Counter[int] = Counter()
         self._filling: dict[int, Future[None]] = {}
-        # beside the thread that computes, so alone: not by as many threads as that one has
+        # runs at the same time as the thread that computes, so it uses one thread, not as many as that one has
         self.reader: Executor = ThreadPoolExecutor(1, "reading units", partial(torch.set_num_threads, 1))
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):
@@ -101,8 +101,8 @@ class UnitBuffers:
                               for parameter in unit.own() if parameter.requires_grad]
 
     def end_pack(self) -> None:
-        """Finish a pack after its backward pass, or after its forward pass if there is none: add gradients that were
-        not added because only some of a unit's parameters had one, and empty all units.
+        """End a pack after its backward pass, or after its forward pass if there is none: add what has not been added,
+        because only some of a unit's parameters had gradients, and empty all units.
         """
         for number in range(len(self._buffers)):
             self._add_grads(number)
@@ -131,7 +131,7 @@ class UnitBuffers:
         self._buffers, self.units = [], []
 
     def _place(self, number: int) -> None:
-        """Make a unit's parameters views of its buffer, and empty the buffer."""
+        """Make a unit's parameters views of its buffer, which is then emptied."""
         unit, buffer = self.units[number], self._buffers[number]
         for name, parameter in unit.parameters.items():
             start = unit.layout.starts[name]
@@ -148,21 +148,21 @@ class UnitBuffers:
         self.filled_most = max(self.filled_most, sum(buffer.untyped_storage().size() > 0 for buffer in self._buffers))
 
     def _read(self, number: int) -> None:
-        # the same values as before: what autograd has saved of them is good
+        # the same values as before, so what autograd has saved of them stays valid
         with torch.autograd._unsafe_preserve_version_counter(self._buffers[number]):
             self.state.read(number, self._buffers[number])
 
     def _fill(self, number: int) -> None:
-        """Fill a unit, or wait until it is filled."""
+        """Fill a unit, or wait until it is."""
         self._begin_fill(number)
         self._await(number)
 
     def _empty(self, number: int) -> None:
-        self._await(number)  # where it was not used after all
+        self._await(number)  # if it was not used after all
         self._buffers[number].untyped_storage().resize_(0)
 
     def _await(self, number: int) -> None:
-        """Wait for the read of a unit that is in progress. After a failed read the unit is empty."""
+        """Wait for the read of a unit that is under way. If the read failed, the unit is empty."""
         if number in self._filling:
             filling = self._filling.pop(number)
             if error := filling.exception():
@@ -175,7 +175,7 @@ class UnitBuffers:
             self._begin_fill(number + 1)
 
     def _after_forward(self, number: int, module: Module, inputs: Any, outputs: Any) -> None:
-        if number in self._backward:  # computed again, for a backward pass that begins now
+        if number in self._backward:  # recomputed, for a backward pass that begins now
             return
         self._empty(number)
         if self.units[number].once:
@@ -201,11 +201,11 @@ class UnitBuffers:
         trained = [own.requires_grad for own in self.units[number].own()]
         if self._arrived[number] == sum(trained):
             self._add_grads(number)
-            if all(trained):  # else those that are not may be needed still, for the gradient of the unit's input
+            if all(trained):  # otherwise frozen ones may still be needed, for the gradient of the unit's input
                 self._empty(number)
 
     def _add_grads(self, number: int) -> None:
-        """Add the gradients that autograd has left in a unit's parameters, and clear them."""
+        """Add what autograd has left in a unit's parameters, and clear it."""
         unit = self.units[number]
         found = {name: parameter.grad for name, parameter in unit.parameters.items() if parameter.grad is not None}
         if found:
@@ -215,7 +215,7 @@ class UnitBuffers:
 
 
 class Rows(torch.autograd.Function):
-    """Rows of an embedding, read from a node's memory. Their gradients are added there, except those of the row
+    """Rows of an embedding, read from a node's memory; their gradients are added there, except those of the row
     `skipped` (torch's padding_idx).
     """
 

@@ -1,6 +1,6 @@
-"""The inputs with which a rank encodes images apart from the packs: pixels, and which feature rows go to which rank.
+"""What a rank needs to encode images apart from the packs: pixels, and which of the feature rows go to which rank.
 
-Both sides know the order of rows from the plan and the token ids, so nothing is negotiated:
+Both sides know the order of rows from the plan and the token ids alone, so nothing is negotiated:
 
     encoder     pass by pass; in each, images of the packs in `RankPlan.encoded`, in plan order: their rows are numbered
                 as they come; those of a part of an image in the part's order
@@ -37,7 +37,7 @@ Pixels = list[np.ndarray | Tensor | None]
 @dataclass(kw_only=True)
 class Ring:
     """The ranks of an image whose parts exchange, and its pack's place in the plan; how its patches are spread over
-    them; and the attention between this rank's patches and those of the others.
+    them, and which patches of every rank this rank's patches see.
     """
 
     ranks: tuple[int, ...]
@@ -48,8 +48,8 @@ class Ring:
 
 @dataclass(kw_only=True)
 class EncoderPass:
-    """Images that are encoded together: `pixels` (P, patch_dim), the encoder arguments for their grids, and their
-    number of feature rows. Or one part of an image, which exchanges with the other parts over a `ring`.
+    """Images that are encoded together: `pixels` (P, patch_dim), the encoder's arguments from their grids, and the
+    number of feature rows that they make. Or a part of one image, which exchanges with its other parts over a `ring`.
     """
 
     pixels: Tensor
@@ -68,7 +68,7 @@ class EncoderPass:
 
 @dataclass(kw_only=True)
 class VisionInputs:
-    """Inputs of one rank and step. `send_index`: by rank, the rows of this rank's features that go there."""
+    """The vision inputs of one rank and step. `send_index`: by rank, the rows of this rank's features that go there."""
 
     passes: list[EncoderPass]
     send_index: dict[int, Tensor]
@@ -94,13 +94,15 @@ class PlannedImage(NamedTuple):
 
     @property
     def own_grid(self) -> Grid:
-        """Grid of a part in time, which is encoded like a separate image."""
+        """The grid that is encoded: that of a part in time, which is an image of its own; the whole grid if parts
+        exchange.
+        """
         return self.grid if self.ring else cut_in_time(self.grid, self.num_parts)[self.part]
 
 
 class ReadyImage(NamedTuple):
-    """`pixels[planned.image]` becomes rows of its pass's pixels. `places`: positions in their pack of the tokens that
-    its feature rows belong to, in their order. `part`: for an image whose parts exchange.
+    """`pixels[planned.image]` becomes rows of its pass's pixels. `places`: where in their pack the tokens of its
+    feature rows are, in the order of the rows; `part`: set for an image whose parts exchange.
     """
 
     planned: PlannedImage
@@ -110,10 +112,10 @@ class ReadyImage(NamedTuple):
 
 
 def planned_images(plan: RankPlan) -> list[PlannedImage]:
-    """The images that `plan.rank` encodes apart from the packs, in plan order.
+    """Return the images that `plan.rank` encodes apart from the packs, in plan order.
 
-    Passes are those of the plan if it has them (ranks then run them in lockstep). Otherwise parts that exchange come
-    first, each in a separate pass, in plan order; then passes are filled in turn, with at most
+    If the plan names passes, these are used (ranks run them in lockstep). Otherwise parts that exchange come first,
+    each in a pass of its own, in plan order; after them, passes are filled in turn, with at most
     `VisionPlan.pass_patches` patches or one larger image.
     """
     found = [image for number, pack in enumerate(plan.encoded) for image in _images_of(plan, number, pack)]
@@ -131,7 +133,7 @@ def planned_images(plan: RankPlan) -> list[PlannedImage]:
 
 
 def _images_of(plan: RankPlan, number: int, pack: RankPack) -> Iterator[PlannedImage]:
-    """`planned_images` of a pack, in the passes of the plan."""
+    """Yield `planned_images` of a pack, in the passes of the plan."""
     ranks_of = encoding_ranks(pack.encoders, pack.splits)
     passes_of = encoding_ranks(pack.passes or (0,) * len(pack.encoders),
                                [replace(split, ranks=split.passes or (0,) * len(split.ranks)) for split in pack.splits])
@@ -148,15 +150,15 @@ def vision_inputs(
     plan: RankPlan, payload_of: Callable[[str], Payload], adapter: ModelAdapter,
     pixel_type: torch.dtype = torch.float32, pinned: bool = False,
 ) -> VisionInputs:
-    """What `plan.rank` encodes of `plan.encoded`, on the CPU.
+    """Return the inputs of the images that `plan.rank` encodes of `plan.encoded`, on the CPU.
 
-    `payload_of` is called for each sample with an image that the rank encodes, by id, in plan order. Pixels of a
-    payload become rows of their pass as soon as all images of the pass have come; for an image that several ranks
-    encode, only the pixels of this rank's part. A pass without a usable image is left out or, if ranks run passes in
-    lockstep, has a smallest image whose features nobody uses.
+    `payload_of` is called with the id of each sample with an image that the rank encodes, in plan order. Pixels of a
+    payload become rows of their pass's pixels as soon as all images of the pass are there; of an image that several
+    ranks encode, only the pixels of this rank's part. A pass without a usable image is left out, or, if ranks run
+    passes in lockstep, has a smallest image whose features nobody takes.
 
     Raises:
-        ValueError: one line that names the sample whose payload differs from the plan.
+        ValueError: one line that names the sample whose payload is not what was planned.
     """
     planned = planned_images(plan)
     missing = Counter(image.number for image in planned)
@@ -182,8 +184,8 @@ def vision_inputs(
 def _ready(
     pack: RankPack, payload: Payload, images: Sequence[PlannedImage], adapter: ModelAdapter
 ) -> list[ReadyImage]:
-    """The images, or parts of images, of one sample that this rank encodes. If the rank has only a part, the other
-    patches are removed from the payload.
+    """Return the images, or parts of images, of one sample that this rank encodes. If the rank has only a part, the
+    other patches are removed from the payload.
     """
     row = images[0].sample
     sample, start = pack.samples[row], sum(other.num_tokens for other in pack.samples[:row])
@@ -191,7 +193,7 @@ def _ready(
              for image in images}
     tokens = {image.image: part.tokens if (part := parts[image.image]) else
               tokens_of_parts(image.grid, image.num_parts, adapter)[image.part] for image in images}
-    # where a payload is collated once more, its parts have been cut out
+    # if a payload is collated again, its parts have been cut out already
     whole = {image.image for image in images if image.num_parts == 1 or (pixels := payload.pixels[image.image]) is None
              or len(pixels) != len(tokens[image.image]) * adapter.merge_area}
     check_payload(sample, payload, adapter, tuple(image in whole for image in range(len(sample.vision_grids))))
@@ -207,8 +209,8 @@ def _ready(
 def _whole(
     pack: RankPack, images: Sequence[ReadyImage], adapter: ModelAdapter, pixel_type: torch.dtype, pinned: bool
 ) -> EncoderPass:
-    """A pass: the patches of its images joined into one tensor, of which the payloads then hold views. A part that
-    exchanges is of `pack`.
+    """Return a pass: the patches of its images joined into one tensor, of which the payloads hold views afterwards. A
+    part that exchanges belongs to `pack`.
     """
     patches = [image.pixels[image.planned.image] for image in images]
     whole = joined(cast("list[np.ndarray | Tensor]", patches), adapter.patch_dim, pixel_type, pinned)
@@ -224,7 +226,7 @@ def _whole(
 
 
 def _tiny(adapter: ModelAdapter, pixel_type: torch.dtype) -> EncoderPass:
-    """A pass with one smallest image."""
+    """Return a pass with one smallest image."""
     grid = adapter.smallest_grid
     return EncoderPass(pixels=torch.zeros(prod(grid), adapter.patch_dim, dtype=pixel_type), grids=(grid,),
                        encoder=adapter.encoder_arguments((grid,)), num_rows=prod(grid) // adapter.merge_area)
@@ -233,7 +235,8 @@ def _tiny(adapter: ModelAdapter, pixel_type: torch.dtype) -> EncoderPass:
 def _send_index(
     plan: RankPlan, passes: Sequence[Sequence[ReadyImage]], adapter: ModelAdapter
 ) -> dict[int, Tensor]:
-    """`VisionInputs.send_index` of the images of each pass; a pass without an image makes the rows of a smallest one.
+    """Return `VisionInputs.send_index` for the images of each pass; a pass without an image makes the rows of a
+    smallest image.
     """
     row_of = [torch.full((sum(sample.num_tokens for sample in pack.samples),), -1) for pack in plan.encoded]
     num_rows = 0

@@ -1,5 +1,5 @@
-"""Workers that the job's process has started and that are not members yet: replacements, and workers that let a run
-grow.
+"""Workers that the job's process has started and that are not members yet: replacements, and workers by which a run
+grows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class _Newcomer:
 
 
 class Arrivals:
-    """Newcomers. Each is ready once it has described itself and loaded the model. Any thread may call `offer`."""
+    """Newcomers, each ready once it has described itself and loaded the model. `offer` may be called from any thread.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -36,8 +37,8 @@ class Arrivals:
         self._offered.put((slot, actor))
 
     def ready(self) -> list[Member]:
-        """Return the newcomers that can join now. A newcomer that fails moves to `failed` with the reason, and its slot
-        is free.
+        """Return the newcomers that can join now. One that failed goes into `failed` with the reason, and its slot
+        becomes free.
         """
         while True:
             try:
@@ -49,7 +50,7 @@ class Arrivals:
         return [newcomer.member for newcomer in list(self._coming) if self._is_ready(newcomer)]
 
     def take(self, number: int) -> list[Member]:
-        """Take up to `number` of the ready newcomers, which become members."""
+        """Take at most `number` of the ready newcomers; they are members from here on."""
         taken = self.ready()[:number]
         self._coming = [newcomer for newcomer in self._coming if newcomer.member not in taken]
         return taken

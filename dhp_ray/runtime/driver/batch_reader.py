@@ -1,4 +1,4 @@
-"""Takes batches from the stream ahead of their steps, in a thread that outlives a change of membership."""
+"""Takes batches from the stream ahead of their steps, in a thread of its own that outlives a change of membership."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dhp_ray.data.stream import Batch, Stream
 class BatchReader:
     """Takes batches from the stream for one membership of the group.
 
-    batches: those taken from the stream and not committed yet, by step; a later membership plans them again.
-    thread: takes the batches; None starts a new thread. at_end: a batch past the last step was requested.
+    `batches` are those taken and not committed yet, by step: a later membership plans them again. `thread` takes them;
+    None: a new one. `at_end`: a batch was asked for past the last step.
     """
 
     def __init__(
@@ -25,8 +25,8 @@ class BatchReader:
         self._thread: ThreadPoolExecutor | None = thread or ThreadPoolExecutor(1, "reading")
 
     def end(self) -> Future[None] | None:
-        """Take no further batch. The future is done once the current batch has been taken; None if the thread was
-        handed over.
+        """Take no further batch; the future is done when the last one has been taken. None if the thread was handed
+        over.
         """
         if self._thread is None:
             return None
@@ -36,14 +36,13 @@ class BatchReader:
         return idle
 
     def hand_over(self) -> ThreadPoolExecutor | None:
-        """Return the thread, for the next membership's reader. A batch that is being read is added to `batches` later.
-        """
+        """Return the thread for the next membership's reader. A batch that is being read joins `batches` later."""
         thread, self._thread = self._thread, None
         return thread
 
     def reading(self, step: int) -> Future[Batch | None]:
-        """The batch of a step. If it was taken already, the result is ready at once, even while the thread reads a
-        later batch that it began before a change of membership.
+        """Return a future of a step's batch, done at once if the batch has been taken: the thread may still be reading
+        a later one that was asked for before a change of membership.
         """
         if step not in self.batches:
             assert self._thread is not None
@@ -53,7 +52,7 @@ class BatchReader:
         return taken
 
     def _batch(self, step: int) -> Batch | None:
-        """The batch of a step: one that an earlier membership took, otherwise the next one of the stream; None past the
+        """The batch of a step: the one that an earlier membership had taken, else the stream's next one; None past the
         last step.
         """
         if 0 < self.config.run.steps < step:
@@ -68,10 +67,11 @@ class BatchReader:
         return self.batches[step]
 
     def _next_batch(self) -> Batch | None:
-        """The next batch of this epoch or the next epoch; None after `run.epochs`, unless `run.steps` sets the end.
+        """The next batch of this epoch or the one after; None after `run.epochs`, unless `run.steps` says how far to
+        go.
 
-        If reading fails, the stream returns to the first row of the batch, since a later membership may request it
-        again.
+        If reading fails, the stream goes back to the batch's first row, because a later membership may ask for the
+        batch again.
         """
         begin = self.stream.cursor
         try:

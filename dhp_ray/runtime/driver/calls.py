@@ -1,4 +1,4 @@
-"""Calls of one method on all ranks, and their results.
+"""Calls of one method to all ranks, and their outcomes.
 
     few ranks    driver -> rank              a reference for each rank
     many ranks   driver -> relay -> rank     a reference for each relay, with the answers of all its ranks
@@ -20,13 +20,13 @@ SURVEY_S = 4.0
 """How long the control thread of a worker or of a relay may take to answer."""
 
 GATHER_S = 0.002
-"""Answers that arrive within this time after the first one are handled together with it. Otherwise each answer would
-need its own wait over all pending calls.
+"""Answers that arrive this soon after the first are taken together with it; if they were taken one at a time, each wait
+would scan all that are pending.
 """
 
 
 class FailedCall(NamedTuple):
-    """A call that raised `words` or whose process died: the call of one rank, or of the relay of several ranks."""
+    """A call that raised `words`, or whose process died: the process of one rank, or the relay of several."""
 
     ranks: range
     died: bool
@@ -39,15 +39,13 @@ class FailedCall(NamedTuple):
 
 
 Outcome = list[Any] | FailedCall
-"""The result of a reference: the answers of its ranks, in order, or the first failure among them."""
+"""The outcome of a reference: the answers of its ranks, in order, or the first failure among them."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """References of calls, and the ranks whose answers each returns.
-
-    unanswered: for relayed calls, returns the ranks behind some references that have not answered yet. It raises
-    GroupError for a relay that no longer answers.
+    """References of calls, and the ranks whose answers each one returns. `unanswered` is for relayed calls: it returns
+    the ranks of some references that have not answered yet, and raises GroupError if a relay no longer answers.
     """
 
     ranks: Mapping[ray.ObjectRef, range] = field(default_factory=dict)
@@ -55,24 +53,24 @@ class Calls:
     unanswered: Callable[[Collection[ray.ObjectRef]], set[int]] | None = None
 
     def __len__(self) -> int:
-        """Number of references."""
+        """Return the number of references."""
         return len(self.ranks)
 
     def pending_ranks(self, pending: Collection[ray.ObjectRef]) -> set[int]:
-        """The ranks behind the references `pending` that have not answered."""
+        """Return the ranks that have not answered, given the references that are `pending`."""
         if self.unanswered:
             return self.unanswered(pending)
         return {rank for reference in pending for rank in self.ranks[reference]}
 
     def outcomes(self, ready: Sequence[ray.ObjectRef]) -> list[Outcome]:
-        """The results of references. Waits for those that are not ready."""
+        """Return the outcomes of references; waits for those that are not there yet."""
         return [self._outcome(reference, value) for reference, value in zip(ready, _values(ready))]
 
     def answers(self) -> list[Any]:
-        """Wait for all answers and return them by rank.
+        """Return all answers by rank, as soon as they are there.
 
         Raises:
-            RunError: a call failed. `outcomes` tells which one and why.
+            RunError: a call failed; `outcomes` tells all about it.
         """
         found: list[Any] = []
         for outcome in self.outcomes(list(self.ranks)):
@@ -91,17 +89,17 @@ class Calls:
 
 
 def direct_calls(references: Sequence[ray.ObjectRef]) -> Calls:
-    """Calls made directly to the ranks, in rank order."""
+    """Calls to the ranks themselves, in their order."""
     return Calls({reference: range(rank, rank + 1) for rank, reference in enumerate(references)})
 
 
 def relay_of(ranks: range) -> str:
-    """The name of a relay in messages."""
+    """Return the name of a relay in messages."""
     return f"the relay of ranks {ranks.start} to {ranks.stop - 1}"
 
 
 def answered(references: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
-    """Wait until at least one call ends, or for `timeout_s`; return the calls that have ended."""
+    """Wait for calls to end: at least one, unless none does within `timeout_s`."""
     first, others = ray.wait(references, num_returns=1, timeout=timeout_s)
     if not (first and others):
         return first
@@ -111,11 +109,11 @@ def answered(references: list[ray.ObjectRef], timeout_s: float | None) -> list[r
 def _failed(ranks: range, error: RayError, relay: bool) -> FailedCall:
     if isinstance(error, RayTaskError):
         return FailedCall(ranks, False, _words(error), relay)
-    return FailedCall(ranks, True, "", relay)  # its actor died, was killed for memory, or its answer went with its node
+    return FailedCall(ranks, True, "", relay)  # actor died, was killed for memory, or the answer was lost with its node
 
 
 def _values(references: Sequence[ray.ObjectRef]) -> list[Any]:
-    """The results of calls that have ended, in order; a call that failed gives the error that Ray raises."""
+    """Return, for calls that have ended, in order, the result or the error that Ray raises."""
     try:
         return list(ray.get(list(references)))
     except RayError:

@@ -1,5 +1,5 @@
-"""Commits finished steps: writes skipped samples, metrics and, last, the ledger. Also writes the manifests of
-checkpoints once every rank has written its part.
+"""Commits finished steps: skipped samples, metrics and, last, the ledger. Seals checkpoints, which are whole once every
+rank has written its part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dhp_ray.train.results import busy_s_of
 
 @dataclass
 class Commits:
-    """The only writer of steps and checkpoints."""
+    """The one writer of steps and checkpoints."""
 
     session: Session
     _saves: Calls = field(default_factory=Calls)  # those that stage a checkpoint, between two steps
@@ -30,8 +30,8 @@ class Commits:
     _unsealed: dict[int, tuple[Manifest, set[int]]] = field(default_factory=dict)
 
     def recovered(self, finished: list[FinishedStep]) -> Iterator[Message]:
-        """Commit the steps that the previous generation had finished, once the state after them is mirrored and would
-        survive another loss.
+        """Commit the steps that the previous generation had finished, once the state after them has its replicas and
+        survives another loss.
         """
         if finished:
             with self.session.group.waits.on(f"the copies of the state after step {finished[-1].step}"):
@@ -45,7 +45,7 @@ class Commits:
         """Record a finished step: skipped samples, metrics, ledger, and then the curves.
 
         Raises:
-            RunError: a rank ran a different plan from the recorded one.
+            RunError: a rank ran another plan than the one that is written down.
         """
         session, records, plan = self.session, self.session.records, finished.plan
         for result in finished.results:
@@ -88,7 +88,7 @@ class Commits:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Let all ranks stage their state after `step` and write it in the background."""
+        """Have all ranks stage their state after `step`; they write it in the background."""
         session = self.session
         cursor = session.records.read_plan(step)["batch"]["cursor"]
         self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync,
@@ -98,7 +98,7 @@ class Commits:
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
 
     def finish_saves(self) -> Iterator[Message]:
-        """Wait for the saves in progress."""
+        """Wait for the saves under way."""
         group = self.session.group
         with group.waits.on(f"the checkpoint of step {max(self._unsealed, default=0)}"):
             group.collect(self._saves)
@@ -107,14 +107,13 @@ class Commits:
             yield from self._note_saves(rank, saved_steps, error)
 
     def forget_saves(self) -> None:
-        """Forget the saves of a group that has broken up; its unfinished checkpoints have no manifest."""
+        """Forget the saves under way: the group that wrote them is gone, and half-written checkpoints have no manifest.
+        """
         self._saves = Calls()
         self._unsealed.clear()
 
     def _note_saves(self, rank: int, saved_steps: list[int], error: str) -> Iterator[Message]:
-        """Note what a rank has saved. A checkpoint is complete once every rank has written its part and the manifest is
-        written.
-        """
+        """Report a failed save, and seal each checkpoint once every rank has written its part."""
         session = self.session
         if error:
             session.records.event("save_failed", rank=rank, error=error)
@@ -134,7 +133,7 @@ class Commits:
                 del self._unsealed[step]
 
     def _refit(self, finished: FinishedStep, work: Work) -> None:
-        """Refit the costs to the step's packs; plans of steps that begin from now on use the result."""
+        """Refit the costs to the step's packs; steps whose planning begins from now on use them."""
         session, refits = self.session, self.session.history.refits
         before = refits.cost
         if found := refits.observe(work, busy_s_of(work, finished.results)):

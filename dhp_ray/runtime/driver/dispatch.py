@@ -1,13 +1,13 @@
-"""Brings a batch to the workers: takes it from the stream, plans it, writes the plan file, and sends each rank its
-slice and its references.
+"""How a batch gets to the workers: take it from the stream, plan it, write the plan down, send each rank its slice and
+its references.
 
     driver       collects step n ........................| takes n+1, launches it
     threads      batch n+1 -> plan n+1 -> plans/ -> send -> answers
     workers      run n, prefetch n+1                      |
 
-If the plan is late, the driver also plans with the last resort, which is fast, and sends that plan once waiting has
-cost as much as running it would lose (`planning`). Every plan that is sent has its own id: workers run the plan that
-the driver names.
+If the plan is not ready when the workers are done, the driver makes a fast, valid plan by the planner's last resort,
+and sends it once waiting has cost as much as running that plan would lose (`planning`). Every plan that is sent has its
+own id; workers run the plan that the driver names.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dhp_ray.runtime.driver.stages import DispatchedStep
 from dhp_ray.runtime.rank_slices import RowIndex
 
 ANSWERS_S = 0.1
-"""How long the driver waits for the thread that collects the prefetches' answers. After that it collects them itself,
-which tells which rank does not answer.
+"""Seconds that the driver waits for the thread that collects the prefetches' answers; then it collects them itself, and
+finds out which rank does not answer.
 """
 
 WritePlan = Callable[[int, dict[str, Any]], None]
@@ -42,14 +42,13 @@ WritePlan = Callable[[int, dict[str, Any]], None]
 class Dispatcher:
     """Plans batch after batch for one membership of the group.
 
-    batches: those taken from the stream and not committed yet, by step; a later membership plans them again.
-    reader: the thread that takes batches, handed over together with them.
-    pool: the book of the ranks' group pools. All dispatchers of a generation share it; `started` advances it.
-    speeds: returns the speeds of the ranks. cost: may be replaced between two steps.
-    write_plan: writes the plan file of a step before the step runs.
-    scale: returns measured over predicted seconds, None while it is not known.
-    compiled: planning starts once it is done. stopping: once it returns a reason, nothing is waited for.
-    ranks_for: how many ranks a sequence of a number of tokens needs; by default at this membership's tokens a rank.
+    `batches`: those taken from the stream and not committed yet, by step; a later membership plans them again.
+    `reader`: the thread that takes them, handed over with them. `pool`: the book of the ranks' group pools, shared by
+    all dispatchers of a generation and advanced when ranks are told to run (`started`). `speeds` returns those of the
+    ranks; `cost` may be replaced between two steps; `write_plan` writes the plan of a step before the step runs.
+    `scale` returns measured over predicted seconds, None while unknown. Nothing is planned before `compiled` is done.
+    Once `stopping` returns a reason to end the run, the dispatcher waits for nothing. `ranks_for` returns how many
+    ranks hold a sequence of a given number of tokens; the default follows this membership's tokens per rank.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Dispatcher:
         self._planner = ThreadPoolExecutor(1, "planning")
         self._answers = ThreadPoolExecutor(1, "prefetches")
         self._planning: Planning | None = None
-        self._failure: Exception | None = None  # of a planner whose plan nobody waits for any more
+        self._failure: Exception | None = None  # of a planner whose plan is no longer waited for
         self._num_sent = 0
         self._expectation = Expectation()
 
@@ -90,27 +89,27 @@ class Dispatcher:
 
     @property
     def needed_ranks(self) -> int:
-        """Number of ranks that the longest waiting sequence needs."""
+        """The number of ranks that the longest waiting sequence needs."""
         longest = max((batch.longest for batch in list(self.batches.values())), default=1)
         return self.ranks_for(longest)
 
     def dispatch(self, step: int) -> DispatchedStep | None:
-        """Plan a step's batch and send it. None past the last step, if the batch needs more ranks than there are, or if
-        the run is to end.
+        """Plan a step's batch and send it out; None past the last step, when the batch needs more ranks than there are,
+        or when the run is to end.
         """
         self.begin(step)
         return self.take(step)
 
     def begin(self, step: int) -> None:
-        """Start to plan and send a step while another one runs; `take` returns the result."""
+        """Start to dispatch a step while another one runs; `take` returns the result."""
         speeds = self.speeds() if self.speeds else self.cluster.speeds
         planning = self._planning = Planning(step, speeds, self.pool.held(), self.cost)
         planning.reading = self.reader.reading(step)
         planning.ahead = self._planner.submit(self._plan_ahead, planning)
 
     def take(self, step: int) -> DispatchedStep | None:
-        """Return the result of `begin(step)`. Waits for the batch, and for its plan as long as waiting costs less than
-        the last resort (`patience_s`). None if there is no such step, or if the run is to end.
+        """Return the result of `begin(step)`: wait for the batch, and for its plan as long as waiting costs less than
+        the last resort (`patience_s`). None as for `dispatch`.
 
         Raises:
             GroupError: the group broke meanwhile.
@@ -147,7 +146,7 @@ class Dispatcher:
         return self._send(step, batch, last_resort, late=True)
 
     def started(self, dispatched: DispatchedStep) -> None:
-        """Note that the ranks run this step: their pools will contain its groups."""
+        """Note that the ranks run this step: their pools will hold its groups."""
         deque(self.pool.take(dispatched.plan.process_groups()), maxlen=0)
 
     def drop(self) -> None:
@@ -157,7 +156,7 @@ class Dispatcher:
 
     def stop(self) -> dict[int, Batch]:
         """Stop planning and return the batches taken from the stream. Waits for a batch that is being read, unless the
-        run is to end, but never for a plan.
+        run is to end; never for a plan.
         """
         self._end_planning()
         idle = self.reader.end()
@@ -169,13 +168,13 @@ class Dispatcher:
 
     def hand_over(self) -> tuple[dict[int, Batch], ThreadPoolExecutor | None]:
         """Stop planning; return the batches and the reading thread for the next membership's dispatcher. A batch that
-        is being read is added to them later.
+        is being read joins them later.
         """
         self._end_planning()
         return self.batches, self.reader.hand_over()
 
     def failures(self, dispatched: DispatchedStep) -> dict[str, str]:
-        """Collect the samples that cannot be decoded, with reasons, before the step starts.
+        """Collect the samples that can no longer be used, with reasons, before the step starts.
 
         Raises:
             StoppingError: the run is to end.
@@ -193,8 +192,8 @@ class Dispatcher:
         return dict(sorted(merged.items()))
 
     def _end_planning(self) -> None:
-        """Stop planning, but wait for a plan that is being sent: written later, its file would replace the file of the
-        step's next plan.
+        """Stop planning once a plan that is being sent has been sent: if its file were written later, it would replace
+        the file of the step's next plan.
         """
         self.drop()
         self._planner.shutdown(wait=False, cancel_futures=True)
@@ -205,7 +204,7 @@ class Dispatcher:
         self._answers.shutdown(wait=False)
 
     def _ends(self) -> bool:
-        """Return whether the run is to end; if so, send no further plan."""
+        """Whether the run is to end; no further plan is sent then."""
         if self.stopping():
             self.drop()
         return bool(self.stopping())
@@ -218,7 +217,7 @@ class Dispatcher:
             return self._plan_and_send(planning)
         except Exception as error:
             if planning.claimed:
-                self._failure = error  # the driver has sent another plan; it hears of this with the next step
+                self._failure = error  # the driver has sent another plan; it raises this at the next step
             raise
 
     def _plan_and_send(self, planning: Planning) -> DispatchedStep | None:
@@ -237,7 +236,7 @@ class Dispatcher:
                           pool=planning.pool, encoder=self.config.planner.encoder)
 
     def _send(self, step: int, batch: Batch, plan: Plan, late: bool) -> DispatchedStep:
-        """Write and send a plan. Only the thread that has claimed the step's planning may call this."""
+        """Send a plan. Only the thread that has claimed the step's planning may call this."""
         self._num_sent += 1
         plan_id = f"{self.generation}.{step}.{self._num_sent}"
         if self.write_plan:

@@ -1,11 +1,10 @@
-"""The driver actor: plans every batch, keeps the workers busy, and commits finished steps.
+"""The driver actor: plans every batch, keeps the workers busy, and commits what they finished.
 
     a thread    |--plan, send n+1--|        |--plan, send n+2--|
     workers     |------ step n ------|------ step n+1 ------|
     commit                            |- n -|
 
-If the group breaks or its members are to change, a new generation replaces it (`recovery`) and continues with the next
-step.
+When the group breaks, or ought to change, a new generation takes its place (`recovery`) and goes on with the next step.
 """
 
 from __future__ import annotations
@@ -45,19 +44,19 @@ from dhp_ray.storage import Folder, StorageError
 CONCURRENCY_GROUPS = {"control": 2}
 
 LONG_STEP = 3.0
-"""The run reports a wait for a step that takes this many times as long as the longest of the last steps."""
+"""The driver reports a wait for a step that takes this many times as long as the slowest recent step."""
 
 PICTURE_S = 0.5
-"""How long a run that is to end waits for the picture of a step."""
+"""Seconds that a run that is to end waits for the picture of a step."""
 
 
 class Driver:
     """Owns the schedule, the data stream and the ledger of one run."""
 
     def __init__(self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], going_on: bool) -> None:
-        """`workers` by slot. `going_on`: they are in the middle of a run whose driver was lost."""
+        """`workers` by slot; `going_on`: they belong to a run whose driver was lost."""
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
-        # of several ranks that fail together one is asked; Ray would show the others' tracebacks
+        # when several ranks fail together, the driver asks one of them; Ray would print the tracebacks of the others
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self.config, self.store, self.going_on = config, store, going_on
         self.messages: SimpleQueue[Message] = SimpleQueue()  # for the job's process
@@ -66,7 +65,7 @@ class Driver:
         self.arrivals = Arrivals(config.cluster.device)
         self.session: Session | None = None
         self.stop_reason = self.refused = ""
-        self.leaving: dict[int, Condition] = {}  # ranks that ought to, as of the last step
+        self.leaving: dict[int, Condition] = {}  # ranks that should leave, as of the last step
         # calls that wait for copies of the state after a step
         self.copies = 0, Calls()
 
@@ -77,17 +76,17 @@ class Driver:
 
     @ray.method(concurrency_group="control")
     def stop(self, reason: str) -> None:
-        """End the run after the current step, with a checkpoint."""
+        """End the run after the step that is under way, with a checkpoint."""
         self.stop_reason = reason
 
     @ray.method(concurrency_group="control")
     def waited(self, waits: list[Waited]) -> None:
-        """Record long waits of the job's process together with those of the run."""
+        """Record long waits of the job's process with those of the run."""
         self.waits.add(waits)
 
     def run(self) -> Iterator[Message]:
         """Train to the end; the last message says how it ended."""
-        # what that thread waits for can be said meanwhile
+        # in a thread, so that its waits can be reported meanwhile
         Thread(target=self._put_messages, name="run", daemon=True).start()
         message: Message | None = None
         while not isinstance(message, RunFinished):
@@ -107,20 +106,19 @@ class Driver:
             self.session = session = yield from open_session(
                 self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
             self.commits = Commits(session)
-            gc.collect()  # garbage would stay as well: references to blocks among it
-            gc.freeze()  # what is loaded stays: looking through it, in the midst of a step, holds up every thread
+            gc.collect()  # otherwise garbage would be frozen too, such as references to blocks
+            gc.freeze()  # what is loaded stays; scanning it during a step would hold up every thread
             yield from self._train(session, "the driver was lost" if self.going_on else "")
         except ConfigError as error:
             yield RunFinished("", str(error), status=2)
         except (RunError, PlanError, DataError, StorageError) as error:
             yield self._failed(str(error))
-        except Exception as error:  # a defect of ours: one line for the user, the traceback for the report of it
+        except Exception as error:  # a bug of ours: one line for the user, the traceback for a bug report
             traceback.print_exc()
             yield self._failed(f"driver: {type(error).__name__}: {error}")
 
     def _train(self, session: Session, broken: str) -> Iterator[Message]:
-        """Run one generation after another until the last step. `broken`: why the current generation cannot continue.
-        """
+        """Run generation after generation until the last step; `broken`: why the current one cannot go on."""
         change, silent = broken, tuple[int, ...]()
         while True:
             try:
@@ -144,7 +142,7 @@ class Driver:
                 self.commits.forget_saves()
 
     def _steps(self, session: Session) -> Generator[Message, None, str]:
-        """Run steps until the last one (returns "") or until the membership must change (returns the reason)."""
+        """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
         change, self.leaving, self.copies = "", {}, (0, Calls())
         first = session.current.dispatcher.dispatch(session.records.last_step + 1)
         yield from session.mode_told()
@@ -163,7 +161,8 @@ class Driver:
             mirrored = running.mirrors and results[0].applied
             if mirrored:
                 session.mirroring.begun(step)
-            # Ranks that leave take nothing along where this step is mirrored; the rest of a drained node may follow.
+            # If this step is mirrored, nothing is lost with the ranks that leave; but the rest of a drained node may
+            # follow.
             drained = Condition.DRAINED in self.leaving.values()
             endangered = drained or (bool(self.leaving) and not mirrored)
             self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
@@ -171,14 +170,14 @@ class Driver:
             change = yield from self._change(session)
             launched = self._launch(session, None if change or session.stopping else following, waited_s)
             if mirrored:
-                yield from self._copies_arrived(session)  # those before, for which every rank has waited in this step
+                yield from self._copies_arrived(session)  # previous ones; every rank waited for them in this step
                 self.copies = step, session.group.start("mirrored")
-                if session.mirroring.every == 1:  # else they travel up to the next ones
+                if session.mirroring.every == 1:  # otherwise they may take until the next ones
                     yield from self._copies_arrived(session)
             yield from self.commits.commit(running.finished(results, step_time_s, evaluated))
             running = launched
         yield from self._copies_arrived(session)
-        if self.refused:  # also where it is the first step
+        if self.refused:  # also at the first step
             raise RunError(self.refused)
         needed = session.current.dispatcher.needed_ranks
         if not change and needed > session.group.size and not session.stopping:
@@ -189,7 +188,7 @@ class Driver:
         """Start a dispatched step on all ranks, once each rank has reported the samples that it cannot decode.
         `waited_s`: how long the driver waited for its batch and plan.
 
-        None if there is no step to start, or if the run is to end.
+        None if there is no step to start, or the run is to end.
         """
         if dispatched is None:
             return None
@@ -201,17 +200,17 @@ class Driver:
         if self.config.data.on_error == "fail":
             for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped),
                                       *failures.items()]:
-                # told once the step before is committed
+                # reported once the step before is committed
                 self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"
                 return None
         begun, mirrors = perf_counter(), session.mirroring.due(dispatched.step)
         order = StepOrder(dispatched.step, dispatched.plan_id, failures, session.total_steps, mirrors)
-        results = session.group.start("run", pickle.dumps(order))  # once, not for each rank as Ray would
+        results = session.group.start("run", pickle.dumps(order))  # once; Ray would pickle it for each rank
         session.current.dispatcher.started(dispatched)
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait, mirrors)
 
     def _copies_arrived(self, session: Session) -> Iterator[Message]:
-        """Wait until the latest copies of the state have arrived, and adjust how often they are made."""
+        """Wait until the newest copies of the state have arrived; how often copies are made may change with this."""
         (step, calls), self.copies = self.copies, (0, Calls())
         if not calls:
             return
@@ -229,7 +228,7 @@ class Driver:
             )
 
     def _change(self, session: Session) -> Generator[Message, None, str]:
-        """Return why the membership must change between two steps; empty if it need not."""
+        """Return why the membership must change between two steps; empty: it need not."""
         if session.stopping:
             return ""
         newcomers = min(len(session.arrivals.ready()), session.max_workers - session.group.size)
@@ -239,7 +238,7 @@ class Driver:
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
 
     def _save_last(self, session: Session) -> Generator[Message, None, str]:
-        """Save the state after the last step, and export the model of a complete run; return why the run ends early."""
+        """Save what the last step left, and export the model of a complete run; returns why the run ends early."""
         last_step, stopping = session.records.last_step, session.stopping
         # the group broke, or the run was asked to end, after that save was due
         if last_step and session.checkpoints.newest_step() < last_step:
@@ -252,7 +251,7 @@ class Driver:
         return stopping
 
     def _finish(self, session: Session, stopping: str) -> RunFinished:
-        """Close the files of the run. `stopping`: why it ends early."""
+        """Close what the run writes; `stopping`: why it ends early."""
         session.current.dispatcher.stop()
         if not stopping:
             session.stream.close()
@@ -265,12 +264,12 @@ class Driver:
         return RunFinished(f"done: model in {Folder(self.config.run.dir).child(MODEL_FOLDER).uri}")
 
     def _failed(self, error: str) -> RunFinished:
-        """End a run after an error. Bring the logs up to date first, if they can still be written."""
+        """End the run with an error, after bringing the logs up to date if they can still be written."""
         try:
             if self.session:
                 self.session.records.flush()
             return RunFinished("", f"{error}{self._way_back()}", status=1)
-        except Exception as failure:  # the storage, most likely, and the cause of the error
+        except Exception as failure:  # most likely the storage, which also caused the error
             return RunFinished("", f"{error}; besides: {first_line(failure)}", status=1)
 
     def _way_back(self) -> str:

@@ -1,10 +1,10 @@
-"""Decisions about the group after something happened to it: pure functions of observations.
+"""How the group reacts when something happens to it: pure functions from observations to decisions.
 
-    condition_of       what a survey shows of one worker        -> well, dead, silent, raised, stuck
-    Standstill         consecutive surveys                      -> which ranks no longer pass marks
-    decide             conditions, newcomers, bounds            -> go on, form a new generation, wait for capacity, stop
-    surviving_state    the shard versions that survivors hold   -> the version to continue from, who supplies each shard
-    replica_ranks_of   the nodes of the ranks                   -> which rank holds the replica of each rank's shard
+    condition_of       what a survey shows about one worker    -> well, dead, silent, raised, stuck
+    Standstill         what successive surveys show            -> which ranks pass no more marks
+    decide             conditions, newcomers, bounds           -> go on, form a new generation, wait for capacity, stop
+    surviving_state    the shard versions that survivors hold  -> the version to go on from, who supplies each shard
+    replica_ranks_of   the nodes of the ranks                  -> which rank holds the replica of which rank's shard
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from enum import StrEnum
 from dhp_ray.runtime.messages import HeldShards
 
 MAX_FAILURES = 8
-"""The run gives up after this many generations have broken in the same step."""
+"""Generations that may break in one and the same step before the run gives up."""
 
 
 class Condition(StrEnum):
-    """Condition of one worker. A worker leaves the group unless it is WELL."""
+    """The condition of one worker. All but WELL leave the group."""
 
     WELL = "well"
     DEAD = "dead"
@@ -33,10 +33,10 @@ class Condition(StrEnum):
 
 @dataclass(frozen=True)
 class HealthReport:
-    """What a survey shows of a worker.
+    """What a survey shows about a worker.
 
-    mark_id: its current call and the number of the last mark that it passed. waits_for_peers: whether it waits there.
-    error: the error that it raised, unless the loss of a peer was the cause.
+    `mark_id`: its call and the number of the mark that it passed last; `waits_for_peers`: whether it waits there;
+    `error`: what it raised, unless a lost peer was the cause.
     """
 
     dead: bool = False
@@ -47,7 +47,7 @@ class HealthReport:
 
 
 def condition_of(report: HealthReport, overdue: bool) -> Condition:
-    """Condition of a worker. `overdue`: it has passed no mark for longer than Standstill allows."""
+    """`overdue`: it has passed no mark for longer than Standstill allows."""
     if report.dead:
         return Condition.DEAD
     if not report.answered:
@@ -58,8 +58,8 @@ def condition_of(report: HealthReport, overdue: bool) -> Condition:
 
 
 class Standstill:
-    """How long each rank has passed no mark. A rank that waits for peers does not count: one of the peers is standing
-    still.
+    """How long each rank has passed no mark. A rank that waits for its peers does not stand still: one of the peers
+    does.
     """
 
     def __init__(self, num_ranks: int, limit_s: float, now_s: float) -> None:
@@ -68,7 +68,7 @@ class Standstill:
         self._mark_ids = [""] * num_ranks
 
     def overdue(self, rank: int, report: HealthReport, now_s: float) -> bool:
-        """Whether a rank has stood still for too long. Must be called at every survey."""
+        """Whether a rank has stood still for too long by now; call it at every survey."""
         if report.waits_for_peers or report.mark_id != self._mark_ids[rank]:
             self._since_s[rank], self._mark_ids[rank] = now_s, report.mark_id
         return now_s - self._since_s[rank] >= self.limit_s
@@ -89,7 +89,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Wait:
-    """Too few workers to continue: wait until there are `num_ranks`."""
+    """There are too few workers for the run to go on: wait until there are `num_ranks`."""
 
     num_ranks: int
     have: int
@@ -106,8 +106,9 @@ Decision = GoOn | Form | Wait | Stop
 def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool) -> Decision:
     """Decide what to do about the group.
 
-    broken: its collectives have failed, so it must form anew even if every worker is well. min_ranks: the larger of
-    cluster.min_workers and the number of ranks for the longest waiting sequence. max_ranks: cluster.max_workers.
+    `broken`: its collectives have failed, so a new generation has to form even if every worker is well. `min_ranks` is
+    the larger of cluster.min_workers and the ranks that the longest waiting sequence needs; `max_ranks` is
+    cluster.max_workers.
     """
     if min_ranks > max_ranks:
         return Stop(
@@ -125,7 +126,9 @@ def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_
 
 @dataclass(frozen=True)
 class Failures:
-    """The generations that have broken so far: the step of each, and whether a worker's own error was the cause."""
+    """The generations that have broken so far: the step that each was in, and the steps in which a worker's own error
+    was the cause.
+    """
 
     steps: tuple[int, ...] = ()
     raised: tuple[int, ...] = ()
@@ -134,16 +137,16 @@ class Failures:
         return Failures((*self.steps, step), (*self.raised, step) if raised else self.raised)
 
     def hopeless(self, step: int) -> bool:
-        """Whether another attempt at the step would end as before: a worker has raised in it twice, or it has broken
-        too often.
+        """Return whether running a step again would fail as before: a worker has raised in it a second time, or it has
+        broken too often.
         """
         return self.raised.count(step) > 1 or self.steps.count(step) > MAX_FAILURES
 
 
 @dataclass(frozen=True)
 class SurvivingState:
-    """The state to continue from: `version`, with the shards of `generation`. The worker at `place` supplies the shards
-    of `owners[place]`.
+    """The state to go on from: `version`, whose shards are those of `generation`. The worker at `place` supplies the
+    shards of `owners[place]`.
     """
 
     generation: int
@@ -152,7 +155,8 @@ class SurvivingState:
 
 
 def surviving_state(held: Sequence[Sequence[HeldShards]]) -> SurvivingState | None:
-    """The highest version of which every shard survives, given what each worker holds; None if there is none.
+    """Return the highest version of which every shard survives complete, from what each worker holds; None if there is
+    none.
 
     If several workers hold a shard, the one that supplies the fewest so far supplies it.
     """
@@ -174,10 +178,11 @@ def surviving_state(held: Sequence[Sequence[HeldShards]]) -> SurvivingState | No
 
 
 def replica_ranks_of(nodes: Sequence[str]) -> tuple[int, ...]:
-    """For each rank the rank that holds a replica of its shard: on another node if there is one, spread evenly. Empty
-    for one rank.
+    """Return for each rank the rank that holds the replica of its shard: on another node if there is one, spread as
+    evenly as possible. Empty for one rank.
 
-    After the loss of one rank, or of one of several nodes, every shard is still with its owner or its replica rank.
+    After the loss of any one rank, or of any one of several nodes, every shard is still held by its owner or its
+    replica rank.
     """
     if len(nodes) < 2:
         return ()

@@ -1,5 +1,5 @@
-"""Evaluation on held-out samples: passes over `eval.path`, planned and run like training batches but without gradients.
-One pass computes the loss; another one, if requested, answers the prompts and scores the answers.
+"""Evaluation on held-out samples: passes over `eval.path`, planned and run like training batches, without gradients.
+One pass computes the loss; a second one, if configured, answers the prompts and scores the answers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dhp_ray.runtime.messages import Message, Notice, RunError, StoppingError
 
 
 class HeldOut(NamedTuple):
-    """The streams of `eval.path`: conversations and, if answers are generated, prompts; and the right answers, by
-    sample.
+    """The streams of `eval.path`: conversations, and, if answers are generated, prompts; and the reference answers of
+    each sample.
     """
 
     conversations: Stream
@@ -34,7 +34,7 @@ class HeldOut(NamedTuple):
 
 
 def open_held_out(config: Config) -> HeldOut | None:
-    """Open the held-out samples, in the format of the training data; None if a run does not evaluate.
+    """Open the samples to evaluate, in the format of the training data; None if the run does not evaluate.
 
     Raises:
         DataError: the file cannot be used.
@@ -54,7 +54,7 @@ def open_held_out(config: Config) -> HeldOut | None:
 
 
 class Evaluation:
-    """Evaluates for one membership of the group; without held-out samples it does nothing.
+    """Evaluates for one membership of the group; does nothing without held-out samples.
 
     Its batches have `batch.global_samples` samples for any number of ranks, and their sums are added in order.
     """
@@ -84,18 +84,18 @@ class Evaluation:
         self._told: set[str] = set()
 
     def stop(self) -> None:
-        """Stop planning. Waits for a batch that is being read, unless the run is to end."""
+        """Stop planning; waits for a batch that is being read, unless the run is to end."""
         for dispatcher in (self.losses, self.answers):
             if dispatcher:
                 dispatcher.stop()
 
     def when_due(self, step: int) -> Generator[Message, None, dict[str, float]]:
-        """Evaluate after every `eval.every_steps` steps; yield what the user should see. Must be called between two
-        steps, since the ranks run calls in order.
+        """After every `eval.every_steps` steps return `eval_loss`, the mean loss over the valid tokens of all held-out
+        samples, and the mean scores if answers are generated; yields what the user should see. After other steps the
+        result is empty. The loss or the scores are missing if no sample has any, if a sample needs more ranks than
+        there are, or if the run is to end before all samples are done.
 
-        Returns `eval_loss`, the mean loss over the valid tokens of all held-out samples, and, if answers are generated,
-        their mean scores; empty after other steps. The loss or the scores are missing if no sample has any, if a sample
-        needs more ranks than there are, or if the run is to end before all samples are done.
+        Call it between two steps: the ranks run it in the order of calls.
         """
         self._number = 0
         if self.losses is None or step % self.config.eval.every_steps:
@@ -126,7 +126,7 @@ class Evaluation:
         self, dispatcher: Dispatcher, step: int, method: str, what: str
     ) -> Generator[Message, None, list[tuple[list[str], Any]] | None]:
         """Run `method` of all ranks on all batches of a dispatcher. Returns for each batch the ids of its samples (""
-        for a sample that could not be used) and the result of rank 0; None if the pass is not complete.
+        for one that could not be used) and the result of rank 0; None if the pass is not complete.
         """
         dispatcher.reader.stream.start_epoch(0)
         dispatcher.batches.clear()
@@ -143,7 +143,7 @@ class Evaluation:
             running = self.group.start(method, dispatched.step, dispatched.plan_id, failures,
                                        *([names] if method == "answer" else []))
             dispatcher.started(dispatched)
-            del dispatcher.batches[dispatched.step]  # its payload goes once the ranks have it
+            del dispatcher.batches[dispatched.step]  # its payload is freed once the ranks have it
             dispatched = self._dispatch(dispatcher)  # planned and sent while the workers run
             with self.group.waits.on(what):
                 results = self.group.collect(running)
@@ -156,7 +156,7 @@ class Evaluation:
         return found
 
     def _dispatch(self, dispatcher: Dispatcher) -> DispatchedStep | None:
-        """The next batch, with a negative number, since the next training step is prefetched under its own number."""
+        """Dispatch the next batch under a number below 0: the next training step is prefetched under its own number."""
         self._number -= 1
         try:
             return dispatcher.dispatch(self._number)
@@ -164,7 +164,7 @@ class Evaluation:
             raise _of_eval(error) from None
 
     def _tell(self, dispatched: DispatchedStep, failures: dict[str, str]) -> Generator[Message, None, None]:
-        """Report held-out samples that are skipped, each once in a run."""
+        """Report the held-out samples that are left out, each once per run."""
         for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped),
                                   *failures.items()]:
             if self.config.data.on_error == "fail":
@@ -179,6 +179,6 @@ def _of_eval(error: DataError) -> DataError:
 
 
 def _one_pass(config: Config) -> Config:
-    """The configuration with which a dispatcher goes once through all held-out samples."""
+    """Return the configuration with which a dispatcher goes once through all held-out samples."""
     return replace(config, data=held_out(config.data, config.eval.path), run=replace(config.run, steps=0, epochs=1),
                    batch=replace(config.batch, drop_last=False))

@@ -1,4 +1,4 @@
-"""The workers of one generation: calls to all of them, one clear error if one fails, and a survey of their health."""
+"""The workers of one generation: calls to all of them, one clear error when one fails, and a survey of their health."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ GRACE_S = 5.0
 """When a rank is killed, its peers raise first; Ray learns of its death a little later."""
 
 AGAIN_S = 0.3
-"""How long to wait for a rank that has just not answered within SURVEY_S."""
+"""Seconds that a worker may take to answer that has just failed to answer for SURVEY_S."""
 
 IDLE_LOOK_S = 1.0
-"""How often to survey workers that wait for data and have no call that would fail."""
+"""Seconds between health checks of workers that wait for data and have no call that would fail."""
 
 STOP_POLL_S = 0.2
-"""How often a wait checks whether the run is to end."""
+"""Seconds between two checks whether the run is to end, in a wait that ends with it."""
 
 WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck",
          Condition.RAISED: "raised", Condition.SLOW: "is too slow",
@@ -44,7 +44,7 @@ WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.
 
 @dataclass
 class Member:
-    """A worker: its slot in the job's process, its actor, and its description of itself."""
+    """A worker: the slot of the job's process that it fills, its actor, and its description of itself."""
 
     slot: int
     actor: ActorHandle
@@ -56,7 +56,8 @@ class Member:
 
 
 def by_node(members: Sequence[Member]) -> list[Member]:
-    """Sort members into rank order: the ranks of a node are neighbours; otherwise nodes and members keep their order.
+    """Sort members into rank order: a node's ranks are neighbours; otherwise nodes and members keep their order of
+    arrival.
     """
     nodes = list(dict.fromkeys(member.described["node_id"] for member in members))
     return sorted(members, key=lambda member: nodes.index(member.described["node_id"]))
@@ -65,17 +66,17 @@ def by_node(members: Sequence[Member]) -> list[Member]:
 class WorkerGroup:
     """Worker actors, in rank order once they have been described.
 
-    Before a run trains, an error waits a short time for the death that explains it. Once the run trains (`look_s` is
-    set), errors are raised at once, because a survey explains them, and the workers are surveyed after every `look_s`
-    seconds without a result.
+    Before a run trains, an error waits a little for the death that explains it. Once it trains (`look_s` is set),
+    errors are raised at once, because a survey explains them, and after every `look_s` seconds without a result the
+    workers' health is checked.
     """
 
     def __init__(self, members: Sequence[Member], look_s: float | None = None, waits: Waits | None = None) -> None:
-        """`waits`: records waits for the group."""
+        """`waits`: where waits for the group are reported."""
         self.members, self.look_s = list(members), look_s
         self.exchange_s = math.inf  # how long all ranks may wait for one another
         self.measured_cost: CostFile | None = None  # of planner.cost=measure
-        self.first_batch: Sequence[Sample] = ()  # of the run; empty where nobody has to compare modes
+        self.first_batch: Sequence[Sample] = ()  # of the run; empty if no modes are to be compared
         self.waits = waits or Waits()
         self._relays: Relays | None = None
 
@@ -84,7 +85,7 @@ class WorkerGroup:
         return len(self.members)
 
     def describe(self, device: str, probe: str) -> None:
-        """Ask the workers for their places, and number them so that the ranks of a node are neighbours."""
+        """Learn where the workers are, and number them so that the ranks of a node are neighbours."""
         for member, described in zip(self.members, self.call("describe", device, probe)):
             member.described = described
         self.members = by_node(self.members)
@@ -96,14 +97,14 @@ class WorkerGroup:
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory of the rank with the least. On the CPU the ranks of a node share its memory."""
+        """The device memory in bytes that every rank has at least. On the CPU, the ranks of a node share its memory."""
         found, sharing = [member.described for member in self.members], Counter(self.nodes)
         return min(member["memory_bytes"] // (sharing[member["node_id"]] if member["device"] == "cpu" else 1)
                    for member in found)
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the model that the workers train."""
+        """The number of layers of the model that the workers train."""
         return int(self.members[0].described["num_layers"])
 
     def membership(self) -> list[dict[str, Any]]:
@@ -121,8 +122,8 @@ class WorkerGroup:
         origins: Sequence[Any],
         step: int,
     ) -> Calls:
-        """Let all workers enter a generation after `step` that trains in `mode`, each from its origin (FromCheckpoint
-        or FromMemory). The calls return their state versions.
+        """Let all workers enter a generation after `step`, which trains in `mode`, each from its origin (FromCheckpoint
+        or FromMemory); the calls return their state versions.
         """
         return direct_calls([
             member.actor.join.remote(
@@ -131,13 +132,15 @@ class WorkerGroup:
             for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))])
 
     def open_relays(self, most_ranks: int) -> None:
-        """If there are more than `most_ranks` ranks, call them through relays of at most `most_ranks` from now on."""
+        """From here on call the ranks through relays of at most `most_ranks` ranks each, if there are more ranks than
+        that.
+        """
         self.close_relays()
         if self.size > most_ranks:
             self._relays = Relays([member.actor for member in self.members], most_ranks)
 
     def close_relays(self) -> None:
-        """Call each rank directly again, since the members of the group may change."""
+        """Call each rank directly again: the membership may change."""
         if self._relays:
             self._relays.close()
             self._relays = None
@@ -157,7 +160,7 @@ class WorkerGroup:
                              for member, packed in zip(self.members, packed_slices(slices, index), strict=True)])
 
     def each(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
-        """Call the ranks directly, even if there are relays; returns one reference for each rank."""
+        """Call each rank directly, even if there are relays; returns one reference per rank."""
         return [getattr(member.actor, method).remote(*arguments) for member in self.members]
 
     def collect(
@@ -168,16 +171,16 @@ class WorkerGroup:
         end_stuck: bool = False,
         stopping: Callable[[], str] | None = None,
     ) -> list[Any]:
-        """Return results by rank. As long as all workers make progress, they may take any time.
+        """Return the results by rank. While all workers make progress, they may take as long as they need.
 
-        With `end_stuck` a stuck worker is ended at once: the stuck thread may not be the training thread, so no survey
-        would see it.
+        With `end_stuck`, a stuck worker is ended at once: the thread that is stuck may not be the training thread, the
+        only one that a survey sees.
 
         Raises:
-            GroupError: a rank died, raised, no longer answers, or stands still for `stuck_s` without waiting for others
-                (the message names it and quotes its error if there is one); or all ranks wait for one another; or a
+            GroupError: a rank died, raised, no longer answers, or stands still for `stuck_s` without waiting for
+                others; the message names it, with its own error if it has one. Or all ranks wait for one another, or a
                 relay died.
-            StoppingError: `stopping` returns a reason to end the run before all results are there.
+            StoppingError: `stopping` gives a reason to end the run before all results have arrived.
         """
         pending = dict(calls.ranks)
         look_s = look_s or self.look_s
@@ -201,8 +204,8 @@ class WorkerGroup:
         return [results[rank] for rank in range(len(results))]
 
     def wait(self, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> None:
-        """Wait for `pending`, which does not call the workers, or until `enough` returns True. Once the run trains,
-        survey the workers every IDLE_LOOK_S seconds meanwhile.
+        """Wait for `pending`, which does not call the workers, or until `enough` returns True; once the run trains, the
+        workers' health is checked every IDLE_LOOK_S seconds.
 
         Raises:
             GroupError: a rank died.
@@ -217,9 +220,9 @@ class WorkerGroup:
                 last = monotonic()
 
     def survey(self, silent: Collection[int] = ()) -> list[tuple[HealthReport, Status]]:
-        """Query the health of every worker, by rank; give up on answers that take longer than SURVEY_S. `silent` ranks,
-        which have just left a survey unanswered, are not waited for that long again, unless no rank answered: then this
-        process may have been held up.
+        """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. `silent`
+        ranks, which have just failed to answer a query, get less time, unless no rank answered: then this process
+        itself may have been held up.
         """
         calls = self.each("status")
         others = [call for rank, call in enumerate(calls) if rank not in silent]
@@ -231,7 +234,9 @@ class WorkerGroup:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
 
     def _root_cause(self, failed: FailedCall, calls: Calls, pending: list[ray.ObjectRef]) -> str:
-        """Before training, the death of a peer if there is one; otherwise the error of the first rank that raised."""
+        """Return the cause of a failure: before training, a peer's death if there is one; else what the first rank that
+        raised said.
+        """
         deadline = monotonic() + (GRACE_S if self.look_s is None else 0.0)
         while pending and not failed.died and (left_s := deadline - monotonic()) > 0:
             ready, pending = ray.wait(pending, num_returns=1, timeout=left_s)
@@ -257,7 +262,7 @@ class _HealthMonitor:
         self.exchange = Standstill(group.size, group.exchange_s, monotonic())
 
     def look(self, pending: set[int]) -> None:
-        """Raise GroupError if a worker is gone, or makes no progress with its call (`pending`: ranks with one)."""
+        """Raise GroupError for a worker that is gone, or makes no progress with its call (ranks in `pending`)."""
         reports = [report for report, _ in self.group.survey()]
         silent = [rank for rank, report in enumerate(reports) if not (report.answered or report.dead)]
         too_long = [report.waits_for_peers
@@ -278,7 +283,7 @@ def _health_of(call: ray.ObjectRef) -> tuple[HealthReport, Status]:
     try:
         status: Status = ray.get(call, timeout=0)
         return HealthReport(waits_for_peers=status.waits_for_peers, mark_id=status.mark_id, error=status.error), status
-    except (GetTimeoutError, RayTaskError):  # no answer, or it cannot even say how it is
+    except (GetTimeoutError, RayTaskError):  # no answer, or the status call itself raised
         return HealthReport(answered=False), Status()
     except RayError:
         return HealthReport(dead=True), Status()

@@ -1,4 +1,4 @@
-"""What ranks keep in their node's memory, and which share of activations still fits there (`train.activation_offload`).
+"""What ranks keep in their node's memory, and which share of activations also fits there (`train.activation_offload`).
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ OFFLOAD = "train.activation_offload"
 
 
 class Limits(NamedTuple):
-    """Tokens of a pack that a rank holds, and the activations that packs move to host memory."""
+    """The tokens of a pack that a rank holds, and which activations packs move to host memory."""
 
     tokens: int
     offload: Offload
 
     @property
     def most_tokens(self) -> int:
-        """Tokens a rank of a pack that moves activations to host memory."""
+        """The tokens of a pack that a rank holds if activations go to host memory."""
         return max(self.tokens, self.offload.tokens_per_rank)
 
 
 def share_of_every_pack(config: Config) -> float:
-    """The share of activations that each pack moves, independent of its size."""
+    """The share of activations that each pack moves, whatever its size."""
     setting = config.train.activation_offload
     return 0.0 if setting in ("off", "auto") else float(setting)
 
 
 def plain_tokens(config: Config, memory: MemoryModel, group: WorkerGroup) -> int:
-    """Tokens of a pack that each rank's device holds if only the fixed share of every pack is moved; 0 if not even one
-    fits.
+    """Return the tokens of a pack that each rank's device holds if packs move no more than `share_of_every_pack`; 0:
+    not even one.
     """
     return memory.tokens_that_fit(MEMORY_SHARE * group.memory_bytes, share_of_every_pack(config))
 
 
 def offload_of(config: Config, memory: MemoryModel, group: WorkerGroup, tokens: int, most: int = 2**62) -> Offload:
-    """What packs move if ranks plan with packs of `tokens`. If the configuration leaves it open, packs may move enough
-    to hold more tokens, at most `most`, as far as devices and nodes have room. (On the CPU moving has no use.)
+    """Return what packs move to host memory, on ranks that plan with packs of `tokens`. With auto, that is so much that
+    a larger pack fits, of at most `most` tokens, as far as devices and nodes have room. (On the CPU this gains
+    nothing.)
     """
     if share := share_of_every_pack(config):
         return Offload(share, 0, tokens)
@@ -59,6 +60,6 @@ def offload_of(config: Config, memory: MemoryModel, group: WorkerGroup, tokens: 
 
 
 def node_limit(group: WorkerGroup, node_id: str) -> float:
-    """Bytes that the ranks of a node may keep in its memory."""
+    """Return the bytes that the ranks of a node may keep in its memory."""
     return MEMORY_SHARE * min(member.described["host_memory_bytes"] for member in group.members
                               if member.described["node_id"] == node_id)

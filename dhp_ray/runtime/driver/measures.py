@@ -1,4 +1,4 @@
-"""Metrics of a finished step, computed from the plan and the ranks' reports. Pure functions."""
+"""Measures of a finished step, computed from its plan and the ranks' reports. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from dhp_ray.train.results import PackTime, StepResult, busy_s_of
 
 
 def makespan_s(results: Sequence[StepResult]) -> float:
-    """Seconds from the first start to the last end of a pack or encoder phase; each rank counts from its own start of
-    the step.
+    """Return the seconds from the first start of a pack or encoder phase to the last end of one; each rank's times
+    count from its own start of the step.
     """
     times = _times(results)
     return max(time.end_s for time in times) - min(time.start_s for time in times) if times else 0.0
 
 
 def measured_idle_fraction(results: Sequence[StepResult]) -> float:
-    """Share of the makespan in which ranks did not compute: without a pack, or blocked in an exchange."""
+    """Return the share of the makespan in which ranks did not compute: they had no pack, or were blocked in an
+    exchange.
+    """
     span = makespan_s(results)
     busy = sum(time.busy_s for time in _times(results))
     return min(1.0, max(0.0, 1.0 - busy / (len(results) * span))) if span > 0 else 0.0
@@ -34,10 +36,10 @@ def _times(results: Sequence[StepResult]) -> list[PackTime]:
 
 
 def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float | None:
-    """The median relative error of the predicted compute seconds of ranks for their packs and images, at the speeds
-    that the plan knew, compared with the measured seconds without waiting. None if nothing was measured.
+    """Return the median relative error of the predicted seconds of the ranks' packs and images, at the speeds that the
+    plan knew, against the measured seconds without waiting; None if nothing was measured.
 
-    work: the work in the plan.
+    work: that of the plan.
     """
     measured_s = busy_s_of(work, results)
     predicted_s = work.seconds(CostModel.from_json(plan.inputs["cost"])) / np.array(plan.cluster.speeds)[work.rank]
@@ -46,8 +48,8 @@ def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float |
 
 
 class TimeScale:
-    """The running median of measured over predicted makespan. It scales how long to wait for a plan or a rank, never
-    plans or reported values.
+    """The running median of measured over predicted makespan. It scales how long the driver waits for a plan or a rank,
+    never plans or reported values.
     """
 
     def __init__(self, window: int = 50) -> None:
@@ -59,11 +61,11 @@ class TimeScale:
         return statistics.median(self.ratios) if self.ratios else 1.0
 
     def known(self) -> float | None:
-        """The median; None before the first observation."""
+        """The median, None before the first observation."""
         return self.value if self.ratios else None
 
     def rescale(self, factor: float) -> None:
-        """Note that predictions are multiplied by `factor` from now on."""
+        """Note that predictions are from now on `factor` times what they were."""
         self.ratios = [ratio / factor for ratio in self.ratios]
 
     def observe(self, measured_s: float, predicted_s: float) -> None:
@@ -74,7 +76,7 @@ class TimeScale:
 def step_metrics(
     plan: Plan, results: Sequence[StepResult], step_time_s: float, generation: int, late: bool = False
 ) -> dict[str, Any]:
-    """The line of metrics.jsonl, with the fields of the run folder's contract."""
+    """Return the line of metrics.jsonl, with the fields of the run folder's contract."""
     first = results[0]
     return {
         "step": first.step,
@@ -99,9 +101,9 @@ def step_metrics(
 
 
 def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Metrics of a step whose images were encoded apart from its packs, otherwise empty: seconds of the slowest rank
-    before and after the packs, without waiting; the longest sum of both over the mean; bytes of features sent to other
-    ranks.
+    """Return the encoder metrics of a step whose images were encoded apart from its packs, else nothing: the seconds of
+    the slowest rank, without waiting, before the packs and after them; the longest sum of both over the mean sum; the
+    bytes of features sent to other ranks.
     """
     if not plan.vision.apart:
         return {}
@@ -117,8 +119,8 @@ def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
 
 
 def offload_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Metrics of a step with packs that moved activations to host memory, otherwise empty: number of these packs, the
-    largest share of layers, and bytes moved on all ranks.
+    """Return the offload metrics of a step with packs that moved activations to host memory, else nothing: how many
+    packs did, the largest share of layers, and the bytes moved on all ranks.
     """
     shares = [group.offload for group in plan.groups if group.offload]
     if not shares:
@@ -128,7 +130,7 @@ def offload_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
 
 
 def step_extra(plan: Plan, results: Sequence[StepResult], data_wait_s: float, epoch: int) -> dict[str, Any]:
-    """What TensorBoard and the console show in addition to the metrics."""
+    """Return what TensorBoard and the console show in addition to the metrics."""
     first = results[0]
     return {
         "applied": first.applied, "epoch": epoch,

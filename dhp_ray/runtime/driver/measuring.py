@@ -1,10 +1,10 @@
-"""`planner.cost=measure`: before a run's first step its workers measure the costs of packs, and the run keeps the
+"""`planner.cost=measure`: before a run's first step its workers measure what packs cost there, and the run keeps the
 result.
 
-    first start   join a separate generation | one part after another | leave      run.dir/cost.yaml, cost.png
-    later starts  run.dir/cost.yaml, if it is of the same model, devices and settings; otherwise measured again
+    first start   join a generation of their own | part after part | leave      run.dir/cost.yaml, cost.png
+    later starts  run.dir/cost.yaml, if it is of the same model, devices and settings; else measured again
 
-The workers' state is worthless afterwards: they join the run's first generation like new workers.
+The workers' state is useless afterwards: they join the run's first generation as if they had just started.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dhp_ray.storage import Folder
 
 
 def kept_cost(config: Config, folder: Folder, group: WorkerGroup, mode: Mode) -> tuple[CostFile | None, str]:
-    """The costs in the run's folder from an earlier start, if they belong to this run; otherwise why they do not (empty
-    if there are none).
+    """Return the costs that an earlier start left in the run folder, if they are of this run; else the reason why they
+    are not used (empty: there are none).
     """
     if not folder.exists(COST_FILE):
         return None, ""
@@ -46,7 +46,7 @@ def measure_costs(
     config: Config, folder: Folder, group: WorkerGroup, mode: Mode, generation: int, store: tuple[str, int],
     pool_groups: int,
 ) -> Generator[Message, None, CostFile]:
-    """Measure on the workers, in a separate generation, and write the result.
+    """Measure costs on the workers, in a generation of their own, and write them to the run folder.
 
     Raises:
         RunError: too little could be measured, or a worker failed.
@@ -78,4 +78,4 @@ def measure_costs(
     folder.write(COST_PICTURE, picture.getvalue())
     errors = measured.sections["errors"]["packs"]
     yield Notice(f"costs measured: packs are off by {100 * errors['median']:.1f} % in the median; kept in {COST_FILE}")
-    return CostFile.parsed(yaml.safe_load(text), COST_FILE)  # to the digits that later starts read
+    return CostFile.parsed(yaml.safe_load(text), COST_FILE)  # rounded as later starts read it

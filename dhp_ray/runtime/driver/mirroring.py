@@ -1,8 +1,8 @@
-"""Decides after which steps the ranks copy their state to one another: `elastic.mirror_every_steps`.
+"""After which steps the ranks copy their state to one another: `elastic.mirror_every_steps`.
 
-With a number n: after steps n, 2 n, ...; 0: never. With auto, copies may take SHARE of the run's time: if the copies of
-one version take c seconds and a step s, they are made every ceil(c / (SHARE s)) steps. Copies travel while steps run,
-but may take cores and links from them, so all of c counts. A fault then costs at most the steps since the last copy,
+A number n: after steps n, 2 n, ...; 0: never. With auto, copies may take SHARE of the run's time: if those of one
+version take c seconds and a step s, they are made every ceil(c / (SHARE s)) steps. A copy travels while steps run, but
+may take cores and links from them, so all of c is counted. A fault then costs at most the steps since the last copy,
 about c / SHARE seconds.
 """
 
@@ -18,20 +18,21 @@ SHARE = 0.02
 """The largest share of a step's time that copies may take."""
 
 RECENT = 8
-"""Number of a rank's last copies of which the fastest counts: the others waited for a peer or a core."""
+"""The number of a rank's last copies of which the fastest counts: in slower ones, the rank waited for a peer or a core.
+"""
 
 
 def steps_between(copy_s: float, step_s: float, current: int) -> int:
-    """Steps from one copy of the state to the next, if a copy takes `copy_s` and a step `step_s` seconds.
+    """Return the steps from one copy of the state to the next, if a copy takes `copy_s` and a step `step_s` seconds.
 
-    The `current` number stays as long as copies take no more than SHARE and half as many steps would take more.
+    The `current` number is kept while copies take no more than SHARE, and half as many steps would not be enough.
     """
     needed = min(MAX_MIRROR_STEPS, max(1, math.ceil(copy_s / (SHARE * step_s))))
     return needed if needed > current or 2 * needed <= current else current
 
 
 class Mirroring:
-    """Decides after which steps the state is mirrored, over all generations of a run."""
+    """Says after which steps the state is mirrored, over all generations of a run."""
 
     def __init__(self, setting: str) -> None:
         """`setting`: the value of `elastic.mirror_every_steps`."""
@@ -40,7 +41,8 @@ class Mirroring:
         self.enter()
 
     def enter(self) -> None:
-        """Begin a new generation, with other ranks and links. With auto its first step is mirrored and measured."""
+        """Begin a new generation, with other ranks and other links. With auto its first step is mirrored, and measured.
+        """
         self._last: int | None = None
         self._copies: list[deque[float]] = []
 
@@ -55,7 +57,7 @@ class Mirroring:
 
     @property
     def copy_s(self) -> float:
-        """Seconds that the slowest rank takes to copy one version; 0 if unknown."""
+        """Seconds that the slowest rank takes for the copies of one version; 0 if unknown."""
         return max((min(copies) for copies in self._copies if copies), default=0.0)
 
     def observe(self, seconds: Sequence[Sequence[float]], step_s: float) -> bool:

@@ -1,5 +1,6 @@
-"""How a generation trains, what its ranks need for it, and what it costs: the memory model and the costs of the run's
-own model on its devices, and the mode if `planner.sync`, `train.activation_checkpointing` or `train.sharding` is auto.
+"""How a generation trains, what its ranks then need, and what that costs: the memory model and the costs of the run's
+own model on its devices, and the choice of a mode where `planner.sync`, `train.activation_checkpointing` or
+`train.sharding` is auto.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from dhp_ray.runtime.driver.host_room import Limits, offload_of, plain_tokens
 from dhp_ray.runtime.origins import origin_of
 
 STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
-"""Devices that no file of conf/device describes are treated as this device of their kind."""
+"""For each kind, the description that is used for a device that no file of conf/device describes."""
 
 MEASURE = "measure"
-"""Value of `planner.cost` that replaces a file name."""
+"""The value of `planner.cost` that takes the place of a file name."""
 
 RECOMPUTATION = "train.activation_checkpointing"
 RECOMPUTES = {"true": (True,), "false": (False,), "auto": (False, True)}
-"""The settings that each value of `train.activation_checkpointing` allows."""
+"""The choices that each value of `train.activation_checkpointing` allows."""
 
 
 class Choice(NamedTuple):
-    """A mode, the keys that the configuration leaves open, and why this mode was chosen."""
+    """A mode, the keys that are auto in the configuration and that it decides, and why it was chosen."""
 
     mode: Mode
     keys: tuple[str, ...] = ()
@@ -54,11 +55,11 @@ class Choice(NamedTuple):
 
 
 def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int = 0) -> Choice:
-    """The mode in which `num_ranks` ranks like those of `group` train (0: as many as it has).
+    """Return the mode in which `num_ranks` ranks like those of `group` train (0: as many as the group has).
 
-    `auto_tokens`: tokens a rank follow the memory of each generation's ranks. Then a rank must hold the largest image
-    and its share of the longest sequence (while that is open, of the longest one in the first batch that some mode
-    holds). Otherwise it must hold `planner.tokens_per_rank`.
+    `auto_tokens`: the tokens per rank follow the memory of each generation's ranks. A rank must then hold the largest
+    image and its share of the longest sequence (while that limit is open: of the longest one of the first batch that
+    any mode holds). Otherwise it must hold `planner.tokens_per_rank`.
     """
     kind, num_ranks = group.members[0].described["device"], num_ranks or group.size
     modes = _modes(config, kind)
@@ -84,11 +85,11 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
 
 
 def most_tokens_of(config: Config, group: WorkerGroup, num_ranks: int, limits: Callable[[Mode], Limits]) -> int:
-    """Tokens of a pack that each of `num_ranks` ranks holds in the mode that they would train in; `limits`: those of
-    each mode.
+    """Return the tokens of a pack that each of `num_ranks` ranks holds in the mode that they would train in; `limits`
+    returns those of each mode.
 
-    This needs no comparison of modes: if some mode holds the longest sequence, such a mode is taken, otherwise the one
-    with the most room.
+    This does not compare modes: if some mode holds the longest sequence, one that does is chosen; otherwise the one
+    that holds the most tokens.
     """
     kind = group.members[0].described["device"]
     modes = _modes(config, kind)
@@ -96,15 +97,15 @@ def most_tokens_of(config: Config, group: WorkerGroup, num_ranks: int, limits: C
 
 
 def compares_modes(config: Config, group: WorkerGroup, sync: str = "") -> bool:
-    """Whether `mode_of` compares modes, with `group.first_batch` if there is one. `sync` replaces that of the
-    configuration.
+    """Return whether `mode_of` compares modes, using `group.first_batch` if there is one. `sync` replaces the
+    configuration's value.
     """
     kind = group.members[0].described["device"]
     return kind in STAND_INS and len(_modes(config, kind, sync)) > 1
 
 
 def _modes(config: Config, kind: str, sync: str = "") -> list[Mode]:
-    """The modes that the configuration allows on devices of this kind, those that need most memory first."""
+    """Return the modes that the configuration allows on devices of this kind, ordered by what they need, most first."""
     sync = sync or config.planner.sync
     syncs = SYNCS if sync == "auto" else (sync,)
     return [Mode(sync, again, sharding) for sync in syncs for sharding in _shardings(config, sync, kind)
@@ -112,7 +113,7 @@ def _modes(config: Config, kind: str, sync: str = "") -> list[Mode]:
 
 
 def _shardings(config: Config, sync: str, kind: str) -> tuple[str, ...]:
-    """Where parameters may lie in a mode on devices of this kind; with micro-batches there is no choice."""
+    """Return where parameters may be kept in a mode, on devices of this kind; with micro-batches there is no choice."""
     if sync == "micro_batch" or config.train.deterministic:
         return ("whole",)
     if config.train.sharding != "auto":
@@ -121,7 +122,7 @@ def _shardings(config: Config, sync: str, kind: str) -> tuple[str, ...]:
 
 
 def _most_tokens(config: Config, auto_tokens: bool, num_ranks: int) -> int | None:
-    """The most tokens that a rank is given; None: as many as it holds."""
+    """Return the most tokens that a rank is given; None: as many as it holds."""
     tokens = config.planner.tokens_per_rank
     if tokens == "auto":
         return None
@@ -129,8 +130,8 @@ def _most_tokens(config: Config, auto_tokens: bool, num_ranks: int) -> int | Non
 
 
 def _needed_tokens(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int, longest: int) -> int:
-    """Tokens that a rank must hold: its share of the longest sequence, or of the `longest` known one while its limit is
-    open.
+    """Return the tokens that a rank must hold: `planner.tokens_per_rank`, or the largest image and its share of the
+    longest sequence (while that limit is open: of `longest` tokens).
     """
     tokens, limit = config.planner.tokens_per_rank, config.planner.max_sequence_tokens
     if not (auto_tokens or tokens == "auto"):
@@ -150,14 +151,14 @@ def _offer(
 
 
 def _images(config: Config, memory: MemoryModel, num_ranks: int, longest: int) -> list[Sample]:
-    """A batch for a comparison without data: the largest image, the same number of times for each rank."""
+    """Return what stands in for a batch: the largest image, equally often on each rank."""
     count = math.ceil(config.batch.global_samples / num_ranks) * num_ranks
     return equal_samples(count, min(memory.settings.largest_image, longest), memory.shape.merge_area)
 
 
 def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0) -> MemoryModel:
-    """The memory that a rank needs to train the run's model in this mode, on `num_ranks` ranks like those of `group`
-    (0: as many as it has).
+    """Return the memory model of a rank that trains the run's model in this mode, one of `num_ranks` like those of
+    `group` (0: as many as the group has).
     """
     described, train = group.members[0].described, config.train
     shape: ModelShape = described["shape"]
@@ -179,8 +180,8 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
 
 
 def fewest_of_a_node(nodes: Sequence[str], num_ranks: int) -> int:
-    """Number of ranks on the node with the fewest, if `num_ranks` ranks are on nodes like these. If that is another
-    number than these have, nodes are filled one after the other, so the last one may have few.
+    """Return the number of ranks of the node that has fewest, if `num_ranks` ranks are on nodes like these. If these
+    have another number of ranks, one node is filled after the other, so that few may be left for the last.
     """
     counts = Counter(nodes).values()
     if num_ranks == len(nodes):
@@ -189,11 +190,12 @@ def fewest_of_a_node(nodes: Sequence[str], num_ranks: int) -> int:
 
 
 def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:
-    """The costs of `planner.cost`: of its file, or as measured on the group. Without it they are derived, on CUDA and
-    NPU from the run's own model and the published figures of its slowest device, on the CPU from the measured file.
+    """Return the costs of the file `planner.cost`, or those measured on the group. Without them, on CUDA and NPU, costs
+    are derived from the run's own model and the published figures of its slowest device; on the CPU they come from the
+    measured file.
 
-    A device without a description is treated as another one of its kind; the cost's `source` says so. Costs that were
-    measured for something else count as estimates.
+    A device without a description is treated as another one of its kind; the cost's `source` says so. A cost that was
+    measured for something else counts as estimated.
     """
     memory = memory_of(config, group, mode)
     file = cost_file_of(config, group)
@@ -205,34 +207,34 @@ def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:
         kind = group.members[0].described["device"]
         if config.train.activation_offload == "auto" and kind in STAND_INS and cost.host_bytes_per_s == 0.0:
             cost = replace(cost, host_bytes_per_s=_slowest(memory, group)[1].host_bytes_per_s)
-    # over the parent group no group is ever made
+    # the parent transport never makes a group
     return replace(cost, group_s=0.0) if config.comm.transport == "parent" else cost
 
 
 def cost_file_of(config: Config, group: WorkerGroup) -> CostFile | None:
-    """The file that a run's costs are read from; None if they are derived."""
+    """Return what a run's costs are read from; None: they are derived."""
     kind, named = group.members[0].described["device"], config.planner.cost
     if named == MEASURE:
         if group.measured_cost:
             return group.measured_cost
-        named = ""  # not yet
+        named = ""  # not measured yet
     if named or kind not in STAND_INS:
         return CostFile.load(named or str(CONF / "cost" / f"{kind}.yaml"))
     return None
 
 
 def difference_from(origin: Origin, config: Config, group: WorkerGroup, memory: MemoryModel) -> str:
-    """How the conditions of a cost measurement differ from a run on these workers; empty if they do not."""
+    """Return how the origin of a cost differs from a run on these workers; empty if it does not."""
     kinds = {(member.described["device"], member.described["device_name"]) for member in group.members}
     found = (difference(origin, origin_of(config, memory, *kind, group.size)) for kind in sorted(kinds))
     return next(filter(None, found), "")
 
 
 def check_cost(config: Config, group: WorkerGroup, mode: Mode) -> None:
-    """Refuse a cost file that is not of the run's model, devices and settings.
+    """Refuse a cost file that was not measured for the run's model, devices and settings.
 
     Raises:
-        ConfigError: names the file's and the run's.
+        ConfigError: what the file was measured for, and what the run has.
     """
     named = config.planner.cost
     origin = CostFile.load(named).origin if named not in ("", MEASURE) else None
@@ -243,7 +245,7 @@ def check_cost(config: Config, group: WorkerGroup, mode: Mode) -> None:
 
 
 def _slowest(memory: MemoryModel, group: WorkerGroup) -> tuple[CostModel, Device]:
-    """Costs on the slowest device of a group, and that device."""
+    """Return the costs on the slowest device of a group, and that device."""
     kind, num_nodes = group.members[0].described["device"], len(set(group.nodes))
     found = []
     for name in sorted({member.described["device_name"] for member in group.members}):

@@ -8,12 +8,12 @@ from time import monotonic
 from ray._private.state import state
 
 LOOK_S = 1.0
-"""How often the head of the cluster is asked."""
+"""Seconds between two queries to the head of the cluster."""
 
 
 @dataclass
 class Draining:
-    """Ids of the nodes that leave soon, at most LOOK_S old. Ray starts nothing new on them."""
+    """The ids of the nodes that are about to leave, at most LOOK_S old. Ray starts nothing new on them."""
 
     _nodes: frozenset[str] = frozenset()
     _asked_s: float = field(default_factory=lambda: monotonic() - LOOK_S)

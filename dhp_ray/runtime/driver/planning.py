@@ -1,4 +1,4 @@
-"""The planning of one step: which thread sends its plan, and how long to wait for a plan.
+"""The planning of one step: which thread sends its plan, and how long the driver waits for it.
 
     planning thread   |---- plan n+1 by planner.name ----|  claim: send    the first to claim sends, the other does not
     driver            results of n | last resort n+1 | wait ... | claim: send it
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from dhp_ray.runtime.driver.stages import DispatchedStep
 
 LATE_S = 0.01
-"""The driver waits at least this long for a plan."""
+"""The shortest time that the driver waits for a plan."""
 
 RECENT = 50
-"""Number of plans whose distance from the lower bound predicts that of the next one."""
+"""The number of plans whose distance from the lower bound predicts that of the next one."""
 
 
 @dataclass
 class Planning:
-    """One step's planning, shared by the planning thread and the driver: speeds, pool and cost at its start."""
+    """One step's planning, shared by the planning thread and the driver: speeds, pool and cost are as when it begins.
+    """
 
     step: int
     speeds: tuple[float, ...]
@@ -38,7 +39,7 @@ class Planning:
     reading: Future[Batch | None] = field(init=False)
     ahead: Future[DispatchedStep | None] = field(init=False)
     sends_ahead: bool = False
-    """The planning thread claimed it first: it sends the plan, or has sent it."""
+    """The planning thread was the first to claim it: it sends the plan, or has sent it."""
     _claimed: bool = False
     _lock: Lock = field(default_factory=Lock)
 
@@ -47,8 +48,8 @@ class Planning:
         return self._claimed
 
     def claim(self, ahead: bool = False) -> bool:
-        """Return whether the caller is the first to claim this step. Only the first may send a plan for it (or make
-        sure that none is sent).
+        """Return whether the caller is the first to claim the planning: only the first may send a plan of this step (or
+        make sure that none is sent).
 
         ahead: the caller is the planning thread.
         """
@@ -60,7 +61,8 @@ class Planning:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for a plan, counted from `since_s`: as long as waiting costs less than running the last resort.
+    """How long a plan is worth waiting for, from `since_s` on: as long as waiting costs less than running the last
+    resort.
     """
 
     since_s: float
@@ -72,7 +74,7 @@ class Patience:
 
 @dataclass
 class Expectation:
-    """Predicts the planner's next plan from how far the last plans were above their lower bounds."""
+    """The expected makespan of the planner's next plan, from how far the last ones were above their lower bounds."""
 
     over_bound: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -80,18 +82,19 @@ class Expectation:
         self.over_bound.append(plan.predicted_time_s / plan.lower_bound_s)
 
     def makespan_s(self, lower_bound_s: float) -> float:
-        """Predicted seconds of a plan for a batch with this lower bound."""
+        """Return the predicted seconds of a plan for a batch with this bound."""
         return lower_bound_s * (statistics.median(self.over_bound) if self.over_bound else 1.0)
 
 
 def patience_s(last_resort_s: float, expected_s: float, scale: float | None) -> float:
-    """Seconds that ranks may wait for a plan before they take the last resort: the time that the last resort would
-    lose.
+    """Return the seconds that ranks may wait for a plan before the last resort is taken: what they would lose by
+    running the last resort instead.
 
-    By then waiting has cost as much as that loss, so both together cost at most twice what knowing the planner's end
-    would have cost.
+    By then waiting has cost as much as the loss, so both together cost at most twice what the best choice would have
+    cost if it were known when the planner ends.
 
-    last_resort_s, expected_s: predicted makespans of the last resort and of the awaited plan. scale: measured over
-    predicted seconds, None until a step has been measured; then there is no limit to the wait.
+    last_resort_s, expected_s: predicted makespans of the last resort and of the plan that is waited for. scale:
+    measured over predicted seconds, None while no step has been measured; then the driver waits for the plan however
+    long it takes.
     """
     return float("inf") if scale is None else max(LATE_S, scale * (last_resort_s - expected_s))

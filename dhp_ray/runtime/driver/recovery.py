@@ -1,10 +1,9 @@
-"""From one generation of the group to the next: which workers stay, which state they continue from, and from which
-step.
+"""From one generation of the group to the next: which workers stay, which state they go on from, and from which step.
 
-    survey   find workers that are dead, silent, stuck or have raised; end their actors and request replacements
-    settle   all others leave the broken generation, because their sockets close or because they are aborted
+    survey   find who is dead, silent, stuck or has raised; end their actors, ask the job's process for others
+    settle   all others leave the broken generation, because sockets close or they are told to abort
     wait     until there are enough ranks
-    load     the highest state version of which every shard survives; if there is none, the newest checkpoint
+    load     the highest state version of which every shard survives; without one, the newest checkpoint
     join     survivors and newcomers meet; the state moves between their memories
 """
 
@@ -47,12 +46,12 @@ from dhp_ray.runtime.messages import (
 POLL_S = 0.05
 CAPACITY_POLL_S = 0.5
 ENDING_S = 6.0
-"""Ray ends a stopped process only after about 5 s, and its sockets stay open until then."""
+"""Ray ends a stopped process only after about 5 s; its sockets stay open until then."""
 
 
 @dataclass
 class WorkerHealth:
-    """What a survey shows of one worker of the group."""
+    """What a survey shows about one worker of the group."""
 
     member: Member
     condition: Condition
@@ -62,16 +61,16 @@ class WorkerHealth:
 def form_anew(
     session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition], silent: Sequence[int] = ()
 ) -> Generator[Message, None, list[FinishedStep]]:
-    """Replace the current generation of `session` with the next one; return the steps that are finished but not
+    """Replace the current generation of `session` with the next one; returns the steps that are finished and not
     committed.
 
-    cause: the reason, for people. broken: the group's collectives have failed. leaving: ranks to replace although they
-    work. silent: ranks that have just left a survey unanswered.
+    `cause`: why, for the user; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced although
+    they work; `silent`: ranks that have just failed to answer a query.
 
     Raises:
         GroupError: the new generation broke too; call again.
-        RunError: the run cannot continue; one line.
-        StoppingError: the run is to end, and the newest checkpoint holds everything that could be saved.
+        RunError: the run cannot go on; one line.
+        StoppingError: the run is to end, and the newest checkpoint holds all that could be saved.
     """
     moments = {"begun": time.perf_counter()}
     if broken:
@@ -97,7 +96,7 @@ def form_anew(
     step = _step_of(surviving, survivors, committed) if surviving else 0
     ran = {number: [seen.status.ran[number] for seen in survivors if number in seen.status.ran]
            for number in range(committed + 1, step + 1)}
-    known = all(ran.values())  # not where a lost driver's ledger on an object store was many steps behind
+    known = all(ran.values())  # false if a lost driver's ledger on an object store was many steps behind
     if surviving is None or step < committed or not known:
         saved = session.checkpoints.newest_step()
         if surviving is None or step < saved or not known:
@@ -129,7 +128,7 @@ def form_anew(
         raise
     moments["join_s"] = time.perf_counter()
     session.current.evaluation.stop()
-    batches, reader = session.current.dispatcher.hand_over()  # a batch may be on its way: nobody waits for it here
+    batches, reader = session.current.dispatcher.hand_over()  # a batch may still be read: nothing waits for it here
     for number in [number for number in list(batches) if number <= committed]:  # the reader may add one meanwhile
         del batches[number]  # commits drop those of finished steps
     session.enter(generation, batches, reader)
@@ -150,7 +149,7 @@ def form_anew(
 
 
 def _end_where_saved(session: Session, step: int) -> None:
-    """Raise StoppingError if the run is to end and the state after `step`, the most that it could save, is saved."""
+    """Raise StoppingError if the run is to end and the newest checkpoint is already of `step` or later."""
     if session.stopping and step <= session.checkpoints.newest_step():
         raise StoppingError
 
@@ -158,7 +157,7 @@ def _end_where_saved(session: Session, step: int) -> None:
 def _settled(
     session: Session, leaving: Mapping[int, Condition], silent: Sequence[int]
 ) -> Generator[Message, None, list[WorkerHealth]]:
-    """Survey all workers until every healthy one has left its call; end and replace the others."""
+    """Query the health of every worker until all healthy ones have left their calls; end and replace the others."""
     group = session.group
     stuck_s = max(session.config.elastic.hang_s, session.history.stuck_s)
     standstill = Standstill(group.size, stuck_s, time.monotonic())
@@ -168,11 +167,11 @@ def _settled(
         seen = group.survey([place for place in silent if place not in ended])
         for member, (_, status) in zip(group.members, seen):
             if status.call:
-                # those that it waits for, to meet or to make a group, may never come
+                # the ranks that it waits for, to meet or to make a group, may never come
                 member.actor.abort_generation.remote(status.generation)
         workers = []
         for place, (report, status) in enumerate(seen):
-            # nobody is left that it could wait for
+            # there is no rank left for it to wait for
             overdue = standstill.overdue(place, replace(report, waits_for_peers=False), time.monotonic())
             condition = condition_of(report, overdue and bool(status.call))
             if condition is Condition.WELL and place in leaving:
@@ -189,7 +188,7 @@ def _settled(
                                       last_mark=found.status.last_mark)
                 ray.kill(found.member.actor)
                 yield Replace(found.member.slot)
-                # till then others may wait for it
+                # until then others may wait for it
                 standstill = Standstill(group.size, ENDING_S + stuck_s, time.monotonic())
         if not any(found.status.call and found.condition is Condition.WELL for found in workers):
             return [ended.get(place, found) for place, found in enumerate(workers)]
@@ -197,7 +196,7 @@ def _settled(
 
 
 def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str) -> None:
-    """End a run that breaks in the same step again and again. `cause`: of the last break; empty if nothing broke."""
+    """Stop a run that breaks in the same step again and again. `cause`: why it broke this time; empty if it did not."""
     if not cause:
         return
     step = session.records.last_step + 1
@@ -212,12 +211,12 @@ def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str)
 def _enough(
     session: Session, workers: list[WorkerHealth], broken: bool
 ) -> Generator[Message, None, list[WorkerHealth]]:
-    """Wait until survivors and newcomers are enough for the run."""
+    """Wait until there are as many survivors and newcomers as the run needs."""
     told = False
     while True:
         ready = session.arrivals.ready()
         yield from reopened(session)
-        # A run that is to end forms anew of whoever is left, to save what they hold.
+        # A run that is to end forms a new generation of whoever is left, to save what they hold.
         enough = max(session.config.cluster.min_workers, session.current.dispatcher.needed_ranks)
         needed = 1 if session.stopping else enough
         conditions = [found.condition for found in workers]
@@ -227,7 +226,7 @@ def _enough(
             case Form() | GoOn():
                 return workers
             case Wait(num_ranks, have):
-                if session.stopping:  # nobody holds anything
+                if session.stopping:  # no worker is left to save from
                     raise StoppingError
                 if not told:
                     told = True
@@ -240,7 +239,7 @@ def _enough(
 
 
 def reopened(session: Session) -> Iterator[Message]:
-    """Request replacements for newcomers that failed before they joined."""
+    """Ask for replacements of newcomers that failed before they joined."""
     while session.arrivals.failed:
         slot, reason = session.arrivals.failed.pop()
         session.records.event("newcomer_lost", slot=slot, error=reason)
@@ -249,15 +248,16 @@ def reopened(session: Session) -> Iterator[Message]:
 
 
 def _step_of(surviving: SurvivingState, survivors: list[WorkerHealth], committed: int) -> int:
-    """The step that left the surviving state."""
+    """Return the step after which the state is the surviving one."""
     return max((seen.status.steps[surviving.version] for seen in survivors if surviving.version in seen.status.steps),
                default=committed)
 
 
 def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
-    """Take the stream back to `step`, and the records too if later steps were committed.
+    """Move the stream back to `step`, and the records too if later steps have been committed.
 
-    The stream counts as lost until the new generation has taken over: if that breaks, it may be needed elsewhere.
+    The stream stays lost until the new generation has taken over: if that breaks, the stream may be needed at another
+    step.
     """
     session.history.stream_lost = True
     if step < committed:
@@ -265,7 +265,7 @@ def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
         yield Notice(f"the state after step {committed} is lost: going back to step {step}")
         session.roll_back(step)
     if session.stopping:
-        return  # the stream may still be read from, and nothing will come of it
+        return  # the stream may still be being read, and no step will use it
     if step:
         session.stream.restore(session.records.read_plan(step)["batch"]["cursor"])
     else:

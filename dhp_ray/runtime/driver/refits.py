@@ -1,9 +1,9 @@
-"""The costs that a run plans with: those at its start, refitted to measured packs.
+"""The costs that a run plans with: those that it began with, refitted to measured packs.
 
     commit n     seconds of step n's packs --> refit --> the cost in force
     begin n + 2  the next step whose planning begins takes it
 
-The plan file of each step and each checkpoint record the costs in force, so a resumed run continues with them.
+The costs in force are written to the plan file of each step and to each checkpoint, so a resumed run goes on with them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dhp_ray.planner.refit import FAR, Observed, Refit, refit, with_factors
 from dhp_ray.planner.work import TERMS, Work
 
 WINDOW = 16
-"""Number of steps whose packs are considered."""
+"""The number of last steps whose packs are used."""
 DECAY = 0.75
-"""Weight of a step's packs relative to those of the next step."""
+"""The factor by which the weight of a step's packs falls with each later step."""
 MOST_ROWS = 512
-"""The most rows of a step that are kept; if there are more, every second, third, ... row."""
+"""The most rows of a step that are kept; if it has more, only every second, third, ... one is kept."""
 
 Terms = dict[str, float]
 
 
 def wanted(config: Config, cost: CostModel) -> bool:
-    """Whether a run's costs are refitted: as `planner.refit` says; with auto, unless they were measured for this run.
-    Runs that must compute the same bits keep their costs, and with them their plans.
+    """Return whether a run's costs are refitted: as `planner.refit` says; with auto, if they were not measured for this
+    run and the run is not deterministic. A deterministic run keeps its costs, and so its plans.
     """
     if config.planner.refit != "auto":
         return config.planner.refit == "true"
@@ -50,13 +50,14 @@ class CostRefits:
 
     @property
     def cost(self) -> CostModel:
-        """The cost in force."""
+        """The costs in force."""
         assert self.prior is not None
         return with_factors(self.prior, self.factors)
 
     def enter(self, prior: CostModel, on: bool) -> CostModel:
-        """Begin a generation whose costs before refits are `prior`; return the cost in force. Observations are kept if
-        the constants are the same as before. Factors are always kept, since they describe the device.
+        """Begin a generation whose costs are `prior`; returns the costs in force. Observations are kept if the
+        constants are the same as before; with `on`, factors are kept even if they are not, because they describe the
+        device.
         """
         if self._recorded and on:
             terms, of = self._recorded
@@ -69,13 +70,13 @@ class CostRefits:
         return self.cost
 
     def restore(self, terms: Mapping[str, float], prior: Mapping[str, float] | None = None) -> None:
-        """Let the next generation continue with recorded terms; if `prior` is given, only from the same prior."""
+        """Let the next generation go on with recorded terms; if `prior` is given, only if its own prior is the same."""
         if terms:
             self._recorded = dict(terms), None if prior is None else dict(prior)
 
     def observe(self, work: Work, busy_s: np.ndarray) -> Refit | None:
-        """Observe a step's packs, except those that wait for copies to host memory, whose waits are unknown. Return the
-        change, or None.
+        """Take in a step's packs, except those that wait for copies to host memory, because that wait is unknown;
+        returns the refit if anything has changed.
         """
         if not self.on or self.prior is None:
             return None
@@ -90,7 +91,9 @@ class CostRefits:
         return found
 
     def to_json(self) -> dict[str, Terms]:
-        """What a checkpoint keeps: the terms in force, and those before refits; empty without refits."""
+        """Return what a checkpoint stores: the terms in force and the prior that they come from; empty if nothing is
+        refitted.
+        """
         if not self.on or self.prior is None:
             return {}
         return {"terms": _terms(self.cost), "prior": _terms(self.prior)}
@@ -101,7 +104,9 @@ def _terms(cost: CostModel) -> Terms:
 
 
 def _factors(terms: Terms, prior: CostModel) -> Terms:
-    """The factors between `terms` and those of a prior; none if they are out of bounds, that is, of another cost."""
+    """Return the factors that turn a prior into `terms`; none if one is out of bounds: then the terms are those of
+    another cost.
+    """
     of = _terms(prior)
     found = {name: terms[name] / of[name] for name in TERMS if of[name] > 0 and name in terms}
     return found if all(1 / FAR <= factor <= FAR for factor in found.values()) else {}

@@ -1,14 +1,15 @@
-"""Processes beside the driver that call the ranks of a large group for it, each a share of them.
+"""Processes that call the ranks of a large group for the driver, each a share of the ranks.
 
     driver   --- start(n, "run", order) --->  relay  --- run(order) --->  256 ranks
              <-- answers(n): a list --------         <-- 256 answers ---
 
-What Ray takes for a call, for each reference in its arguments and for an answer adds up to some 0.3 ms a rank and step:
+Ray's cost of a call, of each reference in its arguments and of an answer adds up to about 0.3 ms per rank and step:
 more than a second with 4,096 ranks, most of it while no rank has work. Relays share this cost in parallel, and the
-driver has a call and an answer for each relay. A plan goes to them in shares; each cuts the slices of its ranks.
+driver makes one call and gets one answer per relay. A plan is sent to them in shares; each relay cuts the slices of its
+ranks.
 
-Ray runs calls in order only where one thread runs them, and a rank must be told to save before it is told to run. So
-one thread of a relay passes calls on, and others wait for their answers.
+Ray runs calls in order only if one thread runs them, and a rank must be told to save before it is told to run. So one
+thread of a relay passes calls on, and others wait for their answers.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from dhp_ray.runtime.messages import GroupError
 from dhp_ray.runtime.rank_slices import RowIndex, packed_share, packed_slices, unpacked_share
 
 CONCURRENCY_GROUPS = {"answers": 8, "control": 1}
-"""Threads beside the one that passes calls on. Calls whose answers are waited for at once hold a thread each, at most
-five: a step or held-out samples, the slices of the next of either, copies of the state, and a save.
+"""Threads in addition to the one that passes calls on. Each call whose answers are awaited holds a thread, at most five
+at once: a step or held-out samples, the slices of the next of either, copies of the state, and a save.
 """
 
 
@@ -42,13 +43,13 @@ class Relay:
     """The actor: calls a share of the ranks."""
 
     def __init__(self, actors: Sequence[ActorHandle]) -> None:
-        # as for the driver: of several ranks that fail together one is asked, and Ray would show the others' tracebacks
+        # as in the driver: when several ranks fail together, one is asked; Ray would print the tracebacks of the others
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-        import_module("dhp_ray.train.results")  # takes seconds: not while the first answers are waited for
+        import_module("dhp_ray.train.results")  # takes seconds: not while the first answers are awaited
         self._actors = actors
-        self._pending: dict[int, dict[ray.ObjectRef, int]] = {}  # by number, unanswered calls: the rank's place here
+        self._pending: dict[int, dict[ray.ObjectRef, int]] = {}  # by number: unanswered calls, the rank's place here
         self._failures: dict[int, Exception] = {}
-        self._newest = -1  # number of calls; they come in order
+        self._newest = -1  # number of the last calls; they come in order
         self._begun = Condition()
 
     def start(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
@@ -69,7 +70,7 @@ class Relay:
 
     @ray.method(concurrency_group="answers")
     def answers(self, number: int) -> Outcome:
-        """The ranks' answers to the calls with a number, or the first failure among them."""
+        """Return the ranks' answers to the calls with this number, or the first failure among them."""
         with self._begun:
             self._begun.wait_for(lambda: number in self._pending or number in self._failures)
         if number in self._failures:
@@ -87,7 +88,9 @@ class Relay:
 
     @ray.method(concurrency_group="control")
     def unanswered(self, number: int) -> list[int]:
-        """Places here of the ranks that have not answered the calls with a number: all, before these are made."""
+        """Return the places, in this relay, of the ranks that have not answered the calls with this number: all, before
+        the calls are made.
+        """
         if number > self._newest:
             return list(range(len(self._actors)))
         return list(self._pending.get(number, {}).values())
@@ -95,7 +98,7 @@ class Relay:
     def _begin(self, number: int, call: Callable[[], list[ray.ObjectRef]]) -> None:
         try:
             references, failure = call(), None
-        except Exception as error:  # `answers` raises it: nobody looks at what comes of this call
+        except Exception as error:  # `answers` raises it: the result of this call is not read
             references, failure = [], error
         with self._begun:
             if failure:
@@ -107,7 +110,7 @@ class Relay:
 
 
 class Share(NamedTuple):
-    """A relay's part of a call: `begun` says that it has passed the call on."""
+    """A relay's part of a call: `begun` is done once the relay has passed the call on."""
 
     relay: ActorHandle
     ranks: range
@@ -133,17 +136,17 @@ class Relays:
         return self._calls(lambda relay, number, ranks: relay.start.remote(number, method, arguments))
 
     def prefetch(self, slices: PlanSlices, index: RowIndex) -> Calls:
-        """Send each rank its slice of a plan; each relay cuts those of its ranks."""
+        """Send each rank its slice of a plan; each relay cuts the slices of its ranks."""
         packed = {ranks: packed_share(slices.of(ranks), index) for ranks in self._ranks}  # outside the lock
         return self._calls(lambda relay, number, ranks: relay.prefetch.remote(number, *packed[ranks]))
 
     def close(self) -> None:
-        """End them, whatever they wait for."""
+        """End the relays, whatever they wait for."""
         for relay in self._relays:
             ray.kill(relay)
 
     def _calls(self, pass_on: Callable[[ActorHandle, int, range], ray.ObjectRef]) -> Calls:
-        with self._sending:  # the driver's threads: every relay has their calls in one order
+        with self._sending:  # for the driver's threads: every relay gets their calls in the same order
             number = next(self._numbers)
             parts = [Share(relay, ranks, ready, pass_on(relay, number, ranks))
                      for relay, ranks, ready in zip(self._relays, self._ranks, self._ready)]
@@ -156,10 +159,11 @@ class Relays:
 
 
 def _unanswered(number: int, parts: Sequence[Share]) -> set[int]:
-    """The ranks that have not answered the calls with a number; none, for now, of a relay that is still starting.
+    """Return the ranks that have not answered the calls with this number; for now, none of a relay that is still
+    starting.
 
     Raises:
-        GroupError: a relay answers no more, or could not pass the calls on.
+        GroupError: a relay no longer answers, or could not pass the calls on.
     """
     started = set(ray.wait([part.ready for part in parts], num_returns=len(parts), timeout=0)[0]) if parts else set()
     asked: dict[ray.ObjectRef, Share] = {part.relay.unanswered.remote(number): part for part in parts
@@ -173,16 +177,18 @@ def _unanswered(number: int, parts: Sequence[Share]) -> set[int]:
         try:
             ray.get(asked[reference].begun, timeout=0)
         except GetTimeoutError:
-            pass  # it is about to
+            pass  # it is about to pass the calls on
         except RayError as error:
             raise GroupError(f"{relay_of(ranks)}: {first_line(error)}") from None
-        with suppress(RayError):  # it has died: so its answers say
+        with suppress(RayError):  # it has died, as its answers will say
             found |= {ranks[place] for place in ray.get(reference)}
     return found
 
 
 def shares(num_ranks: int, most_ranks: int) -> list[range]:
-    """Ranks in neighbouring shares, as few as hold at most `most_ranks` each; their sizes differ by one at most."""
+    """Split the ranks into contiguous shares, as few as hold at most `most_ranks` each; their sizes differ by at most
+    one.
+    """
     num_shares = -(-num_ranks // most_ranks)
     bounds = [share * num_ranks // num_shares for share in range(num_shares + 1)]
     return [range(begin, end) for begin, end in pairwise(bounds)]

@@ -1,6 +1,6 @@
-"""Checks before a run trains that everything fits: the resident state in device memory, what ranks keep in their node's
-memory, and the checkpoints where they are written. Also derives the tokens a rank of each generation from the memory of
-the devices and the run's model.
+"""What must fit before a run trains: the resident state in device memory, what ranks keep in their node's memory, and
+checkpoints in the folder where they are written. Also the tokens per rank of each generation, which follow from a
+device's memory and the run's model.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from dhp_ray.runtime.messages import RunError
 
 
 def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
-    """Tokens of a pack, of any kind, that a rank's memory holds besides the resident state.
+    """Return the tokens of a pack that a rank's memory holds in addition to the resident state, whatever they are.
 
     Raises:
-        RunError: not even one.
+        RunError: not even one fits.
     """
     memory = memory_of(config, group, mode_of(config, group, auto_tokens=True).mode)
     limit_bytes = MEMORY_SHARE * group.memory_bytes
@@ -53,8 +53,9 @@ def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
 
 
 def limits_of_generation(config: Config, group: WorkerGroup, num_ranks: int) -> Limits:
-    """What each of `num_ranks` ranks like these holds of a pack: at most as much as at the run's first start, or as its
-    longest sequence requires on this many ranks; and how much more with activations in host memory.
+    """Return what each of `num_ranks` ranks like these holds of a pack: at most the tokens of the run's first start,
+    or, if that is more, what its longest sequence needs on that many ranks; and what it holds beyond that with
+    activations in host memory.
     """
     return _limits_in(config, group, num_ranks, mode_of(config, group, True, num_ranks).mode)
 
@@ -67,8 +68,8 @@ def _limits_in(config: Config, group: WorkerGroup, num_ranks: int, mode: Mode) -
 
 
 def limits_as_given(config: Config, group: WorkerGroup, mode: Mode) -> Limits:
-    """`planner.tokens_per_rank`. The part that the devices do not hold is held with activations in host memory, if they
-    may be moved there.
+    """Return the limits for `planner.tokens_per_rank`: tokens that the devices do not hold are held with activations in
+    host memory, if these may go there.
     """
     tokens, memory = int(config.planner.tokens_per_rank), memory_of(config, group, mode)
     if share_of_every_pack(config):
@@ -79,9 +80,9 @@ def limits_as_given(config: Config, group: WorkerGroup, mode: Mode) -> Limits:
 
 
 def _fitting(config: Config, memory: MemoryModel, group: WorkerGroup) -> int:
-    """Tokens of a pack that each rank's device holds, at least 1. On the CPU packs lie in the node's memory together
-    with everything else that its ranks keep there. (On devices, `check_host_memory` refuses what a node has no room
-    for.)
+    """Return the tokens of a pack that each rank's device holds, at least 1. On the CPU, packs are in the node's
+    memory, together with all that its ranks keep there. (On other devices `check_host_memory` refuses what a node has
+    no room for.)
     """
     device_tokens, share = plain_tokens(config, memory, group), share_of_every_pack(config)
     if memory.settings.device != "cpu":
@@ -96,8 +97,8 @@ def _fitting(config: Config, memory: MemoryModel, group: WorkerGroup) -> int:
 
 
 def ranks_that_hold(config: Config, group: WorkerGroup, max_ranks: int) -> Callable[[int], int]:
-    """A function that tells how many ranks hold a sequence of a number of tokens, if tokens a rank depend on the number
-    of ranks; more than `max_ranks` if `max_ranks` are too few.
+    """Return a function that tells how many ranks hold a sequence of a number of tokens, where tokens per rank follow
+    the number of ranks; it returns more than `max_ranks` if these do not hold it.
     """
     most_of = cache(lambda num_ranks: most_tokens_of(config, group, num_ranks,
                                                      partial(_limits_in, config, group, num_ranks)))
@@ -106,9 +107,9 @@ def ranks_that_hold(config: Config, group: WorkerGroup, max_ranks: int) -> Calla
 
 
 def within_memory(config: Config, group: WorkerGroup, mode: Mode, auto: bool) -> tuple[Limits, CostModel]:
-    """What a rank of this generation holds of a pack, and the costs with this model's memory.
+    """Return what a rank of this generation holds of a pack, and its cost with this model's memory in it.
 
-    `auto`: no more than this generation's ranks hold; a batch that then no longer fits waits for more ranks.
+    `auto`: no more than this generation's ranks hold; a batch that no longer fits then waits for more ranks.
     """
     memory = memory_of(config, group, mode)
     limits = limits_of_generation(config, group, group.size) if auto else limits_as_given(config, group, mode)
@@ -124,7 +125,7 @@ def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
     """Refuse a model whose resident state leaves no room on a rank.
 
     Raises:
-        RunError: says how much is needed and how much there is.
+        RunError: what is needed, and what there is.
     """
     memory = memory_of(config, group, mode)
     needed = sum(memory.resident().values())
@@ -146,7 +147,7 @@ def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
     their state lies there too.
 
     Raises:
-        RunError: says which node, how much is needed, how much there is, and which key to change.
+        RunError: which node, how much, what there is, and which key to change.
     """
     memory = memory_of(config, group, mode)
     alone = MemoryModel(memory.shape, replace(memory.settings, mirror_every_steps="0"))
@@ -171,8 +172,8 @@ def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:
-    """Number of checkpoints that a run will still write after `done` of `total` steps: one every `every` steps (0:
-    none) and one at the end.
+    """Return the number of checkpoints that a run will write after `done` of `total` steps: one every `every` steps (0:
+    none), and one at the end.
     """
     if done >= total:
         return 0
@@ -182,19 +183,19 @@ def saves_ahead(done: int, total: int, every: int) -> int:
 def check_room(
     members: Sequence[Member], config: Config, run_folder: Path | None, num_present: int, num_ahead: int
 ) -> None:
-    """Refuse a run that could not save: `run_folder` must have room for as many checkpoints as it will hold at a time,
-    or each node for its parts of one checkpoint to be uploaded.
+    """Refuse a run that could not save. `run_folder` needs room for as many checkpoints as it will hold at a time;
+    without it, each node needs room for its parts of one checkpoint, before they are uploaded.
 
-    `num_present`: complete checkpoints that the folder already has, of those that are kept.
+    `num_present`: the whole checkpoints that the folder already has.
 
     Raises:
-        RunError: says how much is needed, how much is free, and which key to change.
+        RunError: what is needed, what is free, and which key to change.
     """
     if not num_ahead:
         return
     whole_bytes = members[0].described["checkpoint_bytes"]
     free = [member.described["save_free_bytes"] for member in members]
-    if run_folder is not None:  # one file system for all; the one under way comes beside those that are kept
+    if run_folder is not None:  # one file system for all; the checkpoint under way is added to those kept
         count = min(num_ahead, config.checkpoint.keep + 1 - min(num_present, config.checkpoint.keep))
         if count * whole_bytes > min(free):
             raise RunError(

@@ -1,4 +1,4 @@
-"""The state of a run between two steps: its services, its history, and what belongs to one generation of the group."""
+"""What a run holds between two steps: its services, its history, and what belongs to one generation of the group."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
 from dhp_ray.runtime.records.watch import Watch
 
 STUCK_SHARE = 0.75
-"""A rank counts as stuck after this share of the time within which it must be found, since surveys are not continuous.
+"""A rank counts as stuck after this share of the time within which it must be found, because health checks come only
+now and then.
 """
 LOOKS_PER_HANG = 8
-"""Number of surveys of the workers in `elastic.hang_s` seconds while a step runs."""
+"""The number of health checks in `elastic.hang_s` seconds while a step runs."""
 
 COMPILING_TOLD_S = 5.0
-"""Compiling longer than this is reported; reading the machine code from its cache takes less."""
+"""Compiling is reported if it took longer than this; reading the machine code from its cache takes less."""
 
 
 @dataclass
 class Generation:
-    """What belongs to one membership of the group: it plans for these ranks, evaluates, and measures their speeds."""
+    """What belongs to one membership of the group: it plans for these ranks, evaluates, measures their speeds."""
 
     number: int = 0
     dispatcher: Dispatcher = field(init=False)
@@ -58,11 +59,11 @@ class Generation:
 class History:
     """What has happened to the run so far, over all generations."""
 
-    stream_lost: bool = False  # where the stream stands says nothing of the next step
+    stream_lost: bool = False  # the stream's position says nothing about the next step
     compiling_told: bool = False
-    mode_told: Mode | None = None  # of the generation that was told of last
+    mode_told: Mode | None = None  # of the generation that was reported last
     failures: Failures = field(default_factory=Failures)
-    evicted_slots: set[int] = field(default_factory=set)  # where a worker was too slow once
+    evicted_slots: set[int] = field(default_factory=set)  # in which a worker was too slow once
     scale: TimeScale = field(default_factory=TimeScale)
     refits: CostRefits = field(default_factory=CostRefits)
     stuck_s: float = 0.0  # how long a rank may stand still in the step that was begun last
@@ -71,7 +72,8 @@ class History:
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is ready for its next step: the services that it uses to its end, its history, and its generation."""
+    """A run that is ready for its next step: the services that it uses to its end, its history, its current generation.
+    """
 
     config: Config
     group: WorkerGroup
@@ -84,17 +86,17 @@ class Session:
     held_out: HeldOut | None
     arrivals: Arrivals
     total_steps: int
-    compiled: Future[float]  # the planner's loops are, and how many seconds that took
-    first_choice: Choice | None = None  # of the mode, with that of `planner.sync`
+    compiled: Future[float]  # done once the planner's loops are, with the seconds that took
+    first_choice: Choice | None = None  # of the mode, with the choice of `planner.sync`
     stop_reason: Callable[[], str] = lambda: ""
-    auto_tokens: bool = False  # tokens a rank follow the memory of each generation's ranks
+    auto_tokens: bool = False  # tokens per rank follow the memory of each generation's ranks
     draining: Draining = field(default_factory=Draining)
     history: History = field(default_factory=History)
     current: Generation = field(default_factory=Generation)
 
     @property
     def stopping(self) -> str:
-        """Why the run is to end early; empty if it is not."""
+        """Why the run is to end early; empty: it is not."""
         return self.stop_reason()
 
     @property
@@ -103,7 +105,7 @@ class Session:
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """The rank that holds the replica of each rank's shard."""
+        """Which rank holds the replica of each rank's shard."""
         return replica_ranks_of(self.group.nodes) if self.mirroring.every else ()
 
     @cached_property
@@ -117,14 +119,13 @@ class Session:
 
     @property
     def pool_groups(self) -> int:
-        """Number of process groups that every rank keeps: `comm.pool_groups`, or as many as all devices have room for.
-        """
+        """How many process groups every rank keeps: `comm.pool_groups`, or what all devices hold."""
         device = ACCELERATORS[self.group.members[0].described["device"]]
         return device.pool_groups(self.config.comm.pool_groups, self.group.memory_bytes)
 
     def stuck_s(self, plan: Plan) -> float:
-        """How long a rank may stand still in a step: many times the duration of a layer, once the scale of predictions
-        is known.
+        """Return how long a rank may stand still in a step: many times as long as a layer takes, once measured steps
+        tell how good predictions are; `comm.timeout_s` until then.
         """
         elastic, scale = self.config.elastic, self.history.scale
         if not scale.ratios:
@@ -136,10 +137,10 @@ class Session:
         return STUCK_SHARE * max(elastic.hang_s, elastic.hang_factor * layer_s)
 
     def leaving(self) -> dict[int, Condition]:
-        """Ranks that should leave the group although they work: they are too slow, or Ray is taking their node away.
+        """Return the ranks that should leave the group although they work: they are too slow, or Ray is taking their
+        node away.
 
-        If the replacement in a slot is slow as well, the place is the cause: the worker stays, with as much work as it
-        can do.
+        If the replacement is just as slow, the node is the cause: the worker stays and gets less work.
         """
         drained = self.draining.nodes()
         return {rank: Condition.SLOW for rank in self.current.meter.no_good()
@@ -149,8 +150,8 @@ class Session:
     def enter(
         self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None
     ) -> None:
-        """Start planning for `generation`, which the group has joined. Plan first the `batches` of an earlier
-        generation and those that `reader` takes.
+        """Start planning for `generation`, which the group has joined: first the `batches` that an earlier generation
+        left and those that `reader` takes.
         """
         self.current.number = generation
         self.records.cluster(generation, self.group.membership())
@@ -162,7 +163,7 @@ class Session:
         self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
         mode = self.choice.mode
-        # as it is for this generation
+        # as resolved for this generation
         config = replace(self.config, train=replace(self.config.train,
                                                     activation_checkpointing=str(mode.recomputes).lower(),
                                                     sharding=mode.sharding))
@@ -182,8 +183,8 @@ class Session:
                                              self.current.number, self.stop_reason)
 
     def compiling_told(self) -> Iterator[Message]:
-        """Report once how long it took to compile the planner's loops or to read them from their cache. Planning times
-        do not include it.
+        """Report once how long compiling the planner's loops, or reading them from their cache, took. It is no part of
+        planning times.
         """
         if self.compiled.done() and not self.history.compiling_told:
             self.history.compiling_told = True
@@ -193,7 +194,7 @@ class Session:
                 yield Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later runs")
 
     def mode_told(self) -> Iterator[Message]:
-        """Report which mode was chosen and why: at the start, and when a later generation has another one."""
+        """Report which mode was chosen and why: at the start, and if a later generation's mode is another one."""
         told = self.history.mode_told
         choice, first = self.choice, self.first_choice
         if told is None and first and first.mode == choice.mode:
@@ -206,7 +207,7 @@ class Session:
             yield Notice(choice.line)
 
     def note_not_deleted(self, failures: Sequence[str]) -> None:
-        """Record files of old checkpoints that could not be deleted."""
+        """Record what could not be deleted of old checkpoints."""
         for failure in failures:
             self.records.event("not_deleted", error=failure)
 

@@ -1,12 +1,12 @@
-"""How fast each rank is, from the predicted and the measured seconds of its packs. Nothing here calls a worker.
+"""How fast each rank is, from what its packs should have cost and what they did cost. Nothing here calls a worker.
 
-A rank's slowdown is its unblocked seconds over the nominal compute seconds of the packs that it ran: long packs and
-waiting for others change neither. Slowdowns are smoothed over a few steps. A rank's speed is the group's typical
-slowdown over its own, so no rank counts as slow because the whole machine is slow or the cost file is off.
+A rank's slowdown is its unblocked seconds over the nominal compute seconds of the packs that it ran: neither long packs
+nor waiting for others change it. Slowdowns are smoothed over a few steps; a rank's speed is the group's typical
+slowdown over its own, so a machine that is slow as a whole, or a cost file that is off, makes no rank slow.
 
-The planner divides a pack's work by the speed, but not its fixed seconds (`pack_s`: launches). The planner therefore
-gets the speed of the work alone: a rank with 5 s of work and 1 s of fixed time that is busy for 11 s has speed 6/11 in
-reports, and 5/10 in a plan.
+The planner divides a pack's work by the speed, but not what each pack pays once (`pack_s`: launches). So it is told the
+speed of the work alone: a rank with 5 s of work and 1 s paid once that is busy for 11 s is reported with speed 6/11,
+and planned with 5/10.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from dataclasses import dataclass, field
 from dhp_ray.train.results import StepResult
 
 DECAY = 0.5
-"""Weight of the last step's sums in the next: after three steps seven eighths of a change are visible."""
+"""The weight of the last step's sums in the next: after three steps, seven eighths of a change are visible."""
 
 NOMINAL_FROM = 0.85
-"""From this speed on a rank counts as nominal, so that plans do not follow noise."""
+"""At this speed and above, a rank counts as one of nominal speed, so that plans do not follow noise."""
 
 GRAIN = 0.05
-"""Lower speeds are rounded to multiples of this from a half on, to multiples of half of it from a quarter on, and so
-forth: a rank that is far too slow would delay all others if the plan took it to be a little faster than it is.
+"""Lower speeds are rounded for the planner to multiples of this from one half up, of half of this from one quarter up,
+and so on: a very slow rank would hold up all others if it were taken to be a little faster than it is.
 """
 
 SLOW_BELOW = 0.7
 SLOW_STEPS = 5
-"""A rank is reported as slow after this many consecutive steps below SLOW_BELOW."""
+"""A rank counts as slow, and is reported, after SLOW_STEPS steps in a row below SLOW_BELOW."""
 
 FORGET_AFTER = 10
-"""After this many steps without a pack a rank gets one as if it had nominal speed, to measure it again."""
+"""After this many steps without a pack, a rank counts as one of nominal speed, so that it gets a pack and is measured.
+"""
 
 
 @dataclass
@@ -47,8 +48,7 @@ class _Rank:
 
 @dataclass
 class SpeedMeter:
-    """The speeds of one generation's ranks. A rank below `evict_below` for `patience` consecutive steps should be
-    replaced.
+    """The speeds of one generation's ranks. One below `evict_below` for `patience` steps in a row should be replaced.
     """
 
     num_ranks: int
@@ -64,9 +64,7 @@ class SpeedMeter:
         self._measured = (1.0,) * self.num_ranks
 
     def observe(self, nominal_s: Sequence[float], busy_s: Sequence[float], once_s: Sequence[float] = ()) -> None:
-        """Observe one step: seconds by rank. `once_s`: the part of `nominal_s` that is fixed for each pack (empty:
-        none).
-        """
+        """Take in one step: seconds by rank. `once_s`: the part of `nominal_s` that packs pay once (empty: none)."""
         for rank, nominal, busy, once in zip(self._ranks, nominal_s, busy_s, once_s or [0.0] * len(busy_s),
                                              strict=True):
             if nominal > 0 and busy > 0:
@@ -79,7 +77,7 @@ class SpeedMeter:
                 if rank.unseen >= FORGET_AFTER:
                     rank.nominal_s = rank.busy_s = rank.once_s = 0.0
         slowdowns = sorted(rank.busy_s / rank.nominal_s for rank in self._ranks if rank.nominal_s > 0)
-        self._typical = typical = slowdowns[(len(slowdowns) - 1) // 2] if slowdowns else 0.0  # the faster one of two
+        self._typical = typical = slowdowns[(len(slowdowns) - 1) // 2] if slowdowns else 0.0  # the lower median
         self._measured = tuple(
             typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0 for rank in self._ranks)
         for rank, speed in zip(self._ranks, self._measured):
@@ -87,30 +85,30 @@ class SpeedMeter:
             rank.below = {limit: rank.below.get(limit, 0) + 1 for limit in passed}
 
     def measured(self) -> tuple[float, ...]:
-        """Speed of each rank; 1.0 is the group's typical speed."""
+        """Speed of each rank: 1.0 is the group's typical one."""
         return self._measured
 
     def planned(self) -> tuple[float, ...]:
-        """The speeds to plan with: those of the packs' work, without fixed seconds."""
+        """The speeds to plan with: those of the packs' work, without what they pay once."""
         return tuple(1.0 if speed >= NOMINAL_FROM else _told(self._work_speed(rank))
                      for rank, speed in zip(self._ranks, self.measured()))
 
     def _work_speed(self, rank: _Rank) -> float:
-        """Work speed of a slow rank, whose busy seconds exceed the fixed seconds of its packs."""
+        """Return the speed of a slow rank's work; its busy seconds are more than what its packs pay once."""
         return self._typical * (rank.nominal_s - rank.once_s) / (rank.busy_s - self._typical * rank.once_s)
 
     def slow(self) -> set[int]:
-        """Ranks that have been slow for a while."""
+        """Return the ranks that have been slow for SLOW_STEPS steps or more."""
         return {place for place, rank in enumerate(self._ranks) if rank.below.get(SLOW_BELOW, 0) >= SLOW_STEPS}
 
     def news(self) -> dict[int, bool]:
-        """Ranks that have become slow (True) or are no longer slow (False) since the last call."""
+        """Return the ranks that have become slow (True) or are no longer slow (False) since the last call."""
         slow, reported = self.slow(), self._reported
         self._reported = slow
         return {rank: rank in slow for rank in sorted(slow ^ reported)}
 
     def no_good(self) -> tuple[int, ...]:
-        """Ranks that should be replaced."""
+        """Return the ranks that should be replaced."""
         return tuple(place for place, rank in enumerate(self._ranks)
                      if rank.below.get(self.evict_below, 0) >= self.patience)
 

@@ -1,5 +1,5 @@
-"""The stages of a step, one type for each: dispatched to the workers, running on them, finished by all of them. A
-committed step is a StepCommitted.
+"""The stages of a step, one type each: dispatched to the workers, running on them, finished by all of them. Once
+committed it is a StepCommitted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from dhp_ray.train.results import StepResult
 
 @dataclass
 class DispatchedStep:
-    """A planned batch that has been sent to the workers.
+    """A planned batch under way to the workers.
 
-    prefetches: calls that return the samples which the workers could not decode. answers: a thread collects them while
-    the previous step runs. late: the plan is the last resort's, because the planner's own was not ready in time.
+    `prefetches` return the samples that the workers' prefetch threads could not decode. A thread collects all of these
+    answers from Ray into `answers` while the previous step runs. `late`: the plan is the last resort's, because the
+    planner's own plan was not ready in time.
     """
 
     step: int
@@ -35,7 +36,7 @@ class DispatchedStep:
 
 @dataclass
 class RunningStep:
-    """A step that the workers run: their pending results, its start, and whether they mirror the state after it."""
+    """A step that the workers run: their pending results, when it began, and whether they mirror the state after it."""
 
     dispatched: DispatchedStep
     placeholders: dict[str, str]
@@ -55,8 +56,8 @@ class RunningStep:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step that every rank has applied. `late`: it ran on the last resort's plan. `results` may lack ranks that were
-    lost since.
+    """A step that every rank has applied. `late`: it ran the last resort's plan. `results` may lack those of ranks that
+    have been lost since.
     """
 
     step: int
@@ -70,11 +71,11 @@ class FinishedStep:
     step_time_s: float
     data_wait_s: float = 0.0
     evaluated: Mapping[str, float] = field(default_factory=dict)
-    """Results of the evaluation after the step, by their names in metrics.jsonl; empty if there was none."""
+    """The results of the evaluation after the step, by their names in metrics.jsonl; empty if there was none."""
 
     @classmethod
     def reported(cls, step: int, plan_file: dict[str, Any], ran: list[Ran]) -> FinishedStep:
-        """Build it from the plan file and the reports of a generation's survivors (`ran`, at least one)."""
+        """Build it from the plan file and from what the survivors of a generation report (`ran`, at least one)."""
         batch, results = plan_file["batch"], [found.result for found in ran]
         skipped = [(sample_id, reason) for sample_id, reason in batch["skipped"]]
         return cls(step, Plan.from_json(plan_file), plan_file["id"], plan_file["late"], batch["epoch"], skipped,

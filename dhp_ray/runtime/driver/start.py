@@ -1,4 +1,6 @@
-"""What happens before the first step: opening the run folder, waiting for the workers, positioning the data stream."""
+"""What happens before the first step: the run folder is opened, the workers join, the data stream moves to its
+position.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,13 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
                  stopping: Callable[[], str] = lambda: "") -> Generator[Message, None, Session]:
     """Open or resume the run of `run.dir`; yields what the user should see, returns the session.
 
-    `going_on`: the workers hold the state of this run, whose driver was lost; they are left as they are.
-    `stopping`: why to end early.
+    `going_on`: the workers hold the state of this run, whose driver was lost; they keep it. `stopping` returns why to
+    end early.
 
     Raises:
         RunError, ConfigError, StorageError, DataError: one line each.
     """
-    compiled = _compiled()  # by the time the workers are up
+    compiled = _compiled()  # done by the time the workers are up
     folder = Folder(config.run.dir)
     try:
         with group.waits.on("run.dir"):
@@ -67,7 +69,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = open_held_out(config)
-    # before the workers tell how much room there is
+    # before the workers report how much space is free
     not_deleted = [] if going_on else checkpoints.discard_after(first_step - 1)
     if not going_on:
         yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
@@ -107,7 +109,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         session.history.step_times_s.extend(records.last_step_times_s())
         here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
         for rank in records.ranks:
-            if (rank["node_id"], rank["pid"]) not in here:  # no survey will show those that went with the driver
+            if (rank["node_id"], rank["pid"]) not in here:  # no survey shows those lost with the driver
                 records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"],
                               condition=str(Condition.DEAD), error="", last_mark="")
         group.waits.keep(records.waited)
@@ -139,13 +141,13 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
 
 
 def _compiled() -> Future[float]:
-    """Compile the planner's loops in a thread; the future returns the seconds that it took."""
+    """Compile the planner's loops in a thread; the future has the seconds that it took."""
     done: Future[float] = Future()
 
     def compile_loops() -> None:
         try:
             done.set_result(warm_up())
-        except BaseException as error:  # for whoever waits for it
+        except BaseException as error:  # for the code that waits for it
             done.set_exception(error)
 
     Thread(target=compile_loops, name="planner-warm-up", daemon=True).start()
@@ -153,7 +155,7 @@ def _compiled() -> Future[float]:
 
 
 def first_samples(stream: Stream | Mixture, num_samples: int) -> Sequence[Sample]:
-    """The samples of the run's first batch, of any length. The stream is reset to its beginning.
+    """Return the samples of the run's first batch, of any length; the stream goes back to its beginning.
 
     Raises:
         DataError: they cannot be read.
@@ -164,7 +166,7 @@ def first_samples(stream: Stream | Mixture, num_samples: int) -> Sequence[Sample
 
 
 def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
-    """Ask the workers for their places, and check that each of them reaches the run folder."""
+    """Learn where the workers are, and check that each of them reaches the run folder."""
     probe = f".reach-{uuid.uuid4().hex}"
     folder.write(probe, b"")
     try:
@@ -177,13 +179,13 @@ def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
 def resolve_limits(
     config: Config, stored: Mapping[str, Any], group: WorkerGroup, going_on: bool = False
 ) -> Choice:
-    """Fix the run's limits and how its ranks synchronise at its first start; later starts read them from the run folder
-    (`stored`). Returns the mode in which the workers start.
+    """Fix the run's limits and how its ranks synchronise at its first start; later starts read them back from the run
+    folder (`stored`). Returns the mode that the workers are to start in.
 
-    `going_on`: `group` has the remaining workers of a run that continues, and may wait for others.
+    `going_on`: `group` has the remaining workers of a run that goes on; it may still wait for others.
 
     Raises:
-        RunError: the model does not fit, or auto finds no number.
+        RunError: the model does not fit, or auto finds no value.
     """
     planner, auto_tokens = config.planner, config.planner.tokens_per_rank == "auto"
     planner.max_sequence_tokens = planner.max_sequence_tokens or int(stored.get("planner.max_sequence_tokens") or 0)
@@ -210,8 +212,8 @@ def resolve_limits(
 
 
 def recorded_sync(config: Config, stored: Mapping[str, Any]) -> str:
-    """The result of `planner.sync=auto` at the run's first start; empty if it is not auto, or if this is the first
-    start.
+    """Return what `planner.sync=auto` resolved to at the run's first start; empty if sync is not auto, or this is the
+    first start.
     """
     found = stored.get("planner.sync")
     return str(found) if config.planner.sync == "auto" and found in SYNCS else ""

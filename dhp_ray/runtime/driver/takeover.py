@@ -1,5 +1,5 @@
-"""A new driver takes over the workers of a lost one: some may be in the middle of a step, some dead or hung, some not
-yet members.
+"""A new driver takes over the workers of a lost one: some are in the middle of a step, some are dead or hung, some have
+not joined yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ POLL_S = 0.2
 def take_over(
     group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: Callable[[], None], stopping: Callable[[], str]
 ) -> Iterator[Message]:
-    """Keep the surviving workers of `group` and ask for their status, surveying them every `look_s` seconds meanwhile.
+    """Keep the surviving workers of `group` and query their status, checking their health every `look_s` seconds
+    meanwhile.
 
     Raises:
         RunError: no worker is left, and the run is to end (`stopping` says why).
@@ -37,7 +38,7 @@ def take_over(
 
 
 def _part(group: WorkerGroup, arrivals: Arrivals) -> Iterator[Message]:
-    """Drop dead or hung workers. If some workers are in a generation, offer those that are in none as newcomers."""
+    """Drop dead or hung workers; if others are in a generation, offer those that are in none as newcomers."""
     seen = list(zip(group.members, group.survey()))
     begun = any(status.generation for _, (_, status) in seen)
     for member, (sight, status) in seen:
@@ -51,7 +52,7 @@ def _part(group: WorkerGroup, arrivals: Arrivals) -> Iterator[Message]:
 
 
 def _somebody(group: WorkerGroup, arrivals: Arrivals, stopping: Callable[[], str]) -> Iterator[Message]:
-    """Wait for the first newcomer if no worker is left; the run then continues from its newest checkpoint."""
+    """Wait for the first newcomer if no worker is left: the run goes on from its newest checkpoint."""
     if not group.members:
         yield Notice("no worker is left: waiting for new ones")
     while not group.members:

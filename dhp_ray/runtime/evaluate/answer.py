@@ -1,5 +1,4 @@
-"""A worker's answer to one sample. This module needs neither torch nor transformers, nor does the process that writes
-answers.
+"""A worker's result for one sample. Imports neither torch nor transformers: the code that writes it down needs neither.
 """
 
 from __future__ import annotations
@@ -9,8 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Answer:
-    """The result for sample `number` of the file. `prediction` is None if nothing was generated; `loss_sum` is over the
-    `num_valid_tokens` of all assistant turns. `error` says why there is no answer; empty if there is one.
+    """The result for sample `number` of the file. `prediction` is None if nothing was generated; `loss_sum` is summed
+    over the `num_valid_tokens` of all assistant turns. `error` says why there is no answer; it is empty if there is
+    one.
     """
 
     number: int

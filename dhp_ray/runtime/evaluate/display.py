@@ -1,4 +1,4 @@
-"""Progress of an evaluation: a bar on a terminal, otherwise occasional lines; and the final line."""
+"""Progress of an evaluation: a bar on a terminal, otherwise a line now and then; and the summary line at the end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 NUM_LINES = 20
-"""The most progress lines without a terminal."""
+"""The maximum number of progress lines if the output is not a terminal."""
 
 
 class Display:
-    """Shows an evaluation of `total` samples on `stream`. Close it before printing anything else there."""
+    """Shows an evaluation of `total` samples on `stream`. Close it before anything else is printed there."""
 
     def __init__(self, stream: TextIO, total: int) -> None:
         self._stream, self._total = stream, total
@@ -27,7 +27,7 @@ class Display:
         self._shown = 0
 
     def show(self, done: int, summary: Mapping[str, Any]) -> None:
-        """Show that `done` samples are done, with these means so far."""
+        """Show that `done` samples are done, with their means so far."""
         self._bar.update(self._task, completed=done, now=means_line(summary))
         every = -(-self._total // NUM_LINES)
         if self._bar.disable and (done // every > self._shown // every or done == self._total > self._shown):
@@ -35,7 +35,7 @@ class Display:
         self._shown = done
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line of its own, above the bar."""
         if self._bar.disable:
             print(text, file=self._stream, flush=True)
         else:
@@ -46,7 +46,9 @@ class Display:
 
 
 def means_line(summary: Mapping[str, Any]) -> str:
-    """`loss 0.693, exact match 0.512, ANLS 0.530, F1 0.524`. A loss that is not finite is None, and shown as nan."""
+    """`loss 0.693, exact match 0.512, ANLS 0.530, F1 0.524`; a loss that is not finite is None in the summary and
+    printed as nan.
+    """
     names = {"loss": "loss", "exact_match": "exact match", "anls": "ANLS", "f1": "F1"}
     return ", ".join(f"{words} {math.nan if summary[name] is None else summary[name]:.3f}"
                      for name, words in names.items() if name in summary)

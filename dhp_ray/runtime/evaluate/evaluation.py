@@ -1,4 +1,5 @@
-"""The process of an evaluation: it starts the workers, gives each a sample whenever it is free, and writes the answers.
+"""The process of an evaluation: it starts the workers, hands each one a sample as soon as it is free, and writes down
+the answers.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from dhp_ray.runtime.waits import Waits
 from dhp_ray.runtime.worker.failures import words_of
 
 MAX_RESTARTS = 3
-"""Restarts of a worker that dies: Ray starts it again, and its sample is tried again."""
+"""How often Ray restarts a worker that dies, and retries the sample that it was working on."""
 
 
 def evaluate(config: Config, ending: Ending) -> int:
-    """Evaluate as the configuration says, or until a signal to `ending`; return the exit status. Every failure is one
-    line on standard error.
+    """Evaluate as configured, or until `ending` receives a signal; return the exit status. Every failure is one line on
+    standard error.
     """
     waits = Waits(_say)
     try:
@@ -47,7 +48,7 @@ def evaluate(config: Config, ending: Ending) -> int:
             _say(Notice(warning))
         with waits.on("the Ray cluster"):
             connect()
-        ending.take_signals()  # ray.init has its own handler of SIGTERM, which leaves whatever is going on
+        ending.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
         _run(config, waits)
     except (KeyboardInterrupt, SystemExit):  # the latter comes from Ray's handler
         ending.tell()
@@ -79,7 +80,7 @@ def _run(config: Config, waits: Waits) -> None:
         from dhp_ray.runtime.evaluate.evaluator import Evaluator  # transformers takes seconds to import
 
         size = config.eval.ranks_per_model
-        restarts = MAX_RESTARTS if size == 1 else 0  # a rank alone cannot go on where the others are
+        restarts = MAX_RESTARTS if size == 1 else 0  # one restarted rank cannot rejoin the others
         actor: Any = ray.remote(max_restarts=restarts, max_task_retries=restarts)(Evaluator)
         workers = [actor.options(**actor_options(config, accelerator, room, place)).remote(config, root)
                    for place in range(config.cluster.num_workers)]
@@ -112,7 +113,7 @@ def _answers(groups: list[list[Any]], fragments: Fragments) -> Iterator[Answer]:
     and gets new ones once all of these are done.
     """
     samples, free = _samples(fragments), list(range(len(groups)))
-    group_of: dict[Any, int] = {}  # of what is under way
+    group_of: dict[Any, int] = {}  # the group of each call under way
     while True:
         while free and (some := list(islice(samples, len(groups[free[-1]])))):
             place = free.pop()
@@ -129,7 +130,7 @@ def _answers(groups: list[list[Any]], fragments: Fragments) -> Iterator[Answer]:
 
 
 def _samples(fragments: Fragments) -> Iterator[tuple[int, Fragment, int]]:
-    """Number of each sample in the file, its fragment, and its row in the fragment."""
+    """Yield each sample's number in the file, its fragment, and its offset in the fragment."""
     number = 0
     for fragment in fragments:
         for offset in range(fragment.num_rows):
@@ -153,10 +154,10 @@ def _failure(error: RayError) -> RunError:
 
 
 def _take(answer: Answer, config: Config, predictions: Predictions, display: Display) -> None:
-    """Write an answer, or report why there is none.
+    """Write an answer down, or say why there is none.
 
     Raises:
-        RunError: there is none, and `data.on_error` is fail.
+        RunError: there is no answer, and `data.on_error` is fail.
     """
     if answer.error:
         if config.data.on_error == "fail":

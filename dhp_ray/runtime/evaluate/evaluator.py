@@ -1,4 +1,4 @@
-"""A worker of an evaluation: it holds the transformers model, or a part of it, and answers one sample at a time."""
+"""An evaluation worker: it holds the transformers model, or a shard of it, and answers one sample at a time."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from dhp_ray.runtime.worker.prefetch import decodings
 
 KEPT_FRAGMENTS = 2
 NOTHING = Encoded(np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), (), 0, (), ())
-"""Two tokens that belong to no sample."""
+"""Two tokens without a valid label."""
 
 
 class Evaluator:
-    """A Ray actor that holds the model of `model.path`, in fp32 on the CPU and in bf16 elsewhere. If Ray has restarted
-    it, it loads the model with its first sample.
+    """A Ray actor that holds the model of `model.path`, in fp32 on the CPU and in bf16 elsewhere. An actor that Ray has
+    restarted loads the model with its first sample.
 
-    Evaluators that `join` a group hold the model together, each a part of every layer. They run in lockstep: each
-    answers its own sample, and those that finish early keep taking part in the passes of the others.
+    Actors that `join` a group hold the model together, each a shard of every layer. They run in lockstep: each answers
+    a sample of its own or takes part without one, and those that finish early keep taking part in the others' passes.
     """
 
     def __init__(self, config: Config, image_root: str) -> None:
@@ -51,7 +51,7 @@ class Evaluator:
         """Become one of the `eval.ranks_per_model` ranks of group `number`, which meet at `store`.
 
         Raises:
-            RendezvousError: not all of them came.
+            RendezvousError: not all of them arrived.
         """
         accelerator, timeout = choose(self.config.cluster.device), timedelta(seconds=self.config.comm.timeout_s)
         assert self.device
@@ -77,19 +77,19 @@ class Evaluator:
         return load_model(self.config.model.path, dtype, self.device)
 
     def load(self) -> None:
-        """Load the model and its processor.
+        """Load everything.
 
         Raises:
             RunError: the folder's weights do not match its configuration.
-            ValueError: the node lacks the device, or the model folder lacks a file.
+            ValueError: the node lacks the device, or a part of the model folder.
         """
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))
         assert self.processor
         assert self.module
 
     def answer(self, number: int, fragment: Fragment, offset: int) -> Answer:
-        """Evaluate row `offset` of a fragment, which is sample `number` of the file. If the sample cannot be used, the
-        answer has the reason.
+        """Evaluate row `offset` of a fragment, which is sample `number` of the file. A sample that cannot be used gives
+        an answer with the reason.
         """
         self.load()
         try:
@@ -100,7 +100,7 @@ class Evaluator:
             question = question_of(row, self.processor, self.image_root)
             self._check_length(question)
             media = media_in(question, self.processor)
-        except Exception as error:  # foreign rows and images fail in ways that no list names
+        except Exception as error:  # foreign rows and images fail in ways that cannot be listed
             return self._left_out(number, row.id, reason_of(error))
         try:
             loss_sum, count = self.loss(question.whole, media)
@@ -113,7 +113,7 @@ class Evaluator:
         return Answer(number, row.id, "", question.prompt_text, question.references, prediction, loss_sum, count)
 
     def take_part(self) -> None:
-        """Take part in the passes of the group without a sample."""
+        """Take part in the passes of the other ranks of the group, without a sample."""
         self.load()
         if self.group is None:
             return
@@ -127,7 +127,8 @@ class Evaluator:
 
     @torch.no_grad()
     def loss(self, encoded: Encoded, media: list[Medium]) -> tuple[float, int]:
-        """Sum of the cross entropy over the valid tokens of a sequence, in fp32, and their number."""
+        """Return the cross entropy summed over the valid tokens of a sequence, in fp32, and the number of these tokens.
+        """
         labels = torch.from_numpy(encoded.labels[1:].astype(np.int64)).to(self.device)
         valid = (labels != IGNORE).nonzero()[:, 0]
         if not len(valid) and self.group is None:
@@ -137,7 +138,9 @@ class Evaluator:
 
     @torch.no_grad()
     def generate(self, prompt: Encoded, media: list[Medium]) -> str:
-        """The greedy text from the model's own `generate`. All other settings of generation_config.json apply."""
+        """Return the text that the model's own `generate` produces with greedy decoding. All other settings of
+        generation_config.json apply.
+        """
         inputs = self._inputs(prompt, media)
         found = self.module.generate(**inputs, max_new_tokens=self.config.eval.max_new_tokens, do_sample=False,
                                      num_beams=1, temperature=None, top_p=None, top_k=None,
@@ -147,8 +150,8 @@ class Evaluator:
         return text
 
     def _inputs(self, encoded: Encoded, media: list[Medium]) -> dict[str, Tensor]:
-        """Arguments of the transformers model for a sequence, as a batch of one. `media` may have more than the
-        sequence uses.
+        """Return the inputs of the transformers model for one sequence, a batch of one; `media` may have further
+        entries after those of the sequence.
         """
         shown = media[:len(set(encoded.media))]
         ids = encoded.input_ids.astype(np.int64)[None]
@@ -158,7 +161,9 @@ class Evaluator:
 
     @cached_property
     def _longest(self) -> int:
-        """The most tokens of a sequence including its answer: the number of positions of the model."""
+        """The most tokens of a sequence with its answer: the model's positions, or `planner.max_sequence_tokens` if
+        that is less.
+        """
         limit = self.config.planner.max_sequence_tokens
         positions = int(self.module.config.get_text_config().max_position_embeddings)
         return min(limit, positions) if limit else positions
@@ -172,12 +177,12 @@ class Evaluator:
 
 @lru_cache(maxsize=KEPT_FRAGMENTS)
 def rows_of(fragment: Fragment) -> list[Row]:
-    """The rows of a fragment. They are cached, since the next sample is mostly in the same fragment."""
+    """Return the rows of a fragment; cached, because the next sample is usually in the same fragment."""
     return read_rows(fragment)
 
 
 def media_in(question: Question, processor: Processor) -> list[Medium]:
-    """The images and videos of a question, decoded as a whole. Raises any error that decoders raise on foreign bytes.
+    """Return the decoded images and videos of a question, each whole. Raises whatever decoders raise on foreign bytes.
     """
     whole = question.whole
     row = {"media": whole.media, "seconds": whole.seconds, "grids": whole.grids, "images": question.images}

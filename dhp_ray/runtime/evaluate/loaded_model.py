@@ -1,8 +1,8 @@
-"""The model to evaluate, by transformers only: whole on one worker, or its layers sharded over several.
+"""The evaluated model, loaded by transformers alone: whole on one worker, or with its layers sharded over several.
 
     whole     from_pretrained
     parts     each layer of the language model is gathered (FSDP2) when it is used and freed afterwards; encoder,
-              embedding and head stay gathered once they have been used
+              embedding and head stay whole once they have been used
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dhp_ray.train.sharded_engine import narrow_frozen
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model of a folder, by transformers only. Nothing is downloaded, and no code in the folder is run.
+    """Load the model of a folder by transformers alone. Nothing is downloaded, and no code in the folder is run.
 
     Raises:
-        RunError: its weights do not match its configuration.
+        RunError: the folder does not load, or its weights do not match its configuration.
     """
     quieten()
     try:
@@ -42,8 +42,8 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def load_part(path: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Any:
-    """The model of a folder, of which this rank of `group` reads its rows. All ranks of the group must call this, and
-    make the same calls of the model.
+    """Load the model of a folder; this rank of `group` reads only its own rows. All ranks of the group must call this,
+    and then the model, in the same way.
 
     Raises:
         ModelError: one line on what is missing or not supported.

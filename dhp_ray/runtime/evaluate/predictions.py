@@ -1,4 +1,4 @@
-"""The output of an evaluation: one line for each sample, in the order of the file, and a summary."""
+"""The output of an evaluation: one line per sample, in the order of the file, and the summary over all samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dhp_ray.runtime.messages import RunError
 
 
 class Predictions:
-    """Lines of `eval.output`, each written after those of all samples before it. Close it at the end.
+    """Writes the lines of `eval.output`, each once all samples before it are written. Close it at the end.
 
     Raises:
         RunError: the file cannot be written.
@@ -33,7 +33,7 @@ class Predictions:
             raise self._unwritable(error) from None
 
     def add(self, answer: Answer) -> None:
-        """Take the answer of a sample, in any order. Sums are computed in the order of the file."""
+        """Add the answer to a sample; answers may come in any order. Sums are formed in the order of the file."""
         self._waiting[answer.number] = answer
         while self.done in self._waiting:
             line = json.dumps(self._line(self._waiting.pop(self.done)), ensure_ascii=False)
@@ -48,8 +48,8 @@ class Predictions:
         self._file.close()
 
     def summary(self) -> dict[str, Any]:
-        """Summary of the samples so far: their number, the number skipped, means over the others, and the loss over
-        their valid tokens.
+        """Summarise the samples so far: how many were answered and left out, the mean scores of the answered ones, and
+        the loss per valid token.
         """
         num_answered = self.done - self.num_failed
         return {"num_samples": num_answered, "num_left_out": self.num_failed,
@@ -75,6 +75,6 @@ class Predictions:
 
 
 def _mean_loss(loss_sum: float, num_valid_tokens: int) -> float | None:
-    """None if the loss is infinite or NaN, since JSON has neither."""
+    """None if the loss is infinite or nan: JSON has neither."""
     loss = loss_sum / max(1, num_valid_tokens)
     return loss if math.isfinite(loss) else None

@@ -1,4 +1,4 @@
-"""What the user sees of a run: one line for each step and, on a terminal, a progress bar below."""
+"""What the user sees of a run: one line per step, and below them a progress bar if the output is a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dhp_ray.runtime.messages import Message, Notice, RunFinished, RunStarted, S
 
 
 class Console:
-    """Shows the driver's messages on `stream`, each as a whole. Any thread may show one or close the console."""
+    """Shows the driver's messages on `stream`, each whole: any thread may show one, or close the console."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -23,12 +23,12 @@ class Console:
         self.steps = 0  # that have been shown
 
     def show(self, message: Message) -> None:
-        """Show one message on lines of its own. The caller, who knows the exit status, shows errors."""
+        """Show one message, on lines of its own. An error is left to the caller, who knows the exit status."""
         with self._lock:
             self._show(message)
 
     def close(self) -> None:
-        """Remove the progress bar; more lines may follow."""
+        """Take the progress bar down; lines can still follow."""
         with self._lock:
             if self._bar:
                 self._bar.stop()
@@ -74,8 +74,8 @@ class Console:
 def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
     """`step 12/60 loss 2.413 (lr 9.8e-4, norm 1.2) 3.1k tokens/s step 0.84 s plan 3 ms idle 18 % degrees 1x9 2x2`.
 
-    `degrees` lists degree x number of packs; `plan 3 ms (late: dhp_quick)` means that the plan was late, and names the
-    planner whose plan ran instead. `total_steps` is 0 if unknown.
+    `degrees` lists degree x number of packs; `plan 3 ms (late: dhp_quick)` says that the plan came too late and which
+    planner's plan ran instead. `total_steps` is 0 when it is not known.
     """
     place = f"step {metrics['step']}/{total_steps}" if total_steps else f"step {metrics['step']}"
     counts = sorted((int(degree), count) for degree, count in metrics["degrees"].items())
@@ -95,7 +95,7 @@ def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
 
 
 def now_line(metrics: Mapping[str, Any]) -> str:
-    """The text beside the bar: `loss 2.413, 3.1k tokens/s, idle 18 %`."""
+    """Return the text next to the bar: `loss 2.413, 3.1k tokens/s, idle 18 %`."""
     return f"loss {metrics['loss']:.3f}, {_rate(metrics)} tokens/s, idle {100 * metrics['idle_fraction']:.0f} %"
 
 
@@ -104,7 +104,7 @@ def _rate(metrics: Mapping[str, Any]) -> str:
 
 
 def _short_exponent(value: float) -> str:
-    """9.8e-4: like `%.1e`, without the padding of the exponent."""
+    """9.8e-4: as `%.1e`, without the exponent's padding."""
     digits, _, exponent = f"{value:.1e}".partition("e")
     return f"{digits}e{int(exponent)}" if float(digits) else "0"
 

@@ -1,10 +1,10 @@
-"""Ctrl-C and SIGTERM ask a run to end, whatever its process is doing. This module imports neither torch nor Ray, since
-it must listen before they are imported.
+"""Ctrl-C and SIGTERM ask a run to end, whatever its process is doing. Imports neither torch nor Ray: it listens before
+they are imported.
 
     nothing to save yet     the main thread gets KeyboardInterrupt; if foreign code does not let it through, the
-                            process ends after LEAVE_S
-    a driver trains         the driver is told; the run ends after the current step and save
-    a second Ctrl-C         as in the first case, even if there is something to save
+                            process ends LEAVE_S later
+    a driver trains         it is told; the run ends after the step and the save under way
+    Ctrl-C once more        as in the first case, whatever there is to save
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from typing import Any
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 LEAVE_S = 3.0
-"""How long the main thread may take to clean up. The rest ends with the process: Ray ends the workers of a job whose
-process is gone.
+"""How long the main thread may take to clean up. What it leaves behind ends with the process: Ray ends the workers of a
+job that is gone.
 """
 
 
 class Ending:
-    """What the signals to this process have requested, and whom to tell.
+    """What the signals to this process ask for, and who is told.
 
-    Signals arrive in two ways: the main thread handles them between two instructions, and a thread reads them from a
-    pipe, since foreign code may block the main thread for minutes (for example Ray, waiting for a head to answer).
+    Signals are received twice: the main thread handles them between two of its instructions, and a separate thread
+    reads them from a pipe, because foreign code may block the main thread for minutes (such as Ray, while it waits for
+    a head to answer).
     """
 
     def __init__(self, before: str = "before the first step") -> None:
-        self.before = before  # what is then lost with the process
+        self.before = before  # words for when a run that ends at once was stopped
         self.reason = ""
         self.say: Callable[[str], None] = partial(print, flush=True)
         self._stop: Callable[[str], object] | None = None
@@ -41,7 +42,7 @@ class Ending:
         self._leaving = self._over = self._told = False
 
     def listen(self) -> None:
-        """Handle the signals from now on. Must be called from the main thread."""
+        """Handle the signals from here on. Call it from the main thread."""
         readable, writable = os.pipe()
         os.set_blocking(writable, False)
         signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -49,14 +50,15 @@ class Ending:
         self.take_signals()
 
     def take_signals(self) -> None:
-        """Handle the signals here even if other code has installed handlers; signals ignored at the start stay ignored.
+        """Handle the signals here and replace other handlers; signals that have been ignored since the process began
+        stay ignored.
         """
         for number in NAMES:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def hand_over(self, stop: Callable[[str], object]) -> None:
-        """Note that there may be something to save now: call `stop` with the reason to end, at once if there is one
+        """From here on there may be something to save: `stop` is called with the reason to end, at once if there is one
         already.
         """
         self._stop = stop
@@ -64,15 +66,15 @@ class Ending:
             stop(self.reason)
 
     def over(self) -> None:
-        """Note that the run has ended and its process is about to."""
+        """Note that the run has ended, and its process is about to end."""
         self._over = True
 
     def tell(self) -> None:
-        """Print the error line of a run that ended at once; only the first call prints."""
+        """Print the error line of a run that ended at once; only the first call does."""
         if not self._told:
             self._told = True
-            # Within ray.init the handler is Ray's, and raises SystemExit before the thread may have read which signal
-            # it was.
+            # Within ray.init the handler is Ray's; it may raise SystemExit before the thread has read which signal it
+            # was.
             what = (
                 f"stopped {self.before}: {self.reason or 'SIGTERM'}"
                 if self._stop is None
@@ -86,7 +88,7 @@ class Ending:
         self.reason = self.reason or NAMES[signal.Signals(number)]
         at_once = self._stop is None or (number == signal.SIGINT and self._signals > 1)
         if at_once and not self._leaving and not self._over:
-            self._leaving = True  # once: the second of two would break the cleaning up
+            self._leaving = True  # once: a second one would break the clean-up
             raise KeyboardInterrupt
 
     def _read(self, readable: int) -> None:
@@ -103,7 +105,7 @@ class Ending:
                 leave.daemon = True
                 leave.start()
             elif count == 1 and not self._over:
-                self._stop(self.reason)  # first: nobody may be there to read what is said
+                self._stop(self.reason)  # first: printing may fail if nobody reads it
                 second = "; press it again to end at once" if number == signal.SIGINT else ""
                 self.say(f"{self.reason}: the run ends after the step under way, with a checkpoint{second}")
 

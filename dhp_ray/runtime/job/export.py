@@ -1,4 +1,4 @@
-"""Exports the model of a kept checkpoint as a folder in the Hugging Face format, in one process without Ray."""
+"""Exports the model of a kept checkpoint to a folder in the Hugging Face format, in one process without Ray."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dhp_ray.train.state.stored_values import StoredValues
 
 
 class ExportRefusedError(ValueError):
-    """The request cannot be met; one line that says what is allowed."""
+    """The requested export is not possible; one line that says what is allowed."""
 
 
 def choose_step(checkpoints: Checkpoints, step: int | None) -> int:
-    """The requested step, which must have a complete checkpoint, or the step of the newest one.
+    """Return the step of the whole checkpoint that is asked for, or of the newest one.
 
     Raises:
         ExportRefusedError: there is no such checkpoint; names those that exist.
@@ -52,12 +52,14 @@ def export_checkpoint(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Write the model of the checkpoint of `step` with its processor to `out`, a folder that is empty or does not
-    exist; return the bytes of its tensors. `on_progress` is called with the numbers of written files and of all files.
+    exist; returns the bytes of its tensors. `on_progress` is called with the number of files written and the number of
+    all files.
 
-    `config` is the run's, with the model as it is to be read now. `out` appears completely or not at all.
+    `config` is the run's, with the `model` section that says where to read the model now. `out` appears whole or not at
+    all.
 
     Raises:
-        ValueError: there is no such model, or the checkpoint is damaged or of another model; one line.
+        ValueError: the model cannot be built, or the checkpoint is damaged or of another model; one line.
         StorageError: something cannot be read or written; one line.
     """
     name = Checkpoints(run, config.checkpoint.keep).manifest(step).files
@@ -95,7 +97,7 @@ def export_checkpoint(
 
 
 def check_out(out: Path) -> None:
-    """Refuse to overwrite anything.
+    """Refuse to write over anything.
 
     Raises:
         ExportRefusedError: `out` exists and is not an empty folder.
@@ -105,7 +107,7 @@ def check_out(out: Path) -> None:
 
 
 def _local(run: Folder, name: str, config: Config, stack: ExitStack) -> Path:
-    """The checkpoint's files on this machine."""
+    """Return the folder of the checkpoint's files on this machine."""
     local = run.local_path()
     if local is not None:
         return local / name

@@ -1,4 +1,4 @@
-"""Training from Python: the same as `jobs/train.py`, in a script, a notebook, or a Ray Tune trial."""
+"""Training from Python: what `jobs/train.py` does, in a script, a notebook, or a trial of Ray Tune."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def fit(overrides: Overrides = ()) -> Result:
-    """Train to the end, on the cluster that this process has joined or would join.
+    """Train to the end, on the cluster that this process has joined, or would join.
 
-    Inside a Ray Tune trial every committed step is reported, and the run continues from Tune's checkpoint.
+    Inside a trial of Ray Tune every committed step is reported, and the run goes on from Tune's checkpoint.
 
     Returns:
         `metrics` of the last committed step (its line in metrics.jsonl), `checkpoint` and `path`: the run's folder,
-        and `error`, a RunError of one line if the run ended early.
+        and `error`, a RunError of one line if the run has ended early.
 
     Raises:
-        ConfigError: `overrides` are not allowed; one line.
-        RunError: only in a trial, which then has failed: why the run ended early.
+        ConfigError: a key or value in `overrides` is not allowed; one line.
+        RunError: only in a trial, which has failed then: why the run has ended early.
     """
     config = config_of(overrides)
     trial = None
@@ -75,20 +75,20 @@ def fit(overrides: Overrides = ()) -> Result:
 
 
 def resources(overrides: Overrides = ()) -> PlacementGroupFactory:
-    """The resources that a Ray Tune trial needs to call `fit` with these overrides, for `tune.with_resources`. Call it
-    after joining Ray.
+    """Return what a Ray Tune trial that calls `fit` with these overrides reserves, for `tune.with_resources`. Call it
+    in a process that has joined Ray.
 
     Raises:
-        ConfigError: `overrides` are not allowed; one line.
+        ConfigError: a key or value in `overrides` is not allowed; one line.
     """
     return factory_of(config_of(overrides))
 
 
 def config_of(overrides: Overrides) -> Config:
-    """The configuration that `jobs/train.py` would have.
+    """Return the configuration that `jobs/train.py` would have.
 
     Raises:
-        ConfigError: it is not allowed; one line.
+        ConfigError: a key or value is not allowed; one line.
     """
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -97,7 +97,7 @@ def config_of(overrides: Overrides) -> Config:
 
 
 class Shown(Console):
-    """The console of a run. It keeps the metrics of the last step and, in a trial, reports them."""
+    """The console of a run, which keeps the metrics of the last step and reports them if there is a trial."""
 
     def __init__(self, trial: Trial | None) -> None:
         super().__init__(sys.stdout)

@@ -1,5 +1,5 @@
 """The head of the Ray cluster: which one a run would join, whether it answers, and joining it. Ray takes seconds to
-import, so it is imported only to join.
+import, so it is imported only on joining.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from dhp_ray.runtime.messages import RunError
 
 LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0",
                   "RAY_task_events_report_interval_ms": "0"}
-"""Settings of a cluster that is started here. With Ray's niceness of 15 any other process can delay a rank, and a
-delayed rank delays the others; its dashboard, metrics and task events, which nobody reads there, take time from the
-ranks.
+"""Settings of a cluster that is started here. With Ray's niceness of 15, any other process can hold up a rank, and that
+rank the others; Ray's dashboard, metrics and task events, which nobody looks at there, take time from the ranks.
 """
 
 HEAD_PATIENCE_S = 5.0
-"""How long a head may take to accept a connection. Ray itself tries for ten minutes to reach a head that is gone."""
+"""How long a head may take to accept a connection. Ray itself tries for ten minutes to reach one that is gone."""
 
 
 def named_head() -> tuple[str, str]:
-    """The address of the cluster that a bare `ray.init` would join, and what names it; "" if it would start a cluster.
+    """Return the address of the cluster that a bare `ray.init` would join, and what names it; "" if it would start one.
 
-    This follows Ray: RAY_ADDRESS, otherwise the file that the last `ray start` on this machine wrote and `ray stop`
+    The look-up is Ray's: RAY_ADDRESS, else the file that the last `ray start` on this machine wrote and that `ray stop`
     deletes.
     """
     address = os.environ.get("RAY_ADDRESS", "")
@@ -38,7 +37,7 @@ def named_head() -> tuple[str, str]:
 
 
 def connect() -> None:
-    """Join the cluster that RAY_ADDRESS or a running head names, otherwise start a local one.
+    """Join the cluster that RAY_ADDRESS or a running head names, else start a local one.
 
     Raises:
         RunError: no cluster answers at the address; raised within seconds.
@@ -51,7 +50,7 @@ def connect() -> None:
     if address in ("", "local"):
         for name, value in LOCAL_SETTINGS.items():
             os.environ.setdefault(name, value)
-    # a driver without a device must not hide it from workers
+    # a driver without a device must not hide devices from workers
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.WARNING)
     try:
@@ -62,7 +61,7 @@ def connect() -> None:
 
 
 def _knock(address: str, named_by: str) -> None:
-    """Refuse a head that accepts no connection. Addresses other than HOST:PORT (`local`, `ray://...`) are left to Ray.
+    """Refuse a head that accepts no connection. An address that is not HOST:PORT (`local`, `ray://...`) is left to Ray.
     """
     host, _, port = address.rpartition(":")
     if not host or "://" in address or not port.isdecimal():
@@ -71,7 +70,7 @@ def _knock(address: str, named_by: str) -> None:
 
     host = host.strip("[]")
     if host in ("localhost", "127.0.0.1", "::1"):
-        host = ray.util.get_node_ip_address()  # so does Ray, and a tunnel's end on the loopback is no head
+        host = ray.util.get_node_ip_address()  # as Ray does; a tunnel's end on the loopback is no head
     try:
         socket.create_connection((host, int(port)), timeout=HEAD_PATIENCE_S).close()
     except (OSError, OverflowError, UnicodeError) as error:

@@ -1,5 +1,5 @@
-"""Shows the progress of indexing a large data set. The job's process makes the index, so that the user sees it; the
-driver finds it in the cache.
+"""Shows the progress of indexing a large data set. The job's process makes the index, so that the user sees the
+progress; the driver finds it stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LINE_EVERY_S = 10.0
 
 
 def index_ahead(data: Data) -> None:
-    """Make missing indexes of large data sets. The driver reports errors in the data."""
+    """Make the index of large data sets that have none yet. Errors in the data are left to the driver to report."""
     for source in sources_of(data):
         try:
             if sum(os.path.getsize(path) for path in data_files(source)) >= KEPT_FROM_BYTES:
@@ -30,7 +30,8 @@ def index_ahead(data: Data) -> None:
 
 @contextmanager
 def progress_bar(data: Data) -> Iterator[Progress]:
-    """Show progress on standard error: a bar on a terminal, otherwise occasional lines; nothing if the index exists."""
+    """Show progress on standard error: a bar on a terminal, else a line now and then; nothing for an index that exists.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 MAX_DRIVERS = 20
-"""Consecutive driver actors that may be lost without a committed step; a driver that dies at each start is no accident.
+"""The number of driver actors in a row that may be lost without a committed step; one that dies at each start is no
+accident.
 """
 
 
 def train(config: Config, ending: Ending) -> int:
-    """Train as the configuration says, or until a signal to `ending`; return the exit status. Every failure is one line
-    on standard error.
+    """Train as configured, or until `ending` receives a signal; return the exit status. Every failure is one line on
+    standard error.
     """
     console = Console(sys.stdout)
     waits = Waits(console.show)
@@ -49,7 +50,7 @@ def train(config: Config, ending: Ending) -> int:
             console.show(Notice(warning))
         with waits.on("the Ray cluster"):
             connect()
-        ending.take_signals()  # ray.init has its own handler of SIGTERM, which leaves whatever is going on
+        ending.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
         last = run(config, console, waits, ending)
         if last.error:
             print(f"error: {last.error}", file=sys.stderr)
@@ -71,10 +72,10 @@ def train(config: Config, ending: Ending) -> int:
 def run(
     config: Config, console: Console, waits: Waits, ending: Ending, lent: PlacementGroup | None = None
 ) -> RunFinished:
-    """Train on the cluster that this process has joined; return how it ended. `lent`: see `Roster`.
+    """Train on the cluster that this process has joined; return how the run ended. `lent`: see `Roster`.
 
     Raises:
-        ConfigError, RunError: it cannot begin, or its drivers die; one line.
+        ConfigError, RunError: the run cannot begin, or its drivers die; one line.
     """
     with waits.on("the index of the data", shows_itself=True):
         index_ahead(config.data)
@@ -85,8 +86,8 @@ def run(
         roster.start()
         lost = 0
         while lost < MAX_DRIVERS:
-            # A store for each driver: the numbers of generations that a lost one tried may come again. Groups that
-            # stand still use theirs.
+            # Each driver has its own store: it may use numbers of generations that a lost driver has tried. Existing
+            # groups keep using their own store.
             stores.append(rendezvous_store(host))
             steps = console.steps
             last = _drive(config, roster, (host, stores[-1].port), console, waits, ending, going_on=len(stores) > 1)
@@ -104,8 +105,8 @@ def run(
 
 
 def rendezvous_store(host: str) -> TCPStore:
-    """A new store on a free port of `host`, an address of this machine. It listens only there, whereas TCPStore by
-    default listens on every interface.
+    """Return a new store on a free port of `host`, an address of this machine. It listens only there; by default,
+    TCPStore listens on every interface.
 
     Raises:
         RunError: `host` is not an address of this machine.
@@ -124,7 +125,7 @@ def rendezvous_store(host: str) -> TCPStore:
 
 def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, waits: Waits, ending: Ending,
            going_on: bool) -> RunFinished | None:
-    """Run under one driver actor; return None if it was lost."""
+    """Run under one driver actor; returns None if it was lost."""
     starting_driver = ExitStack()  # until its first message
     starting_driver.enter_context(waits.on("the driver actor to start"))
     starting = roster.starting() if going_on else set()
@@ -164,10 +165,10 @@ def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Cons
 
 
 def resolve_device(config: Config) -> Accelerator:
-    """The device of the workers: as configured, or the best kind in the cluster.
+    """Return the device of the workers: as configured, or the best kind that the cluster has.
 
     Raises:
-        ConfigError: the device cannot do what the configuration asks for.
+        ConfigError: it cannot do what the configuration asks for.
     """
     accelerator = device_of(config.cluster.device, ray.cluster_resources())
     config.cluster.device = accelerator.name
@@ -179,6 +180,6 @@ def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int]
     from dhp_ray.runtime.driver.driver import CONCURRENCY_GROUPS, Driver
 
     actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Driver)  # type: ignore[call-overload]
-    # a strategy by name: else it would go into the reservation that this process is in, which has no such resource
+    # by name; otherwise the actor would go into the reservation of this process, which has no such resource
     return actor.options(num_cpus=0, scheduling_strategy="DEFAULT",
                          resources={"node:__internal_head__": 0.001}).remote(config, workers, store, going_on)

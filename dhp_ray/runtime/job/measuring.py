@@ -1,8 +1,8 @@
-"""Measures the costs of a configuration on this machine, without Ray. Ranks are processes, one for each device (on the
-CPU one for each core), and this process collects their messages.
+"""Measures the costs of a configuration on this machine, without Ray: ranks are processes, one per device (on the CPU,
+one per core), and this process collects their results.
 
     this process   store | start ranks | ---- progress, results, part by part ---- | fit, cost file
-    each rank      join as a worker would | one part after another, with the other ranks | leave
+    each rank      join as a worker would | part after part, with the other ranks | leave
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import StateSize, state_size
 
 JOIN_S = 300.0
-"""How long the ranks may take until the first message of one of them."""
+"""Seconds that the ranks may take until the first of them reports something."""
 SILENT_S = 900.0
-"""How long they may take between two messages."""
+"""Seconds that they may take from one report to the next."""
 
 Progress = Callable[[str, float], None]
-"""Called with what is being measured and the finished share of the whole."""
+"""Called with what is measured, and with the share of all that is done."""
 
 
 class Request(NamedTuple):
-    """What to measure, and how. `ranks` 0: as many as there is room for. `preempts`: no other process may use the
-    ranks' cores while a step runs.
+    """What to measure, and how. `ranks` 0: `cluster.num_workers`, or as many as there is room for if that is less;
+    `preempts`: no other process has the ranks' cores while a step runs.
     """
 
     name: str
@@ -104,7 +104,7 @@ def _checked(config: Config, request: Request) -> tuple[Accelerator, StateSize, 
 def memory_here(
     config: Config, size: StateSize, accelerator: Accelerator, sync: str, num_ranks: int
 ) -> MemoryModel:
-    """The memory that a rank needs to train this way on this machine's devices."""
+    """Return the memory model of a rank that trains like this on this machine's devices."""
     train = config.train
     return MemoryModel(size.shape, MemorySettings(
         sync=sync, world_size=num_ranks, precision=train.precision,
@@ -115,7 +115,9 @@ def memory_here(
 
 
 def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) -> int:
-    """Tokens of the largest pack on one rank: as requested, or as many as are useful; never more than fit."""
+    """Return the tokens of the largest pack on one rank: what was asked for, or as many as are worth measuring; no more
+    than fit.
+    """
     memory_bytes = 0.8 * accelerator.memory_bytes() / (memory.settings.world_size if accelerator.name == "cpu" else 1)
     fitting = memory.tokens_that_fit(memory_bytes)
     if fitting < 1:
@@ -128,7 +130,9 @@ def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) 
 
 
 def known_cost(memory: MemoryModel, accelerator: Accelerator) -> CostModel:
-    """The costs without measuring: derived from the device's description, otherwise from the file of its kind."""
+    """Return the costs that are known without measuring: derived from the device's description, else from the file of
+    its kind.
+    """
     device: Device | None = described(CONF / "device", accelerator.model_name()) if accelerator.name != "cpu" else None
     if device:
         return derived_cost(memory, device, 1)
@@ -138,10 +142,10 @@ def known_cost(memory: MemoryModel, accelerator: Accelerator) -> CostModel:
 def _collected(
     config: Config, specs: Sequence[Spec], accelerator: Accelerator, preempts: bool, progress: Progress
 ) -> list[Session]:
-    """Run the ranks to the end and collect their messages.
+    """Run the ranks and collect their results, to the end.
 
     Raises:
-        RunError: a rank raised, died, or sends no more messages.
+        RunError: one of them raised, died, or no longer reports.
     """
     import torch.distributed as dist
 
@@ -171,7 +175,7 @@ def _collected(
 
 
 def parts_of_session(spec: Spec, number: int, accelerator: Accelerator) -> list[str]:
-    """The parts of session `number`. Only the first session measures links and memory."""
+    """Return the parts of session `number`; links and memory are measured only in the first one."""
     parts = parts_of(spec, accelerator.shares_memory)
     if number == 0:
         return parts
@@ -221,7 +225,7 @@ def _rank_main(
         accelerator = ACCELERATORS[device]
         cores = sorted(os.sched_getaffinity(0))
         if device == "cpu":
-            if specs[0].num_ranks * threads <= len(cores):  # one that moves between cores takes longer, now and then
+            if specs[0].num_ranks * threads <= len(cores):  # a rank that moves between cores is slower, now and then
                 os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
             torch.set_num_threads(threads)
         accelerator.activate(rank if device != "cpu" else 0)

@@ -1,7 +1,8 @@
-"""Checks before Ray starts: everything that this machine can detect alone, within a second, without Ray, torch or
-transformers.
+"""Checks that refuse a run before Ray starts: all that this machine alone can tell, within a second, without Ray, torch
+or transformers.
 
-Paths are checked on this machine, which stands for all nodes, since every node must reach them. The driver checks URIs.
+Paths are checked here: every node must reach them, and this is one of the nodes. What is behind a URI is left to the
+driver.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dhp_ray.runtime.records.run_records import compare_config
 from dhp_ray.storage import Folder, StorageError
 
 OVERRIDE = "RAY_OVERRIDE_RESOURCES"
-"""Variable with which Ray replaces the resources of a machine when it starts a cluster there."""
+"""The variable that gives the resources of a cluster that Ray starts, in place of what the machine has."""
 
 
 def check_here(config: Config) -> None:
@@ -56,8 +57,8 @@ def check_here(config: Config) -> None:
 
 
 def check_evaluation_here(config: Config) -> None:
-    """Refuse an evaluation that cannot start, as `check_here`. Also refuse samples without any answer, and an output
-    that would overwrite the samples.
+    """Refuse an evaluation that cannot start, as `check_here` does; also if no sample has an answer, or if the output
+    would overwrite the samples.
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
@@ -88,18 +89,18 @@ def _refusing(key: str) -> Iterator[None]:
 
 
 def resources_here() -> dict[str, float]:
-    """The most resources that a cluster of this machine alone would have, under Ray's names."""
+    """Return the most that a cluster of this machine alone would have, by Ray's resource names."""
     here: dict[str, float] = {kind.resource or "CPU": kind.num_devices() for kind in ACCELERATORS.values()}
     try:
         given = json.loads(os.environ.get(OVERRIDE, "{}"))
     except ValueError:
-        given = {}  # Ray says what is wrong with it
+        given = {}  # Ray reports what is wrong with it
     given = given if isinstance(given, dict) else {}
     return here | {name: amount for name, amount in given.items() if isinstance(amount, (int, float))}
 
 
 def check_workers(config: Config, here: dict[str, float]) -> None:
-    """Refuse workers for which a cluster with these resources has no room, or whose device cannot do what is asked for.
+    """Refuse workers that a cluster with these resources has no room for, or whose device cannot do what is asked for.
 
     Raises:
         ConfigError: a device of another kind, or too few.
@@ -111,7 +112,7 @@ def check_workers(config: Config, here: dict[str, float]) -> None:
 
 
 def check_room(config: Config, here: dict[str, float]) -> None:
-    """Refuse workers for which a cluster with these resources has no room.
+    """Refuse workers that a cluster with these resources has no room for.
 
     Raises:
         ConfigError: a device of another kind, or too few.
@@ -142,7 +143,7 @@ def check_room(config: Config, here: dict[str, float]) -> None:
 
 
 def device_of(name: str, resources: dict[str, float]) -> Accelerator:
-    """The device of the workers in a cluster with these resources; for `auto` the best kind."""
+    """Return the device that workers get in a cluster with these resources; for `auto`, the best kind."""
     if name != "auto":
         return ACCELERATORS[name]
     return next((kind for kind in (ACCELERATORS["npu"], ACCELERATORS["cuda"]) if resources.get(str(kind.resource))),

@@ -1,5 +1,5 @@
-"""The workers that the job's process owns, one for each slot. Each slot has reserved resources; a lost worker gets a
-replacement in its slot.
+"""The workers that the job's process owns, one per slot. Each slot has reserved room; a lost worker is replaced in its
+slot.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dhp_ray.runtime.waits import Waits
 
 
 class Roster:
-    """Slots up to cluster.num_workers are one reservation, granted as a whole; each slot beyond, up to
-    cluster.max_workers, is a separate one, granted when the cluster grows. `lent`: a reservation of someone else, whose
-    bundles from the second on are for the first slots; it is not removed.
+    """The slots below cluster.num_workers share one reservation, granted as a whole or not at all; each slot up to
+    cluster.max_workers has its own, granted when the cluster grows. `lent`: a reservation made by someone else, whose
+    bundles from the second on are for the first slots; it is not removed here.
 
     Raises:
         RunError: the cluster has no room for the first slots within `cluster.start_timeout_s`, although an autoscaler
-            was asked for it.
+            has been asked for it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Roster:
         return dict(self.workers)
 
     def grow(self) -> dict[int, ActorHandle]:
-        """Create workers for the slots beyond; each starts when the cluster has room for it."""
+        """Create workers for the slots from cluster.num_workers on; each begins when the cluster has room for it."""
         slots = range(self.config.cluster.num_workers, self.config.cluster.max_workers)
         for slot in slots:
             self._more_room[slot] = placement_group([self._bundle])
@@ -53,7 +53,7 @@ class Roster:
         return {slot: self.workers[slot] for slot in slots}
 
     def replace(self, slot: int) -> ActorHandle:
-        """Start a new worker in a slot, and end the previous one, if any."""
+        """Start a new worker in a slot, and end the one before it, if any."""
         from dhp_ray.runtime.worker.worker import CONCURRENCY_GROUPS, Worker
 
         if slot in self.workers:
@@ -67,7 +67,7 @@ class Roster:
         return self.workers[slot]
 
     def starting(self) -> set[int]:
-        """Slots whose worker has no process yet, or one that is not ready."""
+        """Return the slots whose worker has no process yet, or one that is still starting."""
         starts = list(self._starts.values())
         up, _ = ray.wait(starts, num_returns=len(starts), timeout=0, fetch_local=False)
         return {slot for slot, start in self._starts.items() if start not in up}
@@ -80,13 +80,13 @@ class Roster:
 
 
 def bundle_of(config: Config, accelerator: Accelerator) -> dict[str, float]:
-    """The resources that a worker reserves, under Ray's names."""
+    """Return what a worker reserves, by Ray's resource names."""
     bundle = {"CPU": config.cluster.cpus_per_worker}
     return bundle | {accelerator.resource: 1.0} if accelerator.resource else bundle
 
 
 def actor_options(config: Config, accelerator: Accelerator, room: PlacementGroup, place: int) -> dict[str, Any]:
-    """The options of an actor that takes a bundle of `room`."""
+    """Return the options of an actor that takes a bundle of `room`."""
     resource = accelerator.resource
     devices: dict[str, Any] = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}} if resource else {}
     strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=place)
@@ -94,10 +94,10 @@ def actor_options(config: Config, accelerator: Accelerator, room: PlacementGroup
 
 
 def reserve(config: Config, bundle: dict[str, float], waits: Waits) -> PlacementGroup:
-    """Reserve resources for `cluster.num_workers` workers, all or none.
+    """Reserve room for `cluster.num_workers` workers, granted as a whole or not at all.
 
     Raises:
-        RunError: they are not available within `cluster.start_timeout_s`.
+        RunError: there is no room within `cluster.start_timeout_s`.
     """
     cluster = config.cluster
     room = placement_group([bundle] * cluster.num_workers, strategy="PACK")

@@ -1,9 +1,9 @@
-"""A run inside a Ray Tune trial: its resources, its folder, its reports, and its checkpoint.
+"""A run inside a Ray Tune trial: its room, its folder, what it reports, and what it goes on from.
 
-    reservation   the trial's own, made of `resources`: a bundle for the trial's process, then one for each worker
-    run.dir       a folder for the trial below the given one, which all nodes must reach
-    report        the metrics of every committed step, with a checkpoint if there is a new complete one
-    checkpoint    a file that names the run's folder and the step; tensors stay where the run has written them
+    reservation   the trial's own, made of `resources`: a bundle of the trial's process, then one per worker
+    run.dir       the trial's folder, below the given one, which all nodes must reach
+    report        the metrics of every committed step; with a checkpoint if a new one is whole
+    checkpoint    a file that names the run's folder and the step: tensors stay where the run has written them
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ if TYPE_CHECKING:
 
 POINTER_FILE = "dhp_ray.json"
 TRIAL_CPUS = 0.01
-"""CPUs of a trial's own process, which mostly waits for its driver."""
+"""CPUs of a trial's own process, which waits for its driver most of the time."""
 
 
 def bundles_of(config: Config) -> list[dict[str, float]]:
-    """The bundles that a trial with this configuration reserves on the cluster that this process has joined."""
+    """Return what a trial with this configuration reserves, on the cluster that this process has joined."""
     accelerator = device_of(config.cluster.device, ray.cluster_resources())
     return [{"CPU": TRIAL_CPUS}, *[bundle_of(config, accelerator)] * config.cluster.num_workers]
 
 
 def factory_of(config: Config) -> PlacementGroupFactory:
-    """`bundles_of`, as Ray Tune takes them."""
+    """Return `bundles_of` in the form that Ray Tune takes."""
     from ray.tune import PlacementGroupFactory
 
     return PlacementGroupFactory(bundles_of(config), strategy="PACK")
 
 
 def current_trial() -> str:
-    """The id of the Ray Tune trial in this process; empty if there is none."""
+    """Return the id of the Ray Tune trial that this process runs; empty if it runs none."""
     if "ray.tune" not in sys.modules:  # importing it takes seconds
         return ""
     from ray import tune
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`get_trial_id` is meant")  # elsewhere it is None
+        warnings.filterwarnings("ignore", message="`get_trial_id` is meant")  # outside a trial it is None
         return tune.get_context().get_trial_id() or ""
 
 
 @dataclass
 class Trial:
-    """The trial `name` and its run with `config`, whose `run.dir` is the trial's.
+    """The trial `name` and its run with `config`, whose `run.dir` becomes the trial's folder.
 
     Raises:
-        ConfigError: the trial's reservation does not match the configuration.
+        ConfigError: the run may grow, and a trial's reservation cannot.
     """
 
     name: str
@@ -97,10 +97,10 @@ class Trial:
         return room
 
     def resume(self) -> None:
-        """Take over the run that Ray Tune's checkpoint names, if it belongs to another trial.
+        """Take over the run that Ray Tune's checkpoint names, if it is another trial's.
 
         Raises:
-            RunError: it no longer exists.
+            RunError: that run no longer has the checkpoint.
         """
         from ray import tune
 
@@ -115,7 +115,7 @@ class Trial:
             self._reported = pointer["step"]
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Report a committed step to Ray Tune. Does not return if the trial is to stop or pause."""
+        """Report a committed step to Ray Tune. Does not return if the trial is to stop or to pause."""
         from ray import tune
 
         newest = self._checkpoints.newest_step()
@@ -130,7 +130,7 @@ class Trial:
 
 
 def copy_run(source: Folder, target: Folder, step: int) -> None:
-    """Make `target` a run that has got as far as the checkpoint of `step` of the run `source`.
+    """Make `target` a run that has gone as far as the checkpoint of `step` of `source`, another run.
 
     Raises:
         RunError: `source` has no such checkpoint.

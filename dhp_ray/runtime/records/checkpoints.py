@@ -1,7 +1,7 @@
-"""The checkpoints under run.dir: which are complete, which is newest, which may be deleted.
+"""The checkpoints under run.dir: which are whole, which one is the newest, and which may be deleted.
 
-A checkpoint is a folder `checkpoints/step_000020/`. Its `manifest.json` is written last, so a checkpoint without it is
-incomplete. The manifest names the generation whose files count. Files that an earlier generation left, or is still
+A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, so a folder without one is
+half-written. The manifest names the generation whose files count: files that an earlier generation left, or is still
 writing, are not read, and are deleted once the manifest is written.
 """
 
@@ -18,8 +18,8 @@ from dhp_ray.storage import Folder, StorageError
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a resumed run needs besides the tensors. `cursor`: the data stream's position after `step`. `cost`: the
-    refitted terms of the costs in force, and those at the run's start (empty without refits).
+    """What a resumed run needs besides the tensors: `cursor` is the position of the data stream after `step`; `cost`
+    has the refitted cost terms in force, and the prior terms that they come from (empty: nothing is refitted).
     """
 
     step: int
@@ -31,7 +31,7 @@ class Manifest:
 
     @property
     def files(self) -> str:
-        """The folder of the tensors, relative to the run folder."""
+        """The folder of the tensors, in the run folder."""
         return tensors_folder(self.step, self.generation)
 
 
@@ -42,7 +42,7 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
 
     def complete(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """Steps of the whole checkpoints, oldest first."""
         return [step for step in self._steps() if self.folder.exists(f"{checkpoint_folder(step)}/{MANIFEST_FILE}")]
 
     def _steps(self) -> list[int]:
@@ -50,16 +50,16 @@ class Checkpoints:
         return sorted(step for name in self.folder.names(CHECKPOINTS_FOLDER) if (step := step_of(name)) is not None)
 
     def newest(self) -> Manifest | None:
-        """The manifest of the newest complete checkpoint; None if there is none.
+        """Return the manifest of the newest whole checkpoint; None if there is none.
 
         Raises:
-            StorageError: the manifest is damaged; one line.
+            StorageError: the file is not a manifest; one line.
         """
         step = self.newest_step()
         return self.manifest(step) if step else None
 
     def manifest(self, step: int) -> Manifest:
-        """The manifest of the complete checkpoint of `step`.
+        """Return the manifest of the whole checkpoint of `step`.
 
         Raises:
             StorageError: as for `newest`.
@@ -74,14 +74,14 @@ class Checkpoints:
             ) from None
 
     def newest_step(self) -> int:
-        """The step of the newest complete checkpoint; 0 if there is none."""
+        """The step of the newest whole checkpoint; 0 if there is none."""
         return (self.complete() or [0])[-1]
 
     def seal(self, manifest: Manifest) -> list[str]:
-        """Write the manifest, which completes the checkpoint. Then delete the oldest ones, and the remains of failed
-        saves up to this step.
+        """Write the manifest, which makes the checkpoint whole; then delete the oldest checkpoints, and what failed
+        saves of this step or earlier ones have left.
 
-        Returns a line for each file that could not be deleted; a later call deletes it.
+        Returns one line for each thing that could not be deleted; a later call deletes it.
         """
         here = checkpoint_folder(manifest.step)
         self.folder.write(f"{here}/{MANIFEST_FILE}", json.dumps(asdict(manifest)).encode())
@@ -91,9 +91,9 @@ class Checkpoints:
         return self._delete([*(name for name in others if name != manifest.files), *old])
 
     def discard_after(self, step: int) -> list[str]:
-        """Delete incomplete folders, and those after `step`, before a run continues from it.
+        """Delete half-written folders, and checkpoints after `step`, before a run goes on from that step.
 
-        Returns a line for each file that could not be deleted; none of these folders counts as complete.
+        Returns one line for each folder that could not be deleted; none of them counts as whole.
         """
         whole = self.complete()
         return self._delete([checkpoint_folder(found) for found in self._steps() if found > step or found not in whole])
@@ -101,7 +101,7 @@ class Checkpoints:
     def _delete(self, names: Iterable[str]) -> list[str]:
         failures = []
         for name in names:
-            # first: of what is left no part may count as a whole checkpoint
+            # first, so that nothing that is left counts as a whole checkpoint
             self.folder.delete(f"{name}/{MANIFEST_FILE}")
             try:
                 self.folder.delete(name)

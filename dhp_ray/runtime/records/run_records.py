@@ -1,11 +1,11 @@
-"""The files in a run's folder, except checkpoints.
+"""The files of a run folder, except checkpoints.
 
-    config.yaml       the resolved configuration        ledger.jsonl   one line for each committed step: the truth
-    cluster.json      the current membership            metrics.jsonl  one line for each committed step
-    plans/step_*.json the plan of each step             skipped.jsonl  skipped samples, each once an epoch
-                                                        events.jsonl   events with their time
+    config.yaml       the resolved configuration        ledger.jsonl   one line a committed step: the truth
+    cluster.json      the current membership            metrics.jsonl  one line a committed step
+    plans/step_*.json the plan of each step             skipped.jsonl  samples left out, each once an epoch
+                                                        events.jsonl   what happened, with its time
 
-trace/step_*.json (watch.py) are truncated here together with the plans.
+trace/step_*.json (watch.py) is cut back here with the plans.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ METRICS = ("step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_
            "planner", "late")
 OPTIONAL_METRICS = ("cost_error", "encoder", "offload", "eval_loss", "eval_exact_match", "eval_anls", "eval_f1")
 FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze", "train.lora.")
-"""Keys (or beginnings of keys) that a run keeps for life: they determine what its steps compute."""
+"""Keys (or prefixes of keys) that cannot change during the life of a run: they decide what its steps compute."""
 FREE = ("data.decoders",)
-"""Exceptions among them, which may change."""
+"""Keys under FIXED that may change: they do not decide what steps compute."""
 
 UPLOAD_INTERVAL_S = 10.0
-"""The age that logs on an object store may reach while steps commit; `flush` updates them at once."""
+"""How old the logs on an object store may grow while steps commit; `flush` brings them up to date at once."""
 
 
 class RunRecords:
-    """The files of one run, for its only writer (the driver).
+    """The files of one run, for its one writer (the driver).
 
-    A commit writes the metrics first and the ledger last: a step counts once its ledger line is written. After a crash
-    between the two, opening the folder drops a metrics line without a ledger line.
+    A commit writes the metrics first and the ledger last: a step counts when its ledger line is there. So after a
+    crash between the two, opening the folder drops the metrics line that the ledger does not know.
 
     Raises:
         StorageError: a file cannot be read or written, or the two logs contradict each other.
@@ -86,22 +86,22 @@ class RunRecords:
         return self._last_step > 0 or self.folder.exists(CONFIG_FILE)
 
     def stored_config(self) -> dict[str, Any]:
-        """See the function of that name."""
+        """See the function `stored_config`."""
         return stored_config(self.folder)
 
     def compare_config(self, config: Config) -> None:
-        """See the function of that name."""
+        """See the function `compare_config`."""
         compare_config(self.folder, config, self.holds_run)
 
     def write_config(self, config: Config) -> None:
-        """Write the resolved configuration. Raises ConfigError as `compare_config` does."""
+        """Write the resolved configuration; raises ConfigError as `compare_config` does."""
         self.compare_config(config)
         self.folder.write(CONFIG_FILE, dump(config).encode())
 
     def commit(self, step: int, sample_ids: Sequence[str], metrics: Mapping[str, Any]) -> None:
         """Record that `step` has been applied: one line in metrics.jsonl, then one in ledger.jsonl.
 
-        `metrics` has the fields of METRICS, and optionally those of OPTIONAL_METRICS.
+        `metrics` has the fields of METRICS, and any of OPTIONAL_METRICS.
         """
         if step != self._last_step + 1:
             raise ValueError(f"step {step} cannot be committed after step {self._last_step}")
@@ -118,7 +118,7 @@ class RunRecords:
             self.flush()
 
     def skip(self, sample_id: str, reason: str, step: int, epoch: int = 0) -> bool:
-        """List a sample that is skipped in `step`'s batch; return False if this epoch has listed it already."""
+        """List a sample that is left out of `step`'s batch; False when this epoch has listed it already."""
         if (epoch, sample_id) in self._skipped_ids:
             return False
         self._skipped_ids.add((epoch, sample_id))
@@ -126,7 +126,7 @@ class RunRecords:
         return True
 
     def event(self, kind: str, **details: Any) -> None:
-        """Add an event, with the current time (UTC), to events.jsonl."""
+        """Add what happened now (UTC) to events.jsonl."""
         self._events.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **details})
 
     def waited(self, wait: Waited) -> None:
@@ -134,20 +134,20 @@ class RunRecords:
         self.event("wait", what=wait.what, seconds=wait.seconds)
 
     def plan(self, step: int, plan_json: Mapping[str, Any]) -> None:
-        """Write the plan of a step, before it runs, in the format of `Plan.to_json`."""
+        """Write the plan of a step, before it runs, in the form of `Plan.to_json`."""
         self.folder.write(plan_file(step), (json_text(plan_json) + "\n").encode())
 
     def read_plan(self, step: int) -> dict[str, Any]:
-        """The plan of a step, as it was written.
+        """Return the plan of a step, as it was written.
 
         Raises:
-            StorageError: there is none.
+            StorageError: there is no such plan file.
         """
         tree: dict[str, Any] = json.loads(self.folder.read(plan_file(step)))
         return tree
 
     def planned_cost(self) -> dict[str, Any]:
-        """The constants that the newest planned or committed step was planned with; empty if there is none."""
+        """Return the cost constants of the newest step that is planned or committed; empty if there is none."""
         for step in (self._last_step + 1, self._last_step):
             if step and self.folder.exists(plan_file(step)):
                 found: dict[str, Any] = self.read_plan(step)["inputs"]["cost"]
@@ -155,14 +155,14 @@ class RunRecords:
         return {}
 
     def planned_samples(self, step: int) -> list[dict[str, Any]]:
-        """The samples of a step, as in its plan file; empty if there is none."""
+        """Return the samples of a step from its plan file; empty if there is no such file."""
         if not self.folder.exists(plan_file(step)):
             return []
         found: list[dict[str, Any]] = self.read_plan(step)["inputs"]["samples"]
         return found
 
     def cluster(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Write the membership: for each rank its rank, pid, node_id and device."""
+        """Replace the membership: for each rank its rank, pid, node_id and device."""
         members = [{name: rank[name] for name in ("rank", "pid", "node_id", "device")} for rank in ranks]
         self.folder.write(CLUSTER_FILE, (json_text({"generation": generation, "ranks": members}) + "\n").encode())
 
@@ -185,7 +185,7 @@ class RunRecords:
         return tree
 
     def truncate(self, step: int) -> None:
-        """Forget every step after `step` (a checkpoint's, or 0): the run continues from there.
+        """Forget every step after `step`, which is that of a checkpoint (0: there is none); the run goes on from there.
 
         Raises:
             StorageError: the ledger ends before that step.
@@ -206,7 +206,7 @@ class RunRecords:
         self.flush()
 
     def last_step_times_s(self, number: int = 8) -> list[float]:
-        """Seconds of the last `number` committed steps."""
+        """Return the seconds of the last `number` committed steps."""
         return [line["step_time_s"] for line in deque(self._metrics.lines(), maxlen=number)]
 
     def sample_ids(self) -> list[list[str]]:
@@ -214,7 +214,8 @@ class RunRecords:
         return [line["sample_ids"] for line in self._ledger.lines()]
 
     def flush(self) -> None:
-        """Update the logs on an object store, the ledger last. The manifest of a checkpoint is written after this."""
+        """Bring the logs on an object store up to date, the ledger last. A checkpoint's manifest is written after this.
+        """
         for log in (self._events, self._skipped, self._metrics, self._ledger):
             log.flush()
         self._uploaded_at = time.monotonic()
@@ -225,7 +226,7 @@ class RunRecords:
             log.close()
 
     def _check_steps(self, log: SpooledLog) -> int:
-        """The last step of a log, whose lines must be of steps 1, 2, 3, ..."""
+        """Return the last step of a log; its lines must be of steps 1, 2, 3, ..."""
         last = 0
         for line in log.lines():
             if line.get("step") != last + 1:
@@ -251,12 +252,12 @@ def stored_config(folder: Folder) -> dict[str, Any]:
 
 
 def compare_config(folder: Folder, config: Config, holds_run: bool = False) -> None:
-    """Check that the run of a folder, if it has one, can continue with a configuration. `holds_run`: the folder has a
-    run, even without config.yaml.
+    """Check that the run of a folder, if there is one, can go on under a configuration. `holds_run`: the folder holds a
+    run even if it has no config.yaml.
 
     Raises:
-        ConfigError: `run.resume=never` in a folder with a run, or a key of FIXED (unless it is FREE) that differs from
-            the folder's.
+        ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's,
+            unless it is FREE.
     """
     stored = stored_config(folder)
     if config.run.resume == "never" and (stored or holds_run):

@@ -26,7 +26,7 @@ from dhp_ray.storage import Folder, append_whole, retry_when_full, storage_error
 
 UPLOAD_INTERVAL_S = 30.0
 MAX_CURVES = 16
-"""Curves for each rank or degree are drawn up to this number."""
+"""With up to this many ranks, every rank and every degree has its own curve."""
 HYPERPARAMETERS = ("seed", "batch", "model", "cluster", "planner", "comm", "train")
 """Keys and sections whose numbers, words and switches the HPARAMS page compares between runs."""
 
@@ -56,13 +56,13 @@ ENCODER_TAGS = {
     "imbalance": "encoder/imbalance",
     "exchanged_bytes": "encoder/exchanged_bytes",
 }
-"""Curves of steps whose images were encoded apart from their packs."""
+"""Tags of steps whose images were encoded apart from their packs."""
 OFFLOAD_TAGS = {
     "packs": "offload/packs",
     "largest_share": "offload/largest_share",
     "moved_bytes": "offload/moved_bytes",
 }
-"""Curves of steps with packs that moved activations to host memory."""
+"""Tags of steps with packs that moved activations to host memory."""
 EXTRA_TAGS = {
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",
@@ -75,9 +75,9 @@ EXTRA_TAGS = {
 class ScalarLog:
     """An event file in `folder` for the steps from `first_step` on.
 
-    It begins with a START event of that step: readers then forget what an earlier process wrote at that step or later,
-    so a resumed run shows every step once. In a local folder a step is on disk when `step` returns; for an object store
-    the file is spooled here and uploaded regularly and at the end. Several threads may call this.
+    It opens with a START event of that step: readers then forget what an earlier process wrote at that step or later,
+    so a resumed run shows every step once. On a local folder a step is on the disk when `step` returns; for an object
+    store the file is spooled here and uploaded whole now and then, and at the end. Calls may come from several threads.
     """
 
     def __init__(self, folder: Folder, first_step: int) -> None:
@@ -86,13 +86,13 @@ class ScalarLog:
         self._open(first_step)
 
     def restart(self, first_step: int) -> None:
-        """Continue in a new file from `first_step`, after the run has gone back to the step before."""
+        """Go on in a new file from `first_step`: the run has gone back to the step before."""
         self.close()
         self._open(first_step)
 
     def _open(self, first_step: int) -> None:
         self.first_step = first_step
-        # readers sort by name: by time
+        # readers sort files by name, so the name begins with the time
         self._name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"
         local = self._folder.local_path()
         self._spool = None if local else tempfile.TemporaryDirectory(prefix="dhp_ray_tensorboard_")
@@ -106,29 +106,27 @@ class ScalarLog:
                     step=first_step)
 
     def step(self, metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-        """Write the curves of a committed step, from its line in metrics.jsonl and the values that only TensorBoard
-        shows.
-        """
+        """Write the curves of a committed step, from its line in metrics.jsonl and the `extra` values."""
         self.scalars(metrics["step"], scalars_of(metrics, extra))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one point to each named curve."""
+        """Write one point on each of the named curves."""
         points = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(event_pb2.Event(summary=summary_pb2.Summary(value=points)), step)
 
     def text(self, name: str, markdown: str, step: int | None = None) -> None:
-        """Write text. `step` None: the first step of this log."""
+        """Write a text. `step` None: the first step of this log."""
         self._summary(text_pb(name, markdown), self.first_step if step is None else step)
 
     def hyperparameters(self, config: Config) -> None:
-        """Write what the HPARAMS page lists of this run. A resumed run keeps the values of its first start there."""
+        """Write what the HPARAMS page lists for this run. A resumed run keeps the values of its first start there."""
         self._summary(hparams_pb(hyperparameters_of(config)), self.first_step)
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         self._summary(image_of(tag, png), step)
 
     def flush(self) -> None:
-        """Update the file on an object store."""
+        """Bring the file on an object store up to date."""
         with self._lock:
             self._flush()
 
@@ -184,14 +182,14 @@ def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str
 
 
 def image_of(tag: str, png: bytes) -> summary_pb2.Summary:
-    """A PNG as a summary; its size is in bytes 16 to 24 of the file."""
+    """A PNG as a summary; its size stands in bytes 16 to 24 of the file."""
     width, height = int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
     image = summary_pb2.Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
     return summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, image=image)])
 
 
 def hyperparameters_of(config: Config) -> dict[str, float | bool | str]:
-    """{dotted key: value} of the keys of HYPERPARAMETERS; a list becomes one word."""
+    """{dotted key: value} of the keys of HYPERPARAMETERS; a list becomes one string."""
     return {dotted: ", ".join(map(str, value)) if isinstance(value, list) else value
             for dotted, value, _ in walk(config) if dotted.partition(".")[0] in HYPERPARAMETERS}
 

@@ -1,4 +1,5 @@
-"""Pictures for people who watch a run: plans for TensorBoard and traces for Perfetto, made in a thread while steps run.
+"""What a user can look at while a run goes on: pictures of plans for TensorBoard and traces for Perfetto, made in a
+background thread.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ PICTURE = "plan/planned_and_measured"
 
 
 class Watch:
-    """Shows step 1 and every `every_steps`th step: the plan and the measurements of the ranks, as a picture in
+    """Shows step 1 and every `every_steps`-th step: the plan next to what the ranks measured, as a picture in
     TensorBoard and as `trace/step_*.json`.
 
-    `every_steps` 0 shows none. Steps do not wait for it: a step that is due while an earlier one is being drawn is
-    skipped.
+    `every_steps` 0 shows none. No step waits for this: a step that is due while an earlier one is still being drawn is
+    left out.
     """
 
     def __init__(self, folder: Folder, every_steps: int) -> None:
@@ -32,7 +33,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def step(self, step: int, plan: Plan, results: Sequence[StepResult], scalars: ScalarLog) -> bool:
-        """Start to show a committed step if it is due; return whether it was started."""
+        """Start to show a committed step if it is due; returns whether it was started."""
         due = self._every_steps and (step == 1 or step % self._every_steps == 0)
         if not due or (self._thread is not None and self._thread.is_alive()):
             return False
@@ -42,7 +43,7 @@ class Watch:
         return True
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait up to `timeout_s` until everything started is written. Must be called before the ScalarLog is closed."""
+        """Wait at most `timeout_s` until everything started is written; call it before the ScalarLog is closed."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -54,5 +55,5 @@ class Watch:
             picture = BytesIO()
             draw_step(plan, results, picture)
             scalars.image(PICTURE, picture.getvalue(), step)
-        except Exception as error:  # what only shows the run must not end it; the ledger does not depend on it
+        except Exception as error:  # a failure to show a step must not end the run; the ledger does not depend on it
             print(f"step {step} is not shown: {type(error).__name__}: {error}", file=sys.stderr)

@@ -12,7 +12,9 @@ from dhp_ray.train.step_inputs import StepInputs
 
 
 def answers(rank: Rank, inputs: StepInputs, sample_ids: Sequence[str], processor: Processor) -> list[str]:
-    """The texts for `sample_ids`, the samples of all ranks. Every rank calls this and returns the same texts."""
+    """Return the answer text of each of `sample_ids`, the samples of all ranks. Every rank calls this and returns the
+    same.
+    """
     filler = processor.token_ids["pad"]
     found = greedy_answers(rank.stepper, inputs, sample_ids, rank.config.eval.max_new_tokens,
                            end_ids_of(rank.adapter, processor), filler)
@@ -20,7 +22,9 @@ def answers(rank: Rank, inputs: StepInputs, sample_ids: Sequence[str], processor
 
 
 def end_ids_of(adapter: ModelAdapter, processor: Processor) -> list[int]:
-    """The tokens that end an answer: those in generation_config.json, otherwise those that end a turn."""
+    """Return the tokens that end an answer: as in generation_config.json, else the processor's token at the end of a
+    turn.
+    """
     named = getattr(adapter.module.generation_config, "eos_token_id", None)
     if named is None:
         return [processor.token_ids["eos"]]

@@ -1,4 +1,5 @@
-"""Writes the run's model folder from all ranks: each writes some of its files, and rank 0 what describes them.
+"""Writes the run's model folder from all ranks: each writes some of its files, and rank 0 also the files that describe
+them.
 
     run.dir on a file system    all write into one folder inside it, which takes the model's name when it is whole
     on an object store          each writes a file into a folder on its node and uploads it; the index comes last
@@ -32,7 +33,7 @@ def export_model(
     save_processor: Callable[[Path], None], name: str, smallest_bytes: int = SMALLEST_FILE_BYTES,
 ) -> None:
     """Write the model of all ranks with its processor to the folder `name` of the run. Every rank calls this; `group`
-    (None: there is one rank) is for host memory.
+    is over host memory (None: there is one rank).
 
     Raises:
         ModelError: files that the model came from are gone or damaged.
@@ -49,7 +50,7 @@ def export_model(
             if rank == 0 or local is None:
                 place = stack.enter_context(export_folder(config))
             if rank == 0 and local is None:
-                store.delete(name)  # files of two exports beside each other would load as a model that never was
+                store.delete(name)  # files of two exports would load as a model that never existed
 
         def put(file: ModelFile, tensors: Mapping[str, Tensor]) -> None:
             layout.write_file(place, file, tensors)
@@ -74,7 +75,7 @@ def export_model(
 
 
 def replace_folder(folder: Path, target: Path) -> None:
-    """Let a folder, whose large files are safe on the disk, take the place of `target` beside it."""
+    """Write a folder safely to the disk and let it take the place of `target` beside it."""
     old = folder.with_name(f"{folder.name}_replaced")
     with storage_errors(str(target), "cannot be written"):
         for file in folder.iterdir():

@@ -1,4 +1,4 @@
-"""What a worker says of an error."""
+"""How a worker describes an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dhp_ray.runtime.messages import RunError
 
 
 def words_of(error: BaseException) -> str:
-    """One line: an error's own words where they are for the user, else its type, words and place."""
+    """Return one line: the error's own words if they are for the user, else its type, words and place."""
     text = first_line_of(str(error))
     if isinstance(error, (ValueError, OSError, RunError)) and text:
         return text

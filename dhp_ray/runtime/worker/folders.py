@@ -14,8 +14,8 @@ from dhp_ray.storage import Folder, StorageError, storage_errors
 
 
 def save_folder(config: Config) -> Path:
-    """Where this node writes checkpoints: run.dir itself where it is a folder, else `checkpoint.scratch`, from where
-    they are uploaded.
+    """Return where this node writes checkpoints: run.dir itself if it is a folder, else `checkpoint.scratch`, from
+    where they are uploaded.
     """
     local = Folder(config.run.dir).local_path()
     folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir()).expanduser()
@@ -25,15 +25,16 @@ def save_folder(config: Config) -> Path:
 
 
 def export_place(config: Config) -> Path:
-    """Where the ranks of a run write its model, if run.dir is a folder."""
+    """Return where the ranks of a run write its model, if run.dir is a folder."""
     return save_folder(config) / ".export"
 
 
 @contextmanager
 def export_folder(config: Config) -> Iterator[Path]:
-    """An empty folder for a model that goes to the run folder, on this node where that is an object store.
+    """Yield an empty folder for a model that goes to the run folder; it is on this node if the run folder is an object
+    store.
 
-    Inside run.dir it is always the same: an export takes away what a killed one has left.
+    Inside run.dir it is always the same folder: an export removes what a killed one has left.
     """
     if Folder(config.run.dir).local_path() is None:
         with tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=save_folder(config)) as scratch:
@@ -50,7 +51,7 @@ def export_folder(config: Config) -> Iterator[Path]:
 
 
 def check_reached(folder: Folder, probe: str) -> None:
-    """Refuse a run folder that is not the driver's, which has left the file `probe` there.
+    """Refuse a run folder that is not the driver's; the driver has left the file `probe` in its own.
 
     Raises:
         StorageError: it is another one, or cannot be read.

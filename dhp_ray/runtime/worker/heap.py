@@ -1,11 +1,11 @@
-"""What the C library keeps of memory that was freed."""
+"""Limits how much freed memory the C library keeps."""
 
 from __future__ import annotations
 
 import ctypes
 
 LARGE_BYTES = 4 * 2**20
-"""Of a block that is worth a mapping of its own: a thousand pages."""
+"""The size of a block that is worth a mapping of its own: a thousand pages."""
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 

@@ -1,4 +1,4 @@
-"""What a worker holds of the state, as it tells the driver."""
+"""The shards that a worker holds, as it reports them to the driver."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from dhp_ray.schema import MAX_MIRROR_STEPS
 from dhp_ray.train.state.reshard import LocalShard
 
 VERSIONS_KEPT = 3 * MAX_MIRROR_STEPS + 2
-"""State versions whose last step is remembered: those since the last mirrored one but one, also where
-one that was to be mirrored had no update, and more."""
+"""The number of state versions whose last step is remembered: those since the last mirrored one but one, even if a step
+that was to be mirrored had no update, and more.
+"""
 
 
 def held_shards(shards: Iterable[tuple[int, int, LocalShard]]) -> tuple[HeldShards, ...]:
-    """Shard versions by generation. Each shard comes with its generation and that one's number of ranks."""
+    """Return the shard versions by generation. Each shard comes with its generation and the world size of that
+    generation.
+    """
     found: dict[tuple[int, int], dict[int, list[int]]] = {}
     for generation, world_size, shard in shards:
         found.setdefault((generation, world_size), {}).setdefault(shard.owner, []).append(shard.version)

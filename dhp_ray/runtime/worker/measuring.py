@@ -1,4 +1,5 @@
-"""A run's rank as a member of a measurement: what is measured for a configuration, and one part of it."""
+"""A run's rank as a member of a measurement: what is measured for a configuration, and how one part of it is measured.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from dhp_ray.runtime.worker.prefetch import processor_spec
 from dhp_ray.runtime.worker.rank import Rank
 
 MeasuredPart = tuple[Spec, PartResult | None]
-"""What is measured, and what a rank says of one part (None: there is nothing of it to measure)."""
+"""What is measured, and a rank's result of one part (None: there is nothing of it to measure)."""
 
 MAX_TOKENS = {"cpu": 4096, "cuda": 32768, "npu": 32768}
-"""Longer packs are not measured, where a rank would hold some: what they take follows from the others. Half as long
-ones where it is to be quick.
+"""Longer packs are not measured, even if a rank would hold them: their time follows from the others. `measure_here`
+halves this if it is to be quick.
 """
 SMALLEST_SIDE = 56
 """Pixels of the smallest image's sides."""
@@ -38,7 +39,7 @@ WIDE = (5, 2)
 def spec_of(
     config: Config, shape: ModelShape, sync: str, nodes: Sequence[str], max_tokens: int, quick: bool = False
 ) -> Spec:
-    """What is measured for a run of this configuration; `nodes`: that of each rank, by any name."""
+    """Return what is measured for a run of this configuration; `nodes`: the node of each rank, by any name."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     grids = image_grids(config, shape, max_tokens) if shape.vision else ()
     return Spec(sync=sync, nodes=tuple(numbers[node] for node in nodes),
@@ -46,7 +47,9 @@ def spec_of(
 
 
 def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Grid, ...]:
-    """Grids of images of growing size, as the run's own processor cuts them; none has more than half of a pack."""
+    """Return grids of images of growing size, as the run's own processor cuts them; none has more than half of a pack's
+    tokens.
+    """
     processor = processor_spec(config).load()
     most = math.isqrt(int(min(config.data.max_pixels, shape.token_pixels * max_tokens / 2)))
     sides = [SMALLEST_SIDE * (most / SMALLEST_SIDE) ** (step / (NUM_SIDES - 1)) for step in range(NUM_SIDES)]
@@ -58,8 +61,8 @@ def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Gri
 
 
 def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredPart:
-    """What a run's rank, which has joined its generation, says of a part: of packs of as many tokens as it holds, or of
-    MAX_TOKENS, and quickly, for a run waits. Every rank calls this alike.
+    """Return the result of a part on a run's rank that has joined its generation: for packs of as many tokens as it
+    holds, but at most MAX_TOKENS. It measures quickly, because a run is waiting. Every rank calls this alike.
     """
     assert rank is not None
     membership = rank.membership
@@ -73,8 +76,8 @@ def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredP
 
 
 def member_with(rank: Rank, spec: Spec, num_cores: int, preempts: bool = False) -> Member:
-    """A rank that has joined its generation. Its state is worth nothing afterwards. `num_cores`: of its node, for all
-    of its ranks together. `preempts`: its steps run before all other processes.
+    """Return the member for a rank that has joined its generation. The rank's state is useless afterwards. `num_cores`:
+    of its node, for all of the node's ranks together. `preempts`: its steps run before all other processes.
     """
     threads = max(1, int(rank.config.cluster.cpus_per_worker))
     here = spec.nodes.count(spec.nodes[rank.membership.rank])
@@ -86,6 +89,6 @@ def member_with(rank: Rank, spec: Spec, num_cores: int, preempts: bool = False) 
 def measured_part(
     rank: Rank, member: Member, part: str, progress: Callable[[float], None] = lambda share: None
 ) -> PartResult:
-    """What this rank says of a part that there is something to measure of; every rank calls this alike."""
+    """Return this rank's result of a part that has something to measure; every rank calls this alike."""
     host_group: dist.ProcessGroup | None = rank.state_group if rank.accelerator is CPU else None
     return measure_part(part, member, host_group, timedelta(seconds=rank.config.comm.timeout_s), progress)

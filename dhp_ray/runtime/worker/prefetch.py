@@ -1,5 +1,5 @@
-"""A rank's inputs of one step, made ahead of it: rows of blocks, the pixels of the images that this rank encodes, packs
-collated.
+"""A rank's inputs of one step, prepared ahead of it: rows of blocks, the pixels of the images that this rank encodes,
+collated packs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from dhp_ray.train.payload import Payload, check_payload, placeholder
 from dhp_ray.train.step_inputs import IDLE, StepInputs, packs_of
 
 Patches = list[np.ndarray | None]
-"""Of each grid of an image or video, float32 of shape (P, patch_dim); None where another rank encodes it."""
+"""For each grid of an image or video, float32 of shape (P, patch_dim); None if another rank encodes it."""
 
 Decoding = Callable[[], Patches]
 
 DECODED_AHEAD = 2
-"""Images and videos a decoder may be ahead of the pack that is collated: one under way, and one to go on with."""
+"""The images and videos that each decoder may be ahead of the pack that is collated: one under way, and one to go on
+with.
+"""
 
 
 def processor_spec(config: Config) -> ProcessorSpec:
@@ -40,7 +42,7 @@ def processor_spec(config: Config) -> ProcessorSpec:
 
 
 def num_decoders(config: Config) -> int:
-    """Threads of a worker that decode: `data.decoders`, by default as many as it has CPUs."""
+    """Return the number of a worker's decoding threads: `data.decoders`, by default as many as it has CPUs."""
     return config.data.decoders or max(1, int(config.cluster.cpus_per_worker))
 
 
@@ -48,11 +50,11 @@ def load_inputs(
     plan: RankPlan, rows: Iterable[dict[str, Any]], processor: Processor, adapter: ModelAdapter, num_decoders: int = 1,
     precision: str = "fp32", pinned: bool = False,
 ) -> tuple[StepInputs, dict[str, str]]:
-    """The inputs of a plan's packs, and the reason of each sample that cannot be used; such a one is a placeholder
-    here. `rows` are those of the plan's samples, in any order, as `fetch_rows` gives them.
+    """Return the inputs of a plan's packs, and a reason for each sample that cannot be used and is a placeholder here.
+    `rows` are those of the plan's samples, in any order, as `fetch_rows` returns them.
 
     Images and videos are decoded by `num_decoders` threads, in the order of the plan. A pack is collated while those of
-    the next one are decoded, as many as DECODED_AHEAD allows; then its patches are no longer held as they were decoded.
+    the next one are decoded, as many as DECODED_AHEAD allows; its decoded patches are not held after that.
 
     Raises:
         RunError: the blocks that were sent do not hold a planned sample.
@@ -73,7 +75,7 @@ def load_inputs(
     calls = [call for samples in taken for *_, decoded_by in samples for call in decoded_by]
 
     def take(sample: Sample, here: tuple[bool, ...], decoded_by: Sequence[Decoding]) -> Payload:
-        """The payload of the next sample of which images are decoded."""
+        """Return the payload of a sample; to be called in the order in which samples are decoded."""
         own = list(islice(decoded, len(decoded_by)))
         try:
             payload = _payload(row_of[sample.id], [future.result() for future in own])
@@ -110,7 +112,9 @@ def encoded_grids(plan: RankPlan) -> dict[str, tuple[bool, ...]]:
 def futures_of(
     calls: Sequence[Callable[[], Patches]], executor: Executor, ahead: int
 ) -> Iterator[Future[Patches]]:
-    """The results of calls, in order. At most `ahead` calls after the one that was taken last have been submitted."""
+    """Yield the futures of calls, in order. At most `ahead` calls after the last one that was taken have been
+    submitted.
+    """
     waiting: deque[Future[Patches]] = deque()
     for number in range(len(calls)):
         for call in calls[number + len(waiting):number + 1 + ahead]:
@@ -119,8 +123,8 @@ def futures_of(
 
 
 def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
-    """A row of a block as a payload, with the patches of the grids that are encoded here. Raises whatever decoders
-    raise on foreign bytes.
+    """Return a row of a block as a payload, with the patches of the grids that are encoded here. Raises whatever
+    decoders raise on foreign bytes.
     """
     return _payload(row, [decoding() for decoding in decodings(row, encoded_here, processor)])
 
@@ -133,8 +137,8 @@ def _payload(row: dict[str, Any], decoded: Sequence[Patches]) -> Payload:
 
 
 def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[Callable[[], Patches]]:
-    """For each image and video of a row, in order, what decodes it: to the patches of each of its grids. A video is
-    decoded once, for all of its pieces encoded here.
+    """Return for each image and video of a row, in order, a function that decodes it to the patches of each of its
+    grids. A video is decoded once, for all of its pieces that are encoded here.
     """
     found: list[Callable[[], Patches]] = []
     for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here),
@@ -159,7 +163,7 @@ def _decode_image(data: bytes, processor: Processor) -> Patches:
 
 
 def _decode_pieces(data: bytes, lengths: Sequence[int], here: Sequence[bool], processor: Processor) -> Patches:
-    """Patches of the pieces of a video, which have so many steps in time each."""
+    """Return the patches of a video's pieces; `lengths`: the steps in time of each piece."""
     stops = list(accumulate(lengths))
     wanted = [range(stop - length, stop) for stop, length, needed in zip(stops, lengths, here) if needed]
     decoded = iter(decode_video(data, processor, wanted, stops[-1]))

@@ -1,7 +1,7 @@
-"""Everything that one rank holds in one generation: its place in the world, the engine, the transport, its checkpoints
-and its mirror.
+"""Everything that one rank holds in one generation: its place in the world, the engine, the transport, its checkpoints,
+its mirror.
 
-Plain torch: a Ray worker wraps one (`worker.py`), and benchmarks run the same object under plain torch.distributed.
+Plain torch: a Ray worker wraps it (`worker.py`), and benchmarks run the same object under plain torch.distributed.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Rank:
     """One member of one generation of the group.
 
     Args:
-        adapter: a model. With `keeps_state` its state is loaded later; otherwise its weights are the state.
-        originals: of the previous engine over the same adapter.
-        progress: records what the training thread does; other threads may abort it.
+        adapter: a model; its state is loaded after this if `keeps_state`, else its weights are the state.
+        originals: those of the previous engine over the same adapter.
+        progress: where the training thread is; other threads may abort it.
 
     Raises:
-        ValueError: one line, if the model cannot be trained in this mode, or ranks of a node cannot share memory.
+        ValueError: one line, when the model cannot be trained like this, or ranks of a node cannot share memory.
         RendezvousError: the other ranks did not come.
     """
 
@@ -110,19 +110,19 @@ class Rank:
         self, mirror_group: dist.ProcessGroup | None, transport: Transport, world: dist.ProcessGroup | None,
         progress: Progress,
     ) -> None:
-        """Create the parts that use the engine: the mirror, the step, the checkpoints."""
+        """Make what works on the engine: the mirror, the step, the checkpoints."""
         config, membership, rank = self.config, self.membership, self.membership.rank
         self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group,
                              snapshot=config.elastic.mirror_every_steps not in ("0", "1"))
         self._mirror_lock = Lock()
-        # whether this step waits for the last copies: the first one does, since till then only the generation before
-        # has whole ones
+        # whether this step waits for the last copies; the first step does, because until then only the previous
+        # generation has whole ones
         self._finishes = True
         kind = MicroBatchStep if self.mode.sync == "micro_batch" else RankStep
         self.stepper = kind(self.adapter, self.engine, transport, world, self.device, before_update=self._before_update)
         folder = Folder(config.run.dir)
         self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(
-            # a save that is left may still write there
+            # an abandoned save may still write there
             prefix="dhp_ray_", dir=save_folder(config), ignore_cleanup_errors=True)
         self.checkpointer = Checkpointer(self.engine, rank, membership.world_size, self.state_group,
                                          Path(self.scratch.name) if self.scratch else None, folder,
@@ -132,7 +132,7 @@ class Rank:
         self.layer_marks = LayerMarks(self._layers(), progress, gathered=isinstance(self.engine, ShardedEngine))
 
     def load_state(self, supplies: Sequence[LocalShard]) -> None:
-        """Take over the state of an earlier generation. Every rank calls this with the shards that it supplies."""
+        """Take over the state of an earlier generation; every rank calls this with what it is to supply."""
         with self.engine.progress.waiting("the state of other ranks"):
             state = reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank,
                             self.state_group)
@@ -141,8 +141,8 @@ class Rank:
     def run(
         self, inputs: StepInputs, learning_rate_factor: float, data_wait_s: float = 0.0, mirrors: bool = False
     ) -> StepResult:
-        """Run a step. If it `mirrors` (the same on all ranks), the last copies have arrived on every rank before the
-        update, and copies of the state after it begin to travel.
+        """Run a step. If it `mirrors` (alike on all ranks), the last copies have arrived on every rank before its
+        update, and copies of the state after it are begun.
         """
         self._finishes = self._finishes or mirrors
         result = self.stepper.run(inputs, learning_rate_factor, data_wait_s)
@@ -156,7 +156,7 @@ class Rank:
             self.finish_mirror()
 
     def begin_mirror(self) -> None:
-        """Start to copy the state to this rank's replica rank, if there is one. Every rank must call this."""
+        """Start to copy the state to this rank's replica rank, if there is one. Every rank calls this alike."""
         with self._mirror_lock:
             self.mirror.begin()
 
@@ -166,13 +166,13 @@ class Rank:
             self.mirror.finish()
 
     def mirror_seconds(self) -> list[float]:
-        """Durations of the copies that have arrived since the last call."""
+        """Return the seconds of the copies that have arrived since the last call."""
         with self._mirror_lock:
             seconds, self.mirror.seconds = self.mirror.seconds, []
         return seconds
 
     def local_shards(self) -> list[LocalShard]:
-        """Every complete shard version that this rank has: its own and those that it keeps for others."""
+        """Return every complete shard version that this rank has: its own and those that it keeps for others."""
         found = {(shard.owner, shard.version): shard
                  for shard in [*self.mirror.local_shards(), *self.engine.local_shards(self.membership.rank)]}
         return list(found.values())
@@ -188,14 +188,15 @@ class Rank:
                      self.state_group, save_processor, name)
 
     def close(self, broken: bool = False) -> None:
-        """Leave the generation. `broken`: peers may be gone, so wait for nothing; shards taken before stay valid."""
+        """Leave the generation. `broken`: peers may be gone, so this waits for nothing; shards taken before stay valid.
+        """
         self.checkpointer.close(timeout_s=0.0 if broken else None)
         destroy_world(lambda: self._let_go(broken), self.accelerator, broken)
         if self.scratch:
             self.scratch.cleanup()
 
     def _let_go(self, broken: bool) -> None:
-        """Drop every reference to a process group: a remaining one keeps sockets open and peers waiting."""
+        """Drop every reference to a group: one that is left keeps sockets open, and peers waiting."""
         self.layer_marks.remove()
         if not broken:
             self.stepper.transport.close()
@@ -205,7 +206,8 @@ class Rank:
         self.stepper = self.checkpointer = self.mirror = self.state_group = gone
 
     def _layers(self) -> dict[str, Module]:
-        """The modules that record marks, by name: all layers, and the whole model if FSDP gathers it as well."""
+        """Return the modules to mark, by name: all layers, and with FSDP, which gathers it too, the model as a whole.
+        """
         gathered = {"model": self.engine.root} if isinstance(self.engine, ShardedEngine) else {}
         return layers_by_name(self.adapter) | gathered
 

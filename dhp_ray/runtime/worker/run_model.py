@@ -1,4 +1,4 @@
-"""The model of a run, built for a rank to train, and facts about it that need no model."""
+"""The model of a run, built for a rank to train, and what is known of it without building it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from dhp_ray.planner.model_shape import ModelShape
 
 
 def token_ids(config: Config) -> dict[str, int] | None:
-    """The special token ids that a preset is built with; a model folder has its own."""
+    """Return the special token ids that a preset is built with; None for a model folder, which has its own."""
     return preset_token_ids(config.model.preset) if config.model.preset else None
 
 
 def build_adapter(config: Config) -> ModelAdapter:
-    """The model of a run: a preset with its initial weights, or a folder's model without weights, which the engine
-    reads.
+    """Build the model of a run: a preset with its initial weights, a folder without weights: the engine reads them.
 
     Raises:
-        ValueError: one line, if there is no such model.
+        ValueError: one line, when the model cannot be had.
     """
     adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
     adapter.freeze(config.train.freeze)
@@ -38,20 +37,19 @@ def build_adapter(config: Config) -> ModelAdapter:
 
 
 def untrained_weights(adapter: ModelAdapter) -> StoredWeights | None:
-    """The files that untrained parameters come from; None if there are none."""
+    """Return the files of the parameters that are not trained; None if all are trained."""
     untrained = any(not parameter.requires_grad for parameter in adapter.module.parameters())
     return adapter.weights if untrained else None
 
 
 def lora_settings(config: Config) -> LoraSettings:
-    """Settings of the adapters that a run trains; None if it trains none."""
+    """Return the settings of the adapters that a run trains, if it trains any."""
     lora = config.train.lora
     return LoraSettings(lora.rank, lora.alpha, tuple(lora.targets), config.seed, lora.dropout)
 
 
 class StateSize(NamedTuple):
-    """Number of layers of the model, bytes of a whole checkpoint, the model's shape, and the parameters of its adapters
-    by part.
+    """Layers of the model, bytes of a whole checkpoint, the model's shape, and the parameters of its adapters by part.
     """
 
     num_layers: int
@@ -61,10 +59,10 @@ class StateSize(NamedTuple):
 
 
 def state_size(config: Config) -> StateSize:
-    """The size of the state of a run, without building its model.
+    """Return the size of the state of a run, without building its model.
 
     Raises:
-        ValueError: one line, if there is no such model.
+        ValueError: one line, when the model cannot be had.
     """
     shape = model_shape(config.model.preset, config.model.path, token_ids(config))
     adapters = {}

@@ -1,7 +1,7 @@
-"""The Ray actor of one rank: it trains in one thread, makes the next step's inputs in another, and answers in a third.
+"""The Ray actor of one rank: it trains in one thread, makes the next step's inputs in another, and answers in others.
 
-A worker outlives generations. When a call of the training thread fails, it keeps what it holds of the state, leaves the
-generation at once, so that its sockets free the peers that wait for it, and waits to be told to join the next one.
+A worker outlives generations. When a call of the training thread fails, it keeps the state that it holds, leaves the
+generation at once, so that closed sockets free the peers that wait for it, and waits to be told to join the next.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from dhp_ray.train.state.reshard import LocalShard
 from dhp_ray.train.step_inputs import StepInputs
 
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
-"""Threads besides the training thread."""
+"""Threads in addition to the one that trains."""
 
-RESULTS_KEPT = 3  # the driver may be so many steps behind when it is lost, and one more
+RESULTS_KEPT = 3  # the steps that a lost driver may be behind, and one more
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 def training(
     method: Callable[Concatenate[Worker, Arguments], Result],
 ) -> Callable[Concatenate[Worker, Arguments], Result]:
-    """Wrap a call of the training thread. If it fails, the worker leaves its generation; the error is one line."""
+    """A call of the training thread. When it fails, the worker leaves its generation and the caller gets one line."""
 
     @wraps(method)
     def call(self: Worker, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -67,24 +67,24 @@ def training(
             failure = self._fall(error)
         finally:
             self.call = ""
-        raise failure  # out here: the error's frames would hold process groups
+        raise failure  # out here: the error's frames would keep process groups alive
 
     return call
 
 
 class Worker:
-    """A long-lived member of the worker group, one for each rank."""
+    """A long-lived member of the worker group, one a rank."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rank: Rank | None = None
         self.adapter: ModelAdapter | None = None
-        self.unused = False  # the adapter has its first weights
+        self.unused = False  # the adapter has its initial weights
         self.originals: dict[str, Tensor] = {}
         self.prefetched: dict[str, StepInputs] = {}  # by plan id
         self.kept: list[tuple[int, int, LocalShard]] = []  # generation, its world size, and what is left of it here
         self.ran: dict[int, Ran] = {}
-        self.steps: dict[int, int] = {}  # of each state version the last step that left it
+        self.steps: dict[int, int] = {}  # the last step that left each state version
         self.generation = self.aborted_generation = 0
         self.store: tuple[str, int] | None = None  # where the ranks of its generation meet
         self.call = self.error = ""
@@ -93,7 +93,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def describe(self, device: str, probe: str) -> dict[str, Any]:
-        """Describe this worker's place and its device's memory; also check that it reaches the run folder."""
+        """Return where this worker is and the memory of its device; also checks that it reaches the run folder."""
         self.accelerator = choose(device)
         self.accelerator.activate()
         check_reached(Folder(self.config.run.dir), probe)
@@ -105,7 +105,7 @@ class Worker:
 
     @training
     def prepare(self) -> None:
-        """Load everything that joining would take long for, while others still train."""
+        """Load what joining would take long for, while others still train."""
         self.processor = processor_spec(self.config).load()
         if self.adapter is None:
             self.adapter, self.unused = build_adapter(self.config), True
@@ -125,7 +125,7 @@ class Worker:
         self.prefetched.clear()
         self.processor = processor_spec(self.config).load()
         if not gc.get_freeze_count():
-            gc.freeze()  # what is loaded stays: to look through it at each change of membership would take most of it
+            gc.freeze()  # what is loaded stays; scanning it would take most of each change of membership
         keeps_state, mode = isinstance(origin, FromMemory), membership.mode_in(self.config)
         # FSDP2 modules keep their mesh for life
         reusable = self.adapter if self.unused or (keeps_state and mode.sync == "step") else None
@@ -151,10 +151,10 @@ class Worker:
 
     @ray.method(concurrency_group="prefetch")
     def prefetch(self, packed: bytes, references: list[ray.ObjectRef]) -> dict[str, str]:
-        """Fetch, decode and collate what a packed slice needs; return the samples that failed, with reasons."""
+        """Fetch, decode and collate what a packed slice needs; returns the samples that failed, with reasons."""
         assert self.adapter is not None
         plan, blocks = unpacked_slice(packed, references)
-        self.accelerator.activate()  # the current device is a thread's own
+        self.accelerator.activate()  # each thread has its own current device
         self.prefetched[plan.plan_id], failures = load_inputs(
             plan, fetch_rows(blocks, encoded_grids(plan)), self.processor, self.adapter, num_decoders(self.config),
             self.config.train.precision, pinned=self.accelerator.name != "cpu")
@@ -162,13 +162,13 @@ class Worker:
 
     @training
     def run(self, packed: bytes) -> StepResult:
-        """Run the prefetched plan of a step. `packed`: a pickled `StepOrder`."""
+        """Run a prefetched plan of a step: a `StepOrder`, pickled."""
         assert self.rank is not None
         step, plan_id, placeholders, total_steps, mirrors = pickle.loads(packed)
         wait, factor = perf_counter(), self.rank.learning_rate_factor(step, total_steps)
         inputs = self._take(step, plan_id, placeholders)
         result = self.rank.run(inputs, factor, perf_counter() - wait, mirrors)
-        self.kept.clear()  # every rank has its copies of this generation: the one before is done with
+        self.kept.clear()  # every rank has its copies of this generation: the previous one's are not needed
         self.ran[step] = Ran(result, placeholders)
         self.ran.pop(step - RESULTS_KEPT, None)
         self.steps[result.state_version] = step
@@ -179,7 +179,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def mirrored(self) -> list[float]:
-        """Wait for copies in flight; return the seconds of all copies that arrived since the last call."""
+        """Wait for the copies that are under way; returns the seconds of all that arrived since the last call."""
         rank = self.rank
         if rank is None:
             raise RunError("has left its generation: the copies of its state may not have arrived")
@@ -188,18 +188,18 @@ class Worker:
 
     @training
     def evaluate(self, number: int, plan_id: str, placeholders: dict[str, str]) -> tuple[float, int]:
-        """Loss sum and valid tokens, over all ranks, of a prefetched batch of held-out samples."""
+        """Return the loss sum and the valid tokens, over all ranks, of a prefetched batch of held-out samples."""
         assert self.rank is not None
         return self.rank.stepper.evaluate(self._take(number, plan_id, placeholders))
 
     @training
     def answer(self, number: int, plan_id: str, placeholders: dict[str, str], sample_ids: list[str]) -> list[str]:
-        """Greedy answers to the prefetched held-out prompts `sample_ids`; every rank returns all of them."""
+        """Return greedy answers to a prefetched batch of held-out prompts, `sample_ids`; every rank has all of them."""
         assert self.rank is not None
         return answers(self.rank, self._take(number, plan_id, placeholders), sample_ids, self.processor)
 
     def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> StepInputs:
-        """The inputs of the plan that all ranks must run. Other plans that were sent for this step are dropped."""
+        """Return the inputs of the plan that all ranks are told to run; drops those of other plans of this step."""
         if plan_id not in self.prefetched:
             here = ", ".join(self.prefetched) or "none"
             raise RunError(f"step {step}: told to run plan {plan_id}; prefetched here: {here}")
@@ -212,12 +212,12 @@ class Worker:
 
     @training
     def measure(self, part: str, tokens_per_rank: int) -> MeasuredPart:
-        """Measure one part of the costs of packs, together with all ranks. The state is worthless afterwards."""
+        """Measure a part of what packs cost, with all ranks; the state is useless afterwards."""
         return measured_on(self.rank, part, tokens_per_rank)
 
     @training
     def save(self, step: int) -> None:
-        """Stage the state and write it in the background; `run` and `finish_save` report when it is complete."""
+        """Stage the state and write it in the background; `run` and `finish_save` report when it is whole."""
         assert self.rank is not None
         self.rank.checkpointer.begin(step)
 
@@ -229,7 +229,7 @@ class Worker:
 
     @training
     def export(self, name: str) -> None:
-        """Write the trained model, tokenizer and processor to the run folder. All ranks must call this; all write."""
+        """Write the trained model, its tokenizer and processor to the run folder (all ranks write, and call this)."""
         assert self.rank is not None
         self.rank.export(name, self.processor.save)
 
@@ -241,7 +241,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def abort_generation(self, generation: int) -> None:
-        """Abort waits for ranks of `generation` or an earlier one. Call it again for groups made meanwhile."""
+        """Stop waiting for the ranks of a generation (or an earlier one); call it again for groups made meanwhile."""
         with self.switching:
             self.aborted_generation = max(self.aborted_generation, generation)
             if self.store and self.generation <= generation:
@@ -250,7 +250,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        """What this worker is doing; see Status."""
+        """Return what this worker is doing; see Status."""
         call = self.call
         passed = self.progress.passed()
         return Status(self.generation, call, str(passed) if call else "", bool(call) and passed.waits_for_peers,
@@ -263,14 +263,14 @@ class Worker:
         return held_shards([*self.kept, *here])
 
     def _abort(self) -> None:
-        """Abort what the training thread and the device wait for in this generation."""
+        """End what the training thread and the device wait for in this generation."""
         if not self.progress.aborted:
             self.progress.abort()
             self.accelerator.stop()
         abort_groups()
 
     def _leave(self) -> None:
-        """Leave the generation and keep this worker's shards of it."""
+        """Leave the generation and keep the shards that this worker holds of it."""
         with self.switching:  # what the device waits for must end before its memory can be read
             self._abort()
             self.accelerator.restart()
@@ -294,7 +294,7 @@ class Worker:
         error.__traceback__ = error.__context__ = error.__cause__ = None
         try:
             self._leave()
-        except Exception as failure:  # of the device, most likely: this worker is no good any more
+        except Exception as failure:  # most likely of the device: this worker is unusable
             self.error = self.error or words_of(failure)
         gc.collect()
         return RunError(text)

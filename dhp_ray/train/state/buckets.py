@@ -1,11 +1,11 @@
-"""The layout of parameters in the flat buffer, the buckets of the buffer, and the part that each rank owns.
+"""Where each parameter lies in the flat buffer, how the buffer is cut into buckets, and which part each rank owns.
 
     flat buffer   | weight ............... | bias ..  | weight ................ (padding)|
     buckets       |        0         |         1         |        2        |     3      |
     rank's slice  | r0 | r1 | r2     | r0 | r1 | r2      | ...             | r0 | r1 |r2|
     shard of r1        [ slice of 0 ][ slice of 1 ][ slice of 2 ][ slice of 3 ]
 
-A bucket is one collective. Its slices have the same length, so that every backend can reduce-scatter and gather it.
+A bucket is one collective. Its slices are equally long, so that every backend can reduce-scatter and gather it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 PARAMETER_ALIGNMENT = 64
-"""Elements. A parameter begins at a multiple of this, which matrix kernels prefer (128 bytes in bf16)."""
+"""Elements; a parameter begins at a multiple of this, as matrix kernels prefer (128 bytes in bf16)."""
 
 SLICE_ALIGNMENT = 8
-"""Elements. The length of a rank's slice of a bucket is a multiple of this, which fast collectives prefer (16 bytes in
+"""Elements; the length of a rank's slice of a bucket is a multiple of this, as fast collectives prefer (16 bytes in
 bf16).
 """
 
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements `start` to `stop` of the flat buffer. `shard`: where a rank's slice of them lies in its shard."""
+    """Elements `start` to `stop` of the flat buffer; `shard` is where a rank's slice of them lies in its shard."""
 
     start: int
     stop: int
@@ -53,11 +53,11 @@ class Bucket:
 
 
 class FlatLayout:
-    """The layout of named parameters in a flat buffer for `world_size` ranks.
+    """The layout of named parameters over a flat buffer and `world_size` ranks.
 
     Args:
         shapes: shape of each parameter, in the order of the buffer.
-        bucket_elements: desired length of a bucket; rounded up so that every rank's slice is a multiple of
+        bucket_elements: wanted length of a bucket; rounded up so that every rank's slice is a multiple of
             SLICE_ALIGNMENT.
     """
 
@@ -78,21 +78,21 @@ class FlatLayout:
 
     @property
     def shard_size(self) -> int:
-        """Number of elements that each rank owns, including padding."""
+        """Elements that each rank owns, padding included."""
         return self.size // self.world_size
 
     def interval(self, name: str) -> slice:
-        """The place of a parameter in the flat buffer."""
+        """Return where a parameter is in the flat buffer."""
         start = self.starts[name]
         return slice(start, start + math.prod(self.shapes[name]))
 
     def buckets_of(self, name: str) -> range:
-        """Numbers of the buckets that contain a part of a parameter."""
+        """Numbers of the buckets that hold a part of a parameter."""
         interval, length = self.interval(name), self.buckets[0].stop
         return range(interval.start // length, -(-interval.stop // length))
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces that `rank` owns, in the order of its shard. Padding belongs to no piece."""
+        """Return the pieces that `rank` owns, in the order of its shard. Padding belongs to no piece."""
         names = list(self.starts)
         starts = list(self.starts.values())
         found = []

@@ -1,15 +1,15 @@
-"""Checkpoints by parameter name: written in the background, and read on any number of ranks with any buckets.
+"""Checkpoints by parameter name: written in the background, read on any number of ranks with any buckets.
 
     checkpoints/step_000020/
-        generation_3/                of the ranks that save; a generation that was aborted has its own files
+        generation_3/                of the ranks that save; an aborted generation has files of its own
             parameters.json          state version, the shape of every trained parameter, and the fingerprint of the
-                                     files with the untrained parameters
+                                     files of the parameters that are not trained
             .metadata, __R_0.distcp  torch.distributed.checkpoint: `value.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each
                                      the flattened parameter in fp32, of which rank R wrote the intervals that it owns
         manifest.json                the driver's, written last
 
 A rank writes directly into a run folder on a file system; for an object store it writes into a folder on its node and
-uploads from there. Frozen parameters are not included, since the model's own files or seed give them.
+uploads from there. Frozen parameters are not in a checkpoint: they come from the model's own files or seed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ CPU = torch.device("cpu")
 
 
 class Checkpointer:
-    """Saves and loads one rank's part of the state. All ranks must call `begin` and `load` in the same order.
+    """Saves and loads one rank's part of the state. All ranks call `begin` and `load` alike, in the same order.
 
-    A save runs in a separate thread on `save_group`, a gloo group with no other use, so that its collectives never meet
-    training's. Files go to the run's `folder`; if that is an object store, they go through `scratch`, a folder on this
-    node. `base`: the files with untrained parameters; None if there are none.
+    A save runs in a thread of its own on `save_group`, a gloo group that nothing else uses: its collectives never mix
+    with training's. Files go to the run's `folder`, by way of `scratch`, a folder on this node, if `folder` is an
+    object store. `base`: the files of the parameters that are not trained; None: there are none.
     """
 
     def __init__(
@@ -68,8 +68,7 @@ class Checkpointer:
         self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
 
     def begin(self, step: int) -> None:
-        """Copy the current state and start to write it to the `tensors_folder` of the step. Waits for a save in
-        progress.
+        """Copy the current state and start to write it to the `tensors_folder` of the step; waits for a save under way.
         """
         self.finish()
         staged = ShardState.zeros(self.engine.shard_size, CPU)
@@ -78,9 +77,10 @@ class Checkpointer:
         self._thread.start()
 
     def poll(self) -> tuple[list[int], str]:
-        """Return the steps of which this rank has written its part, and what failed here, both since the last call.
+        """Return the steps of which this rank has written its part, and what failed here, each since the last call.
 
-        If a save failed on some ranks, those report it in one line; the other ranks report neither success nor failure.
+        A save that failed on some ranks is reported by those, in one line; the other ranks report neither success nor
+        failure.
         """
         saved: list[int] = []
         errors: list[str] = []
@@ -95,17 +95,17 @@ class Checkpointer:
                 saved.append(step)
 
     def finish(self) -> None:
-        """Wait for a save in progress; `poll` returns its result."""
+        """Wait for a save under way; `poll` tells how it went."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait up to `timeout_s` for a save in progress, then abandon it. This must be the last call; it is allowed
-        even if peers are dead. Not a collective.
+        """Wait at most `timeout_s` for a save under way, then abandon it. This is the last call, and peers may be dead.
+        Not a collective.
 
-        An abandoned save uploads no further file. Its thread ends when its group's sockets are closed, because its
-        peers are gone or have destroyed that group.
+        An abandoned save uploads no further file. Its thread ends when its group's sockets are closed, which is when
+        its peers are gone or have destroyed that group.
         """
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -116,9 +116,9 @@ class Checkpointer:
         """Load the state from `name`, a `tensors_folder`, saved by any number of ranks.
 
         Raises:
-            ValueError: it is of another model or of other untrained weights, or its tensors cannot be read; one line.
-                The engine's state is then unchanged.
-            StorageError: a file of it is missing; one line.
+            ValueError: it is of another model, or of other weights that are not trained, or its tensors cannot be read;
+                one line. The engine's state is then as before.
+            StorageError: one of its files is missing; one line.
         """
         self.finish()
         description = json.loads(self.folder.read(f"{name}/{DESCRIPTION}"))
@@ -151,7 +151,7 @@ class Checkpointer:
         return entries
 
     def _write(self, step: int, state: ShardState, group: dist.ProcessGroup | None) -> None:
-        """The thread of a save; `poll` returns its result."""
+        """The thread of a save; `poll` tells how it went."""
         name, local = tensors_folder(step, self.generation), self.folder.local_path()
         folder = local / name if local else self._staged(f"step_{step:06d}_{uuid4().hex}")
         try:
@@ -167,12 +167,11 @@ class Checkpointer:
             self._results.put((step, error))
 
     def _saved(self, name: str, state: ShardState, group: dist.ProcessGroup | None, folder: Path) -> str | None:
-        """Write every rank's part, or keep none. Returns "" on success, the failure on this rank, or None if another
+        """Write every rank's part, or leave none: returns "" if written, what failed on this rank, or None if another
         rank failed or the save was abandoned before it began.
 
-        No peer may wait for this rank in vain: everything that may fail here happens inside torch's steps or is caught.
-        If a collective itself fails, or the save was abandoned, this rank leaves, and closing the group frees its
-        peers.
+        A peer must not wait for this rank in vain: what may fail here happens inside torch's steps, or is caught. If a
+        collective itself fails, or the save was abandoned, this rank returns: peers are freed when its group is closed.
         """
         if self._left.is_set():  # its group may be gone: torch would take each rank for the only one
             return None
@@ -216,24 +215,23 @@ class Checkpointer:
                 self.folder.upload(file, f"{name}/{file.name}")
 
     def _withdraw(self, name: str, folder: Path) -> None:
-        """Delete this rank's files of a failed save: a full disk needs the room, for the logs and for the next save.
+        """Remove this rank's files of a save that failed: on a full disk, the logs and the next save need the room.
 
-        Files that cannot be deleted go when the next save is complete. The failure of this save is reported in any
-        case.
+        What cannot be removed is deleted when the next save is whole; the failure of this one is reported all the same.
         """
         with suppress(OSError):
             for file in self.folder.names(name):
                 if file.startswith(f"__{self.rank}_") or (self.rank == 0 and not file.startswith("__")):
                     self.folder.delete(f"{name}/{file}")
-            folder.rmdir()  # of the last rank to do so
+            folder.rmdir()  # succeeds on the last rank to get here
 
     def _staged(self, name: str) -> Path:
-        """A folder on this node, for an object store."""
+        """Return a folder on this node, for an object store."""
         assert self.scratch is not None, "an object store needs a folder on this node"
         return self.scratch / name
 
     def _fetch(self, name: str, state: ShardState, fetched: Path) -> Path:
-        """A copy of the checkpoint's files that this rank needs."""
+        """Download the checkpoint's files that this rank needs; return their folder."""
         self.folder.download(f"{name}/.metadata", fetched / ".metadata")
         metadata = dcp.FileSystemReader(fetched).read_metadata()
         for file in sorted(needed_files(metadata, self._entries(state))):
@@ -242,8 +240,8 @@ class Checkpointer:
 
 
 def all_well(well: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether all ranks are `well`. Waits as long as the slowest rank needs, regardless of the group's timeout,
-    because an upload may take long.
+    """Return whether all ranks are `well`. Waits as long as the slowest rank needs, whatever the group's timeout: an
+    upload may take long.
     """
     if group is None:
         return well
@@ -265,8 +263,8 @@ def compare_shapes(checkpoint: str, saved: dict[str, tuple[int, ...]], model: di
 
 
 def compare_base(checkpoint: str, saved: str, base: StoredWeights | None) -> None:
-    """Raise ValueError unless a checkpoint was trained with the weights `base`. `saved`: their fingerprint; empty if
-    the checkpoint has none.
+    """Raise ValueError unless `base` has the untrained weights that a checkpoint was trained with. `saved`: their
+    fingerprint; empty: the checkpoint has none.
     """
     if saved and base is not None and base.fingerprint != saved:
         raise ValueError(f"{checkpoint}: trained beside other weights than those in model.path, {base.path}; allowed: "
@@ -274,7 +272,7 @@ def compare_base(checkpoint: str, saved: str, base: StoredWeights | None) -> Non
 
 
 def needed_files(metadata: Metadata, entries: dict[str, Intervals]) -> set[str]:
-    """Files of a checkpoint that contain any part of `entries`."""
+    """Files of a checkpoint that hold any part of `entries`."""
     files = set()
     for name, entry in entries.items():
         stored = metadata.state_dict_metadata[name]

@@ -39,8 +39,7 @@ class Intervals:
 
 
 class Writer(dcp.FileSystemWriter):
-    """Says why a file cannot be written: torch's own error, of a position in its archive, comes on top of the system's.
-    """
+    """Reports why a file cannot be written: torch's own error, about a position in its archive, hides the system's."""
 
     def write_data(self, plan: SavePlan, planner: planners.SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -62,7 +61,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """As SavePlanner; torch's own setting up drops what is neither tensor nor plain value."""
+    """As SavePlanner; torch's own set-up drops what is neither a tensor nor a plain value."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

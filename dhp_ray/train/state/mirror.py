@@ -6,7 +6,7 @@
 
     update v+1 | begin: v+1 starts to travel | packs of the next step ... | finish: v+1 counts | update v+2 overwrites v
 
-This is the order if every version is mirrored; otherwise `finish` comes before the update of the next mirrored step.
+This holds if every version is mirrored; otherwise `finish` comes before the update of the next mirrored step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from dhp_ray.train.state.reshard import LocalShard
 
 @dataclass
 class _DoubleBuffer:
-    """Two versions of one rank's shard: the front buffer keeps its content while the back buffer is filled."""
+    """Two versions of one rank's shard: the front buffer stays as it is while the back buffer is filled."""
 
     pieces: tuple[Piece, ...]
     front: ShardState
     back: ShardState
     version: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """The version that the back buffer will have; it is sent with the shard."""
+    """The version that the back buffer will hold; it is sent along."""
 
     @classmethod
     def empty(cls, pieces: tuple[Piece, ...], size: int, pinned: bool = False) -> _DoubleBuffer:
@@ -48,27 +48,27 @@ class _DoubleBuffer:
         return cls(pieces, front, back)
 
     def swap(self) -> None:
-        """Make the back buffer, which is complete, the front buffer."""
+        """The back buffer is complete: it becomes the front buffer."""
         self.back.version = int(self.version)
         self.front, self.back = self.back, self.front
 
     def complete(self) -> list[ShardState]:
-        """The complete versions, oldest first."""
+        """Return the complete versions, oldest first."""
         found = {state.version: state for state in (self.back, self.front) if state.version != UNFINISHED}
         return [found[version] for version in sorted(found)]
 
 
 class _Exchange(Thread):
-    """A version in flight: this rank's shard is sent, and replicas are received. The thread waits for both, so it knows
-    their duration independent of when it is asked. It has no reference to an engine, since it may outlive one until a
-    hanging peer is gone.
+    """A version under way: this rank's shard is sent, and replicas are received. The thread waits for both, so that it
+    knows how long they took, whenever that is asked. It has no reference to an engine, because it may outlive one,
+    until a peer that hangs is gone.
     """
 
     def __init__(
         self, begun_s: float, receives: Mapping[int, list[dist.Work]], send: Callable[[], list[dist.Work]],
         failure: str = "",
     ) -> None:
-        """`failure`: why nothing can be received from an owner that is not among `receives`."""
+        """`failure`: why there is nothing to receive from an owner that is not among `receives`."""
         super().__init__(name="mirror", daemon=True)
         self._work = receives, send
         self._begun_s = begun_s
@@ -92,8 +92,8 @@ class _Exchange(Thread):
         self.seconds = perf_counter() - self._begun_s
 
     def _waited(self, works: list[dist.Work], way: str) -> bool:
-        """Return whether all of it has gone through. The first failure is kept as text, since its traceback would keep
-        the group.
+        """Return whether all of `works` have completed; the first failure is kept as text: its traceback would hold the
+        group.
         """
         try:
             for work in works:
@@ -105,10 +105,10 @@ class _Exchange(Thread):
 
 
 class Mirror:
-    """Sends this rank's shard to its replica rank and holds the replicas of others. The drawing above shows the calls.
+    """Sends this rank's shard to its replica rank and holds the replicas of others; the picture above shows the calls.
 
-    With `snapshot` the mirrored versions of this rank's own shard are kept too. That is needed if only some versions
-    are mirrored, since the engine has only the last two. Updates then need not wait for `finish`.
+    With `snapshot`, this rank's own shard is kept too, in the versions that were mirrored. This is needed if not every
+    version is mirrored, because the engine has only the last two. Updates then need not wait for `finish`.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class Mirror:
         group: dist.ProcessGroup | None,
         snapshot: bool = False,
     ) -> None:
-        """Every rank must call this. Rank `replica_ranks[r]` holds the replica of rank r's shard; `group` is a gloo
-        group with no other use.
+        """Every rank calls this. Rank `replica_ranks[r]` holds the replica of rank r's shard; `group` is a gloo group
+        that nothing else uses.
 
-        With a single rank, or without a group, there are no replicas, and every call does nothing.
+        With one rank, or without a group, there are no replicas and every call does nothing.
 
         Raises:
             ValueError: a rank is to hold its own replica, or there is no such rank.
@@ -139,7 +139,7 @@ class Mirror:
         self._exchange: _Exchange | None = None
         self._failure = ""
         self.seconds: list[float] = []
-        """Duration of each finished exchange, from `begin` until everything had gone through on this rank."""
+        """The seconds of each finished exchange, from `begin` until all of it had completed on this rank."""
         if self._group is None:
             return
         self._replica_peer = torch_peer(replica_ranks[rank])
@@ -156,17 +156,17 @@ class Mirror:
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory of the replicas and, on a device, of the pinned buffer from which this rank's shard is sent."""
+        """Host memory that the replicas take, and on a device the pinned memory that this rank's shard is sent from."""
         kept = [*self._replicas.values(), *([self._own] if self._own else [])]
         states = {id(state): state for buffers in kept for state in (buffers.front, buffers.back)}
         return sum(tensor.nbytes for state in states.values() for tensor in state.tensors().values())
 
     def begin(self) -> None:
-        """Start to send this rank's current version and to receive the replicas that it holds. Returns at once.
+        """Start to send this rank's current version and to receive the replicas that it holds; returns at once.
 
-        Every rank must call this after the same applied updates, and at the start of a generation. Until `finish` the
-        engine may run packs, but without a snapshot it may not update twice. If a peer is gone, `finish` raises; the
-        exchange with the other peers continues.
+        Every rank calls this after the same updates, each applied, and at the start of a generation. Until `finish` the
+        engine may run packs and, without a snapshot, not update twice. If a peer is gone, `finish` raises; the exchange
+        with the others goes on.
 
         Raises:
             RuntimeError: the last exchange was not finished.
@@ -189,9 +189,9 @@ class Mirror:
         self._exchange.start()
 
     def finish(self) -> None:
-        """Wait until everything is received and sent; the received versions count from then on.
+        """Wait until everything is received and sent; the received versions count from here on.
 
-        Raises RuntimeError if a peer is gone; versions that arrived completely count all the same.
+        Raises RuntimeError when a peer is gone: replicas that have arrived whole count nevertheless.
         """
         exchange = self._exchange
         if exchange is not None:
@@ -205,7 +205,7 @@ class Mirror:
             else:
                 self.seconds.append(exchange.seconds)
             self._exchange = None
-        if self._failure:  # for good: whoever asks next must not take the replicas for whole
+        if self._failure:  # for good: no later caller may take the replicas for whole
             raise RuntimeError(f"mirror: rank {self._rank}'s exchange broke off: {self._failure}")
 
     def replicas(self) -> dict[int, list[ShardState]]:
@@ -213,12 +213,12 @@ class Mirror:
         return {owner: buffers.complete() for owner, buffers in self._kept().items() if buffers.complete()}
 
     def local_shards(self) -> list[LocalShard]:
-        """The replicas with the pieces of each owner, for `reshard`."""
+        """The replicas with the pieces of each owner, as `reshard` takes them."""
         return [LocalShard(owner, state.version, buffers.pieces, state) for owner, buffers in self._kept().items()
                 for state in buffers.complete()]
 
     def close(self) -> None:
-        """Abandon an exchange in flight and drop the group. Replicas that were returned before stay valid."""
+        """Abandon an exchange under way and drop the group; replicas that were given out stay valid."""
         self._staged()
         self._exchange, self._replicas, self._own, self._group = None, {}, None, None
 
@@ -227,7 +227,8 @@ class Mirror:
         return {**self._replicas, self._rank: self._own} if self._own is not None and self._snapshot else self._replicas
 
     def _described(self, owners: list[int]) -> dict[int, _DoubleBuffer]:
-        """Empty replicas of the shards of `owners`. Each owner tells its replica rank the size and pieces of its shard.
+        """Return empty replicas of the shards of `owners`: each owner tells its replica rank its shard's size and
+        pieces.
         """
         assert self._group is not None
         pieces = [(piece.name, piece.start, piece.stop, piece.offset) for piece in self._engine.pieces()]
@@ -247,7 +248,7 @@ class Mirror:
         return replicas
 
     def _sending(self, current: ShardState) -> Callable[[], list[dist.Work]]:
-        """A function that sends `current`; on a device it first waits for the copy to host memory."""
+        """Return a function that sends `current`, on a device once it has been copied to host memory."""
         self._version.fill_(current.version)
         own, group, peer = self._own, self._group, self._replica_peer
         tensors = [self._version, *current.tensors().values()]
@@ -276,7 +277,7 @@ class Mirror:
         return send
 
     def _staging(self, staged: ShardState, current: ShardState) -> Any:
-        """Start to copy the device's state to pinned memory, beside compute; return the event of the end."""
+        """Start to copy the device's state to pinned memory, while the device computes; return the event of its end."""
         device = torch.get_device_module(self._engine.device)
         self._stream.wait_stream(device.current_stream(self._engine.device))
         with device.stream(self._stream):
@@ -289,7 +290,7 @@ class Mirror:
         return copied
 
     def _staged(self) -> None:
-        """Wait until this rank's own shard is complete in the memory that it is sent from."""
+        """Wait until this rank's own shard is whole in the memory that it is sent from."""
         if self._exchange is not None:
             self._exchange.sent.wait()
 

@@ -3,7 +3,8 @@
     sums      of every node's slices --> added up in my shard's slice of the bucket
     values    my shard's slice of the bucket --> one member's slice on every node
 
-Each side derives from the layouts which elements it sends and receives, so no sizes are exchanged.
+Each side knows from the layouts alone which elements it sends to each rank and gets from each rank: no size is
+exchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Route:
 
 @dataclass
 class Arriving:
-    """Values in flight from all ranks, which will be added to places of `target` or copied there."""
+    """An exchange under way: what arrives from all ranks is added to places of `target`, or copied there."""
 
     work: dist.Work | None
     received: Tensor
@@ -46,7 +47,7 @@ class Arriving:
     adds: bool
 
     def take(self) -> None:
-        """Add or copy the values. Must be called after `work` has ended."""
+        """Take what has arrived, once `work` has ended."""
         parts = self.received.split([place.stop - place.start for place in self.places])
         for place, part in zip(self.places, parts):
             if self.adds:
@@ -56,7 +57,7 @@ class Arriving:
 
 
 class NodeExchange:
-    """Routes of one rank. `nodes`: the ranks of each node, including this rank's."""
+    """The routes of one rank. `nodes`: the ranks of each node; this rank is in one of them."""
 
     def __init__(self, layout: FlatLayout, units: Sequence[Unit], nodes: Sequence[Sequence[int]], rank: int,
                  compute_type: torch.dtype, group: dist.ProcessGroup | None) -> None:
@@ -69,14 +70,14 @@ class NodeExchange:
         self._values = [(self._of_shard(values, bucket), self._of_slices(values, bucket)) for bucket in layout.buckets]
 
     def begin_sums(self, number: int, own_sums: Tensor, total: Tensor) -> Arriving:
-        """Send this rank's sums of a bucket. The result is to be added to `total`, its slice of the bucket. Every rank
-        must call this.
+        """Send this rank's sums of a bucket; what arrives is to be added to `total`, its slice of the bucket. Every
+        rank calls it.
         """
         return self._begin(own_sums, *self._sums[number], total, adds=True)
 
     def begin_values(self, number: int, values: Tensor, own_values: Tensor) -> Arriving:
-        """Send `values`, this rank's slice of a bucket. The result is to be copied to `own_values`, its part of the
-        node's values. Every rank must call this.
+        """Send `values`, this rank's slice of a bucket; what arrives is to be copied to `own_values`, its part of the
+        node's. Every rank calls it.
         """
         return self._begin(values, *self._values[number], own_values, adds=False)
 
@@ -89,7 +90,7 @@ class NodeExchange:
         return Arriving(work, received, sent, receive.places, target, adds)
 
     def _of_slices(self, maps: Mapping[int, HeldMap], bucket: Bucket) -> Route:
-        """The elements of each rank's shard of a bucket that lie in this rank's slices, and their places there."""
+        """Return which parts of each rank's shard of a bucket are in this rank's slices: as places in these slices."""
         width = (bucket.stop - bucket.start) // self.layout.world_size
         own, held = self.members.index(self.rank), maps[len(self.members)]
         starts = [bucket.start + rank * width for rank in range(self.layout.world_size)]
@@ -97,8 +98,8 @@ class NodeExchange:
         return Route.of(found, lambda piece: slice(piece.offset, piece.offset + piece.stop - piece.start))
 
     def _of_shard(self, maps: Mapping[int, HeldMap], bucket: Bucket) -> Route:
-        """The elements of this rank's shard of a bucket that lie in each rank's slices, and their places in its slice
-        of the bucket.
+        """Return which parts of this rank's shard of a bucket are in each rank's slices: as places in its slice of the
+        bucket.
         """
         width = (bucket.stop - bucket.start) // self.layout.world_size
         start = bucket.start + self.rank * width

@@ -3,8 +3,8 @@
     read(u)        every member's slice of unit u --copy--> a rank's buffer
     add(u, ...)    a rank's gradients --add, under the owner's lock--> the members' sums
 
-No other rank takes part in either, so ranks do not wait for each other. This module does not know when values or sums
-may be read; barriers at the end of a step ensure that (`node_engine.py`).
+No other rank takes part in either, so ranks run independently. Nothing here tells when values or sums may be read:
+barriers at the end of a step do (`node_engine.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dhp_ray.train.state.slices import Slices, Unit
 
 
 class NodeState:
-    """Views of a node's memory. `values` and `sums`: how units are cut into slices."""
+    """Views of a node's memory. `values` and `sums` say how units are cut."""
 
     def __init__(self, units: Sequence[Unit], memory: NodeMemory, values: Slices, sums: Slices,
                  compute_type: torch.dtype) -> None:
-        """The parts of `memory` have `num_bytes(...)`."""
+        """The parts of `memory` have `num_bytes(...)` each."""
         self.units, self.memory, self.values, self.sums = units, memory, values, sums
         split = values.region * compute_type.itemsize
         self._values = [part[:split].view(compute_type) for part in memory.parts]
@@ -32,7 +32,7 @@ class NodeState:
 
     @staticmethod
     def num_bytes(values: Slices, sums: Slices, compute_type: torch.dtype) -> int:
-        """Size of each member's part."""
+        """Return the bytes of each member's part."""
         return values.region * compute_type.itemsize + sums.region * 4
 
     def read(self, unit: int, into: Tensor) -> None:
@@ -43,7 +43,7 @@ class NodeState:
             into[first:last].copy_(part[start : start + last - first], non_blocking=True)
 
     def own_slice(self, name: str, num_elements: int) -> tuple[Tensor, int]:
-        """This rank's slice of a parameter's values, for writing, and its place in the flattened parameter."""
+        """Return this rank's slice of a parameter's values, to be written, and its start in the flattened parameter."""
         unit = self._unit_of(name)
         begin = self.units[unit].starts[name]
         first, last = self.values.of_member(unit, self.memory.own)
@@ -52,7 +52,7 @@ class NodeState:
         return self.own_values[offset : offset + max(0, stop - start)], start - begin
 
     def value(self, name: str, num_elements: int) -> Tensor:
-        """The current values of a parameter, flat."""
+        """Return a parameter's values, flat, as they are now."""
         unit = self._unit_of(name)
         whole = self._values[0].new_empty(self.units[unit].size)
         self.read(unit, whole)
@@ -76,7 +76,7 @@ class NodeState:
                         self._sums[member][offset : offset + len(part)].add_(part)
 
     def read_rows(self, unit: int, rows: Tensor) -> Tensor:
-        """Rows (K,) of a unit that is one matrix: (K, row)."""
+        """Return rows (K,) of a unit that is one matrix, as (K, row)."""
         width, length = self.units[unit].row, self.values.lengths[unit]
         start, per_member = self.values.starts[unit], length // width
         found = self._values[0].new_zeros(len(rows), width)

@@ -17,11 +17,10 @@ UNFINISHED = -1
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW (arXiv 1711.05101) and the clipping before it. Settings that differ between parameters are functions of the
-    name.
+    """AdamW (arXiv 1711.05101) and the clipping before it; what differs between parameters is a function of the name.
 
-    `learning_rate_of(name)`: the peak learning rate. `decays(name)`: whether `weight_decay` applies. `clip_norm` limits
-    the global gradient norm; 0 disables clipping.
+    `learning_rate_of(name)` is the peak; `decays(name)` tells whether `weight_decay` applies. `clip_norm` bounds the
+    global gradient norm; 0 leaves it alone.
     """
 
     learning_rate_of: Callable[[str], float]
@@ -44,13 +43,13 @@ class ShardState:
 
     @classmethod
     def zeros(cls, size: int, device: torch.device, pinned: bool = False) -> ShardState:
-        """`pinned`: in host memory that a device can copy to and from beside compute."""
+        """`pinned`: in host memory that a device copies to and from while it computes."""
         values = torch.zeros(3, size, dtype=torch.float32, device=device, pin_memory=pinned)
         value, exp_avg, exp_avg_sq = values.unbind()
         return cls(value, exp_avg, exp_avg_sq)
 
     def copy_(self, other: ShardState) -> None:
-        """Copy another state; this one is unfinished until the copy is done."""
+        """Take over another state; this one is unfinished until that is done."""
         self.version = UNFINISHED
         for mine, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
             mine.copy_(theirs)
@@ -62,7 +61,7 @@ class ShardState:
 
 @dataclass(frozen=True)
 class _Group:
-    """Intervals of the shard with the same learning rate and decay."""
+    """Intervals of the shard that one learning rate and one decay apply to."""
 
     learning_rate: float
     weight_decay: float
@@ -75,7 +74,7 @@ class ShardedAdamW:
     def __init__(
         self, settings: OptimizerSettings, pieces: Iterable[Piece], buckets: Iterable[Bucket], names: Iterable[str]
     ) -> None:
-        """`names`: of all parameters, including those of which this rank owns nothing."""
+        """`names` are those of all parameters, even those of which this rank owns nothing."""
         self.settings = settings
         self.peak_learning_rate = max(settings.learning_rate_of(name) for name in names)
         by_bucket: dict[int, list[Piece]] = {bucket.shard.start: [] for bucket in buckets}
@@ -90,10 +89,10 @@ class ShardedAdamW:
     def write(
         self, bucket: Bucket, current: ShardState, following: ShardState, gradient: Tensor, learning_rate_factor: float
     ) -> None:
-        """Write the bucket's part of version v+1 into `following`, from version v in `current`, which is not changed.
+        """Write the bucket's part of version v+1 into `following`, from version v in `current`, which is left as it is.
 
-        `gradient`: this rank's slice of the bucket, fp32. It is zero for parameters without a gradient: their moments
-        fade and their decay applies, as with any other gradient.
+        `gradient` is this rank's slice of the bucket, fp32. Parameters without a gradient have zeros there: their
+        moments fade and their decay applies, as with any other gradient.
         """
         for mine, theirs in zip(following.tensors().values(), current.tensors().values(), strict=True):
             mine[bucket.shard].copy_(theirs[bucket.shard])
@@ -110,7 +109,7 @@ class ShardedAdamW:
                 lr=group.learning_rate * learning_rate_factor, weight_decay=group.weight_decay)
 
     def _grouped(self, pieces: list[Piece]) -> list[_Group]:
-        """Group pieces by their settings. Neighbours are joined across the padding between them, which stays zero."""
+        """Group pieces by their settings; neighbours are joined over the padding between them, which stays zero."""
         found: dict[tuple[float, float], list[slice]] = {}
         previous = None
         for piece in pieces:

@@ -6,8 +6,7 @@
                      \\        v        v
     new layout       rank 0   |   rank 1                   every new rank gets the intervals that it wants
 
-Layouts are lists of pieces, that is, intervals of flattened parameters: any number of ranks, any buckets, either
-engine.
+Layouts are lists of pieces, intervals of flattened parameters: any number of ranks, any buckets, either engine.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Offer = tuple[int, int, list[PieceFields]]
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A complete version of rank `owner`'s shard. `pieces`: its content, in the layout that it comes from."""
+    """A complete version of rank `owner`'s shard; `pieces` say what it holds, in the layout that it comes from."""
 
     owner: int
     version: int
@@ -42,7 +41,7 @@ class LocalShard:
     state: ShardState
 
     def on_host(self) -> LocalShard:
-        """The same shard in host memory; itself if it is there already."""
+        """Return the same shard in host memory; itself if it is there already."""
         if self.state.value.device == CPU:
             return self
         state = ShardState.zeros(self.state.value.numel(), CPU)
@@ -51,8 +50,8 @@ class LocalShard:
 
 
 class _Transfer(NamedTuple):
-    """Elements in flight: from `source_offset` of the supplier's local shard number `shard` to `target_offset` of the
-    new shard.
+    """Elements to move: from `source_offset` of the supplier's local shard number `shard` to `target_offset` of the new
+    shard.
     """
 
     shard: int
@@ -72,15 +71,16 @@ class _Transfer(NamedTuple):
 def reshard(
     supplies: Sequence[LocalShard], wanted: Sequence[Piece], shard_size: int, rank: int, group: dist.ProcessGroup | None
 ) -> ShardState:
-    """This rank's shard of the new layout, in host memory: `shard_size` elements, with `wanted` filled and the others
-    0.
+    """Return this rank's shard of the new layout, in host memory: `shard_size` elements, of which `wanted` are filled
+    and the others are 0.
 
-    Every rank of the new membership must call this on a gloo group of all of them; None is for a single rank.
-    `supplies`: the shards that this rank supplies. Exactly one new rank supplies each old rank's shard, and all in the
-    same version. Values are moved but never computed with, so the result is bitwise equal to what was supplied.
+    Every rank of the new membership calls this on a gloo group of them all; None is for a single rank. `supplies` are
+    the shards that this rank is to supply: each old rank's shard is supplied by exactly one new rank, all in one
+    version. Values are moved, never computed with: the result is bit for bit what was supplied.
 
     Raises:
-        ValueError: on every rank, one line: an interval that no rank supplies, a shard supplied twice, or two versions.
+        ValueError: on all ranks alike, one line: an interval that nobody supplies, a shard supplied twice, or two
+            versions.
     """
     offer: list[Offer] = [(shard.owner, shard.version, _intervals(shard.pieces)) for shard in supplies]
     offers, wants = _all_of(offer, _intervals(wanted), group)
@@ -106,7 +106,7 @@ def _intervals(pieces: Iterable[Piece]) -> list[PieceFields]:
 def _all_of(
     offer: list[Offer], wanted: list[PieceFields], group: dist.ProcessGroup | None
 ) -> tuple[list[list[Offer]], list[list[PieceFields]]]:
-    """What each new rank supplies and wants."""
+    """Return what each new rank supplies and wants."""
     if group is None:
         return [offer], [wanted]
     described: list[tuple[list[Offer], list[PieceFields]]] = [([], [])] * group.size()
@@ -135,10 +135,10 @@ def _common_version(offers: list[list[Offer]]) -> int:
 def _routes(
     offers: list[list[Offer]], wants: list[list[PieceFields]], rank: int
 ) -> tuple[dict[int, list[_Transfer]], dict[int, list[_Transfer]]]:
-    """What `rank` sends to each rank and receives from each; both sides list the parts of a pair in the order in which
+    """Return what `rank` sends to each rank and receives from each; both ends list a pair's parts in the order in which
     they are wanted.
 
-    Every rank goes through everything that is wanted, so that all ranks refuse an interval without a supplier.
+    Every rank goes through all wanted intervals, so that all ranks refuse what nobody supplies.
     """
     supplied: dict[str, list[tuple[int, int, int, int, int]]] = {}
     for supplier, offered in enumerate(offers):
@@ -181,7 +181,7 @@ def _exchange(
     receives: dict[int, list[_Transfer]],
     group: dist.ProcessGroup,
 ) -> None:
-    """One tensor of the state between all ranks, in one collective."""
+    """Exchange one tensor of the state between all ranks, in one collective."""
     ranks = range(group.size())
     send_counts = [sum(part.length for part in sends.get(other, [])) for other in ranks]
     receive_counts = [sum(part.length for part in receives.get(other, [])) for other in ranks]

@@ -1,4 +1,5 @@
-"""The layout of a model's units in the memory of a node: each unit's parameters one after another, cut into slices.
+"""How the units of a model are laid out in the memory of a node: each unit's parameters one after the other, cut into
+slices.
 
     unit "layers.3"      | q_proj ....... | k_proj .. | norm | (frozen) bias |
     values               [ member 0      ][ member 1      ][ member 2         ]   computing type, all parameters
@@ -6,7 +7,7 @@
 
     part of member 1     [ values of unit 0 | values of unit 1 | ... | sums of unit 0 | sums of unit 1 | ... ]
 
-A unit is a set of parameters that are read together. AdamW's shards have another layout (`buckets.py`): `pieces` tells
+A unit is a set of parameters that are read together. AdamW's shards have another layout (`buckets.py`): `pieces` says
 which elements of the flat buffer a member has in its slices.
 """
 
@@ -21,14 +22,14 @@ from typing import NamedTuple
 from dhp_ray.train.state.buckets import PARAMETER_ALIGNMENT, FlatLayout
 
 SLICE_BYTES = 64
-"""The begin and the length of a slice in its part are multiples of this number of bytes."""
+"""A slice begins at a multiple of this many bytes of its part, and its length is a multiple too."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Names of parameters, trained ones before frozen ones, and the first element of each in the unit.
+    """Names of parameters, trained ones before frozen ones, and where each begins in the unit (elements).
 
-    `row`: slices are cut only between rows of this many elements (1: anywhere that alignment allows).
+    `row`: slices are cut between rows of this many elements (1: anywhere that alignment allows).
     """
 
     starts: Mapping[str, int]
@@ -38,7 +39,7 @@ class Unit:
 
     @staticmethod
     def of(shapes: Mapping[str, Sequence[int]], frozen: Collection[str] = (), row: int = 1) -> Unit:
-        """`shapes`: of its parameters; `frozen`: the untrained ones."""
+        """`shapes` of its parameters; `frozen` are those of them that are not trained."""
         starts: dict[str, int] = {}
         end = trained_size = 0
         for parameter in sorted(shapes, key=lambda parameter: parameter in frozen):
@@ -62,7 +63,7 @@ class Held(NamedTuple):
 class Slices:
     """One kind of value (values or sums) of all units, over the members of a node.
 
-    `starts[u]`: begin of unit u's slice in each member's region, in elements. `lengths[u]`: its length.
+    `starts[u]`: where unit u's slice begins in each member's region, in elements; `lengths[u]`: how long it is.
     """
 
     def __init__(self, units: Sequence[Unit], num_members: int, element_bytes: int, trained_only: bool) -> None:
@@ -80,12 +81,14 @@ class Slices:
         self.region = end
 
     def of_member(self, unit: int, member: int) -> tuple[int, int]:
-        """The first element of a unit that a member has, and the one after its last."""
+        """Return the elements of a unit that a member has: from, to."""
         length, size = self.lengths[unit], self.sizes[unit]
         return min(member * length, size), min((member + 1) * length, size)
 
     def pieces(self, units: Sequence[Unit], layout: FlatLayout) -> list[Held]:
-        """Which member has which elements of the flat buffer, in the buffer's order. Padding belongs to no member."""
+        """Return which member has which elements of the flat buffer, in the order of the buffer. Padding belongs to no
+        member.
+        """
         found = []
         for number, unit in enumerate(units):
             for name, begin in unit.starts.items():

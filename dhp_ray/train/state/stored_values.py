@@ -1,4 +1,4 @@
-"""The trained values of a checkpoint, read without an engine on one host."""
+"""The trained values of a checkpoint, read without an engine, on one host."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dhp_ray.train.state.intervals import Intervals, LoadPlanner
 
 
 class StoredValues:
-    """The values in `folder`, the `tensors_folder` of a checkpoint on this machine. Errors call it `name`.
+    """The values in `folder`, the `tensors_folder` of a checkpoint on this machine. `name` is its name in errors.
 
     Args:
-        shapes: of the model's trained parameters.
-        others: other parameters that may be gathered.
-        base: the files with those; None if there are none.
+        shapes: those of the model's trained parameters.
+        others: the other parameters that `gather` may be asked for.
+        base: the files that these come from; None: there are none.
 
     Raises:
-        ValueError: the checkpoint is of another model, of another `base`, or damaged; one line.
+        ValueError: the checkpoint is of another model, or of another `base`, or damaged; one line.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StoredValues:
         compare_base(name, description.get("base", ""), base)
 
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
-        """Like `Engine.gather`, for one rank. Everything that is wanted is read at once.
+        """As `Engine.gather`, for one rank; all that is wanted is read at once.
 
         Raises:
             ValueError: tensors cannot be read; one line.
@@ -59,7 +59,7 @@ class StoredValues:
         entries = {f"value.{name}": Intervals(value.numel(), {0: value.view(-1)}) for name, value in found.items()}
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant so
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is intended
                 dcp.load(entries, storage_reader=dcp.FileSystemReader(self.folder),
                          planner=LoadPlanner(flatten_state_dict=False), no_dist=True)
         except CheckpointException as error:
