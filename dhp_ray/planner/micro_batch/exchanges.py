@@ -30,6 +30,9 @@ from dhp_ray.planner.schedule import Schedule, by_owner, crosses_nodes
 BETTER = 1e-6
 """The share of a micro-batch's time that counts as shorter."""
 
+EFFORT = 1e8
+"""The most pairs of sequences that turns compare, about: some 0.15 s. It cuts short only batches of thousands."""
+
 TRIES = 6
 """The most exchanges of a pack that are tried by exact times in one turn."""
 
@@ -83,7 +86,8 @@ def exchange(batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray) ->
         times[pack], held[pack] = _pack_s(batch, groups, rates, pack, pack_of)
         longest_s[groups.micro_batch[pack]] = max(longest_s[groups.micro_batch[pack]], times[pack])
     left = num_micro_batches  # turns in a row that bring nothing
-    for turn in range(len(pack_of)):
+    of_a_turn = len(pack_of) * (len(pack_of) / num_packs + 2 * TRIES)
+    for turn in range(min(len(pack_of), int(EFFORT / of_a_turn))):
         number = turn % num_micro_batches
         shortened = _shorten(batch, groups, rates, pack_of, times, held, longest_s, number)
         left = num_micro_batches if shortened else left - 1
