@@ -119,7 +119,6 @@ VARIANTS = (
     ),
     one("micro_batch: no exchanges between packs", "EXCHANGED = 3", "EXCHANGED = 0"),
     one("micro_batch: exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),
-    one("micro_batch: a tenth of the effort for exchanges", "EFFORT = 1e8", "EFFORT = 1e7"),
     one("micro_batch: one exchange tried a turn", "TRIES = 6", "TRIES = 1"),
     one("micro_batch: unequal ranks are not taken for equal ones", _AS_EQUAL, "if False:"),
     one("apart: no exchanges", _EXCHANGED, "pass\n"),

@@ -30,8 +30,9 @@ from dhp_ray.planner.schedule import Schedule, by_owner, crosses_nodes
 BETTER = 1e-6
 """The share of a micro-batch's time that counts as shorter."""
 
-EFFORT = 1e8
-"""The most pairs of sequences that turns compare, about: some 0.15 s. It cuts short only batches of thousands."""
+EFFORT = 1e7
+"""The most pairs of sequences that turns compare, about; some 20 ms. Ten times as much shortens plans of thousands of
+sequences by 0.02 % at most."""
 
 TRIES = 6
 """The most exchanges of a pack that are tried by exact times in one turn."""
