@@ -16,12 +16,7 @@ KEYS = r"data\.(?!path|sources|shuffle|decoders|synthetic)|model\.path|eval\.(?!
 
 def main(argv: list[str]) -> int:
     ending = Ending("before the end")
-    ending.listen()
-    try:
-        return _main(argv, ending)
-    except KeyboardInterrupt:
-        ending.tell()
-        return 1
+    return ending.run(lambda: _main(argv, ending))
 
 
 def _main(argv: list[str], ending: Ending) -> int:

@@ -10,12 +10,7 @@ from dhp_ray.runtime.job.ending import Ending
 
 def main(argv: list[str]) -> int:
     ending = Ending()
-    ending.listen()
-    try:
-        return _main(argv, ending)
-    except KeyboardInterrupt:
-        ending.tell()
-        return 1
+    return ending.run(lambda: _main(argv, ending))
 
 
 def _main(argv: list[str], ending: Ending) -> int:

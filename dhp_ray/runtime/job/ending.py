@@ -41,13 +41,22 @@ class Ending:
         self._signals = 0  # that the main thread has handled
         self._leaving = self._over = self._told = False
 
-    def listen(self) -> None:
-        """Handle the signals from here on. Call it from the main thread."""
-        readable, writable = os.pipe()
-        os.set_blocking(writable, False)
-        signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-        Thread(target=self._read, args=(readable,), name="signals", daemon=True).start()
-        self.take_signals()
+    def run(self, work: Callable[[], int]) -> int:
+        """Handle signals, and return the exit status of `work`, which they may end. Call this from the main thread.
+
+        Foreign code may turn the KeyboardInterrupt into another error: an import that it interrupts can raise
+        RuntimeError or ModuleNotFoundError.
+        """
+        try:
+            self._listen()
+            return work()
+        except KeyboardInterrupt:
+            pass
+        except Exception:
+            if not self._leaving:
+                raise
+        self.tell()
+        return 1
 
     def take_signals(self) -> None:
         """Handle the signals here and replace other handlers; signals that have been ignored since the process began
@@ -82,6 +91,13 @@ class Ending:
             )
             way_back = "" if self._stop is None else " to go on from the newest checkpoint"
             print(f"error: {what}; start the same command again{way_back}", file=sys.stderr, flush=True)
+
+    def _listen(self) -> None:
+        readable, writable = os.pipe()
+        os.set_blocking(writable, False)
+        signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+        Thread(target=self._read, args=(readable,), name="signals", daemon=True).start()
+        self.take_signals()
 
     def _handle(self, number: int, frame: Any) -> None:
         self._signals += 1

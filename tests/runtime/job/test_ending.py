@@ -21,15 +21,9 @@ import ctypes, os, signal, sys, time
 from dhp_ray.runtime.job.ending import Ending
 
 ending = Ending()
-ending.listen()
 
 def main(work):
-    try:
-        print("ready", flush=True)
-        work()
-    except KeyboardInterrupt:
-        ending.tell()
-        return 1
+    return ending.run(lambda: (print("ready", flush=True), work())[1])
 """
 SLEEP = "sys.exit(main(lambda: time.sleep(60)))"
 # A mutex that the thread holds itself: signals do not interrupt the wait for it, as they do not interrupt Ray's for a
@@ -39,7 +33,18 @@ FOREIGN = ("mutex = ctypes.create_string_buffer(256); lock = ctypes.CDLL(None).p
 TRAIN = """ending.hand_over(lambda reason: print("told", reason, flush=True)); """ + SLEEP
 OVER = 'ending.hand_over(lambda reason: print("told", flush=True)); ending.over(); main(lambda: time.sleep(0.5))'
 MUTE = "ending.say = lambda text: open('/nowhere/at/all'); " + TRAIN
-RAY = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(15)); ending.take_signals(); " + SLEEP
+RAY = ("def work(): signal.signal(signal.SIGTERM, lambda *_: sys.exit(15)); ending.take_signals(); time.sleep(60)\n"
+       "sys.exit(main(work))")
+WRAPPED = """
+def work():
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt as error:
+        raise ModuleNotFoundError("a part of it") from error
+
+sys.exit(main(work))
+"""
+BROKEN = "sys.exit(main(lambda: 1 / 0))"
 
 
 class Process:
@@ -92,6 +97,17 @@ def test_before_there_is_anything_to_save_a_signal_ends_the_process(
     process = begin(code)
     process.send(number)
     assert process.ended() == (1, [], f"error: stopped before the first step: {name}; start the same command again\n")
+
+
+def test_foreign_code_may_raise_its_own_error_for_the_signal(begin: Begin) -> None:
+    """An import that SIGTERM interrupted once left a traceback in place of the line."""
+    process = begin(WRAPPED)
+    process.send(signal.SIGTERM)
+    assert process.ended() == (1, [], "error: stopped before the first step: SIGTERM; start the same command again\n")
+
+
+def test_an_error_without_a_signal_is_raised(begin: Begin) -> None:
+    assert begin(BROKEN).ended()[2].endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_foreign_code_cannot_hold_the_process_up(begin: Begin) -> None:
