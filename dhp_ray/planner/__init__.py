@@ -1,7 +1,7 @@
 """Plans a global batch: which sequences run together, on which ranks, in which order.
 
     samples -> problem_of -> a planner of PLANNERS -> schedule -> priced (cost, encoders, timeline, bound) -> Plan
-    the same with its images encoded apart from the packs (`world`) -> Plan                    the shorter one is taken
+    the same with images encoded apart from the packs (`world`) -> Plan                        the shorter one is taken
 
 It is a pure function of its arguments: the same batch, speeds, costs and pool give the same plan.
 """
@@ -119,9 +119,8 @@ def plan_batch(
 
 def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
     """Plans of all batches of a data set (`checked_problem`'s, on equal clusters) under one static layout, as static
-    systems
-    run: the degree and the pack cap with the least sum of makespans. These plans have the name `static` and do not
-    replay, since each depends on all batches.
+    systems run: the degree and the pack cap with the least sum of makespans. These plans have the name `static` and do
+    not replay, since each depends on all batches.
     """
     problems = [bounded(problem) for problem in problems]
     layout = static_layout(problems)

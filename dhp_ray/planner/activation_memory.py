@@ -1,8 +1,9 @@
 """Bytes of activations: what a pack's forward pass keeps for its backward pass, on the device and in host memory.
 
-By token or by patch, for layers of width D, H heads and K of keys and values, each d wide, an MLP of F (trained: t = 1,
-else 0; recomputation keeps c D of each layer, and this for one layer at a time; adapters, LoRA, keep the inputs of
-their layers as trained weights do, and nothing of norms), in a computing type of c bytes:
+For each token or patch, in a layer of width D, with H heads and K heads of keys and values, each d wide, an MLP of
+width F and a computing type of c bytes. Trained: t = 1, otherwise 0. Recomputation keeps c D of each layer, and the
+following only for one layer at a time. Adapters (LoRA) keep the inputs of their layers as trained weights do, and
+nothing of norms:
 
     norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
                    layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
@@ -11,8 +12,8 @@ their layers as trained weights do, and nothing of norms), in a computing type o
                    an encoder block also 2 c D (q and k before rotation)
     MLP            c F (3 + t); without a gate c F (1 + t)
 
-Of the encoder's and of the language model's L layers the first ceil(share x L) keep theirs in host memory; in the
-backward pass those of LEAST_LAYERS are on the device at least.
+The first ceil(share x L) of the L layers of the encoder, and likewise of the language model, keep their activations in
+host memory. In the backward pass the activations of at least LEAST_LAYERS layers are on the device.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class ActivationMemory:
         self._trains_weights = {part: settings.trains_weights(part) for part in ("vision", "language")}
 
     def layer_bytes(self, part: str, layer: LayerShape) -> int:
-        """Bytes that a layer keeps of a token (or patch) for its backward pass."""
+        """Bytes that a layer keeps for each token (or patch) for its backward pass."""
         c = self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         own = 2 * c * layer.width if part == "vision" else 0
-        if layer.query_key_norms:  # and a number each head, where it is normed by itself
+        if layer.query_key_norms:  # and a number for each head, which is normed separately
             own += ((queries + key_values) * (4 + c * self._trains_weights[part])
                     + 4 * (layer.heads + layer.key_value_heads))
         return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
@@ -48,7 +49,7 @@ class ActivationMemory:
         """The most bytes of a pack's activations that are in host memory at a time."""
         moved = 0.0
         for part, positions in (("language", load.tokens), ("vision", load.patches)):
-            # the language model's are kept where anything upstream of the loss is trained
+            # those of the language model are kept if anything before the loss is trained
             if self._trains["vision"] or (self._trains["language"] and part == "language"):
                 count = self._num_layers(part)
                 moved += positions * self._of_layers(part) * num_moved(load.offload, count) / max(1, count)
@@ -63,9 +64,9 @@ class ActivationMemory:
                    for layer in (self.shape.vision if part == "vision" else self.shape.language))
 
     def _kept(self, part: str, load: PackLoad, least: int = 0) -> float:
-        """Bytes that the layers of a part, and everything next to them, keep on the device until their backward pass;
-        during it, with at least `least` layers there. The share of layers is used unrounded: rounding up moves more of
-        them, never less.
+        """Bytes that the layers of a part, with their rotations and mergers, keep on the device until their backward
+        pass, or during it, when at least `least` layers are there. The share of layers is used unrounded: rounding up
+        moves more of them, never less.
         """
         shape, c, positions = self.shape, self._c, load.patches if part == "vision" else load.tokens
         layers = shape.vision if part == "vision" else shape.language
@@ -75,13 +76,13 @@ class ActivationMemory:
         return positions * (of_layers + 8 * layers[0].head_width + self._merger_bytes())  # fp32 cosines and sines
 
     def _merger_bytes(self) -> float:
-        """Bytes that the mergers keep of a patch: their norms, their first products and their activations."""
+        """Bytes that the mergers keep for each patch: their norms, their first products and their activations."""
         shape = self.shape
         width, levels = shape.vision[0].width, shape.feature_levels
-        # a projector behind the encoder has a layer norm, whatever the encoder's norms are
+        # a projector after the encoder has a layer norm, whatever the encoder's norms are
         norm = self._norm("vision", replace(shape.vision[0], layer_norms=True) if shape.vision_projector
                           else shape.vision[0]) * width
-        shared = self._c * width * (levels - 1)  # a layer norm's input, which the next block has too
+        shared = self._c * width * (levels - 1)  # a layer norm's input, which the next block keeps too
         return levels * (norm + 2 * self._c * shape.merger_width / shape.merge_area) - shared
 
     def _norm(self, part: str, layer: LayerShape) -> int:

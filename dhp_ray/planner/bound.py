@@ -1,40 +1,41 @@
 """A lower bound on the time of every plan of a batch.
 
-Fix a makespan T. A sequence in a pack of degree d makes the pack last at least its own time alone, t(d); so it runs
-at a degree with t(d) <= T, and takes at least the least area a(T) over those degrees, where area is rank-seconds
-weighted by speed. All areas must fit under T:
+Fix a makespan T. A pack of degree d lasts at least as long as each of its sequences alone, t(d). So a sequence runs at
+a degree with t(d) <= T, and takes at least the least area a(T) over those degrees, where area is rank-seconds weighted
+by speed. All areas must fit under T:
 
     sum of a_i(T) <= T * sum of speeds     and     t_i(d) <= T for some d, for every i
 
-Both hold from some T on, and that T is the bound. The area of a sequence at degree d is its compute, plus its
-communication on the d slowest ranks, plus its share of what a pack pays once (latency, pack_s): a pack of degree d
-holds at most d * most_tokens_per_rank tokens, so each token carries 1 / that many. Members of a group are held to the
-speed of its slowest, so with unequal speeds compute takes at least the area of d neighbours in speed. Where
-attention hides communication, a pack may hide more than its sequences do alone; the area then keeps compute only
-(times alone still hold: what the other sequences of a pack hide they also compute). Waiting for copies to host memory
-is no area either, and a sequence alone waits no longer than with others: those add to compute and to what is moved.
+Both conditions hold from some T on, and that T is the bound. The area of a sequence at degree d is its compute, plus
+its communication on the d slowest ranks, plus its share of what a pack pays once (latency, pack_s): a pack of degree d
+holds at most d * most_tokens_per_rank tokens, so each token carries 1 / that many. Members of a group run at the speed
+of its slowest member, so with unequal speeds compute takes at least the area of d ranks that are neighbours in speed.
+If attention hides communication, a pack may hide more than its sequences do alone; the area then counts only compute.
+(Times alone remain valid: what the other sequences of a pack hide, they also compute.) Waiting for copies to host
+memory is no area either. A sequence alone waits no longer than with others, which add to compute and to what is moved.
 
-The share is little where packs are far from full. But a rank that runs anything runs a pack, and pays at least the
-least o that a pack pays once. It has T - o left for the rest, and a rank that runs nothing has no more:
+This share is small if packs are far from full. But a rank that runs anything runs a pack, and pays at least o, the
+least that a pack pays once. It has T - o left for the rest, and a rank that runs nothing has no more:
 
     sum of a_i(T) without shares <= (T - o) * sum of speeds
 
-    2 ranks, packs of at most 100 tokens that cost 1 s each, 4 sequences of 10 tokens and 3 s: shares of 0.1 s make
-    4 * 3.1 / 2 = 6.2 s; a pack on each rank, 4 * 3 / 2 + 1 = 7 s, and that is what two packs of two take
+    2 ranks, packs of at most 100 tokens that cost 1 s each, 4 sequences of 10 tokens and 3 s: shares of 0.1 s give
+    4 * 3.1 / 2 = 6.2 s; a pack on each rank gives 4 * 3 / 2 + 1 = 7 s, which is what two packs of two take
 
-Where images may be encoded apart from the packs, a sequence's images take at least their time on all ranks together,
-and its largest one, where it cannot be cut, that on the fastest, before and after its own time in a pack. A rank may
-then have images and no pack. Let ranks with packs have the speed x in all, of S; packs L rank-seconds of work, and
-images V:
+If images may be encoded apart from the packs, the images of a sequence are encoded before and after its own time in a
+pack. They take at least their time on all ranks together, and the largest image, if it cannot be cut, at least its time
+on the fastest rank. A rank may then have images and no pack. Let S be the sum of all speeds, x that of the ranks with
+packs, L the rank-seconds of work in packs, and V those of images:
 
     L <= (T - o) x     and     L + V + o x <= T S     so     o L <= (T - o) (T S - L - V)
 
-With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long), with fixed_s for as
-many micro-batches as the tokens need, o as often, and each at least gather_s.
+With `sync=micro_batch` the same holds for the sum over micro-batches (each is at most T long). Then fixed_s counts once
+for each of the micro-batches that the tokens need, and so does o (once in all if images may be encoded apart); each
+micro-batch takes at least gather_s.
 
-For each T, a sequence's least degree d(T) is a short scan and a(T) relaxes to the least charge per token over all
-degrees from d(T) on, which does not depend
-on the sequence: O(sequences + ranks) memory, some 40 trials of O(sequences).
+For each T, a short scan finds a sequence's least degree d(T). Then a(T) is relaxed to the least charge per token over
+all degrees from d(T) on, which does not depend on the sequence. O(sequences + ranks) memory, some 40 trials of
+O(sequences).
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ STRETCHED = 64
 
 
 def lower_bound_s(problem: Problem) -> float:
-    """Seconds that no plan of this batch can beat, fixed costs included."""
+    """Seconds that no plan of this batch can beat, including fixed costs."""
     micro_batches = 1
     if problem.sync == "micro_batch":
         micro_batches = -(-int(problem.items.tokens.sum()) // problem.cluster.max_tokens)
@@ -137,7 +138,7 @@ def limits_of(problem: Problem) -> Limits:
     limits.overlap, limits.overhead_s, limits.least_s = rates.overlap, rates.overhead_s, rates.least_s
     limits.encoder_pass_s = rates.encoder_pass_s
     limits.moved = np.zeros(len(degrees))
-    if cluster.offload.share:  # else nobody reads the others
+    if cluster.offload.share:  # otherwise the others are not read
         limits.moved, limits.from_tokens, limits.free_tokens = rates.moved, rates.from_tokens, rates.free_tokens
         limits.forward = rates.forward
     slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
@@ -256,7 +257,7 @@ def _bound(items: Items, limits: Limits, room: Room) -> float:
         if _least_time(items[row], degree, limits[degree], fastest) > low:
             rows[count] = row
             count += 1
-        else:  # meets every makespan that is left as it is
+        else:  # this degree meets every makespan from `low` on
             _add_areas(others, items[row], limits[degree])
     rows = rows[:count]
     span = np.array([low, low, low])

@@ -15,7 +15,8 @@ from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 class ClusterSpec:
     """Ranks, nodes, the tokens that one rank holds at a time, and each rank's speed (1.0 = nominal).
 
-    `tokens_per_rank`: for packs of several sequences. A single sequence with `offload` may have more on each rank.
+    `tokens_per_rank`: the most tokens of a pack on each rank while no activations go to host memory. With `offload` a
+    pack may have more.
 
     `nodes`: the node of each rank, in any order, of any size; empty: every `ranks_per_node` ranks are a node. If both
     are given and differ, `nodes` counts, and `ranks_per_node` becomes the size of the largest node.

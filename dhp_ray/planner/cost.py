@@ -4,51 +4,51 @@ For a pack of sequences with lengths s (tokens) and images of p patches a frame,
 (1.0 = nominal):
 
     attention = quadratic_s * sum (s^2 + s min(s, attention_block))          language = attention + linear_s * sum s
-    vision    = vision_quadratic_s * sum p^2 + vision_linear_s * sum p       (an image's frames attend apart)
+    vision    = vision_quadratic_s * sum p^2 + vision_linear_s * sum p       (frames attend separately)
     time      = max(gather_s, language / (d v) + encode / v + exposed + waits + pack_s)
-    encode    = the fullest member's images, and encoder_pass_s where the pack has any; before they are dealt out:
-                max(vision / d, largest image). Apart from packs encoder_pass_s is paid once a phase (`sync=step`) or
-                once a pass (`sync=micro_batch`)
+    encode    = the fullest member's images, plus encoder_pass_s if the pack has any image; before images are dealt
+                out: max(vision / d, largest image). Apart from packs encoder_pass_s is paid once a phase
+                (`sync=step`) or once a pass (`sync=micro_batch`)
 
     exposed, communication: all_to_all   bytes / d / bandwidth
     exposed, communication: ring         max(0, (d - 1) bytes / d / bandwidth - overlap (d - 1) / d * attention / (d v))
                                          + (d - 1) latency_s
     bytes = comm_bytes_per_token * sum s                                     0 for d = 1
 
-In a ring, each of d - 1 steps sends a rank's keys and values on while attention runs over those that came before, so
-only what attention cannot hide is exposed. A kernel takes keys by the block, and computes a block that is masked in
-part as a whole: `attention_block` keys (0: as if it took them one by one). `bandwidth` is a table by degree (a degree
-between two rows takes the row above it; past the last row, the last), or one for groups inside a node (`intra`) and one
-for groups that cross nodes
-(`inter`), each a number or a table. On top come `fixed_s` (once per step, or per micro-batch in `sync=micro_batch`;
-`fixed_s_by_sync` has it by mode where the two differ; in `sync=micro_batch`, once more a step, `update_s`; `gather_s`
-is that of `sync=micro_batch`, where the parameters and gradients of its layers travel beside every pack, and 0 in
-`step`; `gather_s_by_sync` has both, and `latency_s_by_sync` has `latency_s` where a ring's messages wait longer beside
-these) and, in memory, `memory_bytes_per_token * sum s / d` beside the resident state of
-the mode. `group_s` is what the
-ranks of a process group that does not exist yet pay to make it, before the step's first pack: it is weighed against
-longer plans that need fewer new groups, and is not part of a plan's predicted time.
+In a ring, each of the d - 1 steps sends keys and values on while attention runs over those that arrived before, so only
+what attention cannot hide is exposed. A kernel takes keys in blocks of `attention_block` keys and computes a partly
+masked block as a whole (0: as if it took keys one by one). `bandwidth` is a table by degree (a degree between two rows
+takes the row above it; past the last row, the last), or one for groups inside a node (`intra`) and one for groups that
+cross nodes (`inter`), each a number or a table.
 
-Of a pack whose ranks have more tokens each than fit on their devices, t > `free_tokens`, the share s(t) of activations
-goes to host memory (`offload`): of all of them, `offload_bytes_per_token` and `_per_patch`, over `host_bytes_per_s` one
-way. The copies run beside compute, out while the forward pass takes its share `forward` of it, back while the backward
-pass takes the rest, so only what is left of either is waited for:
+`fixed_s` is added once per step, or per micro-batch in `sync=micro_batch`; `fixed_s_by_sync` has it by mode if the two
+differ. `update_s` is added once more a step in `sync=micro_batch`. `gather_s` is that of `sync=micro_batch`, where the
+parameters and gradients of the layers travel during every pack, and 0 in `step`; `gather_s_by_sync` has both.
+`latency_s_by_sync` has `latency_s` by mode if a ring's messages wait longer during that traffic. In memory, a pack
+takes `memory_bytes_per_token * sum s / d` in addition to the resident state of the mode. `group_s` is the time that the
+ranks of a new process group take to make it, before the step's first pack. It is weighed against longer plans that need
+fewer new groups, and is not part of a plan's predicted time.
+
+If the ranks of a pack have more tokens each than fit on their devices, t > `free_tokens`, the share s(t) of activations
+goes to host memory (`offload`). All activations are `offload_bytes_per_token` and `_per_patch`, copied at
+`host_bytes_per_s` one way. Copies run during compute: out during the forward pass, which is the share `forward` of it,
+and back during the backward pass, which is the rest. So ranks wait only for what is left of either:
 
     compute = language / (d v) + encode         moved = s(t) * (bytes of all activations) / d / host_bytes_per_s
     waits   = max(0, moved - forward * compute) + max(0, moved - (1 - forward) * compute)
 
-Where images are encoded apart from the packs (`encoder_timeline`), `vision_forward` is the share of their time that the
-phase before the packs takes (1: there is no backward phase), and `feature_bytes` are those of a vision token's features
-on their way. In memory, a pack then takes `pack_bytes + language_bytes_per_token * sum s / d`, one of the most tokens
-that a rank holds with activations in host memory `most_pack_bytes`, and a patch `encoder_bytes_per_patch` from its
-forward to its backward pass, beside `encoder_bytes` of a pass. With
-`sync=micro_batch` a pass takes at least `encoder_gather_s`: the encoder's parameters come, and its gradients go.
+If images are encoded apart from the packs (`encoder_timeline`), `vision_forward` is the share of their time before the
+packs (1: there is no backward phase), and `feature_bytes` are the bytes of a vision token's features in transit.
+In memory, a pack then takes `pack_bytes + language_bytes_per_token * sum s / d`; a pack of the most tokens that a rank
+holds with activations in host memory takes `most_pack_bytes`. A patch takes `encoder_bytes_per_patch` from its forward
+to its backward pass, in addition to `encoder_bytes` of a pass. With `sync=micro_batch` a pass takes at least
+`encoder_gather_s`, because the encoder's parameters are gathered and its gradients reduced.
 
-Such an image may be encoded in parts by several ranks (`image_parts`), cut between pieces of `image_piece_patches` at
-most (0: not at all). Where its parts exchange, each pays `image_comm_bytes_per_patch` for the patches of the others and
-`image_latency_s` for each of them, and takes `image_part_bytes_per_patch` in memory.
+Such an image may be encoded in parts by several ranks (`image_parts`), cut between pieces of at most
+`image_piece_patches` (0: not cut). If its parts exchange, each part pays `image_comm_bytes_per_patch` for the patches
+of the other parts and `image_latency_s` for each of these parts, and takes `image_part_bytes_per_patch` in memory.
 
-Both kinds are one formula over a table by degree (`rates.py`), which is all that the schedulers see.
+Both kinds of communication are one formula over a table by degree (`rates.py`), which is all that the schedulers see.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SYNCS = ("step", "micro_batch")
 
 @dataclass(frozen=True)
 class CostModel:
-    """Constants of the formulas above: seconds, bytes, bytes per second. A negative or missing one is refused."""
+    """Constants of the formulas above: seconds, bytes, bytes per second. A negative or missing constant is refused."""
 
     quadratic_s: float
     linear_s: float

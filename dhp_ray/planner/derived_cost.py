@@ -1,4 +1,4 @@
-"""Costs of a model on a device, derived from its shape and from what is published of the device: nothing is measured.
+"""Costs of a model on a device, derived from its shape and from published figures of the device: nothing is measured.
 
 Per token of a layer with P parameters, H heads (K of keys and values) of width d, c bytes of the computing type:
 
@@ -9,20 +9,20 @@ Per token of a layer with P parameters, H heads (K of keys and values) of width 
     other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
 
-A pack's forward pass is taken to have the share of its compute that its products have. All activations of its layers
+The forward pass is assumed to have the same share of a pack's compute as of its products. All activations of its layers
 (`activation_memory.py`) may go to host memory and come back.
 
-A step's fixed part is its reduction, update and gather (`sync=step`), or what FSDP cannot hide of a micro-batch: the
-root's gather and reduction. In a collective of all ranks each node sends and receives once what all of its ranks want,
-over the links of them all: the rings of NCCL and HCCL each leave a node by another one (benchmarks/published.py: 13 to
-70 B parameters on 16 to 512 GPUs).
+The fixed part of a step is its reduction, update and gather (`sync=step`). In a micro-batch it is what FSDP cannot
+hide: the root's gather and reduction. In a collective of all ranks, each node sends and receives once what all of its
+ranks need, over all of their links: each ring of NCCL and HCCL leaves a node by a different link
+(benchmarks/published.py: 13 to 70 B parameters on 16 to 512 GPUs).
 
-Where a node has parameters once (`train.sharding=node`, G ranks), a rank exchanges at a step's end its slices alone, 1
-/ G of the model's; a pack pays for that: it reads the head's parameters and adds their gradients, which nothing hides,
-and starts 3 G copies a unit (two reads and an add). Its other reads and adds are taken to go on beside compute, as on a
-device that has a stream for each (`gather_s`, which `CostModel` holds for `sync=micro_batch` alone: with
-`train.sharding=node` a plan of packs that are shorter takes longer than predicted).
-The CPU's adds do not; its costs are measured.
+If a node has parameters once (`train.sharding=node`, G ranks), a rank exchanges only its slices at the end of a step,
+1 / G of the model's. A pack pays for that: it reads the head's parameters and adds their gradients, which nothing
+hides, and starts 3 G copies for each unit (two reads and an add). Its other reads and adds are assumed to run during
+compute, as on a device with a stream for each. Their time is `gather_s`, which `CostModel` has only for
+`sync=micro_batch`: with `train.sharding=node` a plan whose packs are shorter than that takes longer than predicted. The
+CPU's adds do not run during compute; its costs are measured.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from dhp_ray.planner.model_shape import LayerShape
 from dhp_ray.planner.plan import PlanError
 
 LAUNCHES_PER_LAYER = 45
-"""Kernels that a layer of transformers launches forward; backward twice as many. Counted on the trace of a layer."""
+"""Kernels that a layer of transformers launches forward; twice as many backward. Counted in the trace of a layer."""
 EXCHANGE_OVERLAP = 0.9
-"""Share of attention that hides an exchange: the first and the last piece of it have nothing beside them."""
+"""Share of attention that hides an exchange: nothing is exchanged during its first and its last piece."""
 PASSES_THROUGH_MEMORY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a device can do, as published: operations and bytes a second, one way, of one device. `host_bytes_per_s`: to
+    """Published figures of one device: operations a second, and bytes a second in one direction. `host_bytes_per_s`: to
     its node's memory and back, while the node's other devices copy as well.
 
-    `matches`: parts of the names that drivers give it. `matrix_flops` and `attention_flops` are what bf16 products and
-    attention reach, not peaks. `message_s`, `launch_s` and `group_s`: seconds of a short message, to launch a kernel,
-    to make a process group of a few devices.
+    `matches`: parts of the names that drivers give it. `matrix_flops` and `attention_flops`: what bf16 products and
+    attention reach, not peaks. `message_s`, `launch_s` and `group_s`: seconds of a short message, of a kernel launch,
+    and of making a process group of a few devices.
     """
 
     name: str
@@ -86,14 +86,14 @@ class Device:
 
 
 def described(folder: Path, device_name: str) -> Device | None:
-    """The description of the device that its driver calls so: the one with the longest match."""
+    """The description of the device with this driver name: the one with the longest match; None if none matches."""
     found = [(len(part), device) for device in map(Device.load, sorted(folder.glob("*.yaml")))
              for part in device.matches if part.lower() in device_name.lower()]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostModel:
-    """Seconds and bytes of the model and run that `memory` is of, on ranks of this device in so many nodes."""
+    """Seconds and bytes of the model and run of `memory`, on ranks of this device in `num_nodes` nodes."""
     shape, settings = memory.shape, memory.settings
     trains = {part: settings.trains(part) for part in ("vision", "language")}
     again, shared = int(settings.recomputes), settings.sync == "step" and settings.sharding == "node"
@@ -118,7 +118,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
         return memory.layer_bytes(part, layer) * (passes + 2 * again) / device.memory_bytes_per_s
 
     head = 6 if settings.trains_weights("language") else 4
-    vision_rest = products("vision", shape.vision_rest / shape.merge_area)  # nearly all of it is the merger's
+    vision_rest = products("vision", shape.vision_rest / shape.merge_area)  # nearly all of it is the merger
     windows = sum(layer.count * layer.window * attention("vision", layer, 4) for layer in shape.vision)
     language_layers = sum(layer.count for layer in shape.language)
     fixed_s = {sync: _fixed_s(memory, device, num_nodes, sync) for sync in SYNCS}
@@ -156,14 +156,15 @@ def ring_bytes_per_token(memory: MemoryModel) -> float:
 
 
 def forward_share(memory: MemoryModel) -> float:
-    """Share of an image's time that its forward pass takes, of three or four alike; 1 where it has no backward pass."""
+    """The forward pass's share of an image's time: one of three or four equal passes; 1 without a backward pass."""
     return 1 / (3 + memory.settings.recomputes) if memory.settings.trains("vision") else 1.0
 
 
 def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
-    """Seconds that the layers' parameters (forward and backward) and gradients (fp32) of a pack or micro-batch take to
-    travel beside its compute, over all ranks in `sync=micro_batch`, inside a node with `train.sharding=node`; 0 where a
-    rank has all parameters."""
+    """Seconds to gather the layers' parameters (forward and backward) and to reduce their gradients (fp32) during the
+    compute of a pack or micro-batch: over all ranks in `sync=micro_batch`, inside a node with `train.sharding=node`. 0
+    if a rank has all parameters.
+    """
     shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
     if settings.sync == "micro_batch":
         ranks, link = settings.world_size, collective_bytes_per_s(device, settings.world_size, num_nodes)
@@ -177,22 +178,24 @@ def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
 
 
 def collective_bytes_per_s(device: Device, num_ranks: int, num_nodes: int) -> float:
-    """Bytes a second of each rank in a gather or reduction over all ranks, by the links of a node together or by those
-    inside it, whichever are slower."""
+    """Bytes a second of each rank in a gather or reduction over all ranks, limited by all links of a node together or
+    by the links inside it, whichever are slower.
+    """
     if num_nodes == 1:
         return device.intra_bytes_per_s
     return min(device.intra_bytes_per_s, device.inter_bytes_per_s * max(1, num_ranks // num_nodes))
 
 
 def update_s(memory: MemoryModel, device: Device) -> float:
-    """Seconds of AdamW on a rank's shard, once a step: it reads two versions' worth and writes one, and reads the
-    gradient. With `sync=micro_batch` it is in no cost, as it is the same under all plans."""
+    """Seconds of AdamW on a rank's shard, once a step: it reads one version of the state, writes one, and reads the
+    gradient. With `sync=micro_batch` derived costs do not include it, since it is the same under all plans.
+    """
     trained = memory.settings.num_trained(memory.shape) / memory.settings.world_size
     return trained * (4 * 3 * 2 + 4) / device.memory_bytes_per_s
 
 
 def _reads_s(memory: MemoryModel, device: Device) -> float:
-    """`train.sharding=node`: what a pack's reads and adds take of its time."""
+    """Seconds that a pack's reads and adds add to its time, with `train.sharding=node`."""
     shape, settings, among = memory.shape, memory.settings, memory.settings.node_ranks
     c = COMPUTE_BYTES[settings.precision]
     head_bytes = (c + 4 * settings.trains_weights("language")) * shape.embedding_parameters

@@ -1,4 +1,4 @@
-"""Images of a batch that are encoded apart from its packs, as arrays: whole ones, and each part of one that is split.
+"""Images of a batch that are encoded apart from its packs, as arrays: whole images, and each part of a split image.
 
     image    0    1    1    2        image 1 is in two parts, which exchange
     ring    -1    0    0   -1

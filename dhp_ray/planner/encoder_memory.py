@@ -1,17 +1,17 @@
-"""Whether ranks hold what images encoded apart from the packs take, and whether they keep it until its backward pass.
+"""Whether ranks have memory for images encoded apart from the packs, and for keeping their activations.
 
-Of a rank, beside its resident state, with E bytes of a patch from its forward to its backward pass, F bytes of a
-feature's row, and packs of `pack_bytes + language_bytes_per_token * t` for t tokens a rank:
+Bytes of a rank in addition to its resident state, if a patch takes E bytes from its forward to its backward pass and a
+row of features F bytes, and a pack takes `pack_bytes + language_bytes_per_token * t` for t tokens a rank:
 
     held    2 F rows        features of all its packs, and their gradients
     packs   held + the largest pack's bytes                  with activations in host memory up to `most_pack_bytes`
-    kept    packs + E patches of its images                  where this fits on every rank, activations are kept
-    pass    held + B + E patches of the pass                 else images are encoded again, in passes that fit
+    kept    packs + E patches of its images                  if this fits on every rank, activations are kept
+    pass    held + B + E patches of the pass                 otherwise images are encoded again, in passes that fit
 
-B are the bytes of a pass that do not grow with it: with sync=micro_batch, parameters that have come from other ranks. A
-patch of an image in parts that exchange takes more than E, since keys and values of other parts are there too.
+B are the bytes of a pass that do not grow with it: with sync=micro_batch, parameters gathered from other ranks. A patch
+of an image in parts that exchange takes more than E, since keys and values of other parts are there too.
 
-What fits is what a rank may hold of a pack that encodes its own images: `memory_bytes_per_token * tokens_per_rank`.
+The limit is what a rank may hold of a pack that encodes its own images: `memory_bytes_per_token * tokens_per_rank`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from dhp_ray.planner.schedule import Schedule
 def with_encoder_apart(
     cost: CostModel, memory: MemoryModel, tokens: int, offload: Offload = NO_OFFLOAD
 ) -> CostModel:
-    """A cost with what a model's memory says of images that are encoded apart from packs of at most `tokens` a rank, or
-    more with activations in host memory.
+    """The cost with the constants, from a model's memory, for images encoded apart from packs of at most `tokens` a
+    rank, or more with activations in host memory.
 
-    A pack's bytes are a maximum of straight lines over its tokens, but for logits, which grow up to two chunks. Between
-    such places they are below the line through both ends, so a line that is above them there is above all. Those of a
-    pass of the encoder are a maximum of straight lines over its patches, with a step for every SMALLEST_IMAGE of them:
-    below the steepest of these lines, raised to where it is above the first step.
+    A pack's bytes are a maximum of straight lines over its tokens, except for logits, which grow up to two chunks.
+    Between such places they are below the line through both ends, so a line that is above them at these places is above
+    them everywhere. The bytes of an encoder pass are a maximum of straight lines over its patches, with a step for
+    every SMALLEST_IMAGE patches. They are below the steepest of these lines, raised until it is above the first step.
     """
     shape, settings = memory.shape, memory.settings
     if not shape.vision:
@@ -66,7 +66,7 @@ def with_encoder_apart(
 
 
 def with_image_parts(cost: CostModel, memory: MemoryModel) -> CostModel:
-    """A cost with what images take that several ranks encode."""
+    """The cost with the constants for images that several ranks encode."""
     shape, c = memory.shape, COMPUTE_BYTES[memory.settings.precision]
     again, trained = memory.settings.recomputes, memory.settings.trains("vision")
     full = [layer for layer in shape.vision if not layer.window]
@@ -83,8 +83,9 @@ def with_image_parts(cost: CostModel, memory: MemoryModel) -> CostModel:
 
 
 def gathered_bytes(memory: MemoryModel) -> float:
-    """Of the encoder's parameters that a rank receives for a pass, forward and backward, and of the gradients that it
-    sends; 0 where it has all parameters."""
+    """Bytes of the encoder's parameters that a rank receives for a pass, forward and backward, and of the gradients
+    that it sends; 0 if it has all parameters.
+    """
     shape, settings = memory.shape, memory.settings
     if settings.sync != "micro_batch":
         return 0.0
@@ -94,9 +95,10 @@ def gathered_bytes(memory: MemoryModel) -> float:
 
 
 def encoder_bytes(memory: MemoryModel, patches: int, image_degree: int = 1) -> float:
-    """What a rank needs to encode images of so many patches apart from packs, forward and backward, with their features
-    and the gradients of these; or the part of one that `image_degree` ranks share. Nothing is there then of the
-    language model."""
+    """Bytes that a rank needs to encode images of `patches` patches apart from packs, forward and backward, with their
+    features and the gradients of these; or the part of an image that `image_degree` ranks share. Nothing of the
+    language model is on the device then.
+    """
     shape, load = memory.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1,
                                          image_degree=image_degree)
     gone = ("gathered: embedding, head", "gradient of the head")
@@ -107,21 +109,23 @@ def encoder_bytes(memory: MemoryModel, patches: int, image_degree: int = 1) -> f
 
 
 def language_bytes(memory: MemoryModel, tokens: int, share: float = 0.0) -> float:
-    """What a pack of so many tokens a rank adds where its images are encoded apart from it, and a share of its
-    activations is in host memory."""
+    """Bytes that a pack of `tokens` tokens a rank adds if its images are encoded apart from it and a share of its
+    activations is in host memory.
+    """
     return sum(memory.memory(memory.worst_load(tokens, share)._replace(patches=0)).pack.values())
 
 
 class Room(NamedTuple):
-    """Bytes of each rank for images, beside the features of its packs and these' gradients: `alone` while none of its
-    packs runs, with the parameters that a pass has gathered left out; `beside_packs` while the largest does."""
+    """Bytes of each rank for images, in addition to the features of its packs and their gradients. `alone`: while none
+    of its packs runs, less the bytes of a pass that do not grow with it. `beside_packs`: while its largest pack runs.
+    """
 
     alone: np.ndarray
     beside_packs: np.ndarray
 
 
 def room_for_images(problem: Problem, schedule: Schedule, group_of_row: np.ndarray) -> Room | None:
-    """None where ranks have not even memory for the features."""
+    """The room of all ranks; None if some rank has no memory for its features with its largest pack, or with a pass."""
     cost, cluster = problem.cost, problem.cluster
     limit = cost.memory_bytes_per_token * cluster.tokens_per_rank
     if cost.encoder_bytes_per_patch == 0.0 or limit == 0.0:
@@ -141,7 +145,7 @@ def room_for_images(problem: Problem, schedule: Schedule, group_of_row: np.ndarr
 
 
 def within_room(images: EncodedImages, room: Room, cost: CostModel) -> VisionPlan | None:
-    """How the images are encoded apart from the packs; None where that does not fit into the room of their ranks."""
+    """How the images are encoded apart from the packs; None if that does not fit into the room of their ranks."""
     num_ranks = len(room.alone)
     all_bytes = np.bincount(images.encoder, images.activation_bytes, num_ranks)
     largest = np.zeros(num_ranks)
@@ -152,7 +156,7 @@ def within_room(images: EncodedImages, room: Room, cost: CostModel) -> VisionPla
         return VisionPlan("world")
     if (all_bytes <= np.minimum(*room)).all():
         return VisionPlan("world", True, max(1, int(room.alone.min() / cost.encoder_bytes_per_patch)))
-    # passes leave their features behind until all of them have run
+    # the features of each pass stay until all passes have run
     left = room.alone - cost.feature_bytes * np.bincount(images.encoder, images.rows, num_ranks)
     if (largest > left).any():
         return None
@@ -160,8 +164,9 @@ def within_room(images: EncodedImages, room: Room, cost: CostModel) -> VisionPla
 
 
 def _packs_bytes(cost: CostModel, cluster: ClusterSpec, tokens: np.ndarray) -> np.ndarray:
-    """Of packs with so many tokens a rank. Beyond what a rank holds without moving activations, what is left of them
-    grows evenly, up to that of the largest pack."""
+    """Bytes of packs with `tokens` tokens a rank. Beyond the tokens that a rank holds without moving activations, the
+    bytes that remain on the device are interpolated linearly up to those of the largest pack.
+    """
     held, most = cluster.tokens_per_rank, cluster.most_tokens_per_rank
     plain: np.ndarray = cost.pack_bytes + cost.language_bytes_per_token * np.minimum(tokens, held)
     if most == held:

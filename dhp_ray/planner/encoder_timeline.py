@@ -1,15 +1,15 @@
-"""When ranks encode, run packs and run the encoder's backward pass, where images are encoded apart from the packs.
+"""When ranks encode, run packs and run the encoder's backward pass, if images are encoded apart from the packs.
 
     rank 0  encode i0, i1 | features | pack a ............ | gradients | backward of i0, i1
     rank 1  encode i2     | features | pack b ... | pack c | gradients | backward of i2
 
-A rank begins its packs once every rank that it exchanges features with has encoded, and the rows have travelled; it
-begins the backward pass once every rank that it exchanges gradients with has run its packs. Two ranks exchange when one
-encodes an image of a pack that the other runs. Nothing is a barrier of all ranks. Parts of images that exchange come
-first, in one order on all ranks, each once all of its ranks are free.
+A rank begins its packs once every rank that it exchanges features with has encoded, and the rows have arrived. It
+begins the backward pass once every rank that it exchanges gradients with has run its packs. Two ranks exchange if one
+encodes an image of a pack that the other runs. There is no barrier of all ranks. Images in parts that exchange come
+first, in the same order on all ranks, each once all of its ranks are free.
 
-With sync=micro_batch everything is: ranks run equally many passes of the encoder, in lockstep, and each pass, exchange
-and micro-batch ends with the rank that takes longest.
+With sync=micro_batch every phase is such a barrier: all ranks run the same number of encoder passes, in lockstep, and
+each pass, exchange and micro-batch ends with the rank that takes longest.
 
     rank 0  pass 0 .. | pass 1 ... | features | pack a ........ | pack c ... | gradients | backward of both passes
     rank 1  pass 0 .. | pass 1 .   | features | pack b ...      | pack d ... | gradients | backward of both passes
@@ -32,9 +32,10 @@ class EncoderTimeline(NamedTuple):
     """Seconds since the step began. The `fixed_s` that all ranks pay at the start is not included; the `fixed_s` of
     later micro-batches is.
 
-    By rank: `encoded_s`, the end of the first phase; `ready_s`, the features are there; `ended_s`, its packs have run;
-    `backward_s`, the second phase begins; `end_s`; of both phases, for how long the rank itself encodes,
-    `forward_busy_s` and `backward_busy_s`. `starts_s`: of each group."""
+    By rank: `encoded_s`, the end of the first phase; `ready_s`, the arrival of the features; `ended_s`, the end of its
+    packs; `backward_s`, the begin of the second phase; `end_s`; and the time in which the rank itself encodes in each
+    phase, `forward_busy_s` and `backward_busy_s`. By group: `starts_s`.
+    """
 
     encoded_s: np.ndarray
     ready_s: np.ndarray
@@ -51,8 +52,9 @@ class EncoderTimeline(NamedTuple):
 
 
 class Packs(NamedTuple):
-    """Group g runs on `ranks[first_rank[g]:first_rank[g + 1]]` for `times_s[g]` seconds, its images left out, in
-    `micro_batch[g]`."""
+    """Group g runs on `ranks[first_rank[g]:first_rank[g + 1]]` for `times_s[g]` seconds, without its images, in
+    `micro_batch[g]`.
+    """
 
     ranks: np.ndarray
     first_rank: np.ndarray
@@ -63,7 +65,7 @@ class Packs(NamedTuple):
 def timeline_of(
     images: EncodedImages, passes: np.ndarray | None, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
 ) -> EncoderTimeline:
-    """`passes`: in which pass of its rank each image is, with sync=micro_batch."""
+    """The timeline of either mode. `passes`: the pass of each image on its rank, with sync=micro_batch."""
     if passes is None:
         return encoder_timeline(images, packs, speeds, cost, keeps)
     return lockstep_timeline(images, passes, packs, speeds, cost, keeps)
@@ -72,7 +74,7 @@ def timeline_of(
 def encoder_timeline(
     images: EncodedImages, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
 ) -> EncoderTimeline:
-    """With sync=step."""
+    """The timeline with sync=step."""
     forward, backward = _shares(cost, keeps)
     busy_s, encoded_s = _encoding(images, speeds, cost, forward, np.zeros(len(speeds)))
     exchange_s = _exchange_s(images, packs, len(speeds), cost)
@@ -88,8 +90,9 @@ def encoder_timeline(
 def _encoding(
     images: EncodedImages, speeds: np.ndarray, cost: CostModel, share: float, begin_s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds of all of each rank's images and of a pass, when it is done with a share of them that it begins at
-    `begin_s`)"""
+    """(seconds of all images of each rank and of a pass, when the rank has done the share `share` of them if it begins
+    at `begin_s`)
+    """
     seconds = images.seconds / speeds[images.encoder]
     busy_s = np.bincount(images.encoder, seconds, len(speeds))
     pass_s = cost.encoder_pass_s * (busy_s > 0) / speeds
@@ -109,8 +112,9 @@ def _encoding(
 def lockstep_timeline(
     images: EncodedImages, passes: np.ndarray, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
 ) -> EncoderTimeline:
-    """With sync=micro_batch; `passes`: in which pass of its rank each image is. A pass takes as long as its images on
-    the slowest rank, and at least as long as the encoder's parameters take to come and its gradients to go."""
+    """The timeline with sync=micro_batch. `passes`: the pass of each image on its rank. A pass takes as long as its
+    images on the slowest rank, and at least as long as gathering the encoder's parameters and reducing its gradients.
+    """
     num_ranks, num_passes = len(speeds), int(passes.max()) + 1
     seconds = np.bincount(images.encoder * num_passes + passes, images.seconds, num_ranks * num_passes)
     busy_s = seconds.reshape(num_ranks, num_passes)
@@ -120,7 +124,7 @@ def lockstep_timeline(
     exchange_s = float(_exchange_s(images, packs, num_ranks, cost).max())
     slowest_s = np.zeros(int(packs.micro_batch.max()) + 1)
     np.maximum.at(slowest_s, packs.micro_batch, packs.times_s)
-    numbers = np.unique(packs.micro_batch)  # only they pay
+    numbers = np.unique(packs.micro_batch)  # `fixed_s` counts only for micro-batches with packs
     begins_s = np.zeros(len(slowest_s))
     begins_s[numbers] = np.cumsum(slowest_s[numbers] + cost.fixed_s) - slowest_s[numbers] - cost.fixed_s
     ready_s = forward_s * passes_s + exchange_s
@@ -134,21 +138,22 @@ def lockstep_timeline(
 
 
 def _shares(cost: CostModel, keeps: bool) -> tuple[float, float]:
-    """Of an image's seconds, what each phase takes; 0 for the second where nothing of the encoder is trained."""
+    """The share of an image's seconds in each phase; 0 for the second phase if nothing of the encoder is trained."""
     forward = cost.vision_forward
     return forward, 0.0 if forward == 1.0 else 1.0 - forward + (0.0 if keeps else forward)
 
 
 def _exchange_s(images: EncodedImages, packs: Packs, num_ranks: int, cost: CostModel) -> np.ndarray:
-    """Of each rank, for rows that it sends or receives, whichever are more; a group's ranks have equal shares of an
-    image's."""
+    """Seconds of each rank for the rows that it sends or receives, whichever are more. The ranks of a group have equal
+    shares of an image's rows.
+    """
     rows = _compiled_most_rows(images.rows, images.encoder, images.group, packs.ranks, packs.first_rank, num_ranks)
     seconds: np.ndarray = cost.feature_bytes / cost.slowest_bytes_per_s * rows
     return seconds
 
 
 def _meeting(images: EncodedImages, packs: Packs, free_s: np.ndarray) -> np.ndarray:
-    """For each rank when it and all that it exchanges with are free."""
+    """When each rank and all ranks that it exchanges with are free."""
     return _compiled_meeting(images.encoder, images.group, packs.ranks, packs.first_rank, free_s)
 
 

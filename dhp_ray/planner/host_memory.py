@@ -1,20 +1,20 @@
-"""Bytes that a rank keeps in the memory of its node, beside what is on its device.
+"""Bytes that a rank keeps in the memory of its node, in addition to those on its device.
 
 With T trained parameters on N ranks a version of a shard is 12 T / N bytes: values and both moments, fp32.
 
     replicas       2 versions of another rank's shard (`elastic.mirror_every_steps`)
-    own shard      1 that is sent from, pinned (not on the CPU); 2 where not every version is mirrored
+    own shard      1 to send from, pinned (not on the CPU); 2 if not every version is mirrored
     checkpoint     1, while it is written
-    change         of the generation before, until the next one has taken its first step: 2 of its own, 2 of the
-                   replica, and the 2 that were mirrored last where not every version is
-    pixels         patches of a full pack of this step and of the next, in fp32, as they are decoded; a rank that
-                   runs more packs in a step keeps theirs as well, which is not counted
+    change         of the previous generation, until the next one has taken its first step: 2 of its own, 2 of the
+                   replica, and the 2 that were mirrored last if not every version is mirrored
+    pixels         decoded patches of a full pack of this step and of the next, in fp32; a rank that runs more packs
+                   in a step keeps theirs as well, which is not counted
     activations    those that a pack moves there, pinned (not on the CPU), in chunks that stay (`train/host_buffer.py`)
 
-A rank is taken to keep one replica; on nodes of unequal size some keep more, and others none.
+Each rank is assumed to keep one replica; on nodes of unequal size some keep more, and others none.
 
-In the export a rank holds the file that it writes (`export_bytes`), at a time when nothing is kept of a change.
-Ray's object store is not in it: it is bounded by itself, and spills to disk.
+In the export a rank holds the file that it writes (`export_bytes`), while nothing of a change is kept. Ray's object
+store is not included: it has its own limit, and spills to disk.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def node_terms(memory: MemoryModel, tokens: int, count: int, share: float = 0.0)
     export = export_bytes(memory.shape, settings, count)
     if export > terms[CHANGE]:  # never at the same time
         terms["model, exported"] = export - terms[CHANGE]
-    if settings.device == "cpu":  # what lies once per node is so too where others have more ranks or fewer
+    if settings.device == "cpu":  # what a node has once, this node of `count` ranks has once, too
         there = MemoryModel(memory.shape, replace(settings, node_ranks=count))
         terms["state"] = count * sum(there.resident().values())
     return terms

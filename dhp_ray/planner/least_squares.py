@@ -1,8 +1,8 @@
-"""Least squares within bounds, of few unknowns; and a weighted median.
+"""Least squares within bounds, for few unknowns; and a weighted median.
 
-Minimise |A x - b|^2 for low <= x <= high. Each unknown is free or at a bound. One that the others push out of its
-bounds goes to that bound; one at a bound that would lower the sum inside is freed; of several that are wrong the last
-one changes (Murty's rule, which ends where A's columns are independent). Two unknowns, bounds 0 and 1:
+Minimise |A x - b|^2 for low <= x <= high. Each unknown is free or at a bound. A free unknown outside of its bounds goes
+to the nearer bound. An unknown at a bound is freed if the sum decreases inside. If several are wrong, the last one
+changes (Murty's rule, which ends if A's columns are independent). Two unknowns, bounds 0 and 1:
 
     free: (1.4, -0.2), the last wrong one, x2, to 0 | x1 alone: 1.3, to 1 | x2 would not grow: done
 """

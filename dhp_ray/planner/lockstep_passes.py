@@ -34,8 +34,8 @@ from dhp_ray.planner.primitives.sorting import ascending
 def lockstep_passes(
     seconds: np.ndarray, patches: np.ndarray, encoder: np.ndarray, ring: np.ndarray, num_ranks: int, most: int
 ) -> np.ndarray:
-    """The pass of each image or part on its rank, from 0 on. `ring`: the image to whose exchanging parts it belongs, in
-    plan order, otherwise -1. `most` 0: no limit.
+    """The pass of each image or part on its rank, from 0 on. `ring`: for a part that exchanges, the number of its image
+    among the images with such parts, in plan order; otherwise -1. `most` 0: no limit.
     """
     passes = np.zeros(len(seconds), dtype=np.int64)
     num_rings = 0 if len(ring) == 0 else ring.max() + 1

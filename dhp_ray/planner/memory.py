@@ -1,27 +1,28 @@
-"""Bytes that a rank needs to train a model: what it holds throughout, and what a pack adds at each moment of its pass.
+"""Bytes that a rank needs to train a model: what it always holds, and what a pack adds at each moment of its pass.
 
-Of what a rank holds throughout (`resident`), with P parameters, T of them trained, N ranks, c bytes of the computing
-type:
+What a rank always holds (`resident`), with P parameters, T of them trained, N ranks, c bytes of the computing type:
 
     sync         parameters   gradients        state, two versions of values and both moments
     step         c P          4 T + 4 T / N    24 T / N       (N = 1: gradients 4 T)
     step, node   c P / G      4 T / G + 4 T / N               24 T / N      (`train.sharding=node`, G ranks a node)
     micro_batch  4 T / N + c (P - T) / N       4 T / N       24 T / N
 
-A pack's pass is a row of moments; the one that needs most decides. Held over all of them are the activations that the
-backward pass wants (`activation_memory.py`). Beside them at a time, for layers of width D and an MLP of F:
+A pack's pass is a sequence of moments; the one that needs most decides. During all of them the activations for the
+backward pass are held (`activation_memory.py`). In addition to these, at single moments, for layers of width D and an
+MLP of F:
 
     loss           (8 + c) V D, gradient of the head summed in fp32, scaled, and cast; logits of a chunk
     last norm      (2 c + 16) D, gradients in the computing type and in fp32
     layer          gradients in its MLP, c F (3 - t), or c F and, once, that of its last product's weights, c D F; or in
                    its attention, with the kernel's workspace
     embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D
-    gathered       sync=micro_batch: the root's parameters c R throughout; of a layer its own, the next one's, the
-                   gradients on their way (4 bytes). train.sharding=node: of the head its own, in the loss's forward
-                   alone; of a layer its own, the next one's, its gradients; the head's gradient is added as fp32 where
-                   it is, and of the embedding's only rows are made, (2 c + 4) D a token
+    gathered       sync=micro_batch: the root's parameters, always, c R; for a layer its parameters, those of the next
+                   one, and the gradients in transit (4 bytes). train.sharding=node: the head's parameters, only in the
+                   loss's forward; for a layer its parameters, those of the next one, and its gradients; the head's
+                   gradient is added in place as fp32, and of the embedding's only rows are made, (2 c + 4) D a token
 
-The terms describe model/, train/ and transformers' layers; tests/planner/test_memory.py traces passes beside them.
+The terms describe model/, train/ and transformers' layers; tests/planner/test_memory.py compares them with traced
+passes.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from dhp_ray.planner.memory_terms import Memory, MemorySettings, PackLoad, Terms
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 from dhp_ray.planner.offload import LEAST_LAYERS
 
-LOGITS_HELD = 1 << 25  # of a chunk: CHUNK_ELEMENTS of model/loss.py
-SHORTEST_MEAN = 32  # tokens of a pack's sequences, at least; each takes 128 rows more of a kernel's workspace
-SMALLEST_IMAGE = 64  # patches of an image, in the mean, at least; each takes rows of a kernel's workspace as well
+LOGITS_HELD = 1 << 25  # logits of a chunk: CHUNK_ELEMENTS of model/loss.py
+SHORTEST_MEAN = 32  # least mean tokens of a pack's sequences; each sequence adds 128 rows to a kernel's workspace
+SMALLEST_IMAGE = 64  # least mean patches of an image; each image adds rows to a kernel's workspace as well
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
 
 
@@ -65,12 +66,12 @@ class MemoryModel(ActivationMemory):
                 "state, version before": 12 * share, "communicators": self.settings.communicators_bytes}
 
     def worst_load(self, tokens: int, offload: float = 0.0) -> PackLoad:
-        """The pack that needs most with so many tokens a rank: vision tokens throughout, all with labels.
+        """The pack that needs most memory with this many tokens a rank: only vision tokens, all with labels.
 
-        Images are dealt out whole, each to the member that ends first with it: the fullest member has at most the mean
-        and one image more.
+        Images are dealt out whole, each to the member that ends first with it, so the fullest member has at most one
+        image more than the mean.
         """
-        degree = min(2, self.settings.world_size)  # from two on, a ring's buffers are as large
+        degree = min(2, self.settings.world_size)  # a ring's buffers are as large for two ranks as for more
         if not self.shape.vision:
             return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload=offload)
         more = min(self.settings.image_limit or tokens, self.settings.largest_image) * (degree > 1)
@@ -83,8 +84,9 @@ class MemoryModel(ActivationMemory):
         return Memory(self.resident(), moment, terms)
 
     def tokens_that_fit(self, memory_bytes: float, offload: float = 0.0) -> int:
-        """Tokens of a pack that a device of so many bytes holds beside the resident state, where a share of activations
-        goes to host memory; 0: not even one."""
+        """Tokens of a pack that a device of `memory_bytes` holds in addition to the resident state, if a share of
+        activations goes to host memory; 0 if not even one fits.
+        """
         low, high = 0, 1
         while self.memory(self.worst_load(high, offload)).device_bytes <= memory_bytes and high < 2**40:
             low, high = high, 2 * high
@@ -95,12 +97,12 @@ class MemoryModel(ActivationMemory):
         return low
 
     def moments(self, load: PackLoad) -> dict[str, Terms]:
-        """The terms of each moment of the pass, beside what is resident."""
+        """The terms of each moment of the pass, without the resident ones."""
         shape, c = self.shape, self._c
         trains_vision = self._trains["vision"] and load.patches > 0
-        # the language model's activations are kept where anything upstream of the loss is trained
+        # the language model's activations are kept if anything before the loss is trained
         keeps = self._trains["language"] or self._trains["vision"]
-        # of this pack and of the next one, which is copied ahead: as large, at most
+        # of this pack and of the next one, which is copied ahead and at most as large
         inputs = 2 * (c * shape.patch_dim * load.patches + INPUT_BYTES * load.tokens)
         vision = self._kept("vision", load) if trains_vision else 0.0
         features = c * shape.width * shape.feature_levels * load.vision_tokens
@@ -108,10 +110,11 @@ class MemoryModel(ActivationMemory):
         held = {"inputs": inputs, "activations, vision": vision + features, "activations, language": language}
         embedding = c * shape.embedding_parameters if self._trains_weights["language"] else 0
         root = {"gathered: embedding, head": float(c * self._root)} if self._sharded else {}
-        # a head's gradient that autograd or FSDP keeps until the embedding's has come
+        # a head's gradient that autograd or FSDP keeps until the embedding's gradient is there
         since_loss = embedding if (shape.tied or self._sharded) and not self._shares else 0
         chunk = max(1, LOGITS_HELD // shape.vocabulary_size)
-        # of one chunk, or of the next one as well before they go: fp32 and, where it is another type, the computing one
+        # of one chunk, or also of the next one before the first are freed: in fp32 and, if it differs, in the computing
+        # type
         logits, both = ((4 + (c if c < 4 else 0)) * min(load.valid_tokens, count * chunk) * shape.vocabulary_size
                         for count in (1, 2))
         rows = held | root | {
@@ -157,7 +160,7 @@ class MemoryModel(ActivationMemory):
                 "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
                 "layer, forward": max(rotation, 3 * c * block.mlp_width + 2 * c * block.width) * load.patches}
         if self._sharded:
-            # of the last layer but one: as it came, in its parameters' places, and the last one's
+            # of the last layer but one: the gathered buffer and its parameters; and those of the last layer
             count = sum(layer.count for layer in shape.language)
             found["language, forward"] = held | root | {
                 "activations, language": language * max(0, count - 2) / count,
@@ -170,7 +173,7 @@ class MemoryModel(ActivationMemory):
                 found["reduction of the embedding"] = {"gradients reduced": (4 + c) * self._root}
         if not self._sharded:
             bucket = min(self.settings.bucket_bytes / 4, self.settings.num_trained(self.shape))
-            # of a node's sums what is sent and what comes, of three buckets; else my slice, and three copies of it
+            # of a node's sums what is sent and received, of three buckets; else the rank's slice and three copies of it
             found["update"] = {"buckets": bucket * (3 * 8 / self.settings.node_ranks if self._shares
                                                     else (4 + 3 * c) / self.settings.world_size)}
         return found
@@ -178,12 +181,12 @@ class MemoryModel(ActivationMemory):
     def _layer(
         self, part: str, layer: LayerShape, positions: int, pieces: int, load: PackLoad
     ) -> Iterator[tuple[str, Terms]]:
-        """The moments of the backward pass of the layer that comes first, while all activations are still there."""
+        """The moments of the first layer's backward pass, while all activations are still there."""
         c, trained = self._c, self._trains[part]
         again = self.layer_bytes(part, layer) if self.settings.recomputes else 0
         gradient = c * layer.width
         mlp = c * layer.mlp_width * ((3 if layer.gated else 2) - trained)
-        has_none = self._sharded or self._shares  # of parameters and gradients of its own
+        has_none = self._sharded or self._shares  # no parameters and gradients of its own
         product = c * layer.width * layer.mlp_width if self._trains_weights[part] else 0
         weights, added = (product, 0) if has_none else (0, product)  # kept to the end of the layer, or added at once
         under_way = {"gathered: a layer": self._gathered(part, 2, 1)}
@@ -191,8 +194,8 @@ class MemoryModel(ActivationMemory):
                                            "layer, backward": gradient * positions + max(
                                                mlp * positions, c * layer.mlp_width * positions + added)}
         if self.settings.drops and part in self.settings.adapters:
-            # of the MLP's last product two gradients and, for what was dropped, a hash and its copy, or a mask and a
-            # third gradient
+            # two gradients of the MLP's last product and, for dropout, a hash and its copy, or a mask and a third
+            # gradient
             dropout = (2 * c + max(4, 1 + c)) * layer.mlp_width * positions
             yield "dropout backward", under_way | {
                 "layer, recomputed": again * positions, "dropout": dropout,
@@ -207,7 +210,9 @@ class MemoryModel(ActivationMemory):
                 0 if self.settings.recomputes else self.layer_bytes(part, layer) * positions)}
 
     def _attention(self, part: str, layer: LayerShape, positions: int, degree: int) -> float:
-        """Gradients of attention's output and of the kernel; in the ring fp32 sums, and between ranks what travels."""
+        """Bytes of the gradients of attention's output and of the kernel; in the ring also fp32 sums, and between ranks
+        the buffers that are exchanged.
+        """
         c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         here = c * queries + kernel * (queries + 2 * key_values)
@@ -219,7 +224,7 @@ class MemoryModel(ActivationMemory):
         return positions * float(here + (travels if degree > 1 else 0))
 
     def _workspace(self, layer: LayerShape, positions: int, pieces: int) -> float:
-        """What the kernel's backward takes for itself.
+        """Bytes of the workspace of the kernel's backward.
 
         cuda: mha_varlen_bwd of torch's flash_api.cpp: fp32 sums of the queries' gradients and one number a row, each
         piece padded by 128 rows, and keys and values as often as there are query heads. npu: maximum and sum of the
@@ -235,8 +240,8 @@ class MemoryModel(ActivationMemory):
         return positions * widened if self._c < 4 else 0
 
     def _gathered(self, part: str, copies: int, reduced: int) -> float:
-        """Where a rank has no parameters of its own: those (or gradients) of a layer in the computing type so often, in
-        fp32 so often (`sync=micro_batch`).
+        """Bytes of a layer's gathered parameters (or gradients) if a rank has none of its own: `copies` of them in the
+        computing type and `reduced` in fp32 (only `sync=micro_batch`).
         """
         layers = self.shape.vision if part == "vision" else self.shape.language
         if not (self._sharded or self._shares) or not layers:

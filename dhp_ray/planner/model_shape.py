@@ -49,13 +49,14 @@ class Unit:
 class ModelShape:
     """A language model and the vision encoder before it.
 
-    The head is as large as the token embedding, and where it is `tied`, the same.
-    `language_rest` and `vision_rest`: parameters of what is in no layer, embedding and head left out of it.
-    `merge_area` patches of `patch_dim` values make one vision token, `token_pixels` of an image; `merger_width` is what
-    the merger makes of them. A vision feature has `feature_levels` rows of the language model's width, each by a merger
-    of its own. The encoder adds to a patch a mean of four of `position_rows` learned positions, where it has some.
-    `vision_projector`: those of `vision_rest` in a module of their own behind the encoder, gathered apart from the
-    others. An image is cut among ranks between pieces of at most `piece_patches` patches.
+    The head is as large as the token embedding; if it is `tied`, it is the embedding.
+    `language_rest` and `vision_rest`: parameters outside of layers, without embedding and head.
+    `merge_area` patches of `patch_dim` values make one vision token, which covers `token_pixels` of an image;
+    `merger_width`: the width that the merger makes of them. A vision feature has `feature_levels` rows of the language
+    model's width, each from a merger of its own. If the encoder has learned positions (`position_rows`), it adds the
+    mean of four of them to each patch. `vision_projector`: the part of `vision_rest` in a separate module after the
+    encoder, which is gathered separately. An image is cut among ranks between pieces of at most `piece_patches`
+    patches.
     """
 
     family: str

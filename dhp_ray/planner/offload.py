@@ -1,13 +1,14 @@
-"""Activation offload (ByteScale, arXiv 2502.21231): which share of a pack's activations goes to host memory.
+"""Activation offload (ByteScale, arXiv 2502.21231): the share of a pack's activations that goes to host memory.
 
-On a rank with t tokens of a pack, of which the share s is moved, a moment of its pass takes F + t (a - s b) bytes. At
-share 0 `from_tokens` fit, and at `share` (the largest that there is use and room for) `tokens_per_rank`. The share
+On a rank with t tokens of a pack, if the share s is moved, a moment of its pass takes F + t (a - s b) bytes. With share
+0 `from_tokens` fit, and with `share` (the largest that there is use and room for) `tokens_per_rank` fit. The share
 
     s(t) = share (1 - from_tokens / t) / (1 - from_tokens / tokens_per_rank)
 
-makes t tokens fit. It is taken of packs of more than `free_tokens`, which fit without; others move nothing. For s falls
-evenly with 1 / t: what a token takes, a - s b, is a line in 1 / t, and so is what it may take, (limit - F) / t; at both
-ends the former is not above the latter. What is moved, s(t) t, grows evenly with t.
+makes t tokens fit. Packs of up to `free_tokens` fit without it and move nothing; larger packs move this share. It is
+enough for all t between the ends because s is linear in 1 / t: what a token takes, a - s b, is a line in 1 / t, and so
+is what it may take, (limit - F) / t. At both ends the former is not above the latter. What is moved, s(t) t, is linear
+in t.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def largest_offload(
     largest = min(held(shares[-1]), most) if shares else 0
     if largest <= tokens:
         return NO_OFFLOAD
-    # the least that does: the last two layers of a part are on the device at some time in any case
+    # the least share that is enough: a part's last two layers are on the device at some time in any case
     share = shares[bisect_left(shares, largest, key=held)]
     return Offload(share, from_tokens(memory, memory_bytes, tokens, share, largest), largest, tokens)
 

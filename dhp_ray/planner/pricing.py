@@ -71,7 +71,7 @@ def groups_of(
     """
     tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
     tokens = tokens / np.diff(schedule.first_rank)
-    # beyond that, so much is moved that it fits
+    # beyond that, activations are moved so that it fits
     memory = problem.cost.resident(problem.sync) + problem.cost.memory_bytes_per_token * np.minimum(
         tokens, problem.cluster.tokens_per_rank)
     offload = problem.cluster.offload.share_of(tokens)

@@ -20,13 +20,13 @@ RATE = np.dtype([(name, np.float64) for name in (
     "free_tokens", "forward")])
 """Costs of a pack of one degree: seconds a token inside a node and across nodes; how much of that a second of attention
 hides; fixed seconds, additional ones if it has images, and the least seconds; the activations that it moves to host
-memory if it has more tokens than `free_tokens` (`Offload`, of all its ranks); and the share of its compute that is its
-forward pass.
+memory if it has more tokens than `free_tokens` (`Offload`, multiplied by the degree); and the share of its compute that
+is its forward pass.
 """
 
 
 class OverlapOf(Protocol[Number]):
-    """The fields of RATE that tell how much compute hides copies beside it."""
+    """The fields of RATE that tell how much compute hides of the communication and copies that run during it."""
 
     overlap: Number
     overhead_s: Number
@@ -112,7 +112,7 @@ def moved_s(host_s: Number, num_tokens: Number, rate: OverlapOf[Number]) -> Numb
 
 
 def waits_s(compute_s: Number, copied_s: Number, forward: Number) -> Number:
-    """Seconds that a pack waits for its copies out, next to the share `forward` of its compute, and back, next to the
+    """Seconds that a pack waits for its copies out, during the share `forward` of its compute, and back, during the
     rest. The only place with this formula.
     """
     waits: Number = np.maximum(0.0, copied_s - forward * compute_s) + np.maximum(

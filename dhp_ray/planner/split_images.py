@@ -1,17 +1,17 @@
-"""Which images are cut into parts that several ranks encode, and into how many.
+"""Chooses which images are cut into parts that several ranks encode, and into how many parts.
 
-An image that alone takes longer than the mean of all ranks holds the others up, whoever encodes it. It is cut into the
-fewest parts of which each, with its exchange, takes at most a limit, and where there is no such number into those that
-take least. The limit is one of LIMITS between the longest image and the mean: the one under which the larger of two
-comes out least, the longest part or whole image and the mean, exchanges counted; of equals the largest, which cuts
-fewest images.
+An image that alone takes longer than the mean of all ranks holds the other ranks up, whichever rank encodes it. It is
+cut into the fewest parts that each take at most a limit, including their exchange. If there is no such number, it is
+cut into the number whose parts take least. The limit is one of LIMITS between the longest image and the mean. It is
+chosen so that the larger of two times is least: that of the longest part or whole image, and the mean including
+exchanges. Among equal ones the largest limit is taken, which cuts fewest images.
 
     one image of 12 s, 12 of 1 s, 4 ranks             2 parts of 6 s    rank 0  |----6----|
     the mean is 6 s                                                     rank 1  |----6----|
                                                                         ranks 2, 3  |1|1|1|1|1|1|
     with an exchange of 0.5 s for each part more      2 parts of 6.5 s: the mean is 6.25 s; of 3 parts of 5 s, 6.75 s
 
-An image of which no rank's memory holds the activations is cut into at least as many parts as it takes.
+If no rank's memory holds the activations of an image, it is cut into at least as many parts as memory requires.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def parts_for_memory(
 def parts_for_time(
     grid_of: Callable[[int], Grid], seconds: np.ndarray, least: np.ndarray, speeds: np.ndarray, cost: CostModel
 ) -> np.ndarray:
-    """The parts of each image, as above: at least `least`, at most twice what brings the longest image to the mean."""
+    """The number of parts of each image, as above: at least `least`, and at most twice the number that brings the
+    longest image to the mean.
+    """
     fastest, total, mean_s = float(speeds.max()), float(speeds.sum()), float(seconds.sum() / speeds.sum())
     above = np.flatnonzero(seconds / fastest > mean_s * (1 + 1e-9))
     if not len(above):
@@ -88,8 +90,9 @@ def parts_for_time(
 def _choices(
     grids: Sequence[Grid], seconds: np.ndarray, least: np.ndarray, most: int, cost: CostModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each image in 1, 2, ... `most` parts: seconds of the largest part on a nominal rank, with its exchange, and of
-    all parts; infinite where it cannot have so many, or has to have more."""
+    """For each image in 1, 2, ... `most` parts: seconds on a nominal rank of the largest part, with its exchange, and
+    of all parts. The former are infinite if the image cannot have that many parts, or must have more.
+    """
     steps, patches = np.array(grids)[:, :1], np.array(grids).prod(axis=1)[:, None]
     allowed = np.array([most_parts(grid, cost.image_piece_patches) for grid in grids])
     counts = np.arange(1, max(most, int(least.max())) + 1)[None, :]

@@ -3,7 +3,7 @@
 sync=step          a group starts when the last of its ranks is free      rank 0  |--a--|---c----|
                                                                          rank 1  |--a--|-b-|
 sync=micro_batch   all groups of a micro-batch start together            rank 0  |--a--|...|--c--|
-both               after the images are encoded, where that is apart from the packs (encoder_timeline.py)
+both               after the images are encoded, if that is apart from the packs (encoder_timeline.py)
 """
 
 from __future__ import annotations

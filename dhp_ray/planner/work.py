@@ -8,8 +8,9 @@ For a pack on d ranks, each of its ranks has one row; a rank's rows are in the o
                                           encoder_pass_s       1 if it encodes any
 
 If images are encoded apart from the packs, a rank that encodes some has two more rows after its packs: for the phase
-before them, `vision_forward` of its images' amounts; for the phase after them the rest, plus the forward pass again if
-activations are not kept. Of an image in parts each rank has its share. Exchanges between ranks are not included.
+before them, `vision_forward` of its images' amounts; for the phase after them, if there is one, the rest, plus the
+forward pass again if activations are not kept. For an image in parts each rank has its share. Exchanges between ranks
+are not included.
 
 A separate value tells how long a pack waits for copies to host memory, which a run cannot distinguish from compute.
 """

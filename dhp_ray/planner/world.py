@@ -78,7 +78,7 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
         return None
 
     def shortest(num_parts: np.ndarray) -> World | None:
-        """The shorter of two: parts that exchange are on existing process groups, or on neighbours."""
+        """The shorter of two plans: parts that exchange are on existing process groups, or on neighbours."""
         groups = groups_by_size(problem, schedule) if (num_parts > 1).any() else {}
         on_groups = parts_on_groups(problem, num_parts, groups)
         found = [] if on_groups is None else at(on_groups, groups)
@@ -98,7 +98,7 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
             if further is not None and best and _is_uneven(problem, best):
                 best = _shortest([best, shortest(further)])
     newest = best
-    for _ in range(CUTS):  # past one that gains nothing: of two images that hold up two ranks, both are to be cut
+    for _ in range(CUTS):  # also after a cut without gain: if two images hold up two ranks, both must be cut
         further = one_part_more(problem, newest.images) if newest and _is_uneven(problem, newest) else None
         if further is None:
             break

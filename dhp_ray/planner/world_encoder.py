@@ -1,19 +1,20 @@
-"""Which rank encodes which image where any rank may: balanced over all of them, at home where that costs nothing.
+"""Chooses which rank encodes which image, if any rank may: images are balanced over all ranks, but stay at home, on a
+rank of their own group, if that costs nothing.
 
-1. Longest processing time first (Graham 1969) with a preference. Let T be the least time that any assignment takes, the
-mean over all ranks or the largest image on the fastest. Images come longest first; each goes to a rank of its own group
-if one ends by T with it, and else to the rank of the whole cluster that ends first with it:
+1. Longest processing time first (Graham 1969) with a preference. Let T be the least time that any assignment can take:
+the mean over all ranks, or the largest image on the fastest rank. Images come longest first. Each goes to a rank of its
+own group if one ends by T with it, otherwise to the rank of the whole cluster that ends first with it:
 
     images 6 (group of rank 0)  2 2 (rank 0)  2 (rank 1), T = 6        rank 0  |--6--|
                                                                       rank 1  |2|2|2|    two of them from rank 0's group
 
-2. Where that ends later than T, the fullest rank and others exchange images until all end by T, or nothing helps
+2. If that ends later than T, the fullest rank and others exchange images until all end by T, or no exchange helps
 (`rebalancing`).
 
-3. Where that is far from T, all is done again from another start, longest first without the preference, and then from
-best fit: images come largest first, each to the rank with the least room that holds it under a limit, and the least
-limit that does is found by bisection (MULTIFIT, Coffman, Garey and Johnson 1978; after LPT: Lee and Massey 1988). The
-best is taken:
+3. If the result is far from T, both steps are repeated from another start, longest first without the preference, and
+then from best fit: images come largest first, each goes to the rank with the least room that holds it under a limit,
+and bisection finds the least limit under which all images find room (MULTIFIT, Coffman, Garey and Johnson 1978; after
+LPT: Lee and Massey 1988). The best result is taken:
 
     images 5 3 2 2 2 2, 2 ranks, T = 8     longest first    rank 0  |--5--|-2-|-2-|    9 (no exchange helps)
                                                             rank 1  |--3--|-2-|-2-|    7
@@ -21,7 +22,7 @@ best is taken:
                                            best fit         rank 0  |--5--|--3--|          8
                                                             rank 1  |-2-|-2-|-2-|-2-|      8
 
-The ranks wait in one heap for each speed, so that an image costs O(speeds + its group's ranks + log ranks).
+There is one heap of ranks for each speed, so an image costs O(speeds + its group's ranks + log ranks).
 """
 
 from __future__ import annotations

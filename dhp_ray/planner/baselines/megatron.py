@@ -1,21 +1,22 @@
-"""Megatron's dynamic context parallelism, by the ideas of its source: main's `--hybrid-context-parallel`
-(core/pipeline_parallel/hybrid_cp_schedule.py) and, with packing, dev's `dynamic_context_parallel`.
+"""Megatron's dynamic context parallelism, after the ideas of its source: `--hybrid-context-parallel` of the branch
+main (core/pipeline_parallel/hybrid_cp_schedule.py) and, with packing, `dynamic_context_parallel` of the branch dev.
 
-Work of a sequence is its length squared over its degree, the least power of two by which a rank holds at most a cap of
-tokens. Rounds are made one after the other, on ranks that are all free:
+The work of a sequence is its length squared over its degree. The degree is the least power of two with which a rank
+holds at most a cap of tokens. Rounds are made one after another, each starting with all ranks free:
 
-1. What is left, longest first, is cut into runs of alike work, as many as there are degrees.
-2. The first run whose next sequence has a place gives it up: to free ranks, or to the group of its degree that has done
-   least. A round ends when no run's next sequence has a place or, once degrees fall, when the ranks' work differs by
-   at most 5 %.
-3. As long as ranks are free, the first of the smallest groups grows to twice its ranks, and those after it move on.
+1. The remaining sequences, longest first, are cut into runs of about equal work, as many runs as there are degrees.
+2. The first run whose next sequence has a place gives up that sequence: to free ranks, or to the group of its degree
+   with the least work. A round ends when no run's next sequence has a place, or, once degrees fall, when the ranks'
+   work differs by at most 5 %.
+3. As long as ranks are free, the first of the smallest groups grows to twice its ranks, and the groups after it move
+   on.
 
-On dev (`packs`) a group takes at most the cap of each of its ranks, and its sequences run as one pack. On main a group
-has no limit and runs its sequences one after the other; the last sequence of the group with most work goes to a later
-round while that makes work more alike. Here main's groups run packs as large as memory allows, and with
-`sync=micro_batch` those of a round that come first in their groups are a micro-batch, then those that come second. With
-`sync=step` nobody waits between rounds. The cap is tuned, and the better of main and dev is taken: all three are more
-than Megatron does.
+On dev (`packs`) a group takes at most the cap on each of its ranks, and its sequences run as one pack. On main a group
+has no limit and runs its sequences one after another; the last sequence of the group with the most work moves to a
+later round as long as that makes the work more even. Here main's groups run packs as large as memory allows. With
+`sync=micro_batch` the first packs of a round's groups form a micro-batch, then the second ones. With `sync=step` no
+rank waits between rounds. The cap is tuned, and the better of main and dev is taken. All three are more than Megatron
+does.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 
 BALANCED, OVERFULL = 0.05, 1.1
-"""Shares of the source: by which the work of a balanced round differs, and to which a run is filled."""
+"""Constants of Megatron's source: the share by which the ranks' work differs at most in a balanced round; and the
+multiple of an equal share of the work up to which a run is filled.
+"""
 
 
 class Rounds(NamedTuple):
-    """`group` of each sequence; of each group, in order: its round, its first rank and its degree."""
+    """`group` has the group of each sequence. The others have, for each group in order, its round, first rank and
+    degree.
+    """
 
     group: np.ndarray
     round: np.ndarray
@@ -54,7 +59,7 @@ def dev(problem: Problem, cap: int) -> Schedule:
 
 
 def main(problem: Problem, cap: int) -> Schedule:
-    """Packs that fill memory, those of a group one after the other, longest sequences first."""
+    """Packs that fill memory; those of a group run one after another, longest sequences first."""
     rounds, tokens = rounds_of(problem, cap, packs=False), problem.items.tokens
     rows = np.lexsort((-tokens, rounds.group))
     capacity = rounds.degree * problem.cluster.tokens_per_rank
@@ -72,7 +77,7 @@ KINDS = (dev, main)
 
 
 def groups_as_packs(problem: Problem, rounds: Rounds) -> Schedule:
-    """All sequences of a group together, memory or not."""
+    """All sequences of a group in one pack, whether memory holds it or not."""
     rows, first_row = by_owner(rounds.group, len(rounds.degree))
     every = np.arange(len(rounds.degree))
     return Schedule(rows, first_row, _ranks(rounds, every), firsts_of(rounds.degree),
@@ -80,14 +85,14 @@ def groups_as_packs(problem: Problem, rounds: Rounds) -> Schedule:
 
 
 def _micro_batches(problem: Problem, round_: np.ndarray, turn: np.ndarray) -> np.ndarray:
-    """The micro-batch of packs that come in this order, of these rounds and turns."""
+    """The micro-batch of each pack, given the round and turn of packs in this order."""
     new = (np.diff(round_, prepend=0) != 0) | (np.diff(turn, prepend=0) != 0)
     numbers: np.ndarray = np.cumsum(new) * int(problem.sync == "micro_batch")
     return numbers
 
 
 def rounds_of(problem: Problem, cap: int, packs: bool) -> Rounds:
-    """Which sequences run together in which round, at most `cap` tokens a rank (main: of one sequence)."""
+    """The rounds and groups of the sequences, with at most `cap` tokens a rank (on main: of one sequence)."""
     tokens, num_ranks = problem.items.tokens, problem.cluster.num_ranks
     degree = powers_of_two(degrees_at(tokens, cap, num_ranks), num_ranks)
     order = np.argsort(-tokens, kind="stable")
@@ -96,7 +101,7 @@ def rounds_of(problem: Problem, cap: int, packs: bool) -> Rounds:
 
 
 def _ranks(rounds: Rounds, group: np.ndarray) -> np.ndarray:
-    """The ranks of these groups, one after the other."""
+    """The ranks of these groups, one group after another."""
     degree = rounds.degree[group]
     first = firsts_of(degree)
     ranks: np.ndarray = np.repeat(rounds.first_rank[group] - first[:-1], degree) + np.arange(first[-1])
@@ -105,7 +110,9 @@ def _ranks(rounds: Rounds, group: np.ndarray) -> np.ndarray:
 
 @compiled
 def _turns(tokens: np.ndarray, group: np.ndarray, capacity: np.ndarray) -> np.ndarray:
-    """The pack of its group that each sequence is in: those of a group stand together, and fill one after the other."""
+    """The number of each sequence's pack within its group. The sequences of a group are adjacent; they fill one pack
+    after another.
+    """
     turn, held = np.zeros(len(tokens), dtype=np.int64), 0
     for place in range(len(tokens)):
         same = place > 0 and group[place] == group[place - 1]
@@ -120,7 +127,9 @@ def _turns(tokens: np.ndarray, group: np.ndarray, capacity: np.ndarray) -> np.nd
 def _rounds(
     tokens: np.ndarray, degree: np.ndarray, order: np.ndarray, cap: int, num_ranks: int, packs: bool
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """(the group of each sequence; by group the rows of `Rounds`; number of groups). O(sequences x ranks)."""
+    """(the group of each sequence; the other fields of `Rounds`, a column for each group; number of groups).
+    O(sequences x ranks).
+    """
     group, of_group = np.zeros(len(tokens), dtype=np.int64), np.zeros((3, len(tokens)), dtype=np.int64)
     count, number = 0, 0
     while len(order):
@@ -138,10 +147,10 @@ def _round(
     tokens: np.ndarray, degree: np.ndarray, order: np.ndarray, cap: int, num_ranks: int, packs: bool, group: np.ndarray,
     of_group: np.ndarray,
 ) -> tuple[np.ndarray, int]:
-    """(what is left for later rounds, number of groups); groups count from 0."""
+    """(the sequences left for later rounds, number of groups); groups count from 0."""
     heads, ends = _runs(tokens, degree, order)
     load, held, last = np.zeros(num_ranks), np.zeros(num_ranks), np.full(num_ranks, -1)
-    before = np.full(len(tokens), -1)  # the sequence that its group took before
+    before = np.full(len(tokens), -1)  # for each sequence, the one that its group took before it
     free, count, first_degree, falls = num_ranks, 0, 0, False
     while True:
         best, run, need = -1, 0, 0
@@ -193,10 +202,10 @@ def _round(
 
 @inner
 def _runs(tokens: np.ndarray, degree: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each run of alike work begins and ends in `order`."""
+    """Where each run of about equal work begins and ends in `order`."""
     seen, kinds, total = np.zeros(len(order), dtype=np.int64), 0, 0.0
     for place in range(len(order)):
-        known = 0  # what main has put off comes last, of whatever degree
+        known = 0  # sequences that main has put off come last, with any degree
         while known < kinds and seen[known] != degree[order[place]]:
             known += 1
         if known == kinds:
@@ -217,7 +226,7 @@ def _runs(tokens: np.ndarray, degree: np.ndarray, order: np.ndarray) -> tuple[np
 
 @inner
 def _grow(of_group: np.ndarray, num_ranks: int) -> None:
-    """Give free ranks to the smallest groups, the first of them first, each as many as it has."""
+    """Give free ranks to the smallest group (of several the first), as many as it has already, until none is free."""
     free = num_ranks - of_group[2].sum()
     while free > 0:
         smallest = int(of_group[2].argmin())

@@ -1,7 +1,7 @@
-"""The pack cap of a baseline: how many tokens of a pack a rank takes, at most what its memory holds.
+"""The pack cap of a baseline: the most tokens of a pack that a rank takes. It is at most what the rank's memory holds.
 
-Packing to the memory limit makes few long packs, which leave ranks waiting. Whoever uses a baseline tunes that one
-number, so the baselines do: caps are tried, and the one whose schedule the cost model finds shortest is kept.
+Packing to the memory limit makes few long packs, which leave ranks waiting. Users of a baseline would tune this number,
+so the baselines tune it here: several caps are tried, and the one with the shortest predicted schedule is kept.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 
 LADDER, ROUNDS, NEIGHBOURS = 9, 5, 8
-"""Caps tried: on a ladder from the shortest sequence to memory; such that the batch takes so many rounds of packs;
-around the best of these."""
+"""Numbers of caps that are tried: on a ladder from the shortest sequence to the memory limit; for numbers of rounds
+of packs (`cap_of_rounds`); and around the best of these.
+"""
 
 
 def capacities(tokens: np.ndarray, degree: int | np.ndarray, cap: int) -> np.ndarray:
-    """Tokens of a pack that each sequence may open, on `degree` ranks: those of the cap, or the sequence's own where
-    it is longer."""
+    """Capacity in tokens of a pack that each sequence opens on `degree` ranks: `degree` times the cap, or the length of
+    the sequence if that is more.
+    """
     return np.maximum(tokens, degree * cap)
 
 
@@ -32,21 +34,23 @@ def degrees_at(tokens: np.ndarray, cap: int, num_ranks: int) -> np.ndarray:
 
 
 def powers_of_two(degrees: np.ndarray, num_ranks: int) -> np.ndarray:
-    """The next powers of two, or all ranks."""
+    """The next power of two of each degree, or all ranks."""
     powers: np.ndarray = np.minimum(2 ** np.ceil(np.log2(degrees)).astype(np.int64), num_ranks)
     return powers
 
 
 def cap_of_rounds(problem: Problem, memory: int, more: int) -> float:
-    """The cap under which the batch takes so many rounds of packs more than under memory's; where there are many of
-    them, memory's."""
+    """The cap with which the batch takes `more` additional rounds of packs, compared with the cap `memory`; if there
+    are many rounds, `memory` itself.
+    """
     each = int(problem.items.tokens.sum()) / problem.cluster.num_ranks
     return min(memory, 1.02 * each / (int(each // memory) + 1 + more))
 
 
 def best_cap(problems: Sequence[Problem], schedule_at: Callable[[Problem, int], Schedule]) -> tuple[float, int]:
-    """(seconds of all batches under the best cap, that cap): `schedule_at` plans a batch at a cap. Memory's cap wins
-    where no other is shorter."""
+    """(seconds of all batches under the best cap, that cap). `schedule_at` plans a batch with a cap. The memory limit
+    is kept if no other cap is shorter.
+    """
     found: dict[int, float] = {}
 
     def try_all(caps: Sequence[int]) -> int:
@@ -64,8 +68,9 @@ def best_cap(problems: Sequence[Problem], schedule_at: Callable[[Problem, int], 
 
 
 def tuned(problem: Problem, schedule_at: Callable[[Problem, int, int], Schedule]) -> Schedule:
-    """The shortest schedule over all caps of packs, with minimum degrees from memory, or from the same cap.
-    `schedule_at` plans with a cap of each."""
+    """The shortest schedule over all caps of packs, with minimum degrees that follow from memory or from the same cap.
+    `schedule_at` plans a batch with a cap for packs and a cap for degrees.
+    """
     memory = problem.cluster.tokens_per_rank
     packs_s, cap = best_cap([problem], lambda problem, cap: schedule_at(problem, cap, memory))
     both_s, both = best_cap([problem], lambda problem, cap: schedule_at(problem, cap, cap))
@@ -73,10 +78,10 @@ def tuned(problem: Problem, schedule_at: Callable[[Problem, int, int], Schedule]
 
 
 def _coarse_caps(problems: Sequence[Problem]) -> list[int]:
-    """Memory's first, then falling."""
+    """The memory limit first, then smaller caps in descending order."""
     memory = min(problem.cluster.tokens_per_rank for problem in problems)
     shortest = min(memory, *(int(problem.items.tokens.min()) for problem in problems))
     caps = np.geomspace(shortest, memory, LADDER).tolist()
-    # batches of a data set are alike: the first one's rounds do for all
+    # the batches of a data set are similar: the rounds of the first one serve for all
     caps += [cap_of_rounds(problems[0], memory, more) for more in range(ROUNDS)]
     return [memory, *sorted({int(cap) for cap in caps if 1 <= int(cap) < memory}, reverse=True)]

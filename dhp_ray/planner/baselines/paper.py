@@ -1,16 +1,16 @@
-"""The published planner (DHP, arXiv 2602.21788): packs by memory, then degrees for the packs of one micro-batch at a
-time.
+"""The published planner (DHP, arXiv 2602.21788): makes packs by memory, then sets the degrees of the packs, one
+micro-batch at a time.
 
 1. Best-fit decreasing packs the sequences (`packing`).
-2. Packs go, longest first, into the first micro-batch whose ranks still cover their minimum degrees.
-3. In each micro-batch the ranks are dealt out so that the slowest pack is as fast as can be. The paper fills a table
-   DP[i][j] in O(K N^2); the problem is a separable bottleneck, so the same optimum comes from a search on the makespan
-   M: pack i needs the least d with T_i(d) <= M, and M can be had if these sum to at most N. Some 40 trials, each O(K)
-   where compute rules.
+2. Each pack, longest first, goes into the first micro-batch that has enough ranks left for its minimum degree.
+3. In each micro-batch the ranks are divided among the packs so that the slowest pack is as fast as possible. The paper
+   fills a table DP[i][j] in O(K N^2). The problem is a separable bottleneck, so a search on the makespan M finds the
+   same optimum: pack i needs the least d with T_i(d) <= M, and M is feasible if these d sum to at most N. Some 40
+   trials, each O(K) if compute dominates.
 
-With `sync=step` the same packs run in the same order without a barrier, each on the ranks that are free first.
-Speeds are left out, as in the paper. The tokens that a rank takes are tuned (`pack_cap`): those of the packs alone,
-or those that minimum degrees follow from too (the paper's E).
+With `sync=step` the same packs run in the same order without a barrier, each on the ranks that are free first. Speeds
+are ignored, as in the paper. The tokens that a rank takes are tuned (`pack_cap`): either only for the packs, or also
+for the minimum degrees (the paper's E).
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def dhp_paper(problem: Problem) -> Schedule:
 
 
 def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
-    """The published planner where packs take `pack_cap` tokens of a rank, and minimum degrees follow from
-    `degree_cap`."""
+    """The published planner with packs of at most `pack_cap` tokens a rank and minimum degrees from `degree_cap`."""
     cluster, tokens = problem.cluster, problem.items.tokens
     packs = best_fit_decreasing(tokens, capacities(tokens, degrees_at(tokens, degree_cap, cluster.num_ranks), pack_cap))
     items = packed(problem, packs)
@@ -44,9 +43,10 @@ def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
 
 
 def dealt(problem: Problem, packs: Packs, items: Items, micro_batch: np.ndarray, powers: bool = False) -> Schedule:
-    """The schedule of packs, `items`, of these micro-batches, each on so many ranks that the slowest of its micro-batch
-    is as fast as can be. `powers`: on powers of two (or all ranks), larger ones first, so that a group of d ranks
-    starts at a multiple of d."""
+    """The schedule of packs (`items`) in these micro-batches, with degrees that make the slowest pack of each
+    micro-batch as fast as possible. `powers`: degrees are powers of two (or all ranks), larger ones first, so that a
+    group of d ranks starts at a multiple of d.
+    """
     members, first = by_owner(micro_batch, int(micro_batch.max()) + 1)
     by_micro_batch = problem.sync == "micro_batch"
     order, degree, ranks = _deal(items, problem.nominal_machine, members, first, by_micro_batch, powers)
@@ -56,8 +56,9 @@ def dealt(problem: Problem, packs: Packs, items: Items, micro_batch: np.ndarray,
 
 @compiled
 def first_fit(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
-    """(the first micro-batch with that many ranks left, for each pack; number of micro-batches). O(packs x
-    micro-batches)."""
+    """(for each pack, the first micro-batch with enough ranks left; number of micro-batches). O(packs x
+    micro-batches).
+    """
     micro_batch, used, count = np.zeros(len(need), dtype=np.int64), np.zeros(len(need), dtype=np.int64), 0
     for pack in range(len(need)):
         index = 0
@@ -73,8 +74,9 @@ def first_fit(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
 def _deal(
     items: Items, machine: Machine, members: np.ndarray, first: np.ndarray, by_micro_batch: bool, powers: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(packs in order of execution, the degree of each, their ranks one after the other); `members[first[m]:first[m
-    + 1]]` are micro-batch m's packs."""
+    """(packs in order of execution, the degree of each, their ranks one pack after another). The packs of micro-batch m
+    are `members[first[m]:first[m + 1]]`.
+    """
     num_ranks = len(machine.speeds)
     order, degree = np.zeros(len(members), dtype=np.int64), np.zeros(len(members), dtype=np.int64)
     ranks, dealt, free = np.zeros(num_ranks * (len(first) - 1), dtype=np.int64), 0, np.zeros(num_ranks)
@@ -98,8 +100,9 @@ def _deal(
 
 @inner
 def allocate(items: Items, members: np.ndarray, machine: Machine, powers: bool) -> np.ndarray:
-    """The degree of each pack of a micro-batch that makes the slowest fastest; their minimum degrees sum to at most
-    N."""
+    """The degrees of the packs of a micro-batch that make the slowest pack as fast as possible. The minimum degrees of
+    the packs must sum to at most N.
+    """
     span = np.zeros(3)
     for item in members:
         span[1] = max(span[1], _time(items[item], items[item].minimum_degree, machine))
@@ -112,7 +115,7 @@ def allocate(items: Items, members: np.ndarray, machine: Machine, powers: bool) 
 def _needed(
     items: Items, members: np.ndarray, makespan: float, machine: Machine, powers: bool
 ) -> tuple[np.ndarray, bool]:
-    """(the least degrees that meet a makespan, whether there are so many ranks)"""
+    """(the least degrees that meet a makespan, whether there are enough ranks for them)"""
     degrees, total = np.zeros(len(members), dtype=np.int64), 0
     num_ranks, node_size, rates = len(machine.speeds), machine.ranks_per_node, machine.rates
     for place in range(len(members)):
@@ -128,8 +131,9 @@ def _needed(
 
 @inner
 def _least_power(item: Item, degree: int, makespan: float, most: int, machine: Machine) -> int:
-    """The least power of two from `degree` on (or all ranks) that meets a makespan, where that is at most `most`; else
-    0."""
+    """The least power of two from `degree` on (or all ranks) that meets a makespan, if it is at most `most`; otherwise
+    0.
+    """
     power, num_ranks = 1, len(machine.speeds)
     while power < degree or (power <= most and _time(item, power, machine) > makespan):
         power = min(2 * power, num_ranks) if power < num_ranks else num_ranks + 1

@@ -1,13 +1,14 @@
-"""Power-of-two degrees: each sequence gets the least power of two that holds it; packs go, slowest first, to the
-aligned ranks that have done them first.
+"""Power-of-two degrees: each sequence gets the least power of two that holds it. Packs are placed slowest first, each
+on the aligned ranks that finish it first.
 
-With `sync=micro_batch` also as FlexSP plans (arXiv 2412.01523): sequences by length are cut into runs of alike tokens,
-a micro-batch each, and within one packs have the powers of two with which the slowest is as fast as can be. FlexSP
-finds packs and degrees by an integer program; here packs are by best fit, and degrees as in the published planner. The
-better of both is taken. benchmarks/scale.py has it beside FlexSP's own solver.
+With `sync=micro_batch` a second plan follows FlexSP (arXiv 2412.01523), and the better of the two is taken. Sequences
+are sorted by length and cut into runs with equal tokens, one micro-batch for each run. Within a micro-batch the degrees
+are the powers of two that make the slowest pack as fast as possible. FlexSP finds packs and degrees with an integer
+program; here best fit makes the packs, and degrees are set as in the published planner. benchmarks/scale.py compares it
+with FlexSP's own solver.
 
-The cap, tokens a rank, is tuned: that of the packs alone, or that of packs and degrees, as in systems where one
-number says both.
+The cap, in tokens a rank, is tuned: either only for the packs, or one cap for packs and degrees, as in systems with one
+setting for both.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from dhp_ray.planner.problem import Problem, packed
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 
 RUNS = 5
-"""Numbers of runs that are tried: as many micro-batches as there are at least, and more, as in FlexSP's solver; and one
-for all, whose packs are in any order of length."""
+"""How many numbers of runs are tried, from the least number of micro-batches upward, as in FlexSP's solver. One run for
+the whole batch is tried too; its packs are in any order of length.
+"""
 
 
 def pow2(problem: Problem) -> Schedule:
@@ -42,9 +44,10 @@ def pow2(problem: Problem) -> Schedule:
 
 
 def by_length_at(runs: int, rounded: bool, problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
-    """As FlexSP plans, in so many runs. A run that the ranks do not hold at once becomes several micro-batches.
-    `rounded`: a pack takes what the power of two that its longest sequence needs holds, else what the fewest ranks
-    hold."""
+    """The plan that follows FlexSP, in `runs` runs. A run that the ranks cannot hold at once becomes several
+    micro-batches. `rounded`: the capacity of a pack is that of the power of two that its longest sequence needs;
+    otherwise that of the fewest ranks that hold this sequence.
+    """
     cluster, tokens = problem.cluster, problem.items.tokens
     longest_first = np.argsort(-tokens, kind="stable")
     before = np.cumsum(tokens[longest_first]) - tokens[longest_first]
@@ -67,8 +70,10 @@ def by_length_at(runs: int, rounded: bool, problem: Problem, pack_cap: int, degr
 
 
 def packed_to(problem: Problem, cap: int) -> list[Schedule]:
-    """What costs little to ask, with packs of so many tokens a rank: powers of two; the least static degree, and twice
-    and four times that, inside a node, of whose memory sequences leave less unused."""
+    """The schedules of baselines that take little time, with packs of `cap` tokens a rank: powers of two; and static
+    layouts with the least degree, and with two and four times that inside a node, since sequences leave less of their
+    memory unused.
+    """
     memory, least = problem.cluster.tokens_per_rank, least_degree_of([problem])
     degrees = [factor * least for factor in (1, 2, 4)
                if factor == 1 or factor * least <= min(problem.machine.ranks_per_node, problem.cluster.num_ranks)]
@@ -76,8 +81,7 @@ def packed_to(problem: Problem, cap: int) -> list[Schedule]:
 
 
 def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
-    """Sequences of one degree are packed by best fit; a group of d ranks starts at a multiple of d. O(packs x
-    ranks)."""
+    """Pack the sequences of each degree by best fit; a group of d ranks starts at a multiple of d. O(packs x ranks)."""
     cluster, machine, items = problem.cluster, problem.nominal_machine, problem.items
     degrees = _powers(items.tokens, degree_cap, cluster.num_ranks)
     all_rows, sizes, times, degree = [], [], [], []
@@ -111,10 +115,11 @@ def _powers(tokens: np.ndarray, cap: int, num_ranks: int) -> np.ndarray:
 
 @compiled
 def _aligned(need: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(the first rank of each pack's block, its micro-batch): the first aligned block that is left in the first
+    """(the first rank of each pack's block, its micro-batch). A pack gets the first free aligned block of the first
     micro-batch that has one.
 
-    `begin[m, l]`: of blocks of 2^l ranks in micro-batch m, those before are taken. O(packs x micro-batches + ranks).
+    `begin[m, l]`: in micro-batch m all blocks of 2^l ranks before this rank are taken. O(packs x micro-batches +
+    ranks).
     """
     first, micro_batch = np.zeros(len(need), dtype=np.int64), np.zeros(len(need), dtype=np.int64)
     taken, begin = np.zeros((1, num_ranks), dtype=np.bool_), np.zeros((1, 64), dtype=np.int64)

@@ -3,7 +3,7 @@
 static         the degree that the longest sequence needs; the pack cap that is best for the batch
 static_best    the degree and the pack cap that are best for the batch (`static_best`)
 best_layout    the degree and the pack cap that are best for a whole data set: one layout for all of its batches,
-               as static systems are run
+               as in static systems
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ from dhp_ray.planner.problem import Problem, packed
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 
 MOST = 16
-"""Degrees that are tried for one layout, beside powers of two."""
+"""The most degrees that are tried for one layout, in addition to powers of two."""
 
 
 class Layout(NamedTuple):
-    """Ranks of every group, and the tokens of a pack that each of them takes at most."""
+    """The number of ranks of every group, and the most tokens of a pack that each of these ranks takes."""
 
     degree: int
     pack_cap: int
 
 
 def static(problem: Problem) -> Schedule:
-    """Groups of one degree, side by side; packs by best-fit decreasing, the slowest first, each to the group that
-    has done it first."""
+    """Adjacent groups of one degree. Packs come from best-fit decreasing and are placed slowest first, each on the
+    group that finishes it first.
+    """
     return uniform(problem, best_layout([problem], [least_degree_of([problem])]))
 
 
 def best_layout(problems: Sequence[Problem], degrees: Sequence[int] = ()) -> Layout:
-    """The layout with the least sum of makespans over some batches on equal clusters, of these degrees or of those
-    that hold the longest sequence."""
+    """The layout with the least sum of makespans over some batches on equal clusters, with one of these degrees, or
+    of `degrees_for`.
+    """
     tried = degrees or degrees_for(problems)
     (_, cap), degree = min((best_cap(problems, partial(_uniform_at, degree)), degree) for degree in tried)
     return Layout(degree, cap)
 
 
 def degrees_for(problems: Sequence[Problem]) -> list[int]:
-    """The degrees that are tried for one static layout: the least that holds the longest sequence; powers of two;
-    and, MOST of them, those that are the largest to leave so many groups."""
+    """The degrees that are tried for one static layout: the least that holds the longest sequence; powers of two; and
+    up to MOST of the degrees that are the largest for some number of groups.
+    """
     num_ranks, least = problems[0].cluster.num_ranks, least_degree_of(problems)
     largest = sorted({num_ranks // groups for groups in range(1, num_ranks // least + 1)})
     spread = {largest[round(place)] for place in np.linspace(0, len(largest) - 1, min(MOST, len(largest)))}
@@ -66,14 +69,14 @@ def _uniform_at(degree: int, problem: Problem, pack_cap: int) -> Schedule:
 
 
 def uniform(problem: Problem, layout: Layout) -> Schedule:
-    """The schedule of a layout (ranks left over stay idle). O(K log K + packs x ranks)."""
+    """The schedule of a layout; ranks that are left over stay idle. O(K log K + packs x ranks)."""
     cluster, by_micro_batch, degree = problem.cluster, problem.sync == "micro_batch", layout.degree
     num_groups = cluster.num_ranks // degree
     packs = best_fit_decreasing(problem.items.tokens, capacities(problem.items.tokens, degree, layout.pack_cap))
     times = times_at(packed(problem, packs), degree, problem.nominal_machine)
     order = np.argsort(-times, kind="stable")
     count = np.arange(len(order))
-    # within a micro-batch, slowest beside slowest
+    # packs are sorted by time, so those of a micro-batch take about the same time
     group = (
         count % num_groups
         if by_micro_batch

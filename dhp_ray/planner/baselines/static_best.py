@@ -1,5 +1,6 @@
-"""The best static layout for this very batch: one degree for all groups, of those that hold the longest sequence,
-and one pack cap."""
+"""The best static layout for this batch alone: one pack cap, and one degree for all groups, among the degrees that
+hold the longest sequence.
+"""
 
 from __future__ import annotations
 

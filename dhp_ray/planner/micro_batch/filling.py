@@ -113,7 +113,7 @@ def fill_micro_batch(
     limit = min(num_ranks, len(rest))
     degree, first, time = np.zeros(limit, dtype=np.int64), np.zeros(limit, dtype=np.int64), np.zeros(limit)
     sums = np.zeros((7, limit))
-    encodes, busy = np.zeros(num_ranks), np.zeros(num_ranks)  # seconds of images of each rank; and with one item more
+    encodes, busy = np.zeros(num_ranks), np.zeros(num_ranks)  # encoding seconds of each rank; and with one item more
     rooms, state = rooms_for(limit)  # tokens of the longest sequence that each open pack may take
     count, used, served, served_tokens, complete = 0, 0, 0.0, 0, True
     for place in range(len(rest)):
@@ -123,7 +123,7 @@ def fill_micro_batch(
             into = int(rooms[OWNER, found])
             begin, end = first[into], first[into] + degree[into]
             encode_s = sums[ENCODE, into]
-            if item.image_s > 0.0:  # a lower bound, cheaper than to deal out the images
+            if item.image_s > 0.0:  # a lower bound, which costs less than dealing out the images
                 even_s = (sums[VISION, into] + item.vision_s) / (degree[into] * speed[begin])
                 encode_s = max(encode_s, max(even_s, sums[LEAST, into] + item.image_s / speed[begin]) * (1 - 1e-12))
             crosses = _crosses(ranks, begin, degree[into])
@@ -169,7 +169,8 @@ def fill_micro_batch(
         sums[HOST, into] += item.host_s
         sums[TOKENS, into] += item.tokens
         time[into] = spent
-        # How much longer may it take? An upper bound where it has images, or where attention hides communication.
+        # The longest sequence that the pack may still take: an upper bound if it has images or attention hides
+        # communication.
         rate, share, left_s = (
             rates[degree[into]],
             degree[into] * speed[first[into] + degree[into] - 1],
@@ -216,8 +217,9 @@ def trials(
     """(count, 4): a makespan, and the seconds, value and tokens of what fits under it; seconds are 0 if the first item
     does not.
 
-    Makespans fall. Each is the time of a pack with the first item: from full memory on its minimum degree, to the item
-    alone on its best degree (or `span` times less), at most `longest_s` and at least `gather_s`.
+    Makespans fall. Each is the time of a pack with the first item. The first one is that of similar items that fill the
+    memory of its minimum degree, at most `longest_s`. The last one is `span` times less, or that of the item alone on
+    its best degree if that is more. All are at least `gather_s`.
     """
     most_s, least_s = extremes_s(items, rest[0], ranks)
     most_s *= max(1.0, ranks.machine.tokens_per_rank * items[rest[0]].minimum_degree / items[rest[0]].tokens)

@@ -64,7 +64,7 @@ def _fresh(chosen: np.ndarray, free: np.ndarray, num_free: np.ndarray, first: np
         best = -1
         for node in range(
             len(num_free)
-        ):  # the fullest of those that hold the rest, else the one with the most free ranks
+        ):  # of the nodes that hold the rest, the one with the fewest free ranks; else the one with the most
             if used[node] or num_free[node] == 0:
                 continue
             holds, best_holds = num_free[node] >= need - taken, best >= 0 and num_free[best] >= need - taken

@@ -55,17 +55,19 @@ time for all remaining sequences. From longer makespans, SPAN would not reach th
 
 
 MANY = 2_500_000
-"""Sequences x ranks up to which further plans are made in any case: for equal ranks, with few degrees, and node after
-node."""
+"""Sequences x ranks up to which further plans are made: as if all ranks were equal (above, only if that plan may be
+shorter), with few degrees, and node after node.
+"""
 
 HELD_UP = 0.4
-"""A plan that takes unequal ranks for equal ones is longer by about this share, or more, of the ranks' mean speed over
-the slowest one's, less 1: by 0.41 to 0.97 of it on 64 to 4,096 ranks with costs that hardly depend on nodes, where mean
-and slowest differ by 1 % or more."""
+"""If ranks are unequal, a plan that treats them as equal is longer by about this share or more of (mean speed / slowest
+speed - 1): by 0.41 to 0.97 of it on 64 to 4,096 ranks with costs that hardly depend on nodes, if mean and slowest
+speed differ by 1 % or more.
+"""
 
 
 class Part(NamedTuple):
-    """A micro-batch: rows (largest first), how they are packed, and a time in which they cannot be done."""
+    """A micro-batch: its rows (largest first), how they are packed, and a time that is too short for them."""
 
     rows: np.ndarray
     packed: MicroBatch
@@ -201,10 +203,10 @@ def shortest_s(ends: list[State]) -> float:
 
 
 def dhp_micro_batch(problem: Problem) -> list[Schedule]:
-    """Candidate schedules. If ranks are unequal, the first one assigns them to packs by speed, in whatever nodes they
-    are; a second one takes them for equal ones, so that packs stay inside nodes (not in a huge batch where that cannot
-    be shorter). If making a process group takes time, two more have packs of few degrees only, which need the same
-    groups batch after batch: powers of two, and powers of two inside a node and whole nodes.
+    """Candidate schedules. If ranks are unequal, the first one assigns them to packs by speed, regardless of nodes. A
+    second one treats them as equal, so that packs stay inside nodes; it is left out for a huge batch if it cannot be
+    shorter. If making a process group takes time, two more use only few degrees, which need the same groups batch after
+    batch: powers of two; and powers of two inside a node, and whole nodes.
     """
     num_ranks, node_size = problem.cluster.num_ranks, problem.cluster.ranks_per_node
     any_number = least_degrees(range(1, num_ranks + 1), num_ranks)
@@ -221,11 +223,11 @@ def dhp_micro_batch(problem: Problem) -> list[Schedule]:
 
 
 def _nodes_may_matter(problem: Problem, schedule: Schedule) -> bool:
-    """Return whether a plan whose packs stay inside nodes may be shorter than this one, whose packs follow speeds. It
-    saves at most what crossing nodes costs this one, and slow ranks hold it up (HELD_UP).
+    """Return whether a plan whose packs stay inside nodes may be shorter than this one, whose packs follow speeds. That
+    plan saves at most what crossing nodes costs this one, but slow ranks make it longer (HELD_UP).
 
-    Of 8 s that would be 7.9 s if all ranks were in one node, 1.25 % can be saved. With ranks of a mean speed 10 % above
-    the slowest one's the other plan is some 4 % longer: it need not be made.
+    Example: this plan takes 8 s, and would take 7.9 s if all ranks were in one node, so at most 1.25 % can be saved. If
+    the mean speed is 10 % above the slowest, the other plan is some 4 % longer: it need not be made.
     """
     if len(problem.items) * problem.cluster.num_ranks <= MANY:
         return True

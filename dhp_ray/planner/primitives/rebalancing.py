@@ -1,9 +1,9 @@
 """Rebalances items over ranks by moves and swaps, until the fullest rank ends in time or nothing helps.
 
 The fullest rank gives an item to another rank, or swaps it for a smaller one, trying the emptiest rank first. Half of
-the difference between their ends should move. Among all pairs of items, the one is taken that makes the later of both
-ends least (if packs have a fixed cost, among pairs with neighbouring times). Ranks keep their items largest first, so
-that one pass over both finds it:
+the difference between their ends should move. Among all pairs of items, the pair that makes the later of both ends
+least is taken (if packs have a fixed cost, only among pairs next to the wanted difference). Ranks keep their items
+largest first, so that one pass over both finds it:
 
     rank 0  |--5--|--5--|-4-|    14          4 s between the ends: 2 s should go     |--3--|--5--|-4-|    12
     rank 1  |-4-|-3-|-3-|        10          over, which 5 for 3 does                |-4-|--5--|-3-|      12
@@ -44,7 +44,8 @@ class Loads(NamedTuple):
 def rebalance(
     loads: Loads, rank_of: np.ndarray, ends_s: np.ndarray, held: np.ndarray, target_s: float, partners: int
 ) -> None:
-    """Exchange items between ranks until all end by the target, if they can, with one of the so many emptiest ranks.
+    """Exchange items between the fullest rank and one of the `partners` emptiest ranks, until all end by the target or
+    no exchange helps.
 
     `rank_of`: the rank of each item, -1 for one that is not on any; `ends_s` and `held`: when each rank ends, and its
     tokens. All three are changed.
@@ -84,7 +85,7 @@ def _best_exchange(
     speed, other_speed = loads.speeds[fullest], loads.speeds[other]
     best_s, given, taken = ends_s[fullest] * (1.0 - BETTER), -1, -1
     wanted_s = (ends_s[fullest] - ends_s[other]) / (1.0 / speed + 1.0 / other_speed)
-    above, below = -1, largest[other]  # its items around what should come back for the one given
+    above, below = -1, largest[other]  # its two items next to the length that should come back for the given one
     item = largest[fullest]
     while item >= 0:
         while below >= 0 and seconds[below] > seconds[item] - wanted_s:

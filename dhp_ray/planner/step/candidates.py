@@ -71,7 +71,7 @@ def best_candidate(
                         degree, time, compute, makespan, machine.speeds, ranks.free, ranks.by_free, begin, end,
                         -1, gap_weight, best, chosen,
                     )
-                    if best.cost <= extra + EVEN:  # it waits for nothing
+                    if best.cost <= extra + EVEN:  # it has no idle time
                         break
     if best.degree == 0:
         everywhere = ascending(ranks.free)
@@ -146,7 +146,7 @@ def _in_lists(
         ranks.sorted,
         ranks.following,
         ranks.least_s,
-    )  # in the loop they would be counted
+    )  # read in the loop, they would be reference-counted
     for degree in range(lowest, highest + 1):
         if time_s(item, degree, crosses, machine.fastest, rates[degree]) > makespan:
             continue
@@ -160,7 +160,7 @@ def _in_lists(
         place = following[before]
         while place < end and least + scaled * (stretch[place] - 1.0) < best.cost - EVEN:
             index, after, slowest = by_degree[place], following[place], speed[place]
-            # what its slowest ranks waste if they wait for nothing, without `time_s`: most lists go no further
+            # waste of its slowest ranks without idle time, as a bound without `time_s`, which rules out most lists
             exposed = max(0.0, transfer * slowest - hidden) + rates[degree].overhead_s * slowest
             if stretch[place] * (scaled + degree * exposed) - compute >= best.cost:
                 before, place = place, after
@@ -176,7 +176,7 @@ def _in_lists(
             time = time_s(item, degree, crosses, slowest, rates[degree])
             if head >= 0:
                 start = max(start, free[head])
-            wasted = time * slowest * degree * stretch[place] - compute  # and `time_s` may say more
+            wasted = time * slowest * degree * stretch[place] - compute  # `time_s` may be above the bound
             if start + time <= makespan and wasted < best.cost - EVEN:
                 best = _neighbours(
                     degree, time, compute, makespan, speeds, free, listed, begin, stop, head, gap_weight, best, chosen

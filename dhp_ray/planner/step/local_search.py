@@ -3,8 +3,8 @@
 A plan is an order of the items and a degree for each. Items are placed one after another, each on the ranks that are
 free first. Every schedule can be made in this way without becoming longer: if its items are sorted by start, none
 starts later than it did. A step of the search moves an item, swaps two items or changes a degree. The step is kept if
-it lengthens the plan by no more than a threshold that falls to zero (threshold accepting, Dueck and Scheuer 1990). The
-search runs from several seeds. O(steps x items x ranks) time, O(items x ranks) memory.
+it lengthens the plan by no more than a random share of a threshold that falls to zero (threshold accepting, Dueck and
+Scheuer 1990). The search runs from several seeds. O(steps x items x ranks) time, O(items x ranks) memory.
 
 The first start is the plan, or list scheduling if that is shorter: largest first, each item on the fewest ranks on
 which it ends by some time.

@@ -1,10 +1,10 @@
 """Places the items that need several ranks (and any other large ones) under a makespan T: the partial schedule of a
 `sync=step` plan.
 
-Items are placed largest first. For each item, every degree from the fewest ranks that meet T up to a whole node (beyond
-a
-node: up to whole nodes) is tried on every candidate set of ranks (`candidates`), and the candidate with the least waste
-wins. Groups that exist already may waste a little more (`cached_groups`).
+Items are placed largest first. For each item, degrees from the fewest ranks that meet T upwards are tried on every
+candidate set of ranks (`candidates`), and the candidate with the least waste wins. The highest degree is a whole node
+(beyond a node: whole nodes), or two ranks more than the fewest (with unequal speeds: twice the fewest) if that is more.
+Groups that exist already may waste a little more (`cached_groups`).
 
     node 0   rank 0  |--a--|--b---|         rank 2 waits for rank 1: the gap is kept for small items
              rank 1  |--a--|--c-|
@@ -33,15 +33,15 @@ that, existing groups are used.
 """
 
 OWN_GROUPS = 256
-"""Number of this plan's groups that are remembered for use again."""
+"""The most groups of this plan that are remembered to be used again."""
 
 
 class PartialSchedule(NamedTuple):
     """Group g runs item[g] on ranks[first[g]:first[g + 1]] from start[g]. `free`: when each rank becomes free at the
     end.
 
-    Each of these ranks has a gap before its group, of length zero if the rank is busy until then; `gap_start` has the
-    begin of the gap for each entry of `ranks`.
+    Each of these ranks has a gap before its group, of length zero if the rank is busy until then. `gap_start`: when the
+    gap of each entry of `ranks` begins.
     """
 
     placed: bool
@@ -100,7 +100,7 @@ def place_large(
             continue
         item, highest = items[order[place]], _highest_degree(lowest[place], machine)
         candidate = Candidate(np.inf, 0, 0.0)
-        if reuse_s > 0.0:  # a new group of a common degree is likelier to be used again
+        if reuse_s > 0.0:  # a new group of a common degree is more likely to be used again
             degree = _common_degree(lowest[place], machine)
             candidate = best_candidate(item, degree, degree, makespan, machine, lists, ranks, gap_weight, chosen)
         if candidate.degree == 0:
@@ -171,5 +171,5 @@ def _common_degree(degree: int, machine: Machine) -> int:
 @inner
 def _highest_degree(degree: int, machine: Machine) -> int:
     num_ranks, node_size = len(machine.speeds), machine.ranks_per_node
-    more = degree + 2 if machine.uniform else 2 * degree  # ranks slower than the fastest are slower together
+    more = degree + 2 if machine.uniform else 2 * degree  # the fewest ranks are those of the fastest speed
     return min(num_ranks, max((degree + node_size - 1) // node_size * node_size, more))

@@ -3,7 +3,7 @@
 A group is as slow as its slowest rank, so its ranks should have about the same speed. Ranks are sorted by speed, inside
 each node and in the whole cluster, and cut into runs:
 
-    inside a node    from each rank on, all that are faster          speeds 0.9 1.0 1.0 1.1: lists of 4, 3 and 1 ranks
+    inside a node    from each speed on, all ranks of it and faster  speeds 0.9 1.0 1.0 1.1: lists of 4, 3 and 1 ranks
     in the cluster   from every 16th rank on, the next 64; groups of more than 16 ranks have runs four times as long,
                      from every 64th rank on; and so on
 
@@ -22,7 +22,7 @@ from dhp_ray.planner.items import Machine
 from dhp_ray.planner.schedule import by_owner, firsts_of
 
 RUN, RUNS = 64, 16
-"""Ranks in a run of the cluster, for groups of up to a quarter of that; number of places at which runs begin in a small
+"""RUN: ranks in a run of the cluster, for groups of up to a quarter of that. RUNS: about how many runs begin in a small
 cluster.
 """
 
@@ -33,9 +33,10 @@ class RankLists(NamedTuple):
     head[i]: its slowest rank, if another list is the same without that rank; groups without the head are found in that
     other list, as groups of faster ranks. Otherwise -1.
 
-    Rank r is in lists_of[first_of[r]:first_of[r + 1]]. The lists for groups of d ranks are by_degree[begin[k]:begin[k +
-    1]], k = 2 d inside nodes and 2 d + 1 across them, with the smallest `stretch` first; `speed` is that of their
-    slowest ranks. following[p] is the next place after p, and following[len(by_degree) + k] the first of kind k.
+    Rank r is in lists_of[first_of[r]:first_of[r + 1]]. The lists for groups of d ranks are
+    by_degree[begin[k]:begin[k + 1]], k = 2 d inside nodes and 2 d + 1 across them, with the smallest `stretch` first;
+    `speed` is that of their slowest ranks. following[p] is the next place after p, and following[len(by_degree) + k]
+    the first of kind k.
     """
 
     ranks: np.ndarray

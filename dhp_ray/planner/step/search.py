@@ -2,11 +2,11 @@
 
 For a makespan T, each item needs some least number of ranks. Items that need several ranks are placed first, and the
 others fill what is left (`trial`). If every item finds room, T is feasible. The search starts just above the lower
-bound (`bound`), widens until it succeeds, and then bisects. What a failed trial leaves over, shared by all ranks, tells
-how much longer the next makespan must be. A trial is O(items x ranks) at worst. A large batch ends at 0.1 % above the
-bound, mostly with the first trial. If a quick search ends far from the bound, a thorough one follows, which tries more
-choices for the cost of a gap and for the order of the items (shuffled with a fixed seed if the batch is small). Small
-batches then go through a local search.
+bound (`bound`), widens until it succeeds, and then bisects. What a failed trial leaves over, divided among all ranks,
+tells about how much longer the next makespan must be. A trial is O(items x ranks) at worst. A large batch ends at
+0.1 % above the bound, mostly with the first trial. If a quick search ends far from the bound, a thorough one follows,
+which tries more choices for the cost of a gap and for the order of the items (shuffled with a fixed seed if the batch
+is small). Small batches then go through a local search.
 
 If a pack has a fixed cost, both packs made beforehand and single sequences are tried as items; only one of the two
 continues after the quick search (SHORTER).
@@ -92,9 +92,9 @@ class Search:
         self.quick = Effort(choices=1, rounds=1, leftover=max(64, len(work) // 16))
         self.thorough = Effort(choices=len(rows), rounds=4, leftover=len(work))
         self.begin, self.bound_s, self.tolerance = 0, bound_s, FINE if self.size <= SMALL else TOLERANCE
-        self.dealt_s = 0.0  # small items dealt out did not end before
+        self.dealt_s = 0.0  # the least makespan for which small items are dealt out
         self.expected_s, self.num_failed = 0.0, 0  # of the last trial that failed (`Found`); failed ones in a row
-        self._scheduled: tuple[Found, Schedule] | None = None  # the last one
+        self._scheduled: tuple[Found, Schedule] | None = None  # the last result of `scheduled`
 
     def scheduled(self, found: Found) -> Schedule:
         """The schedule of the items; made only once for consecutive calls with the same result."""
@@ -103,16 +103,16 @@ class Search:
         return self._scheduled[1]
 
     def thoroughly(self, best: Found, problem: Problem) -> list[Found]:
-        """The shortest makespan found, given that a quick search found `best`; and alternatives that use the pool."""
+        """The shortest makespan found, given that a quick search found `best`; or what `reused` returns for it."""
         if self.size <= LARGE and best.makespan_s > self.bound_s * (1 + (1e-3 if self.size <= SMALL else 1e-2)):
             self._expect_nothing()  # what the quick search left over may find room
             best = self.bisect(best, self.bound_s, self.tolerance, self.thorough)
         return self.reused(best, problem) if len(self.pool.first) > 1 else [best]
 
     def reused(self, best: Found, problem: Problem) -> list[Found]:
-        """The same search with groups of the pool wherever they fit, for a makespan that is a little longer (REUSE). If
-        creating a group costs time, also for makespans that are longer by a share of the cost of the new groups, and
-        `best` itself; `dhp` chooses among them.
+        """The first successful trial with groups of the pool wherever they fit, for a makespan that is a little longer
+        (REUSE); `best` if none succeeds. If creating a group costs time, `best` in any case, and also trials of
+        makespans that are longer by a share of the cost of the new groups (MAKING); `dhp` chooses among them.
         """
         effort, num_ranks = self.thorough if self.size <= SMALL else self.quick, len(self.machine.speeds)
         limits = [(best.makespan_s * (1 + slack), share * best.makespan_s * (1 + slack)) for slack, share in REUSE]
@@ -125,7 +125,7 @@ class Search:
         return [best, *again, *filter(None, longer)]
 
     def below(self, makespan_s: float, tolerance: float) -> bool:
-        """Whether the quick search would find a makespan that is shorter than this one by more than a tolerance."""
+        """Whether a quick trial succeeds for a makespan that is shorter than this one by the share `tolerance`."""
         return self.trial(makespan_s * (1 - tolerance), self.quick) is not None
 
     def shortest(self, tolerance: float, effort: Effort) -> Found:

@@ -6,8 +6,8 @@
 3. If some fit nowhere, deal out all items of the tails again, evenly.
 4. If that ends after the makespan, put what fits in no gap on several ranks, after everything else.
 
-If that fails, place all items as long as the longest one left over together with the first ones, and try again, up to
-`rounds` times.
+If that fails, place all items at least as long as the longest one left over together with the first ones, and try
+again, up to `rounds` times.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Choices(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """The effort of a trial: the most choices, rounds of each, and items that are placed last."""
+    """Limits on a trial: the number of choices, of rounds for each choice, and of items that are placed last."""
 
     choices: int
     rounds: int
@@ -50,8 +50,8 @@ class Found(NamedTuple):
     after them.
 
     `choice` is -1 if there is none. `dealt_s`: the least makespan for which items dealt out had room; infinite if none
-    were. `expected_s`: the makespan; if the trial failed, plus the seconds of the items left over, divided by the
-    number of ranks.
+    were. `expected_s`: the makespan; if the trial failed, plus the seconds of the items left over, divided by the sum
+    of all ranks' speeds.
     """
 
     choice: int
@@ -80,7 +80,7 @@ def try_makespan(
 ) -> Found:
     """Try up to `effort.choices` choices, from `begin` on, and return the first that finds room for every item.
 
-    `single_s`: each item's time on one rank; infinite if it does not fit there, or only by moving activations.
+    `single_s`: each item's time on one rank; infinite if it has more tokens than `machine.tokens_per_rank`.
     `dealt_s`: the least makespan for which small items are dealt out.
     """
     idle, none = np.zeros(len(machine.speeds)), np.zeros(0, dtype=np.int64)
