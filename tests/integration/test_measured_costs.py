@@ -63,14 +63,15 @@ def test_costs_that_are_not_to_be_refitted_stay(common: list[str], tmp_path: Pat
 @pytest.mark.timeout(900)
 def test_costs_are_measured_before_the_first_step_and_kept(common: list[str], tmp_path: Path) -> None:
     words = [*common, *RUN, "planner.cost=measure", "planner.tokens_per_rank=1024"]
-    first = train(tmp_path / "run", *words, "run.steps=3", timeout_s=600)
+    first = train(tmp_path / "run", *words, "run.steps=8", timeout_s=600)
     assert "measuring costs on 2 workers" in first.output
     tree = yaml.safe_load((tmp_path / "run" / "cost.yaml").read_text())
     assert (tree["model"]["name"], tree["device"]["count"]) == ("tiny", 2)
     assert (tmp_path / "run" / "cost.png").exists()
     assert {cost["linear_s"] for cost in planned_costs(tmp_path / "run")} == {tree["linear_s"]}
-    assert statistics.median(line["cost_error"] for line in lines(tmp_path / "run", "metrics.jsonl")) < 0.5
-    again = train(tmp_path / "run", *words, "run.steps=5")
+    errors = [line["cost_error"] for line in lines(tmp_path / "run", "metrics.jsonl")]
+    assert statistics.median(errors[3:]) < 0.5, "the first steps share their cores with what a run starts"
+    again = train(tmp_path / "run", *words, "run.steps=10")
     assert "measuring costs" not in again.output
     assert {cost["linear_s"] for cost in planned_costs(tmp_path / "run")} == {tree["linear_s"]}
     tree["settings"]["precision"] = "bf16"
