@@ -1,1 +1,1 @@
-"""`sync=micro_batch`: one micro-batch after another; every rank runs one pack in each."""
+"""`sync=micro_batch`: one micro-batch after another; every rank runs at most one pack in each."""

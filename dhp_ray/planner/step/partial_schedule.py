@@ -159,7 +159,7 @@ def _lowest_degrees(
 
 @inner
 def _common_degree(degree: int, machine: Machine) -> int:
-    """The next power of two inside a node; beyond a node, the next number of whole nodes."""
+    """The next power of two up to half a node; above that, the next number of whole nodes."""
     common = 1
     while common < degree:
         common *= 2
