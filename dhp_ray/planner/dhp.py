@@ -2,10 +2,10 @@
 memory or a little less. If a rank holds few sequences, fuller packs leave ranks waiting.
 
 Near the lower bound no baseline can be much better, so baselines are tried only if the plan is farther from it, or the
-batch is small. (For a huge batch they would take seconds.) They are tried at two pack caps. If a baseline of a larger
-batch is then about as short as the result of the search, and that is far from the bound, baselines are tuned, each to
-its best cap: as many of them as take a small share of the step, since planning runs during the previous step. (With
-sync=micro_batch two caps do not show how short a baseline can be.)
+batch is small. (For a huge batch they would take seconds.) They are tried at two pack caps, above MANY at one. If one
+of a larger batch is then about as short as the result of the search, and that is far from the bound, baselines are
+tuned, each to its best cap: as many of them as take a small share of the step, since planning runs during the previous
+step. (With sync=micro_batch two caps do not show how short a baseline can be.)
 
 With sync=micro_batch the shortest of all these schedules are then improved by exchanges between their packs.
 

@@ -35,7 +35,7 @@ def dhp_quick(problem: Problem) -> Schedule:
 
 
 def quick_step(problem: Problem, bound_s: float) -> Schedule:
-    """The shorter schedule of single sequences and of packs. `bound_s` excludes fixed costs."""
+    """The shorter schedule of single sequences and, if that may help, of packs. `bound_s` excludes fixed costs."""
     machine, lists, schedules = problem.machine, rank_lists(problem.machine), list[Schedule]()
     shortest_s = np.inf
     for items, packs in item_sets(problem):

@@ -9,9 +9,10 @@ micro-batch on two ranks that hold 10 tokens each; a token takes 1 s, and 2 s in
 
 The exchanges that memory allows are sorted by an estimate of how long the micro-batch then takes: the difference in
 work, divided by the ranks of a pack and its slowest speed. If the other micro-batch becomes longer, that is added. The
-first one is made that, by exact times, shortens the two micro-batches together; or after which both packs end before
-the slowest one did, if several are equally slow. Micro-batches take turns, as many as there are sequences, or until a
-whole round brings nothing. O(turns x sequences of a pack x sequences).
+first one is made that, by exact times, shortens the two micro-batches together; or, if several packs are equally slow,
+after which the slowest one ends earlier and nothing later than before. Micro-batches take turns: at most as many as
+there are sequences, until EFFORT is used up or a whole round brings nothing.
+O(turns x sequences of a pack x sequences).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from dhp_ray.planner.encoders import longest_member_s
 from dhp_ray.planner.items import Items, compiled_predicted_s
+from dhp_ray.planner.pricing import times_of
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import Rates
@@ -31,8 +33,8 @@ BETTER = 1e-6
 """The share of a micro-batch's time that counts as shorter."""
 
 EFFORT = 1e7
-"""The most pairs of sequences that turns compare, about; some 20 ms. Ten times as much shortens plans of thousands of
-sequences by 0.02 % at most."""
+"""The most pairs of sequences that turns compare, if packs are alike; some 20 ms. Ten times as much shortens plans of
+thousands of sequences by 0.02 % at most."""
 
 TRIES = 6
 """The most exchanges of a pack that are tried by exact times in one turn."""
@@ -61,7 +63,8 @@ class Groups(NamedTuple):
 
 
 def with_exchanges(problem: Problem, schedule: Schedule) -> Schedule:
-    """A schedule with the same groups in the same order, which takes at most as long."""
+    """A schedule with the same groups in the same order, whose packs are at most as long as with their sequences in the
+    batch's order (in which images are dealt to members)."""
     degree = np.diff(schedule.first_rank)
     rates, speeds = problem.machine.rates, problem.speeds[schedule.ranks]
     crosses = crosses_nodes(schedule, np.array(problem.cluster.nodes))
@@ -72,19 +75,27 @@ def with_exchanges(problem: Problem, schedule: Schedule) -> Schedule:
     batch = Batch(problem.items, work, problem.first_image, problem.all_image_s, problem.machine.tokens_per_rank)
     pack_of = np.empty(len(problem.items), dtype=np.int64)
     pack_of[schedule.rows] = np.repeat(np.arange(len(degree)), np.diff(schedule.first_row))
-    exchange(batch, groups, rates, pack_of)
-    largest_first = np.argsort(-work, kind="stable")
-    members, first_row = by_owner(pack_of[largest_first], len(degree))
-    return schedule._replace(rows=largest_first[members], first_row=first_row)
+    before = _in_packs(schedule, pack_of)
+    held = np.add.reduceat(problem.items.tokens[before.rows], before.first_row[:-1]).astype(np.float64)
+    exchange(batch, groups, rates, pack_of, times_of(problem, before), held)
+    return _in_packs(schedule, pack_of)
+
+
+def _in_packs(schedule: Schedule, pack_of: np.ndarray) -> Schedule:
+    """The sequences in these packs, each pack in the order of the batch: so `_pack_s` deals images to members."""
+    rows, first_row = by_owner(pack_of, len(schedule.first_row) - 1)
+    return schedule._replace(rows=rows, first_row=first_row)
 
 
 @compiled
-def exchange(batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray) -> None:
-    """Exchange sequences; `pack_of`: the pack of each one, which is updated."""
+def exchange(
+    batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: np.ndarray, held: np.ndarray
+) -> None:
+    """Exchange sequences. `pack_of`: the pack of each one. `times` and `held`: seconds and tokens of each pack. All are
+    updated."""
     num_packs, num_micro_batches = len(groups.slowest), groups.micro_batch.max() + 1
-    times, held, longest_s = np.zeros(num_packs), np.zeros(num_packs), np.zeros(num_micro_batches)
+    longest_s = np.zeros(num_micro_batches)
     for pack in range(num_packs):
-        times[pack], held[pack] = _pack_s(batch, groups, rates, pack, pack_of)
         longest_s[groups.micro_batch[pack]] = max(longest_s[groups.micro_batch[pack]], times[pack])
     left = num_micro_batches  # turns in a row that bring nothing
     of_a_turn = len(pack_of) * (len(pack_of) / num_packs + 2 * TRIES)
@@ -124,16 +135,19 @@ def _shorten(
         seconds, tokens = _pack_s(batch, groups, rates, slowest, pack_of)
         other_s, other_tokens = _pack_s(batch, groups, rates, other, pack_of)
         elsewhere, limit_s = groups.micro_batch[other], longest_s[number] * (1.0 - BETTER)
-        after_s = max(seconds, third_s if other == second else second_s)
         if elsewhere == number:
-            better, after_s = max(seconds, other_s) < limit_s, max(after_s, other_s)
+            better = max(seconds, other_s) < limit_s
         else:
             rise_s = max(0.0, other_s - longest_s[elsewhere])
+            after_s = max(seconds, third_s if other == second else second_s)
             better = seconds < limit_s if rise_s == 0.0 else after_s + rise_s < limit_s
         if better:
             times[slowest], held[slowest], times[other], held[other] = seconds, tokens, other_s, other_tokens
-            longest_s[elsewhere] = max(longest_s[elsewhere], other_s)
-            longest_s[number] = after_s
+            longest_s[number] = longest_s[elsewhere] = 0.0
+            for pack in range(len(times)):
+                of_pack = groups.micro_batch[pack]
+                if of_pack in (number, elsewhere):
+                    longest_s[of_pack] = max(longest_s[of_pack], times[pack])
             return True
         pack_of[given] = slowest
         if taken >= 0:
