@@ -8,8 +8,8 @@ tells about how much longer the next makespan must be. A trial is O(items x rank
 which tries more choices for the cost of a gap and for the order of the items (shuffled with a fixed seed if the batch
 is small). Small batches then go through a local search.
 
-If a pack has a fixed cost, both packs made beforehand and single sequences are tried as items; only one of the two
-continues after the quick search (SHORTER).
+If a pack has a fixed cost, both packs made beforehand and single sequences are tried as items. Small batches continue
+with both; of larger ones only the better continues after the quick search.
 
 Sources: dual approximation (Hochbaum and Shmoys 1987), moldable tasks by a trial makespan (Mounie, Rapine and
 Trystram 1999), best-fit decreasing.
@@ -56,14 +56,6 @@ MAKING = (0.05, 0.2)
 TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000
 """Items x ranks. Up to TINY: shuffled orders and a local search. Up to SMALL: thorough search from 0.1 % above the
 bound. Up to LARGE: from 1 %. Beyond: always quick.
-"""
-
-SHORTER = 0.03
-"""Packs made beforehand continue to the local search, instead of single sequences, if their plan after the quick search
-is shorter by this share; for a batch without a local search, if it is shorter at all. (Continuing with both takes 1.7
-to 3 times as long; in a manual test that made one row of benchmarks/planner_cases.py 0.16 % shorter. At 0, two of the
-1,000 batches of tests/planner/test_references.py are up to 0.3 % longer than the reference; their single sequences were
-up to 2.3 % longer after the quick search.)
 """
 
 ORDERS = 16
@@ -206,15 +198,22 @@ def dhp_step(problem: Problem) -> list[Schedule]:
             problem, unpacked(search.scheduled(found[-1][0]), packs), bound_s)
         if at_bound:
             break
-    share = SHORTER if local else 0.0
-    shorter = found[-1][0].makespan_s < (1 - share) * found[0][0].makespan_s
-    quick, search = found[-1] if at_bound or shorter else found[0]
+    if at_bound:
+        found = found[-1:]
+    elif not tiny:
+        found = [min(found, key=lambda one: one[0].makespan_s)]
+    return [schedule for quick, search in found for schedule in _improved(quick, search, problem, local)]
+
+
+def _improved(quick: Found, search: Search, problem: Problem, local: bool) -> list[Schedule]:
+    """The schedules that follow from a quick search's result. `local`: a local search is one of them."""
     best, *reusing = search.thoroughly(quick, problem)
-    schedule, *others = [search.scheduled(one) for one in (best, *reusing)]
+    schedule, *others = [search.scheduled(found) for found in (best, *reusing)]
     schedules = [unpacked(one, search.packs) for one in (schedule, *others)]
-    if local and best.makespan_s > bound_s * (1 + 2e-4):
-        ordered = best_order(search.items, schedule, machine, bound_s * (1 + 2e-4))
-        schedules.append(unpacked(placed_in_order(ordered, search.items, machine), search.packs))
+    target_s = search.bound_s * (1 + 2e-4)
+    if local and best.makespan_s > target_s:
+        ordered = best_order(search.items, schedule, search.machine, target_s)
+        schedules.append(unpacked(placed_in_order(ordered, search.items, search.machine), search.packs))
     return schedules
 
 
