@@ -81,8 +81,26 @@ def test_a_sequence_moves_to_another_micro_batch_that_has_time_for_it() -> None:
     before = schedule_of([[0, 1], [2], [3], [4]], [1, 1, 1, 1], [0, 0, 1, 1])
     after = with_exchanges(problem, before)
     assert (time_of(problem, before), time_of(problem, after)) == (14.0, 12.0)
-    assert 4 in packs_of(after)[3]
-    assert len(packs_of(after)[3]) == 2
+
+
+def test_one_sequence_is_exchanged_for_two() -> None:
+    """Two of 7 s beside 4, 4, 2 and 2 s: 7 s for 4 and 2 s helps, no sequence alone does."""
+    cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})
+    samples = [Sample(str(row), tokens) for row, tokens in enumerate((7, 7, 4, 4, 2, 2))]
+    problem = checked_problem(samples, ClusterSpec(2, 2, 20), cost, sync="micro_batch")
+    before = schedule_of([[0, 1], [2, 3, 4, 5]], [1, 1], [0, 0])
+    assert best_exchange(problem, before) is None
+    assert (time_of(problem, before), time_of(problem, with_exchanges(problem, before))) == (14.0, 13.0)
+
+
+def test_two_sequences_are_exchanged_for_one() -> None:
+    """7, 7, 3 and 3 s beside 9 and 9 s: 3 and 7 s for 9 s."""
+    cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})
+    samples = [Sample(str(row), tokens) for row, tokens in enumerate((7, 7, 3, 3, 9, 9))]
+    problem = checked_problem(samples, ClusterSpec(2, 2, 20), cost, sync="micro_batch")
+    before = schedule_of([[0, 1, 2, 3], [4, 5]], [1, 1], [0, 0])
+    assert best_exchange(problem, before) is None
+    assert (time_of(problem, before), time_of(problem, with_exchanges(problem, before))) == (20.0, 19.0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,8 +1,9 @@
 """Exchanges sequences between the packs of a plan, so that micro-batches become shorter. Packs keep their ranks.
 
 A micro-batch takes as long as its slowest pack. That pack gives a sequence to another pack, or swaps it for one with
-less work. The other pack may be in the same micro-batch, or in another one that has time for the difference. A
-micro-batch on two ranks that hold 10 tokens each; a token takes 1 s, and 2 s in a sequence with images (i):
+less work; in packs of at most FEW sequences, two may also be given or taken together. The other pack may be in the same
+micro-batch, or in another one that has time for the difference. A micro-batch on two ranks that hold 10 tokens each; a
+token takes 1 s, and 2 s in a sequence with images (i):
 
     before   i3 i3 t4   16 s       swap i3 and t3: 3 s move        after   i3 t3 t4   13 s
              t4 t3 t3   10 s                                               t4 i3 t3   13 s
@@ -12,7 +13,7 @@ work, divided by the ranks of a pack and its slowest speed. If the other micro-b
 first one is made that, by exact times, shortens the two micro-batches together; or, if several packs are equally slow,
 after which the slowest one ends earlier and nothing later than before. Micro-batches take turns: at most as many as
 there are sequences, until EFFORT is used up or a whole round brings nothing.
-O(turns x sequences of a pack x sequences).
+O(turns x sequences of a pack x sequences), with FEW as a constant.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ BETTER = 1e-6
 """The share of a micro-batch's time that counts as shorter."""
 
 EFFORT = 1e7
-"""The most pairs of sequences that turns compare, if packs are alike; some 20 ms. Ten times as much shortens plans of
-thousands of sequences by 0.02 % at most."""
+"""The exchanges that turns compare; some 20 ms. Ten times as many shorten plans of thousands of sequences by 0.02 % at
+most."""
+
+FEW = 6
+"""The most sequences of a pack of which two may change packs together."""
 
 TRIES = 6
 """The most exchanges of a pack that are tried by exact times in one turn."""
@@ -49,6 +53,17 @@ class Batch(NamedTuple):
     first_image: np.ndarray
     image_s: np.ndarray
     tokens_per_rank: int
+
+
+class Parts(NamedTuple):
+    """What packs may give: none of their sequences (-1, -1), one (row, -1) or two. By part: its sequences, pack, work
+    and tokens."""
+
+    one: np.ndarray
+    two: np.ndarray
+    pack: np.ndarray
+    work: np.ndarray
+    tokens: np.ndarray
 
 
 class Groups(NamedTuple):
@@ -98,22 +113,22 @@ def exchange(
     for pack in range(num_packs):
         longest_s[groups.micro_batch[pack]] = max(longest_s[groups.micro_batch[pack]], times[pack])
     left = num_micro_batches  # turns in a row that bring nothing
-    of_a_turn = len(pack_of) * (len(pack_of) / num_packs + 2 * TRIES)
-    for turn in range(min(len(pack_of), int(EFFORT / of_a_turn))):
-        number = turn % num_micro_batches
-        shortened = _shorten(batch, groups, rates, pack_of, times, held, longest_s, number)
+    turn, compared = 0, 0
+    while left > 0 and turn < len(pack_of) and compared < EFFORT:
+        parts = _parts(batch, pack_of, num_packs)
+        shortened, num_compared = _shorten(
+            batch, groups, rates, pack_of, times, held, longest_s, turn % num_micro_batches, parts)
         left = num_micro_batches if shortened else left - 1
-        if left == 0:
-            break
+        turn, compared = turn + 1, compared + num_compared
 
 
 @inner
 def _shorten(
     batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: np.ndarray, held: np.ndarray,
-    longest_s: np.ndarray, number: int,
-) -> bool:
-    """Make one exchange of the slowest pack of a micro-batch; return whether there was one. `times` and `held`: seconds
-    and tokens of each pack. `longest_s`: seconds of each micro-batch."""
+    longest_s: np.ndarray, number: int, parts: Parts,
+) -> tuple[bool, int]:
+    """Make one exchange of the slowest pack of a micro-batch; return whether there was one, and how many were compared.
+    `times` and `held`: seconds and tokens of each pack. `longest_s`: seconds of each micro-batch."""
     slowest, second, second_s, third_s = -1, -1, 0.0, 0.0
     for pack in range(len(times)):
         if groups.micro_batch[pack] == number:
@@ -124,14 +139,16 @@ def _shorten(
                 second, second_s, third_s = pack, times[pack], second_s
             else:
                 third_s = max(third_s, times[pack])
-    found = _candidates(batch, groups, pack_of, times, held, longest_s, slowest, (second, second_s, third_s))
+    found, compared = _candidates(
+        parts, groups, batch.tokens_per_rank, times, held, longest_s, slowest, (second, second_s, third_s))
     for place in range(TRIES):
         if found[0, place] == np.inf:
-            return False
-        given, taken, other = int(found[2, place]), int(found[3, place]), int(found[4, place])
-        pack_of[given] = other
-        if taken >= 0:
-            pack_of[taken] = slowest
+            return False, compared
+        given, taken = int(found[2, place]), int(found[3, place])
+        other = parts.pack[taken]
+        _move(parts, given, other, pack_of)
+        _move(parts, taken, slowest, pack_of)
+        compared += len(pack_of)
         seconds, tokens = _pack_s(batch, groups, rates, slowest, pack_of)
         other_s, other_tokens = _pack_s(batch, groups, rates, other, pack_of)
         elsewhere, limit_s = groups.micro_batch[other], longest_s[number] * (1.0 - BETTER)
@@ -148,44 +165,77 @@ def _shorten(
                 of_pack = groups.micro_batch[pack]
                 if of_pack in (number, elsewhere):
                     longest_s[of_pack] = max(longest_s[of_pack], times[pack])
-            return True
-        pack_of[given] = slowest
-        if taken >= 0:
-            pack_of[taken] = other
-    return False
+            return True, compared
+        _move(parts, given, slowest, pack_of)
+        _move(parts, taken, other, pack_of)
+    return False, compared
+
+
+@inner
+def _move(parts: Parts, part: int, pack: int, pack_of: np.ndarray) -> None:
+    if parts.one[part] >= 0:
+        pack_of[parts.one[part]] = pack
+    if parts.two[part] >= 0:
+        pack_of[parts.two[part]] = pack
+
+
+@inner
+def _parts(batch: Batch, pack_of: np.ndarray, num_packs: int) -> Parts:
+    """Of each pack: none of its sequences; each one; each two, if it has at most FEW."""
+    size, last, before = np.zeros(num_packs, np.int64), np.full(num_packs, -1), np.full(len(pack_of), -1)
+    for row in range(len(pack_of)):
+        pack = pack_of[row]
+        size[pack], before[row], last[pack] = size[pack] + 1, last[pack], row
+    count = num_packs + len(pack_of)
+    for pack in range(num_packs):
+        count += size[pack] * (size[pack] - 1) // 2 if size[pack] <= FEW else 0
+    parts = Parts(np.full(count, -1), np.full(count, -1), np.empty(count, np.int64), np.zeros(count), np.zeros(count))
+    parts.pack[:num_packs] = np.arange(num_packs)
+    place = num_packs
+    for one in range(len(pack_of)):
+        two = -1
+        while True:
+            parts.one[place], parts.two[place], parts.pack[place] = one, two, pack_of[one]
+            parts.work[place] = batch.work[one] + (batch.work[two] if two >= 0 else 0.0)
+            parts.tokens[place] = batch.items[one].tokens + (batch.items[two].tokens if two >= 0 else 0)
+            place += 1
+            two = before[two if two >= 0 else one]
+            if two < 0 or size[pack_of[one]] > FEW:
+                break
+    return parts
 
 
 @inner
 def _candidates(
-    batch: Batch, groups: Groups, pack_of: np.ndarray, times: np.ndarray, held: np.ndarray, longest_s: np.ndarray,
+    parts: Parts, groups: Groups, tokens_per_rank: int, times: np.ndarray, held: np.ndarray, longest_s: np.ndarray,
     slowest: int, others: tuple[int, float, float],
-) -> np.ndarray:
-    """(5, TRIES): exchanges of the slowest pack of a micro-batch, the best first: estimated seconds of the micro-batch,
-    plus those that another one takes longer (infinite: there is no such exchange); work that moves; the sequence that
-    is given, the one that is taken (-1: none), and the other pack. `others`: the second slowest pack, its seconds, and
-    those of the third."""
-    items, num_packs = batch.items, len(times)
+) -> tuple[np.ndarray, int]:
+    """(4, TRIES): exchanges of the slowest pack of a micro-batch, the best first: estimated seconds of the micro-batch,
+    plus those that another one takes longer (infinite: there is no such exchange); work that moves; the part that is
+    given, and the one that is taken. And how many exchanges were compared. `others`: the second slowest pack, its
+    seconds, and those of the third."""
+    num_packs, compared, count = len(times), 0, 0
     second, second_s, third_s = others
-    found, capacity, speeds = np.full((5, TRIES), np.inf), np.zeros(num_packs), np.zeros(num_packs)
+    found, capacity, speeds = np.full((4, TRIES), np.inf), np.zeros(num_packs), np.zeros(num_packs)
     for pack in range(num_packs):
         degree = groups.first[pack + 1] - groups.first[pack]
-        capacity[pack], speeds[pack] = degree * batch.tokens_per_rank, degree * groups.slowest[pack]
-    count = 0
-    for row in range(len(items)):
-        count += pack_of[row] == slowest
-    for given in range(len(items)):
-        if pack_of[given] != slowest:
+        capacity[pack], speeds[pack] = degree * tokens_per_rank, degree * groups.slowest[pack]
+    for part in range(num_packs, len(parts.pack)):
+        count += parts.pack[part] == slowest and parts.two[part] < 0
+    for given in range(num_packs, len(parts.pack)):
+        if parts.pack[given] != slowest:
             continue
-        for taken in range(-num_packs if count > 1 else 0, len(items)):  # below 0: none of pack -1 - taken
-            more, tokens, other = batch.work[given], items[given].tokens, -1 - taken
-            if taken >= 0:
-                more, tokens, other = more - batch.work[taken], tokens - items[taken].tokens, pack_of[taken]
+        whole = count <= 1 + (parts.two[given] >= 0)
+        compared += len(parts.pack)
+        for taken in range(num_packs if whole else 0, len(parts.pack)):  # something, if the whole pack is given
+            other, more = parts.pack[taken], parts.work[given] - parts.work[taken]
             if other == slowest or more <= 0.0:
                 continue
             other_s, longest = times[other] + more / speeds[other], longest_s[groups.micro_batch[other]]
             inside = groups.micro_batch[other] == groups.micro_batch[slowest]
             if other_s >= longest + (0.0 if inside else times[slowest]):
                 continue
+            tokens = parts.tokens[given] - parts.tokens[taken]
             if held[other] + tokens > capacity[other] or (tokens < 0 and held[slowest] - tokens > capacity[slowest]):
                 continue
             after_s = max(times[slowest] - more / speeds[slowest], third_s if other == second else second_s)
@@ -198,9 +248,8 @@ def _candidates(
                 if place + 1 < TRIES:
                     found[:, place + 1] = found[:, place]
             if place < TRIES:
-                found[0, place], found[1, place], found[2, place] = after_s, more, given
-                found[3, place], found[4, place] = max(taken, -1), other
-    return found
+                found[0, place], found[1, place], found[2, place], found[3, place] = after_s, more, given, taken
+    return found, compared
 
 
 @inner
