@@ -121,8 +121,6 @@ VARIANTS = (
     one("micro_batch: exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),
     one("micro_batch: exchanges of single sequences", "FEW = 6", "FEW = 1"),
     one("micro_batch: exchanges of two from packs of up to 16", "FEW = 6", "FEW = 16"),
-    one("micro_batch: a tenth of the exchanges compared", "EFFORT = 1e7", "EFFORT = 1e6"),
-    one("micro_batch: ten times the exchanges compared", "EFFORT = 1e7", "EFFORT = 1e8"),
     one("micro_batch: one exchange tried a turn", "TRIES = 6", "TRIES = 1"),
     one("micro_batch: unequal ranks are not taken for equal ones", _AS_EQUAL, "if False:"),
     one("apart: no exchanges", _EXCHANGED, "pass\n"),
