@@ -71,12 +71,16 @@ def world(
 @pytest.mark.parametrize("true", [dict.fromkeys(TERMS, 10.0), dict.fromkeys(TERMS, 0.2), MIXED, {"quadratic_s": 8.0}],
                          ids=["tenfold", "a fifth", "mixed", "attention"])
 def test_wrong_costs_become_right_ones(true: Mapping[str, float], sync: str) -> None:
-    found = world(true, sync=sync)
-    assert found.errors[0] > 0.3
-    assert max(found.errors[-5:]) < 0.05
-    assert found.largest_change <= STEP * (1 + 1e-9)
+    """Costs that are right do not tell which of two terms is too high if all packs of a plan are alike, so the factors
+    are those of three worlds.
+    """
+    worlds = [world(true, sync=sync, seed=seed) for seed in (1, 2, 3)]
+    for found in worlds:
+        assert found.errors[0] > 0.3
+        assert max(found.errors[-5:]) < 0.05
+        assert found.largest_change <= STEP * (1 + 1e-9)
     for name in ("quadratic_s", "linear_s"):  # of which every pack has much
-        assert found.factors[name] == pytest.approx(true.get(name, 1.0), rel=0.25)
+        assert np.median([found.factors[name] for found in worlds]) == pytest.approx(true.get(name, 1.0), rel=0.1)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
