@@ -1,9 +1,9 @@
-"""Time on a machine that others use too: how much of it a thread lost to them, how to lose none, and whether cores are
-as fast as they can be.
+"""Measures time on a machine that other processes use too.
 
-    lost_s       others of this machine had the core
-    undisturbed  nobody else gets it
-    Gauge        it is slower than at its best: what shares it may be another virtual machine, which nothing here sees
+    lost_s       how long other processes of this machine had this thread's core
+    undisturbed  keeps other processes off the cores of this process
+    Gauge        tells whether a core is slower than at its best, for example because another virtual machine, which
+                 is not visible here, shares it
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ THREADS = Path("/proc/self/task")
 
 
 def lost_s() -> float:
-    """Seconds in which this thread was ready to run and the scheduler let others run in its place, counted from some
-    moment on: only differences mean anything (`lost_since`). 0 where the system does not tell; Linux does, as the
-    second number of a task's `schedstat`, in nanoseconds.
+    """Return the seconds in which this thread was ready to run and the scheduler let others run instead, counted from
+    an arbitrary moment: only differences have a meaning (`lost_since`). 0 if the system does not report them; Linux
+    does, in nanoseconds, as the second number of a task's `schedstat`.
 
-    On a single core what the process's other threads computed is taken off: they keep this thread waiting, but their
-    work, such as an exchange, is the process's own. They may compute while this thread waits for something else, so a
-    difference may be negative. On several cores their compute says nothing of this thread's waiting, and all counts.
+    On a single core, the compute time of the process's other threads is subtracted: they keep this thread waiting, but
+    their work, such as an exchange, is the process's own. They may compute while this thread waits for something else,
+    so a difference may be negative. On several cores, their compute time does not tell whether this thread waited for
+    them, so nothing is subtracted.
 
-    What a pack takes on the clock, less what it lost meanwhile, is what it takes on a machine that nobody else uses.
+    The time of a pack minus what it lost is what the pack takes on a machine that nobody else uses.
     """
     try:
         text = (THREADS / str(threading.get_native_id()) / "schedstat").read_text()
@@ -45,15 +46,15 @@ def lost_since(before_s: float) -> float:
 
 
 def lost_of(busy_s: float, lost_s: float, computed_s: float) -> float:
-    """Those of `busy_s` that others had the core for. `lost_s` and `computed_s` (processor time of the thread) are of a
-    span that is a little longer: what was lost at its ends, just outside, is no part of `busy_s`, and all of the
-    computing is.
+    """The part of `busy_s` during which others had the core. `lost_s` and `computed_s` (processor time of the thread)
+    cover a slightly longer span: time lost at its ends, outside of `busy_s`, does not count, but all of the compute was
+    inside.
     """
     return min(lost_s, max(0.0, busy_s - computed_s))
 
 
 def may_preempt() -> bool:
-    """Whether this process may run before all others (Linux; as a rule root alone)."""
+    """Whether this process may take precedence over all others (Linux; usually only root may)."""
     try:
         with undisturbed():
             return True
@@ -63,12 +64,12 @@ def may_preempt() -> bool:
 
 @contextmanager
 def undisturbed(wanted: bool = True) -> Iterator[None]:
-    """Let no ordinary process have this one's cores meanwhile: all of its threads are scheduled in real time.
+    """Schedule all threads of this process in real time, so that no ordinary process gets its cores.
 
-    For a second or so at a time: others stand still.
+    Use it for about a second at a time, because other processes stand still meanwhile.
 
     Raises:
-        PermissionError: this process may not.
+        PermissionError: this process may not do so.
     """
     if not wanted:
         yield
@@ -83,12 +84,12 @@ def undisturbed(wanted: bool = True) -> Iterator[None]:
 
 def _schedule(policy: int, priority: int) -> None:
     for thread in os.listdir(THREADS):
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
 
 
 class Gauge:
-    """A fixed computation of a millisecond, which tells how fast this thread's core is just now."""
+    """A fixed computation of about a millisecond that tells how fast this thread's core is at the moment."""
 
     SIZE, CALLS, TAKEN = 256, 4, 3
 
@@ -97,7 +98,7 @@ class Gauge:
         self.best_s = min(self._seconds() for _ in range(30))
 
     def slowness(self) -> float:
-        """By how much it takes longer than ever before; 1: it is as fast as it can be."""
+        """How many times as long as its best time the computation takes (1: the core is at its best)."""
         seconds = sorted(self._seconds() for _ in range(self.TAKEN))[self.TAKEN // 2]
         self.best_s = min(self.best_s, seconds)
         return seconds / self.best_s

@@ -1,12 +1,12 @@
-"""Fits what rings take above their share of the compute: bandwidth, the seconds of a ring's step, what attention hides.
+"""Fits what rings take in addition to their share of the compute: bandwidth, seconds of a ring's step, and the overlap.
 
-    a message      seconds = waiting + bytes / bandwidth                          of exchanges alone, by degree and link
+    a message      seconds = waiting + bytes / bandwidth                 fitted to exchanges alone, by degree and link
     a pack's ring  seconds - compute / d = latency_s (d - 1) + max(0, slowness (d - 1) bytes / d / bandwidth
                                                                       - overlap (d - 1) / d * attention / d)
 
-`slowness`, at least 1, is what an exchange takes beside compute over what it takes alone; the file's bandwidths have it
-in them. With sync=micro_batch a ring's messages queue behind those that gather parameters, so `latency_s` is fitted for
-each mode.
+`slowness`, at least 1, is the time of an exchange beside compute over its time alone; the bandwidths in the file are
+already divided by it. With sync=micro_batch a ring's messages queue behind those that gather parameters, so `latency_s`
+is fitted for each mode.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dhp_ray.planner.least_squares import bounded_least_squares, weighted_median
 SLOWNESS = np.geomspace(1.0, 8.0, 25)
 OVERLAP = np.linspace(0.0, 1.0, 21)
 AS_GOOD = 1.05
-"""Points of the grid whose error is so many times the least are as good as the best one."""
+"""Points of the grid with an error of up to this many times the least error count as equally good."""
 
 
 class Links(NamedTuple):
-    """Bytes a second by degree, inside nodes and across them (none: not measured), with their intervals."""
+    """Bytes per second by degree, inside nodes and across them (empty: not measured), with their intervals."""
 
     intra: dict[int, float]
     inter: dict[int, float]
@@ -36,7 +36,7 @@ class Links(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """`slowness`, `overlap` and `latency_s` above, and the seconds predicted and measured of each pack."""
+    """`slowness`, `overlap` and `latency_s` as above, and the predicted and measured seconds of each pack."""
 
     slowness: float
     overlap: float
@@ -47,7 +47,7 @@ class Ring(NamedTuple):
 
 
 def fit_links(by_rank: Sequence[Sequence[Exchanged]]) -> Links:
-    """Of the medians of all ranks in each ring."""
+    """Fit bandwidths to the median message times of all ranks in each kind of ring."""
     tables: dict[bool, dict[int, float]] = {False: {}, True: {}}
     intervals: dict[str, Interval] = {}
     kinds = sorted({(ring.across, ring.degree) for rings in by_rank for ring in rings})
@@ -67,8 +67,8 @@ def fit_links(by_rank: Sequence[Sequence[Exchanged]]) -> Links:
 
 
 class RingSeconds(NamedTuple):
-    """One entry a pack on several ranks: degree, measured seconds, and of these one rank's compute, its transfer at the
-    bandwidth measured alone, and the attention that can hide it.
+    """One entry for each pack on several ranks: its degree, its measured seconds, and predicted parts of them: the
+    compute of one rank, the transfer at the bandwidth of exchanges alone, and the attention that can hide the transfer.
     """
 
     degree: np.ndarray
@@ -82,7 +82,8 @@ class RingSeconds(NamedTuple):
         return found
 
     def latency(self, slowness: float, overlap: float) -> tuple[float, float]:
-        """(the weighted median of what is left for each of a ring's steps, by how much all packs are then off)"""
+        """Return (weighted median of the remaining seconds of a ring's step, sum of the relative errors of all packs).
+        """
         left = self.whole - self.compute - self.exposed(slowness, overlap)
         latency = max(0.0, weighted_median(left / (self.degree - 1), (self.degree - 1) / self.whole))
         return latency, float((np.abs(left - latency * (self.degree - 1)) / self.whole).sum())
@@ -94,20 +95,23 @@ class RingSeconds(NamedTuple):
 def ring_seconds(
     packs: Sequence[PackSeconds], known: Fit, bytes_per_token: float, links: Links, gathers_s: float | None = None
 ) -> RingSeconds:
-    """Of packs whose compute is known. `gathers_s`: seconds of a micro-batch beyond its packs; None: sync=step."""
+    """The entries of packs whose compute is fitted (`known`). `gathers_s`: seconds that a micro-batch takes in addition
+    to its packs; None: sync=step.
+    """
     degree = np.array([pack.degree for pack in packs], dtype=np.float64)
     whole = np.array([pack.busy_s + pack.exposed_s if gathers_s is None else max(pack.busy_s, pack.whole_s - gathers_s)
                       for pack in packs])
     bandwidth = np.array([(links.inter if pack.across else links.intra)[pack.degree] for pack in packs])
     transfer = (degree - 1) / degree * bytes_per_token * np.array([pack.tokens for pack in packs]) / bandwidth
-    # of one rank's share
+    # of one rank's share of the pack
     attention = known.constants["quadratic_s"] * np.array([pack.amounts_at(known.block)[0] for pack in packs])
     return RingSeconds(degree, whole, np.array([known.seconds(pack) for pack in packs]), transfer,
                        (degree - 1) / degree * attention)
 
 
 def fit_ring(seen: RingSeconds) -> Ring:
-    """Of a grid the point with the least slowness, and then the least overlap, of those that are as good as any."""
+    """Take the grid point with the least slowness, then the least overlap, of those that are as good as the best one.
+    """
 
     def solve(rows: np.ndarray) -> np.ndarray:
         of_rows, points = seen.rows(rows), []
@@ -127,7 +131,7 @@ def fit_ring(seen: RingSeconds) -> Ring:
 
 
 def fit_latency(seen: RingSeconds, ring: Ring) -> tuple[float, Interval]:
-    """Seconds of a ring's step in the other mode, where `ring` says the rest."""
+    """Fit the seconds of a ring's step in the other mode; slowness and overlap are those of `ring`."""
     def solve(rows: np.ndarray) -> np.ndarray:
         return np.array(seen.rows(rows).latency(ring.slowness, ring.overlap)[0])
 

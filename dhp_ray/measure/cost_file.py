@@ -1,10 +1,10 @@
-"""Makes a cost file of what was measured: constants, what they are of, how sure they are.
+"""Makes a cost file from measurements: the constants, their origin, and how certain they are.
 
     session (sync=step)          packs, images, apart, rings, ... -> constants of compute, ring, fixed_s
     session (sync=micro_batch)   images (else packs), rings       -> fixed_s, update_s and latency_s of micro_batch
 
-Where one mode is measured, all is of that one. What needs several ranks and there is one is derived from the shape and
-what is known of the device, and named under `measured.derived`.
+If only one mode is measured, all constants are those of this mode. If there is only one rank, the constants that need
+several ranks are derived from the model's shape and what is known of the device, and listed under `measured.derived`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from dhp_ray.planner.memory import MemoryModel
 
 
 class Session(NamedTuple):
-    """What was measured in one mode: of every part what each rank said."""
+    """What was measured in one mode: for every part, the results of each rank."""
 
     spec: Spec
     results: dict[str, Sequence[PartResult]]
 
 
 class Points(NamedTuple):
-    """Predicted and measured seconds of one kind of packs, for the picture."""
+    """Predicted and measured seconds of one kind of pack, for the picture."""
 
     kind: str
     predicted: np.ndarray
@@ -57,14 +57,14 @@ class Points(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """A cost and its file's sections beside it, and the points that it was fitted to."""
+    """A cost, the other sections of its file, and the points that it was fitted to."""
 
     cost: CostModel
     sections: dict[str, Any]
     points: list[Points]
 
     def text(self) -> str:
-        """The file."""
+        """The content of the file."""
         device, errors = self.sections["device"], self.sections["errors"]["packs"]
         head = (f"# Measured by jobs/measure.py on {device['count']} ranks of {device_words(device)}. Packs are off by "
                 f"{100 * errors['median']:.1f} % in the median.\n")
@@ -74,8 +74,8 @@ class Measured:
         return head + dumped
 
     def table(self) -> str:
-        """What people read: every constant with its 95 % interval and mean relative error, and by how much the fit is
-        off from the packs that it was fitted to.
+        """A table for people: every constant with its 95 % interval and mean relative error, and the errors of the fit
+        on the packs that it was fitted to.
         """
         sections, errors = self.sections, self.sections["errors"]
         seen, settings = sections["measured"], sections["settings"]
@@ -101,7 +101,9 @@ class Measured:
 
 
 def _leaf(tree: Any, name: str) -> float:
-    """`bandwidth_bytes_per_s.intra.2` of nested mappings; what is no mapping holds for every name below it."""
+    """The value of a name such as `bandwidth_bytes_per_s.intra.2` in nested mappings; a value that is not a mapping
+    holds for every name below it.
+    """
     for key in name.split("."):
         if isinstance(tree, dict):
             tree = tree[int(key) if key.isdigit() else key]
@@ -111,8 +113,8 @@ def _leaf(tree: Any, name: str) -> float:
 def measured_cost(
     sessions: Sequence[Session], origin: Origin, memory: MemoryModel, derived: CostModel, name: str
 ) -> Measured:
-    """Fit the cost of what all sessions measured. `memory` is of the run that it is for; `derived` has the
-    communication that one rank cannot measure.
+    """Fit a cost to the measurements of all sessions. `memory` is that of the run which will use the cost; `derived`
+    has the communication constants that one rank cannot measure.
 
     Raises:
         MeasureError: too few packs.
@@ -177,13 +179,13 @@ def _rings(
     seen: Observations, compute: Fit, memory: MemoryModel, links: Links, gathers_s: float | None
 ) -> RingSeconds:
     packs = [pack for pack in seen.packs if pack.degree > 1]
-    if gathers_s is not None:  # which has the encoder's gather in it, where there is one
+    if gathers_s is not None:  # it includes gathering the encoder, if there is one
         packs = [pack for pack in packs if pack.has_images] or packs
     return ring_seconds(packs, compute, ring_bytes_per_token(memory), links, gathers_s)
 
 
 def _bandwidth(links: Links, ring: Ring | None, derived: CostModel) -> tuple[dict[str, Any], list[str]]:
-    """The table of the file, and what of it was not measured."""
+    """The bandwidths of the file, and the names of those that were not measured."""
     known = derived.bandwidth_bytes_per_s
     slowness = ring.slowness if ring else 1.0
     found: dict[str, Any] = {}
@@ -192,14 +194,14 @@ def _bandwidth(links: Links, ring: Ring | None, derived: CostModel) -> tuple[dic
         if table:
             found[name] = {degree: rate / slowness for degree, rate in table.items()}
         else:
-            # nodes that nobody has measured are reckoned as known, or else as one node
+            # without any measurement the derived bandwidth is used, otherwise that of the other table
             found[name] = known.get(name, known) if not links.intra and not links.inter else None
             missing.append(f"bandwidth_bytes_per_s.{name}")
     return {name: table or found["intra"] or found["inter"] for name, table in found.items()}, missing
 
 
 def _group_s(results: Sequence[PartResult]) -> list[float]:
-    """Of the smallest groups, the slowest member's seconds each time."""
+    """For the smallest groups, the seconds of the slowest member in each repeat."""
     tables = [result.group_s for result in results if result.group_s]
     if not tables:
         return []
@@ -208,7 +210,7 @@ def _group_s(results: Sequence[PartResult]) -> list[float]:
 
 
 def _memory(results: Sequence[PartResult], memory: MemoryModel) -> dict[str, Any]:
-    """Bytes of a token by the highest peaks of all ranks; the resident state is the memory model's."""
+    """Bytes of a token from the highest peak of all ranks; the resident state comes from the memory model."""
     found: dict[str, Any] = {"resident_bytes": float(sum(memory.resident().values()))}
     peaks = [result.peaks for result in results if result.peaks]
     if peaks:
@@ -238,7 +240,7 @@ def _of_packs(errors: np.ndarray) -> dict[str, float]:
 
 
 def rounded(value: Any) -> Any:
-    """Four digits of every number that is no whole one."""
+    """Round every number that is not whole to four significant digits."""
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -249,7 +251,7 @@ def rounded(value: Any) -> Any:
 
 
 def write(measured: Measured, path: Path) -> None:
-    """The file, whole or not at all."""
+    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(measured.text(), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Fits a cost's constants to what packs took, with intervals and errors.
+"""Fits a cost's constants to the measured seconds of packs, with intervals and errors.
 
-Every constant is at least 0, and errors count relative to what was measured: a short pack as much as a long one. What
-is further off than OUTLYING times the typical error is left out and counted. Intervals are those of RESAMPLED fits to
-measurements that are drawn anew, with repetition (bootstrap, Efron 1979), always the same draws.
+Every constant is at least 0. Errors are relative to the measured time, so a short pack counts as much as a long one.
+Packs whose error is above 10 % and above OUTLYING times the median error are left out and counted. Intervals come from
+RESAMPLED fits to measurements drawn with replacement (bootstrap, Efron 1979), always with the same draws.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ OUTLYING = 6.0
 RESAMPLED = 200
 CONFIDENCE = (0.025, 0.975)
 SPARE = 3
-"""Packs that must be measured beyond one for each constant."""
+"""Different packs that must be measured in addition to one for each constant."""
 
 Interval = tuple[float, float]
 
 
 BLOCKS = (0.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
-"""Keys that an attention kernel may take at a time; the number with the least error is taken."""
+"""Candidates for the number of keys that an attention kernel takes at a time; the one with the least error is used."""
 
 
 class Fit(NamedTuple):
-    """Constants, their 95 % intervals, and the mean relative error of each: over all measurements, by the share that
-    the constant has in them. `block`: attention_block; `predicted` and `measured`: seconds of each measurement;
-    `left_out`: how many were.
+    """Constants, their 95 % intervals, and the mean relative error of each constant: over all measurements, weighted by
+    the share that the constant has in them. `block`: attention_block; `predicted` and `measured`: seconds of each
+    measurement; `left_out`: number of measurements that were left out.
     """
 
     constants: dict[str, float]
@@ -44,7 +44,7 @@ class Fit(NamedTuple):
     block: float = 0.0
 
     def seconds(self, pack: PackSeconds) -> float:
-        """What a pack's compute takes by this fit."""
+        """The seconds of a pack's compute by this fit."""
         return float(pack.amounts_at(self.block) @ np.array(list(self.constants.values())))
 
     @property
@@ -54,10 +54,10 @@ class Fit(NamedTuple):
 
 
 def fit_compute(packs: Sequence[PackSeconds]) -> Fit:
-    """The constants of compute (`planner/work.py`), from packs on single ranks.
+    """Fit the constants of compute (`planner/work.py`) to packs on single ranks.
 
     Raises:
-        MeasureError: too few packs to tell the constants apart, or packs that take no longer for more tokens.
+        MeasureError: too few packs to separate the constants, or packs that take no longer for more tokens.
     """
     fits = [_fit_at(block, packs) for block in BLOCKS]
     best = min(fits, key=lambda fit: float(np.mean(fit.relative_errors)))
@@ -68,7 +68,7 @@ def fit_compute(packs: Sequence[PackSeconds]) -> Fit:
 
 
 def _fit_at(block: float, packs: Sequence[PackSeconds]) -> Fit:
-    """With so many keys at a time."""
+    """Fit the constants for kernels that take `block` keys at a time."""
     amounts = np.array([pack.amounts_at(block) for pack in packs]).reshape(-1, len(TERMS))
     seconds = np.array([pack.busy_s for pack in packs])
     used = np.any(amounts > 0, axis=0)
@@ -98,20 +98,23 @@ def _errors(amounts: np.ndarray, constants: np.ndarray, seconds: np.ndarray) -> 
 
 
 def forward_share(seen: Observations) -> tuple[float, Interval] | None:
-    """The share that the encoder's first phase has of both; None where that was not measured."""
+    """The share of the encoder's first phase in the time of both phases; None if it was not measured."""
     shares = np.array(seen.forward_share)
     return (float(np.median(shares)), interval(resampled_median(shares))) if len(shares) else None
 
 
 def fixed_of_step(seen: Observations) -> tuple[float, Interval]:
-    """Seconds once a step (`sync=step`): before its first pack and behind its last."""
+    """Seconds of a step before its first pack and after its last one: `fixed_s` of `sync=step`, `update_s` of
+    `sync=micro_batch`.
+    """
     rest = np.array(seen.rest_s)
     return float(np.median(rest)), interval(resampled_median(rest))
 
 
 def fixed_of_micro_batch(seen: Observations, compute: Fit) -> tuple[float, Interval]:
-    """Seconds once a micro-batch, which gathering and reducing add to what its packs compute: those by which the
-    relative errors are least. With images, where any were measured: the encoder is gathered where any rank has one.
+    """Seconds that gathering and reducing add once per micro-batch to the compute of its packs: the value with the
+    least relative errors. Only packs with images count if any were measured, because the encoder is gathered if any
+    rank has an image.
     """
     alone = [pack for pack in seen.packs if pack.degree == 1]
     of_images = [pack for pack in alone if pack.has_images] or alone
@@ -122,7 +125,7 @@ def fixed_of_micro_batch(seen: Observations, compute: Fit) -> tuple[float, Inter
 
 
 def resample(num: int, fit: Callable[[np.ndarray], np.ndarray], times: int = RESAMPLED) -> np.ndarray:
-    """What `fit` makes of rows drawn anew, (times, ...)."""
+    """The results of `fit` for rows drawn with replacement, (times, ...)."""
     drawn = np.random.default_rng(0)
     return np.array([fit(drawn.integers(0, num, num)) for _ in range(times)])
 

@@ -1,4 +1,4 @@
-"""What ranks take to pass messages, to make process groups, and to read and add in one another's memory."""
+"""Measures how long ranks take to pass messages, to make process groups, and to read and add in each other's memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dhp_ray.measure.timings import Exchanged
 
 MESSAGE_BYTES = tuple(2**power for power in range(12, 25, 2))
 LARGE_BYTES = 2**26
-"""Also passed on a device, whose links need as much to be full."""
+"""Also passed on a device, whose links need messages of this size to reach their bandwidth."""
 TIMES, TIMES_QUICK = 25, 9
 GROUP_TIMES = 5
 ONE_SIDED_BYTES = 2**24
 
 
 def exchanges(member: Member) -> list[Exchanged]:
-    """Of all rings that the ranks may form, each rank's own account; every rank calls this."""
+    """Measure all rings that the ranks may form; returns the times of this rank. Every rank calls this."""
     spec, found = member.spec, []
     rings = [(degree, False, spec.groups(degree)) for degree in spec.degrees()]
     rings += [(2, True, pairs)] if (pairs := spec.pairs_across()) else []
@@ -35,7 +35,7 @@ def exchanges(member: Member) -> list[Exchanged]:
         own = next((ranks for ranks in groups if member.rank in ranks), None)
         if own is not None:
             found.append(Exchanged(degree, across, {size: _message_s(member, own, size) for size in sizes}))
-        member.of_all(0.0)  # those without a group wait here
+        member.of_all(0.0)  # ranks without a group wait here
     return found
 
 
@@ -56,7 +56,9 @@ def _message_s(member: Member, ranks: tuple[int, ...], size: int) -> float:
 
 
 def group_seconds(member: Member, timeout: timedelta) -> dict[int, list[float]]:
-    """Seconds to make groups of each degree with their first exchange, on this rank; every rank calls this."""
+    """Measure the seconds that this rank takes to make a group of each degree, with its first exchange. Every rank
+    calls this.
+    """
     found: dict[int, list[float]] = {}
     for degree in member.spec.degrees() or [2]:
         groups = member.spec.groups(degree)[:1] or member.spec.pairs_across()[:1]
@@ -74,11 +76,11 @@ def group_seconds(member: Member, timeout: timedelta) -> dict[int, list[float]]:
 
 
 def one_sided(member: Member, group: dist.ProcessGroup | None) -> dict[str, list[float]]:
-    """Bytes a second at which this rank reads another one's memory on its node, and adds fp32 sums to it, several times
-    each. Every rank of the one node calls this, with a gloo group of all.
+    """Measure the bytes per second at which this rank reads the memory of another rank on its node, and adds fp32 sums
+    to it, several times each. Every rank of the one node calls this, with a gloo group of all ranks.
 
     Raises:
-        NodeMemoryError: they cannot share memory.
+        NodeMemoryError: the ranks cannot share memory.
     """
     ranks = range(member.spec.num_ranks)
     memory = NodeMemory(ONE_SIDED_BYTES, ranks, member.rank, group)

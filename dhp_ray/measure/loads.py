@@ -1,8 +1,9 @@
-"""What packs are measured: their sequences of text and images, small to large, and the samples that they are made of.
+"""Chooses the packs to measure: their sequences of text and images, from small to large, and the samples that they are
+made of.
 
-Costs are sums of terms, so what tells them apart is needed: single sequences of growing length (attention grows with
-the square), as many tokens in short ones (it does not), few and many images of several sizes. Half of the packs are
-mixed at random as batches are, for it is these whose time is to be predicted.
+A cost is a sum of terms, and the packs must separate these terms: single sequences of growing length (attention grows
+with the square), as many tokens in short sequences (attention does not), few and many images of several sizes. About
+half of the packs are mixed at random like batches, because these are the packs whose time is to be predicted.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import numpy as np
 from dhp_ray.planner.plan import Grid, Sample
 
 SHORTEST = 32
-"""Tokens of text of the shortest sequence."""
+"""Text tokens of the shortest sequence."""
 TEXT_BESIDE_IMAGES = 40
 MIXED, MIXED_QUICK = 14, 6
-"""Packs that are mixed at random."""
+"""Number of packs that are mixed at random."""
 
 Load = tuple[tuple[int, tuple[Grid, ...]], ...]
-"""A pack: for each of its sequences the tokens of text, and the grids of its images."""
+"""A pack: for each of its sequences, the number of text tokens and the grids of its images."""
 
 
 class Sizes(NamedTuple):
-    """What packs may hold: tokens at most, `grids` of images from small to large (none: the model has no encoder), and
-    the patches that make one vision token.
+    """What packs may hold: at most `max_tokens` tokens a rank, `grids` of images from small to large (none: the model
+    has no encoder), and `merge_area`, the number of patches in one vision token.
     """
 
     max_tokens: int
@@ -46,7 +47,7 @@ class Sizes(NamedTuple):
 
 
 def text_loads(sizes: Sizes, quick: bool, degree: int = 1) -> list[Load]:
-    """Packs without images for so many ranks together."""
+    """Packs without images for `degree` ranks together."""
     most = degree * sizes.max_tokens
     lengths = geometric(min(SHORTEST * degree, most), most, 5 if quick else 8)
     found: list[Load] = [((length, ()),) for length in lengths]
@@ -56,7 +57,7 @@ def text_loads(sizes: Sizes, quick: bool, degree: int = 1) -> list[Load]:
 
 
 def image_loads(sizes: Sizes, quick: bool, degree: int = 1) -> list[Load]:
-    """Packs with images for so many ranks together; none where the model has no encoder."""
+    """Packs with images for `degree` ranks together; none if the model has no encoder."""
     found: list[Load] = []
     for grid in sizes.grids:
         found += [((TEXT_BESIDE_IMAGES, (grid,) * count),) for count in ((1, 6) if quick else (1, 3, 9))]
@@ -66,7 +67,7 @@ def image_loads(sizes: Sizes, quick: bool, degree: int = 1) -> list[Load]:
 
 
 def mixed_loads(sizes: Sizes, count: int, images: bool, degree: int = 1) -> list[Load]:
-    """Packs of one to sixteen sequences, most of them short; always the same ones."""
+    """Random packs of one to sixteen sequences, most of them short; equal arguments give equal packs."""
     drawn = random.Random(f"{sizes} {images} {degree}")
     found: list[Load] = []
     for number in range(count):
@@ -85,7 +86,7 @@ def mixed_loads(sizes: Sizes, count: int, images: bool, degree: int = 1) -> list
 
 
 def geometric(first: int, last: int, count: int) -> list[int]:
-    """Whole numbers between two, each about as many times the one before."""
+    """Whole numbers from `first` to `last` at about equal ratios, without duplicates."""
     return list(dict.fromkeys(round(value) for value in np.geomspace(first, last, count)))
 
 
@@ -94,6 +95,6 @@ def distinct(loads: Sequence[Load]) -> list[Load]:
 
 
 def samples_of(load: Load, merge_area: int, name: str) -> tuple[Sample, ...]:
-    """The sequences of a pack, with ids of their own."""
+    """The sequences of a pack as samples with unique ids."""
     return tuple(Sample(f"{name}.{place}", text, sum(map(prod, grids)) // merge_area, grids)
                  for place, (text, grids) in enumerate(load))

@@ -1,4 +1,4 @@
-"""One rank while it measures: what it measures with, and its part of a round."""
+"""One rank that measures: its engine and its step, and how it runs a round."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ from dhp_ray.train.rank_step import PackRun, PhaseRun, RankStep
 from dhp_ray.train.step_inputs import StepInputs, collated
 
 LONG_S, QUICK_S = 6.0, 1.5
-"""Seconds that a round is repeated for, where that is not fewer times than LEAST."""
+"""Seconds for which a round is repeated, if that allows at least LEAST repeats."""
 LEAST, MOST = 3, 9
-"""Times that a round is measured, at least and at most."""
+"""The least and the most repeats of a round."""
 AGAIN = 3
-"""A round is measured up to so many times as often, until it has enough repeats with cores at their best."""
+"""A round runs up to this many times its number of repeats, until enough repeats had cores at their best."""
 QUIET_LOOKS, QUIET_LOOK_S = 8, 0.1
 SLOW_S = 15.0
-"""A round that takes as long is measured once."""
+"""A round that takes longer than this needs only one repeat."""
 
 
 class Watched:
-    """What a step takes beside its packs' own account: of each the seconds lost to others, and those of the processor.
+    """Makes a step record, for each pack and phase, the seconds lost to other processes and the processor time of the
+    thread.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -79,7 +80,7 @@ class WatchedMicroBatchStep(Watched, MicroBatchStep):
 
 @dataclass
 class Member:
-    """A rank of a world that is there for measuring: its engine's state is worth nothing afterwards."""
+    """A rank of a world that exists only for measuring: its engine's state is useless afterwards."""
 
     rank: int
     spec: Spec
@@ -91,9 +92,11 @@ class Member:
     device: torch.device
     precision: str
     shared_cores: bool = False
-    """Ranks of this node take turns on its cores, as they will in training: then that counts."""
+    """The ranks of this node share its cores, as they will in training, so the time that they take from each other
+    counts.
+    """
     preempts: bool = False
-    """Every step runs before all other processes."""
+    """Every step takes precedence over all other processes."""
     gauge: Gauge | None = field(init=False)
     warm: bool = field(init=False, default=False)
     stepper: WatchedStep | WatchedMicroBatchStep = field(init=False)
@@ -104,15 +107,19 @@ class Member:
         self.stepper = kind(self.adapter, self.engine, self.transport, self.world, self.device)
 
     def link(self, ranks: tuple[int, ...]) -> Link:
-        """The link of a group of ranks over the transport; every rank calls `transport.prepare` for it before."""
+        """The link of a group of ranks over the transport; every rank must call `transport.prepare` for the group
+        before.
+        """
         return self.transport.link(ranks, 0)
 
     def lost_since(self, before_s: float) -> float:
-        """Seconds lost to other processes since `lost_s()` returned `before_s`, where they are to be left out."""
+        """Seconds lost to other processes since `lost_s()` returned `before_s`; 0 with shared cores or on a device,
+        where they are not subtracted.
+        """
         return 0.0 if self.shared_cores or self.device.type != "cpu" else lost_since(before_s)
 
     def timed(self, round_: Round) -> list[StepTiming]:
-        """Run a round as often as there is time for; as often on every rank."""
+        """Run a round as often as time allows, equally often on every rank."""
         plan = round_.plan.rank_plan(1, self.rank)
         inputs = collated(plan, self._payloads(plan), self.adapter, self.precision, self.device.type != "cpu")
         if not self.warm:  # the first steps of a process take longer
@@ -128,7 +135,7 @@ class Member:
         return timings
 
     def of_all(self, number: float) -> list[float]:
-        """A number of every rank, by rank; all of them are here then."""
+        """Gather a number from every rank, in order of ranks. Every rank waits here for all others."""
         return numbers_of_ranks(torch.tensor(number, dtype=torch.float64), self.world, self.engine.progress)
 
     def _run(self, inputs: StepInputs) -> StepTiming:
@@ -136,9 +143,9 @@ class Member:
         self.stepper.seen.clear()
         before = lost_s()
         with undisturbed(self.preempts):
-            result = self.stepper.run(inputs, 0.0)  # at learning rate 0 weights stay as they are
+            result = self.stepper.run(inputs, 0.0)  # learning rate 0 leaves the weights unchanged
         if self.preempts:
-            time.sleep(result.step_time_s)  # the others' turn
+            time.sleep(result.step_time_s)  # lets other processes run
         of_packs = {} if self.shared_cores or self.device.type != "cpu" else self.stepper.seen
         phases = zip((ENCODE, BACKWARD), result.encoder_times)
         times = [*((seen.index, seen) for seen in result.pack_times), *phases]
@@ -147,14 +154,15 @@ class Member:
                        seen.start_s, seen.end_s) for number, seen in times), self.slowness())
 
     def slowness(self) -> float:
-        """Of the slowest rank's core, beside it at its best; on a device 1. All ranks are here then."""
+        """The slowness of the slowest rank's core (`Gauge.slowness`); 1 on a device. Every rank waits here for all
+        others.
+        """
         with undisturbed(self.preempts):
             mine = self.gauge.slowness() if self.gauge else 1.0
         return max(self.of_all(mine))
 
     def _wait_for_quiet(self) -> None:
-        """All ranks begin together, when their cores are as fast as they can be, or have been waited for long enough.
-        """
+        """Wait until all cores are at their best, QUIET_LOOKS times at most; all ranks go on together."""
         for _ in range(QUIET_LOOKS // 4 if self.spec.quick else QUIET_LOOKS):
             if self.slowness() <= AT_BEST:
                 return
@@ -166,7 +174,7 @@ class Member:
 
 
 def seconds_of(device: torch.device, call: Any) -> float:
-    """What a call takes of the device's time; waits for it."""
+    """Seconds that a call takes on the device; waits for its end."""
     begin = Moment(device)
     call()
     return Moment(device).since_s(begin)

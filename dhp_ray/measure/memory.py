@@ -1,4 +1,4 @@
-"""The most memory that a pack takes of a rank, as it is measured."""
+"""Measures the peak memory of packs on a rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dhp_ray.measure.rounds import Round, memory_loads, plan_of
 
 
 def peaks(member: Member) -> list[tuple[int, float]]:
-    """(tokens, bytes at the highest moment of a step above what was held before it) of packs of growing size; every
-    rank calls this. Empty where the system does not tell.
+    """Measure packs of growing size: (tokens, peak bytes of a step above those held before it). Every rank calls this.
+    Empty if the system does not report memory.
     """
     found = []
     for load in memory_loads(member.spec):
@@ -27,7 +27,7 @@ def peaks(member: Member) -> list[tuple[int, float]]:
 
 
 def reset_peak(device: torch.device) -> float | None:
-    """Forget the highest moment so far; bytes held now. None where the system does not tell."""
+    """Reset the peak and return the bytes held now; None if the system does not report them."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         module.reset_peak_memory_stats()
@@ -39,7 +39,7 @@ def reset_peak(device: torch.device) -> float | None:
 
 
 def peak(device: torch.device) -> float:
-    """Bytes at the highest moment since `reset_peak`."""
+    """Peak bytes since `reset_peak`."""
     if device.type != "cpu":
         return float(torch.get_device_module(device).max_memory_allocated())
     return _status("VmHWM")

@@ -1,4 +1,4 @@
-"""From what ranks say of their rounds to what packs took: medians over ranks and repeats, outliers left out."""
+"""Turns what ranks report of their rounds into seconds of packs: medians over ranks and repeats, without outliers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from dhp_ray.planner.rates import pairs_of
 from dhp_ray.planner.work import BACKWARD, ENCODE, IMAGES, work_of
 
 OUTLIER = 1.3
-"""A repeat that takes so many times the median of its pack's counts as disturbed."""
+"""A repeat that takes more than this many times the median of its pack is an outlier."""
 QUIETEST = 1 / 3
-"""Where ranks wait for one another, so many of the repeats count: those in which they lost least to other processes."""
+"""Where ranks wait for each other, this share of the repeats counts: those that lost least to other processes."""
 
 
 class MeasureError(ValueError):
-    """Measurements that no cost can be fitted to; the message is one line."""
+    """Measurements to which no cost can be fitted; the message is one line."""
 
 
 @dataclass(frozen=True)
 class PackSeconds:
-    """A pack: the `amounts` of the member that has most (`planner/work.py`), and median seconds of the busiest one's
-    compute; of a pack on several ranks also those that its last member waited, and of all from begin to end.
+    """A pack: its `amounts` (`planner/work.py`), each that of the member with most; and median seconds: `busy_s`, the
+    compute of the busiest member; `exposed_s`, the waiting of the member that arrives last, if there are several;
+    `whole_s`, from begin to end.
     """
 
     part: str
@@ -47,15 +48,15 @@ class PackSeconds:
         return bool(self.amounts[IMAGES].any())
 
     def amounts_at(self, block: float) -> np.ndarray:
-        """The amounts, for kernels that take so many keys at a time."""
+        """The amounts, for kernels that take `block` keys at a time."""
         return np.concatenate([[pairs_of(self.lengths, block).sum() / self.degree], self.amounts[1:]])
 
 
 @dataclass
 class Observations:
-    """All of a session. `num_disturbed`: rounds' repeats that did not count, as cores were slower than at their best.
-    `rest_s`: of each round, what its step took before and after its packs.
-    `forward_share`: of each round with images apart, the share of the first phase.
+    """All observations of a session. `num_disturbed`: repeats of rounds that do not count because cores were too slow.
+    `rest_s`: for each round, the seconds of its step before and after its packs.
+    `forward_share`: for each round with images apart, the share of the first phase.
     """
 
     packs: list[PackSeconds] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Observations:
 
 
 def observed(spec: Spec, results: dict[str, Sequence[PartResult]]) -> Observations:
-    """The rounds of every part; `results` by part, then by rank."""
+    """Evaluate the rounds of every part; `results` by part, then by rank."""
     found = Observations()
     for part, by_rank in results.items():
         for number, round_ in enumerate(rounds_of(part, spec)):
@@ -76,14 +77,15 @@ def observed(spec: Spec, results: dict[str, Sequence[PartResult]]) -> Observatio
 
 
 def _at_best(timings: Sequence[Sequence[StepTiming]]) -> list[list[StepTiming]]:
-    """The repeats, of each rank, with which all cores were fastest: at their best, or else the best third."""
-    slowness = np.array([timing.slowness for timing in timings[0]])  # alike on all ranks
+    """For each rank, the repeats in which all cores were at their best, or at least the third with the fastest cores.
+    """
+    slowness = np.array([timing.slowness for timing in timings[0]])  # the same on all ranks
     limit = max(AT_BEST, float(np.quantile(slowness, QUIETEST)))
     return [[timing for timing, slow in zip(of_rank, slowness) if slow <= limit] for of_rank in timings]
 
 
 def _add(found: Observations, spec: Spec, part: str, plan: Plan, timings: Sequence[Sequence[StepTiming]]) -> None:
-    """One round: the repeats of each rank."""
+    """Add one round, given the repeats of each rank."""
     found.num_disturbed += len(timings[0])
     timings = _at_best(timings)
     found.num_disturbed -= len(timings[0])
@@ -96,7 +98,7 @@ def _add(found: Observations, spec: Spec, part: str, plan: Plan, timings: Sequen
                   for of_rank in by_rank if ENCODE in of_rank[0]]
         found.forward_share.append(float(np.median(shares)))
         return
-    alike: dict[tuple[int, ...], list[int]] = {}  # groups that run one pack
+    alike: dict[tuple[int, ...], list[int]] = {}  # groups that run the same pack
     for number, group in enumerate(plan.groups):
         alike.setdefault(group.pack.sequences, []).append(number)
     for numbers in alike.values():
@@ -112,9 +114,10 @@ def _add(found: Observations, spec: Spec, part: str, plan: Plan, timings: Sequen
 def _pack_s(
     members: Sequence[Sequence[dict[int, PackTiming]]], group: int, found: Observations
 ) -> tuple[float, float, float]:
-    """Seconds of the busiest member; that the member waited that came last; of the whole, of one member at least.
+    """Return (compute seconds of the busiest member, waiting of the member that arrives last, seconds from begin to end
+    of the member that takes longest).
 
-    What a member waits for others that were disturbed is part of its waiting.
+    The time that a member waits for disturbed peers counts as waiting.
     """
     times = [[repeat[group] for repeat in member] for member in members]
     busy_s = [_median(np.array([time.busy_s - time.lost_s for time in of_member]), found) for of_member in times]
@@ -126,19 +129,19 @@ def _pack_s(
 
 
 def quietest(lost_s: np.ndarray) -> np.ndarray:
-    """Which repeats count, by what each lost; the first of those that lost as much."""
+    """The repeats that count, given the seconds that each lost; of equal ones, the first."""
     found: np.ndarray = np.argsort(lost_s, kind="stable")[: max(1, round(QUIETEST * len(lost_s)))]
     return found
 
 
 def _phase_s(of_rank: Sequence[dict[int, PackTiming]], phase: int, found: Observations) -> float:
-    """Median seconds of a phase; 0 where there is none."""
+    """Median seconds of a phase; 0 if the rank does not have it."""
     times = [repeat[phase] for repeat in of_rank if phase in repeat]
     return _median(np.array([time.busy_s - time.lost_s for time in times]), found) if times else 0.0
 
 
 def _median(values: np.ndarray, found: Observations) -> float:
-    """Of what is no outlier."""
+    """The median without outliers; counts repeats and outliers in `found`."""
     kept = values <= OUTLIER * np.median(values)
     found.num_repeats += len(values)
     found.num_outliers += int((~kept).sum())
@@ -146,7 +149,7 @@ def _median(values: np.ndarray, found: Observations) -> float:
 
 
 def _rest_s(by_rank: Sequence[Sequence[StepTiming]]) -> float:
-    """What a round's step took of the slowest rank, without the time from its first pack to the last one."""
+    """Seconds of a round's step on the slowest rank, without the time from its first pack to its last one."""
     repeats = list(zip(*by_rank))
     lost_s = np.array([sum(step.lost_s - sum(time.lost_s for time in step.packs) for step in steps)
                        for steps in repeats])

@@ -1,4 +1,4 @@
-"""One part of a measurement on one rank: what every rank calls alike, part by part."""
+"""Measures one part on one rank; all ranks call this with the same parts in the same order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def measure_part(
     part: str, member: Member, host_group: dist.ProcessGroup | None, timeout: timedelta,
     progress: Callable[[float], None] = lambda share: None,
 ) -> PartResult:
-    """Measure a part of PARTS; every rank calls this alike. `host_group`: all ranks, over gloo; `progress` is told
-    which share is done.
+    """Measure a part of PARTS; every rank makes the same call. `host_group`: all ranks, over gloo; `progress` is called
+    with the share that is done.
     """
     match part:
         case "exchanges":

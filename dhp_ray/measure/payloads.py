@@ -15,8 +15,8 @@ from dhp_ray.train.payload import Payload
 
 
 def payload_of(sample: Sample, adapter: ModelAdapter, encoded_here: Sequence[bool]) -> Payload:
-    """Random tokens and patches for a sample: images stand between pieces of the first half of its text; the second
-    half has labels, as an answer has.
+    """Random tokens and patches for a sample: its images stand between pieces of the first half of its text; the second
+    half has labels, like an answer.
     """
     drawn = np.random.default_rng(sum(map(ord, sample.id)))
     # the lowest ids are plain text in all tokenizers here

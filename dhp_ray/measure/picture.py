@@ -1,4 +1,4 @@
-"""The picture beside a cost file: what the fit predicts of each measured pack against what it took."""
+"""The picture beside a cost file: the predicted and the measured seconds of each pack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dhp_ray.measure.cost_file import Measured
 
 
 def draw(measured: Measured, path: Path | BinaryIO) -> None:
-    """Write a PNG: predicted over measured seconds of all packs, and the relative error of each."""
+    """Write a PNG: predicted against measured seconds of all packs, and the relative error of each."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")

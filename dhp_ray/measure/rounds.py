@@ -1,11 +1,11 @@
-"""The rounds of a measurement: plans, as a run's own, that all ranks run a few times over.
+"""The rounds of a measurement: plans like those of a run, which all ranks run several times.
 
-    packs, images     every rank runs the same packs, all at the same time, each alone
+    packs, images     every rank runs the same packs, at the same time, each alone
     apart             every rank encodes the same images in the phases around its packs (sync=step)
-    rings             neighbours run packs together, in groups of 2, 4, 8, ..., all
-    rings across      pairs of ranks on different nodes
+    rings             neighbours on a node run packs together, in groups of 2, 4, 8, ..., all
+    rings across      pairs of ranks on different nodes run packs together
 
-With sync=micro_batch a pack of each rank makes a micro-batch.
+With sync=micro_batch a micro-batch consists of one pack of each rank.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from dhp_ray.planner.cluster import ClusterSpec
 from dhp_ray.planner.plan import GroupPlan, Pack, Plan, Sample, VisionPlan
 
 ROUND_TOKENS = 4
-"""A round holds so many times the tokens of the largest pack, at most: its inputs lie in memory together."""
+"""A round holds at most this many times the tokens of the largest pack, because its inputs are in memory together."""
 
 PARTS = ("packs", "images", "apart", "rings", "rings across", "exchanges", "groups", "one-sided", "memory")
-"""What is measured, in this order. The last four are no rounds (`links.py`, `memory.py`)."""
+"""What is measured, in this order. `rounds_of` has no rounds for the last four (`links.py`, `memory.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What is measured, alike on all ranks: how they synchronise, the node of each (by number), what packs hold;
-    `quick`: fewer packs, fewer times.
+    """What to measure, the same on all ranks: how they synchronise, the node of each rank (by number), what packs hold;
+    `quick`: fewer packs and fewer repeats.
     """
 
     sync: str
@@ -51,12 +51,13 @@ class Spec:
         return len(self.nodes)
 
     def degrees(self) -> list[int]:
-        """Of rings inside a node, or over all ranks where each node has one: 2, 4, 8, ... and the most."""
+        """The degrees of rings inside a node: 2, 4, 8, ... and the largest node's number of ranks; none if that is 1.
+        """
         most = max(self.nodes.count(node) for node in self.nodes)
         return sorted({*(2**power for power in range(1, most.bit_length()) if 2**power <= most), most} - {1})
 
     def groups(self, degree: int) -> list[tuple[int, ...]]:
-        """Neighbours inside their nodes, in groups of so many ranks; who is left over has none."""
+        """Groups of `degree` neighbours inside each node; ranks that are left over are in none."""
         found = []
         for node in sorted(set(self.nodes)):
             ranks = [rank for rank, other in enumerate(self.nodes) if other == node]
@@ -64,7 +65,7 @@ class Spec:
         return found
 
     def pairs_across(self) -> list[tuple[int, ...]]:
-        """Ranks of the first two nodes, two by two; none where there is one node."""
+        """Pairs of ranks, one of each of the first two nodes; none if there is one node."""
         names = sorted(set(self.nodes))[:2]
         if len(names) < 2:
             return []
@@ -73,15 +74,14 @@ class Spec:
 
 
 class Round(NamedTuple):
-    """A plan that is measured, and the part that it belongs to."""
+    """A plan to measure, and the part that it belongs to."""
 
     part: str
     plan: Plan
 
 
 def parts_of(spec: Spec, shares_memory: bool) -> list[str]:
-    """The parts of PARTS that there is something to measure of. `shares_memory`: ranks of a node can map one another's.
-    """
+    """The parts of PARTS that can be measured here. `shares_memory`: ranks of a node can map each other's memory."""
     several, images = spec.num_ranks > 1, bool(spec.sizes.grids)
     across = len(set(spec.nodes)) > 1
     left_out = {"images": not images, "apart": not images or spec.sync == "micro_batch",
@@ -91,7 +91,7 @@ def parts_of(spec: Spec, shares_memory: bool) -> list[str]:
 
 
 def rounds_of(part: str, spec: Spec) -> list[Round]:
-    """The rounds of a part, each of several packs a rank, one after the other."""
+    """The rounds of a part; in each of them, a rank runs several packs, one after the other."""
     alone = [(rank,) for rank in range(spec.num_ranks)]
     if part == "packs":
         return _rounds(part, spec, alone, text_loads(spec.sizes, spec.quick))
@@ -110,8 +110,9 @@ def rounds_of(part: str, spec: Spec) -> list[Round]:
 
 
 def _ring_loads(spec: Spec, degree: int) -> list[Load]:
-    """Rings are measured for what they add to their share of the compute: the exchange of keys and values, and with
-    images that of encoded features."""
+    """Packs that show what rings add to their share of the compute: the exchange of keys and values and, with images,
+    the exchange of encoded features.
+    """
     text = text_loads(spec.sizes, True, degree)
     images = mixed_loads(spec.sizes, MIXED_QUICK, True, degree) if spec.sizes.grids else []
     return distinct([*(text if degree == 2 or not spec.quick else text[::2]), *images])
@@ -125,7 +126,7 @@ def _rounds(
 
 
 def _cut(loads: Sequence[Load], sizes: Sizes, degree: int) -> Iterator[list[Load]]:
-    """Pieces of so few loads that their inputs fit in memory together."""
+    """Cut the loads into pieces whose inputs fit in memory together."""
     piece: list[Load] = []
     for load in loads:
         if piece and sum(map(sizes.tokens, [*piece, load])) > degree * ROUND_TOKENS * sizes.max_tokens:
@@ -137,7 +138,8 @@ def _cut(loads: Sequence[Load], sizes: Sizes, degree: int) -> Iterator[list[Load
 
 
 def plan_of(packs: Sequence[tuple[tuple[int, ...], Load]], spec: Spec, vision: VisionPlan | None = None) -> Plan:
-    """A plan of packs in this order: those of one load are of one micro-batch, and their images are dealt out in turn.
+    """A plan of packs in this order. Packs of the same load have the same sequences and are in the same micro-batch;
+    their images are dealt out to the ranks in turn.
     """
     samples: list[Sample] = []
     groups: list[GroupPlan] = []
@@ -157,6 +159,6 @@ def plan_of(packs: Sequence[tuple[tuple[int, ...], Load]], spec: Spec, vision: V
 
 
 def memory_loads(spec: Spec) -> list[Load]:
-    """Two packs by which what a token takes of memory is told, the smaller one first."""
+    """The packs whose memory is measured, the smaller one first."""
     most = spec.sizes.max_tokens
     return [((max(1, most // 4), ()),), ((most, ()),)] if most > TEXT_BESIDE_IMAGES else [((most, ()),)]

@@ -1,4 +1,4 @@
-"""What ranks say of what they measured: plain data."""
+"""What ranks report of their measurements: plain data."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 AT_BEST = 1.08
-"""Cores count as at their best as long as what they take is no more than so many times the least that it ever took."""
+"""Cores count as at their best if the gauge takes at most this many times its best time."""
 
 
 class PackTiming(NamedTuple):
     """One rank's part of a pack (or of a phase, by its number in `planner/work.py`): seconds of compute, of waiting for
-    peers, and of those of compute the ones in which others had the rank's core; when it began and ended, in seconds
-    from the step's start.
+    peers, and of compute during which others had the rank's core; when it began and ended, in seconds from the step's
+    start.
     """
 
     group: int
@@ -24,7 +24,7 @@ class PackTiming(NamedTuple):
 
 
 class StepTiming(NamedTuple):
-    """One rank's account of a round that it has run once. `slowness`: of the slowest core, beside it at its best."""
+    """One rank's account of one run of a round. `slowness`: of the slowest core, relative to its best."""
 
     step_s: float
     lost_s: float
@@ -33,7 +33,7 @@ class StepTiming(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """Every member of a ring of so many ranks passed a message on and took one: median seconds by its bytes."""
+    """Every member of a ring of `degree` ranks sent a message on and received one: median seconds by its bytes."""
 
     degree: int
     across: bool
@@ -42,8 +42,8 @@ class Exchanged(NamedTuple):
 
 @dataclass(frozen=True)
 class PartResult:
-    """What one rank says of a part: the repeats of each round; or its exchanges, seconds to make groups by degree,
-    one-sided bytes a second by name, (tokens, bytes at the highest moment) of packs.
+    """What one rank reports of a part: the repeats of each round; or its exchanges, seconds to make groups by degree,
+    one-sided bytes per second by name, or (tokens, peak bytes) of packs.
     """
 
     rounds: list[list[StepTiming]] = field(default_factory=list)
