@@ -1,10 +1,10 @@
 """Discrete-event simulation of training on a described cluster: many batches, the planner's own plans, shared links,
 late plans, stragglers and faults.
 
-    settings -> workload -> batches                      samples of a step, for all planners alike
+    settings -> workload -> batches                      samples of a step, the same for all planners
              -> machine -> place                         ranks, mode, tokens, costs and links of a membership
     SimulatedRun: dispatcher -> plan -> simulate_step -> record       for each batch, through generations
     records -> summary -> table, results.json, picture, trace, page
 
-Everything is modelled, nothing measured; the same settings give the same result.
+Everything is modelled and nothing is measured; the same settings give the same result (not with `planning.measured`).
 """

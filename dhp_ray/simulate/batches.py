@@ -1,4 +1,4 @@
-"""The batches of a simulation, by step, for all of its planners alike."""
+"""The batches of a simulation, by step; all of its planners get the same ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dhp_ray.planner.plan import Sample
 from dhp_ray.simulate.workload import Workload
 
 LOOKED_AT = 32
-"""Batches whose longest sequence says what the ranks must hold; a longer one in a later batch is left out, as
-`data.on_error=skip` does."""
+"""The first batches, whose longest sequence determines what the ranks must hold; a longer sequence of a later batch is
+left out, as with `data.on_error=skip`.
+"""
 
 
 class Batches:
-    """The samples of a step, from 1 on."""
+    """The samples of each step; steps count from 1."""
 
     def __init__(self, workload: Workload, num_samples: int, num_batches: int, seed: int) -> None:
-        """`num_batches`: how many there are, 0: without end."""
+        """`num_batches`: the number of batches; 0: unlimited."""
         self._workload, self._num_samples, self._seed = workload, num_samples, seed
         self._drawn = lru_cache(LOOKED_AT)(self._batch)
         looked_at = range(1, min(num_batches or LOOKED_AT, LOOKED_AT) + 1)

@@ -1,5 +1,6 @@
-"""What goes wrong in a simulated run, and when: faults at given or drawn times, and ranks that are slow for a while.
-Everything follows from the seed."""
+"""The faults of a simulated run, at given or drawn times, and ranks that are slow for a while. All of it follows from
+the seed.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from dhp_ray.simulate.settings import FaultSettings
 
 KINDS = ("worker", "stopped", "node", "driver", "all")
 WHEN, SPEED, NOISE = 1, 2, 3
-"""Streams of random numbers, so that a change of one leaves the others as they are."""
+"""Separate streams of random numbers, so that a change of one leaves the others as they are."""
 
 
 class Fault(NamedTuple):
-    """A fault, `time_s` after the first step began. It strikes the rank at `place` of all ranks that there are then,
-    from 0 (the first) to below 1."""
+    """A fault, `time_s` after the first step began. It strikes the rank that is at the share `place` (0: the first;
+    below 1) of all ranks of the group at that time.
+    """
 
     time_s: float
     kind: str
@@ -25,7 +27,7 @@ class Fault(NamedTuple):
 
 
 def faults_of(settings: FaultSettings, num_ranks: int, seed: int) -> Iterator[Fault]:
-    """All faults, in the order of time; without end where some are drawn."""
+    """All faults in order of time; endless if some are drawn."""
     given = sorted((event.time_s, KINDS.index(event.kind), event.rank / num_ranks) for event in settings.events)
     following = iter(given)
     event = next(following, None)
@@ -40,7 +42,7 @@ def faults_of(settings: FaultSettings, num_ranks: int, seed: int) -> Iterator[Fa
 
 
 def _drawn(settings: FaultSettings, seed: int) -> Iterator[tuple[float, str, float]]:
-    """Independent of one another: the time to the next one is exponential."""
+    """Independent faults: the time to the next one is exponentially distributed."""
     if not settings.every_s:
         return
     random, now_s = np.random.default_rng([seed, WHEN]), 0.0
@@ -52,7 +54,7 @@ def _drawn(settings: FaultSettings, seed: int) -> Iterator[tuple[float, str, flo
 
 
 class Speeds:
-    """How fast each worker's place is in each step; 1 is nominal."""
+    """The speed of each slot in each step; 1 is nominal."""
 
     def __init__(self, settings: FaultSettings, num_ranks: int, seed: int) -> None:
         self._seed, self._noise = seed, settings.noise
@@ -66,11 +68,11 @@ class Speeds:
 
     @property
     def even(self) -> bool:
-        """Whether all are of nominal speed throughout, and packs take what they should."""
+        """Whether all slots have nominal speed in every step and packs take what their cost says."""
         return not self._slow and not self._noise and bool((self._always == 1.0).all())
 
     def at(self, step: int) -> np.ndarray:
-        """Of each place."""
+        """The speed of each slot in a step."""
         found = self._always.copy()
         for chosen, speed, first, last in self._slow:
             if first <= step and (not last or step <= last):
@@ -78,7 +80,7 @@ class Speeds:
         return found
 
     def stretch(self, step: int, attempt: int, num_groups: int) -> np.ndarray | None:
-        """How much longer the computing of each pack of a step takes than its cost says; None: as it says."""
+        """The factor by which the compute of each pack of a step is longer than its cost says; None: 1 for all."""
         if not self._noise:
             return None
         random = np.random.default_rng([self._seed, NOISE, step, attempt])

@@ -1,16 +1,16 @@
 """When packs run whose exchanges share the links between nodes.
 
-    node 0   rank 0 |--- pack a ------------|           a's ring leaves node 0 once, and so does b's: on a node with one
-             rank 1      |--- pack b --|                link each has half of it while both run
+    node 0   rank 0 |--- pack a ------------|           a's ring leaves node 0 once, and so does b's: if the node has
+             rank 1      |--- pack b --|                one link, each has half of it while both run
     node 1   rank 2 |--- pack a ------------|
              rank 3      |--- pack b --|
 
-A ring of d ranks that crosses nodes keeps a link of each of its nodes busy as often as it leaves that node. Where more
-of them leave a node at a time than it has links, they share these alike, and the slowest link of a ring is its pace. So
-a pack's time changes whenever another one begins or ends that shares a node with it: these are the events.
+A ring that crosses nodes occupies one link of a node for each time that it leaves this node. If rings leave a node more
+often than it has links, they share the links equally, and the slowest link of a ring sets its pace. So the time of a
+pack changes whenever another pack that shares a node with it begins or ends: these are the events.
 
-A pack counts on its links for as long as it runs, also while attention hides its exchanges: packs are never shorter
-than they would be. Inside a node every rank has a link of its own, and there is nothing to share.
+A pack occupies its links as long as it runs, even while attention hides its exchanges, so that no pack comes out
+shorter than it would be. Inside a node every rank has its own link, and nothing is shared.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dhp_ray.simulate.pack_work import PackWork
 
 
 class Links(NamedTuple):
-    """What the nodes' network can carry, counted in links of one rank: `of_node` from each node, `of_all` in all."""
+    """The capacity of the network between nodes, in links of one rank: `of_node` from each node, `of_all` in all."""
 
     of_node: np.ndarray
     of_all: float
 
 
 class Uses(NamedTuple):
-    """For how many links of which nodes each group counts: `node[first[g]:first[g + 1]]` and `links` likewise."""
+    """How many links of which nodes each group occupies: `node[first[g]:first[g + 1]]`, and `links` likewise."""
 
     first: np.ndarray
     node: np.ndarray
@@ -41,16 +41,17 @@ class Uses(NamedTuple):
 
 
 def links_of(nodes: np.ndarray, links_per_node: int, oversubscription: float) -> Links:
-    """Links of the nodes of these ranks; `links_per_node` 0: one for each of a node's ranks."""
+    """The links of these ranks' nodes; `links_per_node` 0: one for each rank of a node."""
     sizes = np.bincount(nodes).astype(np.float64)
     of_node = np.where(sizes > 0, links_per_node or sizes, 0.0)
     return Links(of_node, float(of_node.sum()) / oversubscription)
 
 
 def uses_of(work: PackWork, nodes: np.ndarray, ring: bool) -> Uses:
-    """The links that each group needs; none inside a node.
+    """The links that each group needs; none for groups inside a node.
 
-    ring: a rank sends to the next one of its group alone; else to all others, and what leaves the node counts.
+    ring: a rank sends only to the next rank of its group; otherwise to all others, and the share that leaves the node
+    counts.
     """
     degrees, group = work.degrees, np.repeat(np.arange(len(work.degrees)), work.degrees)
     node = nodes[work.ranks]
@@ -71,8 +72,9 @@ def uses_of(work: PackWork, nodes: np.ndarray, ring: bool) -> Uses:
 
 
 def contended(uses: Uses, links: Links, beside: np.ndarray | None = None) -> bool:
-    """Whether groups could ever share a link, were all of them to run at once; `beside`: links of each node that
-    something else keeps busy."""
+    """Whether groups would share a link if all of them ran at once; `beside`: links of each node that other traffic
+    occupies.
+    """
     wanted = np.bincount(uses.node, uses.links, len(links.of_node)) + (0.0 if beside is None else beside)
     return bool(len(uses.node)) and bool((wanted > links.of_node).any() or wanted.sum() > links.of_all)
 
@@ -80,8 +82,10 @@ def contended(uses: Uses, links: Links, beside: np.ndarray | None = None) -> boo
 def run_groups(
     ready_s: np.ndarray, work: PackWork, uses: Uses, links: Links, beside: np.ndarray, beside_s: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(start, end) of each group, in an order in which each begins as soon as its ranks are free, these from `ready_s`
-    on. For the first `beside_s` seconds something else keeps `beside` links of each node busy."""
+    """Return (start, end) of each group. A rank is ready at `ready_s` and runs its groups in order; a group begins as
+    soon as all of its ranks are free. For the first `beside_s` seconds other traffic occupies `beside` links of each
+    node.
+    """
     return _run_groups(ready_s, work.ranks, work.first_rank, work.compute_s, work.transfer_s, work.hidden_s, uses.first,
                        uses.node, uses.links, links.of_node, links.of_all, beside, beside_s)
 
@@ -93,7 +97,7 @@ def _run_groups(
     of_all: float, beside: np.ndarray, beside_s: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     num_groups, num_ranks = len(compute_s), len(ready_s)
-    queue_first = np.zeros(num_ranks + 1, dtype=np.int64)  # of each rank, its groups in order
+    queue_first = np.zeros(num_ranks + 1, dtype=np.int64)  # where the groups of each rank begin in `queue`
     for rank in ranks:
         queue_first[rank + 1] += 1
     for rank in range(num_ranks):
@@ -107,11 +111,11 @@ def _run_groups(
     missing = first_rank[1:] - first_rank[:-1]  # members that are not free yet
     starts, ends = np.zeros(num_groups), np.zeros(num_groups)
     left, since, pace = np.ones(num_groups), np.zeros(num_groups), np.zeros(num_groups)
-    turn = np.zeros(num_groups, dtype=np.int64)  # of a group's end in the heap; older ones have passed
+    turn = np.zeros(num_groups, dtype=np.int64)  # number of a group's latest end in the heap; older ones are void
     crossing, num_crossing = np.empty(num_groups, dtype=np.int64), 0  # groups that run and use links
     where = np.empty(num_groups, dtype=np.int64)
     load, load_of_all = beside.copy(), beside.sum()
-    heap = [(beside_s, 0, num_groups)]  # seconds, turn, group; below 0 a rank that is ready
+    heap = [(beside_s, 0, num_groups)]  # seconds, turn, group; a negative number is a rank that is ready
     for rank in range(num_ranks):
         if queue_first[rank] < queue_first[rank + 1]:
             heap.append((ready_s[rank], 0, -1 - rank))

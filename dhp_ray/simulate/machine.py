@@ -1,4 +1,4 @@
-"""The described cluster: for any membership the ranks, their mode, tokens and costs, and the links between them."""
+"""The described cluster: for any membership, its ranks, their mode, tokens and costs, and the links between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from dhp_ray.simulate.training import Ranks, Training, Wanted, training_of
 
 @dataclass(frozen=True)
 class Place:
-    """Where a membership runs. `copy_s`: what a copy of the state to another rank takes, as a rule."""
+    """What a membership runs on. `copying`: the network while copies of the state travel; `copy_s`: seconds that they
+    take.
+    """
 
     cluster: ClusterSpec
     training: Training
@@ -39,10 +41,11 @@ class Machine:
     """The cluster of a simulation's settings, with a model on it."""
 
     def __init__(self, settings: Simulation, longest_tokens: int, batch: Sequence[Sample]) -> None:
-        """`longest_tokens`: of the longest sequence. `batch`: the first one, by which modes are compared.
+        """`longest_tokens`: of the longest sequence. `batch`: the first batch, for which modes are compared.
 
         Raises:
-            PlanError: a file is damaged; the state does not fit on a device, or the sequence on all of them.
+            PlanError: a file is damaged, the state does not fit on a device, or the longest sequence does not fit on
+                all.
         """
         cluster = settings.cluster
         self.settings = settings
@@ -73,11 +76,11 @@ class Machine:
         return self.first.mode.sync
 
     def place(self, nodes: tuple[int, ...]) -> Place:
-        """Of ranks on these nodes."""
+        """The place of a membership with a rank on each of these nodes (a node once for each of its ranks)."""
         return self._made(numbered(nodes))
 
     def holds(self, num_ranks: int, num_tokens: int) -> bool:
-        """Whether so many ranks hold a sequence."""
+        """Whether this many ranks together hold a sequence of `num_tokens` tokens."""
         place = self.place(self._nodes(num_ranks))
         return place.training.most_tokens * num_ranks >= num_tokens
 
@@ -103,7 +106,7 @@ class Machine:
         settings = self.settings
         if len(nodes) == settings.cluster.num_ranks:
             training = self.first
-        else:  # no more than at the start, or than the longest sequence asks of so few
+        else:  # at most as many as at the start, or as the longest sequence needs on fewer ranks
             most = max(self.first.most_tokens, math.ceil(self._longest_tokens / len(nodes)))
             training = self._training(nodes, str(most), self.sync)
             training = replace(training, tokens_per_rank=max(1, training.tokens_per_rank))

@@ -1,5 +1,5 @@
-"""Who is in the group of a simulated run, and what they hold of its state: what `runtime/driver/elastic.py` decides
-from."""
+"""The members of a simulated run's group, and what they hold of its state: the inputs of `runtime/driver/elastic.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from dhp_ray.runtime.messages import HeldShards
 from dhp_ray.simulate.faults import Fault
 
 KEPT = 2
-"""Versions of its own shard that a rank holds, and those that were mirrored last (`train/state/mirror.py`)."""
+"""How many versions of its own shard a rank holds, and how many of those mirrored last (`train/state/mirror.py`)."""
 
 
 @dataclass
 class Generation:
-    """One membership: the slot of each rank and its node, in rank order. Its state after `newest` steps began as that
-    after `first`. `mirrored`: (steps, when their copies had arrived) of the versions that are held twice."""
+    """One membership: the slot and the node of each rank, in rank order. It began with the state after step `first` and
+    has that after step `newest`. `mirrored`: (step, time at which the copies arrive) of the versions that two ranks
+    hold.
+    """
 
     number: int
     slots: tuple[int, ...]
@@ -39,7 +41,7 @@ class Generation:
         return self._replica_ranks
 
     def struck(self, fault: Fault) -> set[int]:
-        """The slots that a fault takes."""
+        """The slots that are lost by a fault."""
         if fault.kind == "driver":
             return set()
         if fault.kind == "all":
@@ -51,7 +53,7 @@ class Generation:
 
 
 def generation_of(number: int, slots: Sequence[int], ranks_per_node: int, step: int, mirrors: bool) -> Generation:
-    """The group of these slots, in whose order nodes follow one another."""
+    """The group of these slots in slot order, so that the ranks of a node are neighbours."""
     ordered = tuple(sorted(slots))
     return Generation(number, ordered, tuple(slot // ranks_per_node for slot in ordered), step, step, ranks_per_node,
                       mirrors)
@@ -60,7 +62,7 @@ def generation_of(number: int, slots: Sequence[int], ranks_per_node: int, step: 
 def held_by(
     survivors: Sequence[int], generations: Sequence[Generation], now_s: float
 ) -> list[list[HeldShards]]:
-    """What each of these slots holds of the state of some generations."""
+    """The shard versions that each of these slots holds, of the state of some generations."""
     found: list[list[HeldShards]] = [[] for _ in survivors]
     for generation in generations:
         rank_of = {slot: rank for rank, slot in enumerate(generation.slots)}

@@ -1,16 +1,17 @@
-"""What the groups of a plan have to do on ranks as they really are: seconds of computing and of exchanges, apart.
+"""The work of a plan's groups at the true speeds of the ranks: seconds of compute and, separately, of exchanges.
 
 For a pack of sequences on d ranks, with the terms of `planner/cost.py`:
 
     compute   language / (d v) + the fullest member's images + what is paid once          v: speed of the slowest member
-             + what it waits for copies to host memory, over links that no other rank's copies use
-    transfer  seconds that its exchanges take with nothing beside them, at the link's full bandwidth
-    hidden    how much of that attention hides
+             + its waits for copies to host memory, over links that no other rank's copies use
+    transfer  seconds of its exchanges at the full bandwidth of the link, without other traffic
+    hidden    seconds of the transfer that attention hides
 
     time at a share s of the link = compute + max(0, transfer / s - hidden)
 
-At s = 1 that is the plan's own prediction, where speeds and costs are those that it was made with. A pack's exchanges
-are alike from its first layer to its last, so its share may change while it runs: it then goes on at the new pace.
+At s = 1 this is the plan's own prediction, if speeds and costs are those that the plan was made with. The exchanges of
+a pack are alike from its first layer to its last, so its share may change while it runs: the pack then continues at the
+new pace.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, g
 
 
 class PackWork(NamedTuple):
-    """Arrays by group, but `ranks` and `own_s` by member: the ranks of group g are `ranks[first_rank[g]:first_rank[g +
-    1]]`, and each computes for `own_s` seconds of the pack, waits for copies to host memory included, which a run does
-    not see apart from compute. `latency_s` is the part of `compute_s` in which nobody does. Where images are encoded
-    apart from the packs, theirs are in none of these."""
+    """Arrays by group, except `ranks` and `own_s`, which are by member: the ranks of group g are
+    `ranks[first_rank[g]:first_rank[g + 1]]`, and each computes for `own_s` seconds of the pack. This includes waits for
+    copies to host memory, which a run cannot distinguish from compute. `latency_s` is the part of `compute_s` in which
+    no member computes. Images that are encoded apart from the packs are in none of these.
+    """
 
     ranks: np.ndarray
     first_rank: np.ndarray
@@ -46,12 +48,12 @@ class PackWork(NamedTuple):
         return np.diff(self.first_rank)
 
     def times_s(self) -> np.ndarray:
-        """Of each group, with a link to itself."""
+        """Seconds of each group if it has its links to itself."""
         times: np.ndarray = self.compute_s + np.maximum(0.0, self.transfer_s - self.hidden_s)
         return times
 
     def part(self, groups: slice) -> PackWork:
-        """The work of some groups that follow one another."""
+        """The work of consecutive groups."""
         first = self.first_rank[groups.start : groups.stop + 1]
         members = slice(first[0], first[-1])
         return PackWork(self.ranks[members], first - first[0], self.micro_batch[groups], self.compute_s[groups],
@@ -60,9 +62,9 @@ class PackWork(NamedTuple):
 
 
 def work_of(plan: Plan, problem: Problem, stretch: np.ndarray | None = None) -> PackWork:
-    """The work of a plan's groups on the ranks of `problem`, its batch under the costs and speeds that are true.
+    """The work of a plan's groups on the ranks of `problem`, which is the plan's batch with the true costs and speeds.
 
-    `stretch`: by group, how much longer its computing takes than the cost says.
+    `stretch`: by group, the factor by which its compute is longer than the cost says.
     """
     schedule = schedule_of(plan)
     items, degree = problem.items[schedule.rows], np.diff(schedule.first_rank)

@@ -1,9 +1,9 @@
-"""The plans of a simulated run: made by the planners themselves, and in time or late as `runtime/driver/dispatch.py`
-and `runtime/driver/planning.py` decide.
+"""The plans of a simulated run. The planners themselves make them; whether a plan is in time or late is decided as in
+`runtime/driver/dispatch.py` and `runtime/driver/planning.py`.
 
     step n        |------------------------------------| results |
     step n + 1    | read | plan | decode ... |                   launch         in time: nobody waits
-                  | read ......... | plan .................. |                  late: waited for, or the last resort
+                  | read ......... | plan .................. |                  late: wait, or use the last resort
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from dhp_ray.runtime.driver.planning import Expectation, patience_s
 from dhp_ray.simulate.settings import DataSettings, PlanningSettings
 
 LAYOUT_BATCHES = 8
-"""Batches by which `static` chooses its one layout, the one with the longest sequence of all among them."""
+"""Number of the first batches for which `static` chooses its one layout; the batch with the longest sequence is added.
+"""
 
 
 @dataclass
 class Planner:
-    """A planner in one membership: makes the plan of a batch. `layout_batches`: those that `static` is tuned by."""
+    """A planner in one membership. `layout_batches`: the batches for which the layout of `static` is chosen."""
 
     name: str
     sync: str
@@ -42,10 +43,10 @@ class Planner:
 
     def plan(self, samples: Sequence[Sample], speeds: tuple[float, ...], pool: Sequence[tuple[int, ...]],
              name: str = "") -> Plan:
-        """`name`: of another planner than this one.
+        """Plan a batch. `name`: use this planner instead.
 
         Raises:
-            PlanError: it cannot plan the batch on these ranks.
+            PlanError: the planner cannot plan the batch on these ranks.
         """
         cluster = replace(self.cluster, speeds=speeds)
         if (name or self.name) == "static":
@@ -59,8 +60,8 @@ class Planner:
 
 
 class Prepared(NamedTuple):
-    """A batch whose plan is being made: when it has been read, and when its plan is there; with what the planner was
-    told."""
+    """A batch and its plan in the making, with the planner's inputs: when the batch is read, and when the plan is made.
+    """
 
     step: int
     samples: Sequence[Sample]
@@ -72,8 +73,10 @@ class Prepared(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """A plan and when all ranks have it and have decoded their images. Of the waiting from when the ranks were free,
-    `data_wait_s` is for the batch and images, `plan_wait_s` for the plan. `late`: the last resort's."""
+    """A plan, and when all ranks have it and have decoded their images. Of the time that the ranks wait once they are
+    free, `data_wait_s` is for the batch and the images, `plan_wait_s` for the plan. `late`: the plan is the last
+    resort's.
+    """
 
     plan: Plan
     ready_s: float
@@ -94,7 +97,7 @@ class Dispatcher:
 
     def begin(self, step: int, samples: Sequence[Sample], speeds: tuple[float, ...], now_s: float, is_read: bool
               ) -> Prepared:
-        """Read a batch (where it has not been) and plan it, from `now_s` on."""
+        """Read a batch (unless it has been read) and plan it, from `now_s` on."""
         rate = self.data.samples_per_s
         read_s = now_s + (len(samples) / rate if rate and not is_read else 0.0)
         pool = self.book.held()
@@ -104,7 +107,9 @@ class Dispatcher:
                                                                                              self.planning.item_s))
 
     def take(self, prepared: Prepared, free_s: float, scale: float | None) -> Dispatched:
-        """What the ranks, free from `free_s` on, are sent; `scale`: measured over predicted seconds, once known."""
+        """The plan that is sent to the ranks, which are free from `free_s` on; `scale`: measured over predicted
+        seconds, once known.
+        """
         asked_s = max(free_s, prepared.read_s)
         sent_s, plan, late = max(asked_s, prepared.planned_s), prepared.plan, False
         if prepared.planned_s > asked_s:
@@ -124,7 +129,7 @@ class Dispatcher:
         return item_s * (len(plan.samples) + sum(len(sample.vision_grids) for sample in plan.samples))
 
     def _decoding_s(self, plan: Plan) -> float:
-        """Of the rank that decodes most; each that encodes a part of an image decodes all of it."""
+        """Seconds of the rank that decodes most; each rank that encodes a part of an image decodes all of it."""
         if not self.data.patches_per_s:
             return 0.0
         patches = np.zeros(plan.cluster.num_ranks)

@@ -1,4 +1,4 @@
-"""What a simulated run wrote down: its steps, what happened between them, and what both come to."""
+"""What a simulated run records: its steps, the events between them, and a summary of both."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from dhp_ray.simulate.step import SimulatedStep
 
 
 class StepRecord(NamedTuple):
-    """A step that ran: in seconds since the run began, when its ranks were free for it, when it began and ended.
-    `shares`: `SimulatedStep.shares`. `memory_bytes`: of the rank that held most."""
+    """A step that ran: when its ranks were free for it, when it began and when it ended, in seconds since the run
+    began. `shares`: see `SimulatedStep.shares`. `memory_bytes`: of the rank that held most.
+    """
 
     step: int
     free_s: float
@@ -36,7 +37,7 @@ class StepRecord(NamedTuple):
 
 
 class RunEvent(NamedTuple):
-    """Something between steps: a fault, a new generation, a checkpoint. It cost the run `seconds`."""
+    """An event between steps: a fault, a new generation or a checkpoint. It cost the run `seconds`."""
 
     time_s: float
     kind: str
@@ -46,8 +47,9 @@ class RunEvent(NamedTuple):
 
 @dataclass
 class RunRecord:
-    """A run by one planner. `lost`: steps that ran and were undone by a fault; they ran again. `kept`: a few steps in
-    full, for pictures. `planning_s`: what planning took on this machine, by step."""
+    """A run by one planner. `lost`: steps that a fault undid after they had run; they ran again. `kept`: a few steps in
+    full, for pictures. `planning_s`: seconds that planning took on this machine, for each step that was run.
+    """
 
     planner: str
     steps: list[StepRecord] = field(default_factory=list)
@@ -59,14 +61,14 @@ class RunRecord:
     error: str = ""
 
     def undo(self, step: int) -> int:
-        """Forget all steps after `step`; returns how many these were."""
+        """Remove all steps after `step`; returns their number."""
         gone = [record for record in self.steps if record.step > step]
         self.lost += gone
         del self.steps[len(self.steps) - len(gone) :]
         return len(gone)
 
     def summary(self, memory_bytes: float, num_ranks: int) -> dict[str, Any]:
-        """The figures of the run; memory against a device's."""
+        """The figures of the run. `memory_bytes`: of a device; `num_ranks`: of the whole cluster."""
         steps, time_s = self.steps, self.time_s
         tokens, samples = (sum(getattr(record, name) for record in steps) for name in ("num_tokens", "num_samples"))
         durations = np.array([record.end_s - record.begin_s for record in steps])

@@ -1,9 +1,9 @@
-"""From one generation of a simulated run to the next: who is left, from which step they go on, and when.
+"""From one generation of a simulated run to the next: who is left, from which step they continue, and when.
 
-The decisions are those of `runtime/driver/elastic.py`; what takes time is given (`FaultSettings`):
+The decisions are those of `runtime/driver/elastic.py`; the durations are given (`FaultSettings`):
 
-    fault ---- seen_s ----| ---- form_s ----| the group stands        a fault in between begins it anew
-                          | ---- return_s --------------| what was lost can join, between two steps (join_s)
+    fault ---- seen_s ----| ---- form_s ----| the group is formed     a fault in between starts this again
+                          | ---- return_s --------------| lost ranks can join, between two steps (join_s)
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from dhp_ray.simulate.membership import Generation, generation_of, held_by
 from dhp_ray.simulate.settings import FaultKind, FaultSettings
 
 Formed = tuple[Generation, float, str]
-"""A generation, when it stands, and why it was formed."""
+"""A generation, when it is formed, and why."""
 
 
 @dataclass
 class Recovery:
-    """What a run has to go on from: workers that come back, and checkpoints.
+    """What a run can continue with: workers that come back, and checkpoints.
 
-    `saves`: steps, and when their checkpoints are whole. `holds`: whether so many ranks hold the sequences that wait.
+    `saves`: (step, time at which its checkpoint is complete). `holds`: whether this many ranks hold the waiting
+    sequences.
     """
 
     faults: FaultSettings
     num_ranks: int
     holds: Callable[[int], bool]
     saves: list[tuple[int, float]] = field(default_factory=list)
-    _coming: dict[int, float] = field(default_factory=dict)  # slots, and when each can join
+    _coming: dict[int, float] = field(default_factory=dict)  # when each of these slots can join
     _evicted: set[int] = field(default_factory=set)
-    _before: Generation | None = None  # whose state counts until the present one has taken a step
+    _before: Generation | None = None  # its state counts until the present generation has taken a step
     _failures: Failures = field(default_factory=Failures)
 
     def changed(
         self, generation: Generation, now_s: float, slow: Collection[int], mirrors: bool
     ) -> Formed | None:
-        """The generation that follows between two steps: those that are ready join, slow ones leave for others, each
-        place once. None: nobody does."""
+        """The next generation if the membership changes between two steps: slots that are ready join, slow ones leave
+        to be replaced, each slot once at most. None: nothing changes.
+        """
         leaving = set(slow) - self._evicted
         joining = self._ready(now_s)
         if not leaving and not joining:
@@ -58,7 +60,7 @@ class Recovery:
         self, generation: Generation, fault: Fault, now_s: float, mirrors: bool,
         another: Callable[[float], Fault | None],
     ) -> Formed:
-        """The generation that follows a fault. `another` gives the next one, if it strikes before a time.
+        """The generation that follows a fault. `another` returns the next fault if it strikes before a time.
 
         Raises:
             PlanError: the run cannot go on.
@@ -89,11 +91,11 @@ class Recovery:
         return formed, now_s, f"{', '.join(seen)} lost"
 
     def _surviving_step(self, generation: Generation, survivors: Collection[int], broken_s: float) -> int:
-        """The newest step whose state survives in memory; -1: none does."""
+        """The newest step whose state survives in memory; -1: none."""
         if len(survivors) == generation.size:
             return generation.newest
         states = [generation]
-        if generation.newest == generation.first and self._before:  # what came before counts until the first step
+        if generation.newest == generation.first and self._before:  # the one before counts until the first step
             states.append(self._before)
         state = surviving_state(held_by(sorted(survivors), states, broken_s))
         return state.version if state else -1
@@ -101,7 +103,7 @@ class Recovery:
     def _stands_s(
         self, time_s: float, survivors: Collection[int], num_lost: int, another: Callable[[float], Fault | None]
     ) -> tuple[float, Fault | None]:
-        """When there are enough ranks to go on with, or the fault that strikes before."""
+        """Return (when there are enough ranks to continue, None), or (when a fault strikes before, this fault)."""
         while True:
             fault = another(time_s)
             if fault:
@@ -126,7 +128,7 @@ class Recovery:
         return [slot for slot, ready_s in self._coming.items() if ready_s <= now_s]
 
     def _formed(self, generation: Generation, stay: list[int], now_s: float, step: int, mirrors: bool) -> Generation:
-        """The next generation, of those that stay and those that are ready."""
+        """The next generation, of the slots that stay and those that are ready."""
         joining = self._ready(now_s)
         for slot in joining:
             del self._coming[slot]

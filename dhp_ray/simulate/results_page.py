@@ -1,4 +1,4 @@
-"""What a simulation leaves in its folder: results.json, a picture of a step, a trace for Perfetto, and a page."""
+"""What a simulation writes to its folder: results.json, a picture of a step, a trace for Perfetto, and a page."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_results(simulation: Simulated, folder: Path) -> list[Path]:
 
 
 def step_picture(record: RunRecord) -> bytes:
-    """The first step of a run as a PNG: its plan above, what was simulated below."""
+    """The first step of a run as a PNG: the plan above, the simulated step below."""
     number, (_, step) = next(iter(record.kept.items()))
     stream = BytesIO()
     draw_step(step.plan, step.results(number), stream, told="simulated")
@@ -52,7 +52,9 @@ def step_picture(record: RunRecord) -> bytes:
 
 
 def page(simulation: Simulated, drawing: bytes | None) -> str:
-    """One HTML page with everything in it, no script, and nothing fetched. `drawing`: of the first run's first step."""
+    """One HTML page that contains everything, runs no script and fetches nothing. `drawing`: the first run's first
+    step.
+    """
     settings, training = simulation.settings, simulation.machine.first
     summaries = simulation.summaries()
     cluster = settings.cluster
@@ -83,7 +85,7 @@ def page(simulation: Simulated, drawing: bytes | None) -> str:
 
 
 def shares_picture(simulation: Simulated) -> bytes:
-    """A bar a planner: what its ranks' time went into."""
+    """One bar for each planner: what the time of its ranks was spent on."""
     summaries = [summary for summary in simulation.summaries() if summary["shares"]]
     with svg(10, 0.6 + 0.4 * max(1, len(summaries))) as (axes, stream):
         left = np.zeros(len(summaries))
@@ -98,7 +100,7 @@ def shares_picture(simulation: Simulated) -> bytes:
 
 
 def steps_picture(records: Sequence[RunRecord]) -> bytes:
-    """Seconds of every step that counts, a line a planner."""
+    """Seconds of every step that was not undone, one line for each planner."""
     with svg(10, 3.5) as (axes, stream):
         for record in records:
             axes.plot([step.step for step in record.steps], [step.end_s - step.begin_s for step in record.steps],

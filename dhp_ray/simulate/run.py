@@ -1,9 +1,9 @@
 """A simulated run of one planner: batch after batch, through faults, as `runtime/driver/driver.py` and `recovery.py`
-run them. What they decide by pure functions, these very functions decide here.
+run them. The pure functions that decide there also decide here.
 
-    generation 1   | step 1 | step 2 | step 3 ..x fault          what ran of step 3 is lost, and with it the steps since
-                                                | seen | form |  the state was copied last
-    generation 2                                              | step 2 | step 3 | join |     those that were lost return
+    generation 1   | step 1 | step 2 | step 3 ..x fault          lost: the begun step 3, and the steps since the last
+                                                | seen | form |  copy of the state
+    generation 2                                              | step 2 | step 3 | join |     lost ranks return
     generation 3                                                                       | step 4 | ...
 """
 
@@ -32,10 +32,10 @@ from dhp_ray.simulate.recovery import Recovery
 from dhp_ray.simulate.step import SimulatedStep, simulate_step
 
 RECENT = 8
-"""Steps whose time says what a step takes (`History.step_times_s`)."""
+"""Number of recent steps whose median time is the time of a step (`History.step_times_s`)."""
 
 KEPT_STEPS = 3
-"""Steps that are kept in full, for pictures: the first ones."""
+"""Number of first steps that are kept in full, for pictures."""
 
 
 class SimulatedRun:
@@ -45,7 +45,7 @@ class SimulatedRun:
         self, planner: str, machine: Machine, batches: Batches,
         progress: Callable[[int, float], None] = lambda step, now_s: None,
     ) -> None:
-        """`progress` hears of every step that has ended, and when."""
+        """`progress` is called with each step that has ended, and when it ended."""
         self.settings, self.machine, self.batches, self.progress = machine.settings, machine, batches, progress
         self.record, self.scale, faults = RunRecord(planner), TimeScale(), self.settings.faults
         num_ranks, seed = self.settings.cluster.num_ranks, self.settings.seed
@@ -81,7 +81,7 @@ class SimulatedRun:
         return self.generation.newest >= self.settings.num_batches
 
     def _entered(self, generation: Generation) -> Generation:
-        """A membership, with what belongs to it: its planner, meter and pool of groups."""
+        """Enter a membership: make its planner, its meter and its pool of groups."""
         self.place = self.machine.place(generation.nodes)
         planner = Planner(self.record.planner, self.machine.sync, self.settings.planning.encoder, self.place.cluster,
                           self.place.training.cost, self._layout_batches)
@@ -109,7 +109,7 @@ class SimulatedRun:
             is_last = not self.settings.duration_s and prepared.step == self.settings.num_batches
             following = prepared if is_last else self._begin(prepared.step + 1, sent.ready_s)
             fault = self._fault_before(end_s)
-            if fault and fault.kind != "driver":  # workers finish their step without it
+            if fault and fault.kind != "driver":  # workers finish their step without the driver
                 return self._broken(fault)
             if self.settings.duration_s and end_s > self.settings.duration_s:
                 self.now_s = self.settings.duration_s
@@ -127,7 +127,7 @@ class SimulatedRun:
         return self.dispatcher.begin(step, self.batches(step), speeds, now_s, is_read)
 
     def _fault_before(self, time_s: float) -> Fault | None:
-        """The next fault, if it strikes before then."""
+        """Take the next fault if it strikes before `time_s`."""
         fault = self.next_fault
         if fault is None or fault.time_s >= time_s:
             return None
@@ -135,7 +135,7 @@ class SimulatedRun:
         return fault
 
     def _run(self, number: int, sent: Dispatched) -> SimulatedStep:
-        """A step on the ranks as they are."""
+        """Simulate a step at the true speeds of the ranks."""
         plan, place = sent.plan, self.place
         made = [key for change, key in self.dispatcher.book.take(plan.process_groups()) if change == "create"]
         cluster = plan.cluster
@@ -143,7 +143,7 @@ class SimulatedRun:
             speeds = self.speeds.at(number)[list(self.generation.slots)]
             cluster = replace(cluster, speeds=tuple(speeds.tolist()))
         problem = problem_of(plan.samples, cluster, place.training.cost, plan.sync)
-        copied = self.generation.mirrored[-1:]  # after the step before: its copies travel beside this one
+        copied = self.generation.mirrored[-1:]  # if the step before was mirrored, its copies travel during this one
         copies = bool(copied) and copied[0][0] == number - 1
         self.attempts += 1
         step = simulate_step(plan, problem, place.copying if copies else place.network, made=made,
@@ -153,13 +153,13 @@ class SimulatedRun:
         return step
 
     def _end_s(self, end_s: float) -> float:
-        """When a step has ended that is done then: where every step is mirrored, the copies before must be there."""
+        """When a step ends whose work ends at `end_s`: with every step mirrored, it also waits for the last copies."""
         if self.mirroring.every == 1 and self.generation.mirrored:
             return max(end_s, self.generation.mirrored[-1][1])
         return end_s
 
     def _commit(self, prepared: Prepared, sent: Dispatched, step: SimulatedStep, free_s: float, end_s: float) -> None:
-        """Write a step down, and decide what follows from it: speeds, copies of the state, a checkpoint."""
+        """Record a step, and decide what follows from it: speeds, copies of the state, a checkpoint."""
         number, plan, faults = prepared.step, sent.plan, self.settings.faults
         record = StepRecord(
             number, free_s, sent.ready_s, end_s, step.packs_end_s, plan.predicted_time_s, plan.lower_bound_s,
@@ -193,13 +193,13 @@ class SimulatedRun:
                                work.seconds_of_ranks(cost, num_ranks, PAID_ONCE))
 
     def _changed(self) -> bool:
-        """Whether ranks join or leave between two steps, and the next generation stands."""
+        """Whether ranks join or leave between two steps; if so, the next generation has been entered."""
         slow = {} if self.speeds.even else {self.generation.slots[rank] for rank in self.meter.no_good()}
         formed = self.recovery.changed(self.generation, self.now_s, slow, self._mirrors)
         return formed is not None and self._formed(*formed)
 
     def _broken(self, fault: Fault) -> None:
-        """Go on from a fault: with those that are left, once enough of them are there."""
+        """Continue after a fault with the ranks that are left, once there are enough of them."""
         self.record.events.append(RunEvent(fault.time_s, "fault", fault.kind))
         begun_s = max(self.now_s, fault.time_s)
 
@@ -213,7 +213,7 @@ class SimulatedRun:
         self._formed(generation, now_s, why)
 
     def _formed(self, generation: Generation, now_s: float, why: str) -> bool:
-        """Enter a generation that stands from `now_s` on. Always true."""
+        """Enter a generation that is formed at `now_s`. Always true."""
         undone = self.record.undo(generation.first)
         self.record.events.append(RunEvent(
             self.now_s, "generation", f"{generation.number}: {why}; {generation.size} ranks go on with step "
@@ -222,7 +222,7 @@ class SimulatedRun:
         return True
 
     def _holds(self, num_ranks: int) -> bool:
-        """Whether so many ranks hold the sequences that wait."""
+        """Whether this many ranks hold the sequences of the next two batches."""
         step = self.generation.newest + 1
         longest = max(sample.num_tokens for number in (step, step + 1) for sample in self.batches(number))
         return self.machine.holds(num_ranks, longest)

@@ -1,4 +1,4 @@
-"""The keys of a simulation: for each its default, its meaning and the values that it admits.
+"""The keys of a simulation, each with its default, its meaning and the values that it admits.
 
 Section and field names are those of files and of the command line: `Faults.every_s` is `faults.every_s`.
 """
@@ -14,7 +14,7 @@ from dhp_ray.schema import MONTH_S, PLANNERS, ConfigError, key
 from dhp_ray.simulate.workload_settings import WorkloadSettings
 
 YEARS_S = 100 * MONTH_S
-"""Longest simulated time of anything."""
+"""The longest simulated time that a key admits."""
 
 
 @dataclass(kw_only=True)
@@ -70,7 +70,7 @@ class DataSettings:
 
 @dataclass(kw_only=True)
 class FaultKind:
-    """A kind of fault: how often it is among others, and what recovery takes."""
+    """A kind of fault: how often it occurs among the others, and how long recovery takes."""
 
     share: float = key(0.0, "how often this kind is drawn, beside the others", minimum=0)
     seen_s: float = key(0.0, "seconds until it is noticed", minimum=0, maximum=MONTH_S)
@@ -82,7 +82,7 @@ class FaultKind:
 
 @dataclass(kw_only=True)
 class Event:
-    """A fault at a time of one's choice."""
+    """A fault at a given time."""
 
     time_s: float = key(0.0, "seconds after the first step began", minimum=0, maximum=YEARS_S)
     kind: str = key("worker", "what is lost", choices=("worker", "stopped", "node", "driver", "all"))
@@ -133,7 +133,7 @@ class FaultSettings:
 
 @dataclass(kw_only=True)
 class Simulation:
-    """Everything that a simulation is made from."""
+    """All settings of a simulation."""
 
     model: str = key("qwen2_5_vl_7b", "shape of the model, a file of conf/model_shape")
     planners: list[str] = key(["dhp", "static", "static_best", "pow2", "dhp_paper"], "planners that are compared")
@@ -173,7 +173,7 @@ def help_page(command: str, purpose: str) -> str:
 
 
 def check_simulation(settings: Simulation) -> None:
-    """Refuse values that the types admit and a simulation cannot use."""
+    """Refuse values that the types admit but a simulation cannot use."""
     check_limits(settings)
     _named("model", settings.model, "model_shape")
     _named("cluster.device", settings.cluster.device, "device")
@@ -217,7 +217,7 @@ def _check_faults(settings: Simulation) -> None:
 
 
 def _named(dotted: str, name: str, folder: str) -> None:
-    """Refuse a name that no file of a folder of conf/ has."""
+    """Refuse a name for which a folder of conf/ has no file."""
     names = sorted(path.stem for path in (CONF / folder).glob("*.yaml"))
     if name not in names:
         raise ConfigError(f"{dotted}: got {name!r}; allowed: {', '.join(names)}")

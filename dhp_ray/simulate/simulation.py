@@ -16,12 +16,12 @@ from dhp_ray.simulate.settings import Simulation
 from dhp_ray.simulate.workload import Workload
 
 Progress = Callable[[str, int, float], None]
-"""Hears of a planner's step that has ended, and at which simulated second."""
+"""Called with a planner, its step that has ended, and the simulated second."""
 
 
 @dataclass
 class Simulated:
-    """What a simulation came to."""
+    """A simulation: its settings, its machine and batches, and the records of the runs so far."""
 
     settings: Simulation
     machine: Machine
@@ -32,8 +32,9 @@ class Simulated:
         return [record.summary(self.machine.memory_bytes, self.settings.cluster.num_ranks) for record in self.records]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it. `planning_s_here` is what planning took on this machine, and the one thing that differs from one
-        time to the next."""
+        """The whole result. Only `planning_s_here`, the seconds that planning took on this machine, differs from one
+        simulation to the next with the same settings (unless they have `planning.measured`).
+        """
         training = self.machine.first
         return {
             "modelled": "all times are modelled, none is measured",
@@ -47,10 +48,10 @@ class Simulated:
 
 
 def prepared(settings: Simulation) -> Simulated:
-    """The machine and the batches; nothing has run yet.
+    """Make the machine and the batches; nothing runs yet.
 
     Raises:
-        ConfigError, PlanError: one line: what is wrong with the settings, or a file, or what does not fit.
+        ConfigError, PlanError: one line: what is wrong with the settings or a file, or what does not fit.
     """
     shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
     batches = Batches(Workload(settings.workload, shape.family), settings.global_samples,
@@ -59,7 +60,7 @@ def prepared(settings: Simulation) -> Simulated:
 
 
 def simulated(simulation: Simulated, progress: Progress = lambda planner, step, now_s: None) -> Iterator[RunRecord]:
-    """Run the planners, and give the record of each as it ends."""
+    """Run the planners one after the other, and yield the record of each when it ends."""
     for planner in simulation.settings.planners:
         run = SimulatedRun(planner, simulation.machine, simulation.batches,
                            lambda step, now_s, planner=planner: progress(planner, step, now_s))  # type: ignore[misc]

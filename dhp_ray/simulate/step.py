@@ -1,12 +1,12 @@
-"""One step of a plan on ranks, nodes and links as they really are.
+"""One step of a plan at the true speeds of ranks, nodes and links.
 
 sync=step         | make groups | (encode, features) | packs, each as soon as its ranks are free | (backward) | update |
 sync=micro_batch  | make groups | (encode, features) | root | packs | root | packs | (backward) | update |    ranks meet
                     after each micro-batch, and each pass of the encoder
 
-Where images are encoded apart from the packs, the phases before and after them are those of
-`planner/encoder_timeline.py`. A pack (in `micro_batch`: a micro-batch) takes at least what its layers' parameters and
-gradients take to travel (`least_s`).
+If images are encoded apart from the packs, the phases before and after them are those of `planner/encoder_timeline.py`.
+A pack (in `micro_batch`: a micro-batch) takes at least as long as the parameters and gradients of its layers travel
+(`least_s`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dhp_ray.train.results import PackTime, StepResult
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """When everything of a step happens, in seconds from its begin. `made_s`: by rank, its groups are made; `starts_s`,
-    `ends_s`: of each group; `encoder`: of the phases apart from the packs, counted from when all groups are made;
-    `packs_end_s`: the last pack or image is done; `fixed_s`: what all ranks pay once, or in each micro-batch and at the
-    step's end.
+    """The times of a step, in seconds from its begin. `made_s`: by rank, when its groups are made; `starts_s`,
+    `ends_s`: of each group; `encoder`: the phases apart from the packs, counted from when all groups are made;
+    `packs_end_s`: when the last pack or image is done; `fixed_s`: what all ranks pay once, or in each micro-batch and
+    at the step's end.
     """
 
     plan: Plan
@@ -48,9 +48,9 @@ class SimulatedStep:
     time_s: float
 
     def shares(self) -> dict[str, float]:
-        """What the ranks' time went into, as shares of it: computing, waits for copies to host memory included;
-        exchanges that nothing hides; the reduction, update and gather; making groups; the rest is idle, waiting for a
-        slower member included."""
+        """The shares of the ranks' time: compute, including waits for copies to host memory; exchanges that nothing
+        hides; the reduction, update and gather; making groups; and the rest, idle, including waits for slower members.
+        """
         num_ranks = len(self.made_s)
         whole_s = num_ranks * self.time_s
         exposed_s = self.ends_s - self.starts_s - self.work.compute_s
@@ -60,21 +60,21 @@ class SimulatedStep:
         return found | {"idle": max(0.0, 1.0 - sum(found.values()))}
 
     def memory_bytes(self) -> np.ndarray:
-        """Bytes that each rank holds at most, by the plan's own reckoning."""
+        """The most bytes that each rank holds, as the plan predicts."""
         found = np.zeros(len(self.made_s))
         of_group = np.array([group.predicted_memory_bytes for group in self.plan.groups])
         np.maximum.at(found, self.work.ranks, np.repeat(of_group, self.work.degrees))
         return found
 
     def busy_s(self) -> np.ndarray:
-        """Seconds that each rank computes, waits for others left out."""
+        """Seconds that each rank computes, without its waits for others."""
         own: np.ndarray = np.bincount(self.work.ranks, self.work.own_s, len(self.made_s))
         if apart := self.encoder:
             own = own + apart.forward_busy_s + apart.backward_busy_s
         return own
 
     def results(self, step: int) -> list[StepResult]:
-        """What the ranks would report of the step: times, and nothing of losses."""
+        """What the ranks would report of the step: its times, no losses."""
         times: list[list[PackTime]] = [[] for _ in self.made_s]
         blocked_s = np.maximum(0.0, np.repeat(self.ends_s - self.starts_s, self.work.degrees) - self.work.own_s)
         starts, ends, blocked = self.starts_s.tolist(), self.ends_s.tolist(), blocked_s.tolist()
@@ -97,8 +97,9 @@ class SimulatedStep:
 
 
 class Network(NamedTuple):
-    """The links that packs share, and what else keeps them busy: `beside` of each node, for the first `beside_s`
-    seconds of a step."""
+    """The links that packs share, and other traffic on them: `beside` links of each node, for the first `beside_s`
+    seconds of a step.
+    """
 
     links: Links
     beside: np.ndarray
@@ -109,9 +110,9 @@ def simulate_step(
     plan: Plan, problem: Problem, network: Network, *, made: Sequence[tuple[int, ...]] = (),
     stretch: np.ndarray | None = None, least_s: float = 0.0,
 ) -> SimulatedStep:
-    """Run a plan on the ranks of `problem`, its batch under the costs and speeds that are true.
+    """Run a plan on the ranks of `problem`, which is the plan's batch with the true costs and speeds.
 
-    `made`: its process groups that do not exist yet, in plan order. `stretch`: as for `work_of`.
+    `made`: the plan's process groups that do not exist yet, in plan order. `stretch`: as for `work_of`.
     """
     work, made_s = work_of(plan, problem, stretch), _made_s(made, problem)
     if plan.sync == "micro_batch":
@@ -123,7 +124,7 @@ def simulate_step(
         end_s = float(ends_s.max())
         return SimulatedStep(plan, work, made_s, starts_s, ends_s, None, end_s, fixed_s, end_s + fixed_s)
     apart = timeline_apart(plan, problem, work.times_s())
-    starts_s, ends_s = _run(apart.ready_s, problem, work, network)  # when features are there, packs do not change
+    starts_s, ends_s = _run(apart.ready_s, problem, work, network)  # packs do not affect when features arrive
     apart = timeline_apart(plan, problem, ends_s - starts_s)
     end_s = begin_s + apart.makespan_s
     return SimulatedStep(plan, work, made_s, begin_s + starts_s, begin_s + ends_s, apart, end_s, fixed_s,
@@ -131,7 +132,7 @@ def simulate_step(
 
 
 def _run(ready_s: np.ndarray, problem: Problem, work: PackWork, network: Network) -> tuple[np.ndarray, np.ndarray]:
-    """(start, end) of each group on ranks that are ready then."""
+    """Return (start, end) of each group, on ranks that are ready at `ready_s`."""
     uses = uses_of(work, np.array(problem.cluster.nodes), problem.cost.communication == "ring")
     if contended(uses, network.links, network.beside if network.beside_s else None):
         return run_groups(ready_s, work, uses, network.links, network.beside, network.beside_s)
@@ -143,8 +144,9 @@ def _run(ready_s: np.ndarray, problem: Problem, work: PackWork, network: Network
 def _in_micro_batches(
     plan: Plan, problem: Problem, work: PackWork, network: Network, made_s: np.ndarray, least_s: float
 ) -> SimulatedStep:
-    """All groups of a micro-batch begin together, once all ranks are done with the one before; the first once features
-    of images encoded apart from packs are there."""
+    """All groups of a micro-batch begin together, once all ranks have finished the one before; those of the first one
+    begin once the features of images encoded apart have arrived.
+    """
     cuts = [0, *(np.flatnonzero(np.diff(work.micro_batch)) + 1).tolist(), len(work.micro_batch)]
     (starts_s, ends_s), made = np.zeros((2, len(work.micro_batch))), float(made_s.max())
     now, encoder = made, timeline_apart(plan, problem, work.times_s()) if plan.vision.apart else None
@@ -169,7 +171,7 @@ def _in_micro_batches(
 
 
 def _made_s(made: Sequence[tuple[int, ...]], problem: Problem) -> np.ndarray:
-    """When each rank has made the groups that it is in, one after the other, the ranks of each together."""
+    """When each rank has made its groups: one after the other, each together with the group's other ranks."""
     if not made or problem.cost.group_s == 0.0:
         return np.zeros(problem.cluster.num_ranks)
     members, degrees = flat(made)

@@ -1,4 +1,4 @@
-"""The table that a simulation prints: a line a planner."""
+"""The table that a simulation prints: one line for each planner."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 HEAD = ("planner", "step s", "tokens/s", "a rank", "samples/s", "of the first", "computing", "exchange", "update",
         "groups", "idle", "waits s", "memory", "faults", "again")
-"""`of the first`: tokens a second over those of the first planner. `waits s`: for batches, images and plans, in all.
-`again`: steps that a fault had undone."""
+"""`of the first`: tokens per second relative to the first planner. `waits s`: total seconds of waiting for batches,
+images and plans. `again`: steps that a fault undid.
+"""
 
 
 def rows_of(summaries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

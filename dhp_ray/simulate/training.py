@@ -1,5 +1,5 @@
-"""How the ranks of a described cluster train a model: the mode, tokens a rank, costs and memory that a run there would
-plan with (`runtime/driver/modes.py` and `room.py`, from settings in place of workers).
+"""How the ranks of a described cluster train a model: the mode, tokens per rank, costs and memory that a run there
+would plan with (`runtime/driver/modes.py` and `room.py`, from settings instead of workers).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dhp_ray.schema import Data
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks that there are, one a device: what each device is, how much memory it and a node have, and the node of
-    each rank.
+    """The ranks of a cluster, one for each device: the device, its memory and that of a node, and the node of each
+    rank.
     """
 
     device: Device
@@ -58,18 +58,19 @@ class Wanted:
     longest_tokens: int = 1
     """The longest sequence, which all ranks together must hold."""
     batch: tuple[Sample, ...] = ()
-    """By which modes are compared; empty: `samples_per_rank` images a rank."""
+    """The batch for which modes are compared; empty: `samples_per_rank` images a rank."""
     samples_per_rank: int = 1
     max_pixels: int = Data().max_pixels
     frame_pixels: int = Data().max_pixels
-    """Of an image, and of a frame of a video, at most."""
+    """The most pixels of an image, and of a frame of a video."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """`tokens_per_rank`: at most, of a pack, but for those that `offload` admits. `gather_s`: what a
-    pack's layers take to travel beside its compute. `step_s`: of the batch by which modes were compared; infinite where
-    one alone was open."""
+    """`tokens_per_rank`: the most of a pack, except for packs that `offload` admits. `gather_s`: seconds that the
+    parameters and gradients of a pack's layers travel, beside its compute. `step_s`: of the batch for which modes were
+    compared; infinite if there was only one mode.
+    """
 
     mode: Mode
     tokens_per_rank: int
@@ -81,14 +82,14 @@ class Training:
 
     @property
     def most_tokens(self) -> int:
-        """Of a pack on a rank, with activations in host memory."""
+        """The most tokens of a pack on a rank, with activations in host memory."""
         return max(self.tokens_per_rank, self.offload.tokens_per_rank)
 
 
 def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel | None = None) -> Training:
-    """The mode that `wanted` and the memory of the ranks come to, with all that follows from it.
+    """The mode that follows from `wanted` and the memory of the ranks, with everything that depends on it.
 
-    `cost`: measured, in place of the one that is derived. `tokens_per_rank` is below 1 where the state alone does not
+    `cost`: a measured cost, used instead of the derived one. `tokens_per_rank` is below 1 if the state alone does not
     fit in any of the modes.
     """
     syncs = SYNCS if wanted.sync == "auto" else (wanted.sync,)
@@ -111,7 +112,7 @@ def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel
 
 
 def memory_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode) -> MemoryModel:
-    """What each of these ranks needs in a mode."""
+    """The memory that each of these ranks needs in a mode."""
     accelerator, world_size = ACCELERATORS[ranks.kind], len(ranks.nodes)
     groups = min(accelerator.pool_groups("auto", int(ranks.memory_bytes)), 2**min(world_size, 60) - world_size - 1)
     return MemoryModel(shape, MemorySettings(
@@ -151,7 +152,7 @@ def _share_of_every_pack(wanted: Wanted) -> float:
 
 
 def _offload(memory: MemoryModel, ranks: Ranks, wanted: Wanted, tokens: int, most: int) -> Offload:
-    """What packs move where ranks plan with packs of `tokens` (`runtime/driver/host_room.py`)."""
+    """What packs move to host memory if the ranks plan with packs of `tokens` (`runtime/driver/host_room.py`)."""
     if tokens < 1 or wanted.activation_offload == "off":
         return NO_OFFLOAD
     if share := _share_of_every_pack(wanted):
@@ -167,7 +168,7 @@ def _offload(memory: MemoryModel, ranks: Ranks, wanted: Wanted, tokens: int, mos
 
 
 def _with_memory(shape: ModelShape, ranks: Ranks, wanted: Wanted, training: Training) -> CostModel:
-    """The cost with the bytes that this model's packs and state take, in both modes."""
+    """The cost with the bytes of this model's packs, and of its state in both modes."""
     memory, tokens = training.memory, max(1, training.tokens_per_rank)
     modes = [training.mode if sync == training.mode.sync else Mode(sync, training.mode.recomputes) for sync in SYNCS]
     resident = {mode.sync: sum(memory_of(shape, ranks, wanted, mode).resident().values()) for mode in modes}
@@ -178,5 +179,5 @@ def _with_memory(shape: ModelShape, ranks: Ranks, wanted: Wanted, training: Trai
 
 
 def fixed_nodes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The node of each rank, where nodes have so many ranks."""
+    """The node of each rank, given the number of ranks of each node."""
     return tuple(node for node, size in enumerate(sizes) for _ in range(size))

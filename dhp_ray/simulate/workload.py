@@ -1,9 +1,9 @@
-"""Batches of samples drawn from a workload: text, images and videos by published distributions, cut into patches by the
-rules of a model's family.
+"""Batches of samples drawn from a workload: text, images and videos from published distributions, cut into patches by
+the rules of a model's family.
 
     source -> tokens of text, sizes of images, seconds and sizes of videos -> grids (data/grids.py) -> Sample
 
-A batch depends on the seed and on its own number alone, so runs of other lengths have the same batches.
+A batch depends only on the seed and its own number, so runs of other lengths have the same batches.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from dhp_ray.simulate.workload_settings import (
 )
 
 TILE_PIXELS, TILE_TOKENS = 448, 256
-"""Of the tiles that CSV files count: InternVL's."""
+"""The side and the tokens of the image tiles that CSV files count: those of InternVL."""
 
 FRAMES_PER_SECOND = 30.0
-"""Of a video, before frames are taken."""
+"""The frame rate of a video, before frames are taken from it."""
 
 PIXELS, TENTH_S = 8, 0.1
-"""Images' sides and videos' lengths are drawn in such steps: then many are alike, and are cut once."""
+"""The steps in which sides of images and lengths of videos are drawn: many are then equal, and are cut only once."""
 
 REDRAWS = 100
-"""How often a sample that is too long is drawn again at most."""
+"""The most draws of a batch; each draws anew the samples that were too long."""
 
 
 class Drawn(NamedTuple):
@@ -67,7 +67,7 @@ class Workload:
     """Samples of a workload for the models of a family."""
 
     def __init__(self, settings: WorkloadSettings, family: str) -> None:
-        """`family`: of a ModelShape; one that is not known has no images.
+        """`family`: that of a ModelShape; with an unknown family there are no images.
 
         Raises:
             ConfigError: one line with the key, its value and what is allowed.
@@ -89,8 +89,7 @@ class Workload:
         """The samples of a batch.
 
         Raises:
-            ConfigError: samples are longer than `max_tokens`, however often they are drawn, or have images that the
-            family refuses.
+            ConfigError: too many samples are longer than `max_tokens` in all draws, or the family refuses an image.
         """
         random = np.random.default_rng([seed, number])
         found: list[Sample] = []
@@ -166,21 +165,21 @@ class Workload:
 
 
 def bounds_of(family: Family, max_pixels: int) -> Bounds:
-    """What the family's images are cut into, at so many pixels of one at most."""
+    """How the family cuts images of at most `max_pixels` into patches."""
     settings: Mapping[str, Any] = family.image_settings
     return Bounds(int(settings["patch_size"]), int(settings["merge_size"]), Data().min_pixels, max_pixels,
                   VIDEO_PIXELS)
 
 
 def drawn_numbers(numbers: Numbers, bins: list[list[float]], count: int, random: np.random.Generator) -> np.ndarray:
-    """So many numbers of a distribution, inside its bounds. `bins` are those that it names."""
+    """`count` numbers of a distribution, within its bounds. `bins`: the bins that it names."""
     if numbers.kind == "constant":
         found = np.full(count, numbers.mean)
     elif numbers.kind == "uniform":
         found = random.uniform(numbers.minimum, numbers.maximum, count)
     elif numbers.kind == "normal":
         found = random.normal(numbers.mean, numbers.deviation, count)
-    elif numbers.kind == "lognormal":  # whose own mean and deviation these are
+    elif numbers.kind == "lognormal":  # mean and deviation are those of the numbers, not of their logarithms
         variance = math.log1p((numbers.deviation / numbers.mean) ** 2)
         found = random.lognormal(math.log(numbers.mean) - variance / 2, math.sqrt(variance), count)
     else:
@@ -191,13 +190,13 @@ def drawn_numbers(numbers: Numbers, bins: list[list[float]], count: int, random:
 
 
 def _in_steps(values: np.ndarray, step: int) -> list[int]:
-    """The nearest multiples of a step, at least one."""
+    """Round to the nearest multiple of a step, at least one step."""
     found: list[int] = (step * np.maximum(1, np.rint(values / step)).astype(np.int64)).tolist()
     return found
 
 
 def _tiled(num_tiles: int) -> tuple[Size, ...]:
-    """The size of an image that InternVL cuts into so many tiles, the whole of it as one among them if it is cut."""
+    """The size of an image that InternVL cuts into this many tiles; if it is cut, one of them is the whole image."""
     if not num_tiles:
         return ()
     cells = max(1, num_tiles - 1)

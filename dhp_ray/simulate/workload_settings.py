@@ -10,12 +10,12 @@ from dhp_ray.constraints import check_limits
 from dhp_ray.schema import ConfigError, key
 
 DATA_FOLDER = "DHP_RAY_TEST_DATA"
-"""The environment variable with the folder of files whose names are relative, where `workload.folder` is empty."""
+"""The environment variable that names the folder of files with relative names, if `workload.folder` is empty."""
 
 
 @dataclass(kw_only=True)
 class Numbers:
-    """A distribution of numbers; what falls outside of `minimum` and `maximum` is moved there."""
+    """A distribution of numbers, clipped to `minimum` and `maximum`."""
 
     kind: str = key("constant", "constant: `mean`; uniform: from `minimum` to `maximum`; normal and lognormal: by "
                     "`mean` and `deviation` of the numbers; bins: of `bins`",
@@ -30,8 +30,8 @@ class Numbers:
 
 @dataclass(kw_only=True)
 class SourceSettings:
-    """Samples of one kind. With `path` they are rows of a CSV file: num_tokens and, where it has them, the image tiles
-    (num_image_tiles, of 448 x 448 pixels and 256 tokens) that are among these.
+    """Samples of one kind. With `path` they are rows of a CSV file: num_tokens and, if it has this column,
+    num_image_tiles, the number of image tiles (448 x 448 pixels, 256 tokens) among these tokens.
     """
 
     name: str = key("", "what its samples' ids begin with")
@@ -78,7 +78,7 @@ class WorkloadFile:
 
 
 def load_workload(name: str) -> WorkloadSettings:
-    """A workload of conf/workload, mixtures resolved.
+    """A workload of conf/workload; a mixture stays one (`sources_of` resolves it).
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
@@ -93,10 +93,10 @@ def load_workload(name: str) -> WorkloadSettings:
 
 
 def sources_of(settings: WorkloadSettings) -> list[tuple[float, SourceSettings]]:
-    """(share of the samples, source) of each source, those of a mixture's parts included; shares come to 1.
+    """(share of the samples, source) of each source, including those of a mixture's parts; the shares sum to 1.
 
     Raises:
-        ConfigError: there is none, both are given, or one says too little.
+        ConfigError: neither or both of sources and mixture are given, or a source says too little.
     """
     if bool(settings.sources) == bool(settings.mixture):
         given = "both" if settings.sources else "neither"
@@ -143,7 +143,7 @@ def _check_source(source: SourceSettings) -> None:
 
 
 def check_bins(bins: object, where: str) -> None:
-    """Refuse what is not a list of [from, to, weight]."""
+    """Refuse anything but a list of [from, to, weight]."""
     fits = isinstance(bins, list) and bins and all(
         isinstance(row, list) and len(row) == 3 and 0 <= row[0] <= row[1] and row[2] >= 0 for row in bins)
     if not fits or not sum(row[2] for row in bins) > 0:  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ def check_bins(bins: object, where: str) -> None:
 
 
 def file_of(settings: WorkloadSettings, name: str) -> str:
-    """The file that a name in a workload means.
+    """The path of a file that a workload names.
 
     Raises:
         ConfigError: the name is relative, and no folder is given.
