@@ -1,4 +1,4 @@
-"""The pictures of a report, as image bytes: curves and bars as SVG. No text of a sample enters them."""
+"""The pictures of a report as bytes: curves and bars as SVG. They contain no text of a sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def svg(width: float, height: float, *shape: int) -> Iterator[tuple[Any, BytesIO
 
 
 def loss_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
-    """Loss of every step, and of the held-out samples where there are any."""
+    """Loss of every step, and of the held-out samples if there are any."""
     with svg(10, 3.5) as (axes, stream):
         _curve(axes, metrics, "loss", "training")
         if any(line.get("eval_loss") is not None for line in metrics):
@@ -40,7 +40,7 @@ def loss_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
 
 
 def throughput_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
-    """Tokens a second, and how much of the ranks' time was idle."""
+    """Tokens per second, and the idle share of the ranks' time."""
     with svg(10, 4.5, 2, 1) as ((above, below), stream):
         rates = [{"step": line["step"], "rate": line["num_tokens"] / line["step_time_s"]}
                  for line in metrics if line["step_time_s"]]
@@ -52,7 +52,7 @@ def throughput_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
 
 
 def prediction_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
-    """The makespan as planned and as measured, and how far off the costs of packs were, where that is known."""
+    """The planned and the measured makespan, and the error of the packs' costs where it is known."""
     with svg(10, 4.5, 2, 1) as ((above, below), stream):
         _curve(above, metrics, "measured_makespan_s", "measured")
         _curve(above, metrics, "predicted_makespan_s", "predicted", linestyle="--")
@@ -65,7 +65,7 @@ def prediction_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
 
 
 def gains_picture(gains: Gains) -> bytes:
-    """Modelled time of all compared batches, planner by planner, and the lower bound."""
+    """Modelled time of all compared batches by each planner, and the lower bound."""
     planners = gains.planners()
     with svg(10, 0.8 + 0.5 * len(planners)) as (axes, stream):
         totals = [gains.total_s(name) for name in planners]
@@ -80,7 +80,7 @@ def gains_picture(gains: Gains) -> bytes:
 
 
 def degrees_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
-    """Packs of each degree, as shares of a step's packs; many steps are put together into one bar."""
+    """Packs of each degree as shares of a step's packs; if there are many steps, one bar shows several of them."""
     degrees = sorted({int(degree) for line in metrics for degree in line["degrees"]})
     groups = [list(part) for part in np.array_split(np.arange(len(metrics)), min(len(metrics), MAX_BARS))]
     with svg(10, 3.5) as (axes, stream):
@@ -101,7 +101,7 @@ def degrees_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
 
 
 def lengths_picture(samples: Sequence[Sample]) -> bytes:
-    """Histograms of lengths: all tokens by kind of sample, and by modality those of text and of images and videos."""
+    """Histograms of lengths: all tokens by kind of sample, and the tokens of each modality (text, images, videos)."""
     with svg(10, 6, 2, 1) as ((above, below), stream):
         edges = np.geomspace(1, max(2, *(sample.num_tokens for sample in samples)) * 1.01, 41)
         by_kind = {kind: [sample.num_tokens for sample in samples if kind_of(sample) == kind] for kind in KINDS}
@@ -122,7 +122,7 @@ def lengths_picture(samples: Sequence[Sample]) -> bytes:
 
 
 def kind_of(sample: Sample) -> str:
-    """A grid of more than one step in time is a video's."""
+    """The kind of a sample; a grid of more than one step in time is that of a video."""
     if not sample.vision_grids:
         return KINDS[0]
     return KINDS[2] if any(time > 1 for time, _, _ in sample.vision_grids) else KINDS[1]

@@ -1,5 +1,5 @@
-"""What planning gained, modelled: a run's plans beside those that the baselines make of the same batches, in the same
-mode, with the same memory, under the same cost model, each baseline at its best pack cap.
+"""The gain of planning, modelled: a run's plans beside those of the baselines for the same batches, in the same mode,
+with the same memory and under the same cost model, each baseline at its best pack cap.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.problem import Problem
 
 RUN = "this run"
-"""The plans that ran, late ones included, whichever planner made them."""
+"""The plans that ran, including late ones, by whichever planner made them."""
 
 OTHERS = {"dhp": "no plan late", "static": "one degree and one pack cap for all of these batches",
           "static_best": "the best degree and pack cap of each batch",
           "pow2": "degrees of two, four, eight ...", "dhp_paper": "the published method"}
-"""What the run is compared with: every baseline at its best pack cap."""
+"""The planners that the run is compared with, every baseline at its best pack cap."""
 
 
 @dataclass
 class Compared:
-    """One step: which planner's plan ran, and, for it (RUN) and others, modelled seconds and idle share; a planner that
-    cannot plan the batch is missing.
+    """One step: the plan that ran, and the modelled seconds and idle share of it (RUN) and of other planners; a planner
+    that cannot plan the batch is missing.
 
-    other_mode_s: what `dhp` takes in the other mode on devices of the same memory, where the longest sequence fits
-    there.
+    other_mode_s: seconds of `dhp` in the other mode on devices of the same memory, if the longest sequence fits there.
     """
 
     step: int
@@ -47,16 +46,16 @@ class Gains:
     steps: list[Compared] = field(default_factory=list)
 
     def planners(self) -> list[str]:
-        """The run first, then those that could plan every batch, slowest last."""
+        """The run first, then the planners that could plan every batch, from the fastest to the slowest."""
         rest = [name for name in OTHERS if self.steps and all(name in step.times_s for step in self.steps)]
         return [RUN, *sorted(rest, key=self.total_s)]
 
     def best_baseline(self) -> str | None:
-        """The fastest of the baselines."""
+        """The fastest of the baselines, if any could plan every batch."""
         return next((name for name in self.planners()[1:] if name != "dhp"), None)
 
     def ran(self) -> dict[str, int]:
-        """How many of the plans that ran each planner made."""
+        """By planner, the number of plans of it that ran."""
         names = [step.plan.planner for step in self.steps]
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
@@ -64,7 +63,7 @@ class Gains:
         return sum(step.times_s[planner] for step in self.steps)
 
     def idle(self, planner: str) -> float:
-        """Idle share of rank time, over all steps compared."""
+        """Idle share of the ranks' time, over all compared steps."""
         time_s = self.total_s(planner)
         return 1.0 - sum((1.0 - step.idle[planner]) * step.times_s[planner]
                          for step in self.steps) / time_s if time_s else 0.0
@@ -73,13 +72,15 @@ class Gains:
         return sum(step.plan.lower_bound_s for step in self.steps)
 
     def other_mode_s(self) -> float | None:
-        """Seconds of all batches by `dhp` in the other mode, if they fit there."""
+        """Seconds of `dhp` for all batches in the other mode, if all of them fit there."""
         times = [step.other_mode_s for step in self.steps if step.other_mode_s is not None]
         return sum(times) if len(times) == len(self.steps) else None
 
 
 def compare(steps: Sequence[int], read_plan: Callable[[int], dict[str, Any]], budget_s: float = 60.0) -> Gains:
-    """Plan the batches of `steps` again with every baseline, as far as the budget goes (at least one), in order."""
+    """Plan the batches of `steps` again with every baseline, in order, until the budget is used up (at least one
+    batch).
+    """
     gains, problems, begin = Gains(), [], perf_counter()
     for step in steps:
         if gains.steps and perf_counter() - begin > budget_s:
@@ -95,7 +96,9 @@ def compare(steps: Sequence[int], read_plan: Callable[[int], dict[str, Any]], bu
 
 
 def compared(step: int, plan: Plan) -> Compared:
-    """The plan of a step beside others of its batch, on its ranks, with their speeds, in its mode, under its cost."""
+    """The plan of a step beside other plans of its batch, on the same ranks, at their speeds, in its mode and under its
+    cost.
+    """
     found, problem = Compared(step, plan), problem_of_plan(plan)
     found.add(RUN, plan)
     for name in OTHERS:
@@ -114,14 +117,14 @@ def compared(step: int, plan: Plan) -> Compared:
 
 
 def problem_of_plan(plan: Plan) -> Problem:
-    """The batch of a plan file, on its cluster, under its cost."""
+    """The batch of a plan file, on the plan's cluster and under its cost."""
     return checked_problem(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), sync=plan.sync,
                            pool=[tuple(ranks) for ranks in plan.inputs["pool"]],
                            encoder=plan.inputs.get("encoder", "group"))
 
 
 def other_mode(plan: Plan) -> tuple[str, int]:
-    """The mode that a plan is not of, and the tokens that a rank holds in it on the same device."""
+    """The mode other than that of a plan, and the tokens that a rank of the same device holds in it."""
     other = "step" if plan.sync == "micro_batch" else "micro_batch"
     cost = CostModel.from_json(plan.inputs["cost"])
     return other, cost.tokens_at_equal_memory(plan.cluster.tokens_per_rank, plan.sync, other)
@@ -133,7 +136,9 @@ def _planned(problem: Problem, name: str) -> Plan:
 
 
 def _on_equal_clusters(problems: Sequence[Problem]) -> list[list[int]]:
-    """Places of the batches that ran on clusters alike but for speeds, in one mode: they share a static layout."""
+    """Indices of the batches that ran in one mode on clusters that are equal except for speeds: they share a static
+    layout.
+    """
     places: dict[tuple[ClusterSpec, str], list[int]] = {}
     for place, problem in enumerate(problems):
         places.setdefault((replace(problem.cluster, speeds=(1.0,) * problem.cluster.num_ranks), problem.sync),
@@ -142,8 +147,8 @@ def _on_equal_clusters(problems: Sequence[Problem]) -> list[list[int]]:
 
 
 def spread(items: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` of the items, evenly spaced, the last one first and then from coarse to fine: cut short anywhere,
-    what is left is spread too.
+    """At most `limit` of the items, evenly spaced: the last one first, then from coarse to fine, so that every prefix
+    of the result is spread too.
     """
     if not items or limit < 1:
         return []

@@ -1,7 +1,7 @@
-"""The report of a run: one HTML page with everything in it, no script, and nothing fetched.
+"""The report of a run: one HTML page that contains everything, runs no script and fetches nothing.
 
-What comes from samples (ids, reasons, messages) is untrusted: `text` escapes it, and the page's own policy admits
-pictures in the page and styles alone.
+What comes from samples (ids, reasons, messages) is untrusted: `text` escapes it, and the page's own policy admits only
+embedded pictures and styles.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def page(run: RunFiles) -> str:
 
 
 def document(title: str, written: str, parts: Sequence[str]) -> str:
-    """A page of these parts. `written` says when and by what."""
+    """A page of these parts. `written` says when it was written and by what."""
     title = text(title)
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     head = (f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -138,7 +138,7 @@ def planning(run: RunFiles, gains: Gains) -> str:
 
 
 def mode_gain(gains: Gains) -> str:
-    """What this run's mode gains by itself, modelled: both sides by `dhp`, whatever planner the run had."""
+    """The modelled gain of this run's mode alone: both modes are planned by `dhp`, whatever planner the run had."""
     last = gains.steps[-1].plan
     (other, tokens), there_s = other_mode(last), gains.other_mode_s()
     words = (f"The mode itself, modelled: dhp with sync={other} on devices of the same memory "
@@ -152,7 +152,7 @@ def mode_gain(gains: Gains) -> str:
 
 
 def measured(run: RunFiles) -> str:
-    """What the clock said of the plans that ran, on-time and late ones apart."""
+    """The measured times of the plans that ran, with on-time and late plans in separate rows."""
     lines: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for line in run.metrics:
         lines.setdefault((line.get("planner") or "not recorded", bool(line.get("late"))), []).append(line)
@@ -223,7 +223,7 @@ def section(title: str, content: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int] = ()) -> str:
-    """A table of untrusted cells; the columns in `numbers` stand to the right."""
+    """A table of untrusted cells; the columns in `numbers` are aligned to the right."""
     mark = [" class=number" if column in numbers else "" for column in range(len(head))]
     top = "".join(f"<th{kind}>{text(name)}</th>" for name, kind in zip(head, mark))
     body = "".join("<tr>" + "".join(f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row, mark)) + "</tr>\n"
@@ -232,13 +232,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[
 
 
 def picture(content: bytes, words: str) -> str:
-    """An image in the page itself. As an <img>, an SVG runs no script and fetches nothing."""
+    """An image embedded in the page. As an <img>, an SVG runs no script and fetches nothing."""
     kind = "png" if content.startswith(b"\x89PNG") else "svg+xml"
     return f'<p><img alt="{text(words)}" src="data:image/{kind};base64,{base64.b64encode(content).decode()}"></p>'
 
 
 def text(value: Any) -> str:
-    """Anything as the text of the page: escaped, without credentials, without control characters that could hide it."""
+    """Any value as text of the page: escaped, without credentials, and without control characters that could hide
+    something.
+    """
     plain = "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}"
                     for sign in masked(str(value)))
     return html.escape(plain, quote=True)

@@ -1,5 +1,5 @@
-"""A plan as a picture: ranks down, time across, packs as boxes coloured by their longest sequence, fixed seconds
-hatched, images encoded apart from the packs orange; what stays blank is idle.
+"""A plan as a picture: ranks down, time across. Packs are boxes coloured by their longest sequence, fixed seconds are
+hatched, images encoded apart from the packs are orange, and idle time is blank.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dhp_ray.planner.plan import GroupPlan, Plan
 from dhp_ray.planner.timeline import apart_timeline, fixed_starts
 
 ENCODER = "tab:orange"
-"""Images encoded apart from the packs, and their backward pass."""
+"""Colour of images encoded apart from the packs, and of their backward pass."""
 FIXED = "gainsboro"
-"""What every rank pays once: reduction, gather, update."""
+"""Colour of what every rank pays once: reduction, gather, update."""
 
 
 def draw_plan(plan: Plan, target: str | Path | IO[bytes]) -> None:
@@ -48,7 +48,7 @@ def longest_of(plan: Plan, group: GroupPlan) -> int:
 
 
 def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
-    """The plan's own times on `axes`, with its lower bound and its makespan."""
+    """Draw the times of the plan on `axes`, with its lower bound and its makespan."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -84,7 +84,7 @@ def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
 
 
 def line_width(plan: Plan) -> float:
-    """Of a box's edge: thinner with many ranks, where edges would cover the boxes."""
+    """Width of the edge of a box: thinner with many ranks, where edges would cover the boxes."""
     return max(0.1, min(0.6, 30 / plan.cluster.num_ranks))
 
 

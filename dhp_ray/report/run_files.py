@@ -1,4 +1,4 @@
-"""A run's folder, read as a visitor: nothing in it is changed, also while the run is going."""
+"""Reads a run's folder. It changes nothing there, and the run may still be going."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _lines(folder: Folder, name: str) -> list[dict[str, Any]]:
     if not folder.exists(name):
         return []
     lines = []
-    # what follows the last newline is not written to its end
+    # the text after the last newline is still being written
     texts = folder.read(name).decode(errors="replace").split("\n")[:-1]
     for number, text in enumerate(texts, start=1):
         try:

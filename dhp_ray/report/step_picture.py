@@ -1,4 +1,6 @@
-"""A step as a picture: above what the plan expected, below what the ranks measured; one row a rank, same colours."""
+"""A step as a picture: above what the plan predicted, below what the ranks measured; one row per rank, the same
+colours.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ def draw_step(
 ) -> None:
     """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG.
 
-    Each half has its own scale of time: the cost model's seconds, and the clock's. `told`: how the times of the
-    results were come by.
+    Each half has its own time axis: seconds of the cost model above, seconds of the clock below. `told`: where the
+    times of the results come from.
     """
     from matplotlib.figure import Figure
 
@@ -33,8 +35,9 @@ def draw_step(
 def draw_measured(
     axes: Any, plan: Plan, results: Sequence[StepResult], colour: Any, told: str = "measured"
 ) -> None:
-    """Measured times of each rank's packs, each on its own clock from its start of the step. The part of a pack that
-    its rank spent waiting in exchanges is drawn pale, at the pack's end: only its length is known, not when it was."""
+    """Measured times of each rank's packs, each on the rank's own clock from its start of the step. The seconds that
+    the rank waited in exchanges are drawn pale at the end of the pack, because only their sum is known.
+    """
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgba
     from matplotlib.patches import Rectangle

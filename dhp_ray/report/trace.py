@@ -1,11 +1,11 @@
-"""A step as a trace that Perfetto (and chrome://tracing) opens: one process a rank, with what it did when.
+"""A step as a trace that Perfetto (and chrome://tracing) opens: one process per rank, with what it did and when.
 
     rank 0   pack 0: 3 sequences, degree 2            | wait | pack 4: ...
              | compute          | exchange            |      | compute ...   | wait | update |
 
-Times are each rank's own, from its start of the step. The format is Chrome's JSON array of complete events ("ph": "X"),
-in microseconds. Rank r is process r + 1: Perfetto keeps number 0, of processes and of threads, for the system's idle
-ones.
+Times are those of each rank's own clock, from its start of the step. The format is Chrome's JSON array of complete
+events ("ph": "X"), in microseconds. Rank r is process r + 1, because Perfetto reserves number 0 of processes and of
+threads for the system's idle ones.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ GAP_S = 2e-6
 
 
 def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """The trace of one step, ready for json.dump: what each rank planned and measured.
+    """The trace of one step, ready for json.dump: what was planned for each rank and what it measured.
 
-    Of a pack's exchanges only the sum of the waiting is known, so `exchange` is drawn as one slice at the pack's end.
-    `wait` is time without a pack: before the first and between two (inputs being put together), and after the last
-    until all ranks are done. `update` is the reduction of the gradients and the update of the weights.
+    Of a pack's exchanges only the total waiting time is known, so `exchange` is one slice at the end of the pack.
+    `wait` is time without a pack: before the first pack and between two (inputs are being put together), and after the
+    last one until all ranks are done. `update` is the reduction of the gradients and the update of the weights.
     """
     last_s = max((time.end_s for result in results for time in (*result.pack_times, *result.encoder_times)),
                  default=0.0)
@@ -39,7 +39,7 @@ def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
 
 def trace_of_steps(steps: Sequence[tuple[float, Plan, Sequence[StepResult]]], details: dict[str, Any]
                    ) -> dict[str, Any]:
-    """One trace of several steps, each with the second at which it began; `details` say what they are of."""
+    """One trace of several steps, each given with the second at which it began; `details` describes them."""
     events = []
     for begin_s, plan, results in steps:
         for event in trace_of(plan, results)["traceEvents"]:
@@ -77,7 +77,7 @@ def _rank_events(plan: Plan, result: StepResult, last_s: float) -> Iterator[dict
 def _slice(
     rank: int, name: str, category: str, start_s: float, end_s: float, details: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    # both rounded before the difference: what is inside a pack must end with it
+    # both are rounded before the subtraction, so that a slice inside a pack ends with the pack
     start_us, end_us = round(1e6 * start_s, 3), round(1e6 * end_s, 3)
     return {"name": name, "cat": category, "ph": "X", "pid": rank + 1, "tid": 1, "ts": start_us,
             "dur": round(end_us - start_us, 3), "args": details or {}}
@@ -90,7 +90,7 @@ def _words(plan: Plan, time: PackTime) -> tuple[str, str]:
 
 
 def _images(plan: Plan, result: StepResult, after: bool, time: PackTime) -> dict[str, Any]:
-    """`sent_bytes`: of features; what gradients take after the packs is not reported."""
+    """`sent_bytes`: bytes of features; those of their gradients after the packs are not reported."""
     num_images = sum(result.rank in ranks for group in plan.groups
                      for ranks in encoding_ranks(group.encoders, group.splits))
     sent = {} if after else {"sent_bytes": result.exchanged_bytes}
