@@ -25,7 +25,7 @@ class NoRunError(ValueError):
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a report is made from. Lines are as written; a last line that is being written is left out."""
+    """What a report is made from. Lines are as written, without a last line that is still being written."""
 
     folder: Folder
     config: str
