@@ -1,6 +1,6 @@
-"""How near an answer comes to its references: exact match and token F1 as SQuAD defines them, and ANLS.
+"""Scores an answer against its references: exact match and token F1 as SQuAD defines them, and ANLS.
 
-With several references the best one counts. All scores lie between 0 and 1.
+With several references the best one counts. All scores are between 0 and 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of one answer, or sums over several."""
+    """The scores of one answer, or sums over several answers."""
 
     exact_match: float
     anls: float
@@ -29,7 +29,7 @@ class Scores:
 
 
 def scores_of(prediction: str, references: Sequence[str]) -> Scores:
-    """All scores of an answer, each beside the reference that is best for it.
+    """All scores of an answer, each with the reference that gives the highest score.
 
     Raises:
         ValueError: there is no reference.
@@ -52,18 +52,18 @@ class MeanScores:
         self._sums = Scores(*map(add, astuple(self._sums), astuple(scores)))
 
     def by_name(self) -> dict[str, float]:
-        """Nothing where no answer has been scored."""
+        """The means by name; empty if no answer has been scored."""
         return {name: total / self._count for name, total in asdict(self._sums).items()} if self._count else {}
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """1 where both are alike once normalised (SQuAD, arXiv 1606.05250, section 6.1), else 0."""
+    """1 if both are equal after normalisation (SQuAD, arXiv 1606.05250, section 6.1), else 0."""
     return float(normalised(prediction) == normalised(reference))
 
 
 def token_f1(prediction: str, reference: str) -> float:
-    """Harmonic mean of precision and recall over words, each counted as often as it stands (SQuAD, section 6.1). Where
-    one of the two has no word: 1 if neither has, as in SQuAD 2.0.
+    """Harmonic mean of precision and recall over words, with repetitions counted (SQuAD, section 6.1). If one of the
+    two has no word: 1 if neither has one, else 0, as in SQuAD 2.0.
     """
     found, wanted = normalised(prediction).split(), normalised(reference).split()
     if not found or not wanted:
@@ -72,8 +72,8 @@ def token_f1(prediction: str, reference: str) -> float:
 
 
 def anls(prediction: str, reference: str) -> float:
-    """Normalised Levenshtein similarity, 0 where it is no more than ANLS_THRESHOLD (arXiv 1907.00490, section 4.2).
-    Case and the amount of white space do not count.
+    """Normalised Levenshtein similarity; 0 if it is not above ANLS_THRESHOLD (arXiv 1907.00490, section 4.2). Case and
+    the amount of white space do not count.
     """
     found, wanted = (" ".join(text.lower().split()) for text in (prediction, reference))
     distance = edit_distance(found, wanted) / max(1, len(found), len(wanted))
@@ -81,12 +81,13 @@ def anls(prediction: str, reference: str) -> float:
 
 
 def normalised(text: str) -> str:
-    """Lower case, without punctuation and articles, words one space apart."""
+    """Lower case, without punctuation and articles, with one space between words."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def edit_distance(first: str, second: str) -> int:
-    """The fewest insertions, deletions and replacements of a character that make one text the other (Levenshtein)."""
+    """The fewest insertions, deletions and replacements of a character that turn one text into the other (Levenshtein).
+    """
     letters, places = _characters(second), np.arange(len(second) + 1)
     row = places.copy()
     for letter in _characters(first):
@@ -96,5 +97,6 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def _characters(text: str) -> np.ndarray:
-    """(length,): the number of each character in Unicode, also of half a pair of UTF-16, which JSON may hold alone."""
+    """(length,): the Unicode number of each character. This includes single surrogates of UTF-16, which JSON may hold.
+    """
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

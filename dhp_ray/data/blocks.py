@@ -1,7 +1,7 @@
-"""Blocks in the object store, read in part: rows and columns are taken out on the node where a block lies.
+"""Reads parts of blocks in the object store: rows and columns are taken out on the node where the block lies.
 
-A block has the rows of many ranks and steps; brought here whole, it would be many times what is needed of it. Every
-node with blocks has a server for that, an actor that stays: a task would wait seconds for Ray to start a process.
+A block has the rows of many ranks and steps, so a whole block would be many times what is needed here. Every node with
+blocks has a server, an actor that stays: a task would wait seconds for Ray to start a process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dhp_ray.data.reader import EncodedGrids, cut_out, read_payloads
 
 @dataclass
 class BlockRows:
-    """Rows of one block in the object store. The reference is nested in a list, so that Ray hands it on unresolved.
+    """Rows of one block in the object store. The reference is nested in a list, so that Ray passes it on unresolved.
 
     `node` is where the block was made (empty: unknown).
     """
@@ -43,14 +43,15 @@ class BlockServer:
 
 
 GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)
-"""A server died, cannot be started, or its answer was lost, most likely with its node. Ray makes the block again."""
+"""A server died or cannot be started, or its answer was lost, most likely with its node. Ray makes the block again."""
 
 _servers: dict[str, ActorHandle] = {}
-"""By node: those that this process has started or asked. A server lives as long as the process that started it."""
+"""By node, the servers that this process has started or asked. A server lives as long as the process that started it.
+"""
 
 
 def start_server(node: str) -> ActorHandle:
-    """The server of a node, started if it has none yet."""
+    """The server of a node; it is started if there is none yet."""
     if node not in _servers:
         server: Any = ray.remote(BlockServer)
         _servers[node] = server.options(
@@ -60,10 +61,10 @@ def start_server(node: str) -> ActorHandle:
 
 
 def columns_of(reference: ray.ObjectRef, node: str, names: list[str]) -> pa.Table:
-    """These columns of a block, and nothing else of it, by the server of its node or, where that is gone, by the one
-    here.
+    """These columns of a block, without the rest of it, from the server of its node or, if that is gone, from the
+    server of this node.
 
-    Starts a server that is not there. Where none answers, the block comes whole.
+    Starts a server that does not exist. If none answers, the whole block comes here.
     """
     for place in (node or _here(), _here()):
         try:
@@ -74,8 +75,8 @@ def columns_of(reference: ray.ObjectRef, node: str, names: list[str]) -> pa.Tabl
 
 
 def fetch_rows(blocks: Sequence[BlockRows], encoded: EncodedGrids | None = None) -> Iterator[dict[str, Any]]:
-    """The rows, as `read_payloads` gives them: of images and videos elsewhere only those that are encoded here travel.
-    A block elsewhere comes whole where its node has no server any more.
+    """The rows in the form of `read_payloads`. Of images and videos on other nodes, only those that are encoded here
+    travel. A block on another node comes whole if its node has no server any more.
     """
     here = _here()
     elsewhere: dict[str, list[BlockRows]] = {}
@@ -96,7 +97,7 @@ def fetch_rows(blocks: Sequence[BlockRows], encoded: EncodedGrids | None = None)
 
 
 def _ask(node: str, blocks: list[BlockRows], encoded: EncodedGrids | None) -> ray.ObjectRef | None:
-    """The rows that a node's server is asked for; None where there is no server."""
+    """Ask a node's server for the rows; None if there is no server."""
     try:
         if node not in _servers:
             _servers[node] = ray.get_actor(_name(node))
@@ -106,7 +107,7 @@ def _ask(node: str, blocks: list[BlockRows], encoded: EncodedGrids | None) -> ra
 
 
 def _answered(node: str, answer: ray.ObjectRef | None) -> pa.Table | None:
-    """A server's answer; None where it is gone."""
+    """A server's answer; None if there was no server or it is gone."""
     try:
         return None if answer is None else ray.get(answer)
     except GONE:

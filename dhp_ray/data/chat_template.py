@@ -1,4 +1,4 @@
-"""A model's chat template: the text of a conversation, and where the assistant's answers stand in it."""
+"""A model's chat template: the text of a conversation, and the positions of the assistant's answers in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dhp_ray.data.errors import DataError, RowError
 
 
 class ChatTemplate:
-    """Writes conversations as the template says. What it writes around an answer is found by applying it to probes.
+    """Writes conversations with the template. It finds out what the template writes around an answer by applying it to
+    test conversations.
 
     Raises:
         DataError: the template rewrites earlier turns, or writes answers in different ways.
@@ -23,7 +24,7 @@ class ChatTemplate:
 
     @cached_property
     def default_system(self) -> str:
-        """What the system turn says where a conversation has none; empty: there is no such turn."""
+        """The text of the system turn that the template adds if a conversation has none; empty: it adds none."""
         asked = {"role": "user", "content": "question"}
         given = self._apply([{"role": "system", "content": "instruction"}, asked], prompt=False)
         default = self._apply([asked], prompt=False)
@@ -33,7 +34,7 @@ class ChatTemplate:
         return default[len(before) : len(default) - len(after)]
 
     def render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the turns, and the [start, stop) of every answer with its end token in it.
+        """The text of the turns, and the range [start, stop) in it of every answer with its end token.
 
         Raises:
             RowError: the template drops, adds or changes an answer.
@@ -59,12 +60,12 @@ class ChatTemplate:
         return text, spans
 
     def prompt(self, turns: Sequence[Turn]) -> str:
-        """The text of the turns, and what the template writes before the assistant's next answer."""
+        """The text of the turns, followed by what the template writes before the assistant's next answer."""
         return self._apply([turn.message() for turn in turns], prompt=True)
 
     def _answer_frame(self) -> tuple[str, str]:
-        """What the template writes before an answer (its prompt for one) and after it: what the text gains, beyond the
-        prompt, once the answer is known.
+        """What the template writes before an answer (its generation prompt) and after it (what the text has beyond the
+        prompt and the answer).
         """
         messages: list[dict[str, Any]] = []
         frames = set()

@@ -1,11 +1,11 @@
-"""Conversations in the forms that data sets have: their turns, checked, and the messages that chat templates take.
+"""Conversations in the forms of common data sets: their checked turns, and the messages that chat templates take.
 
     LLaVA    [{"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]
     OpenAI   [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, ...]
 
-Calls of tools are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and turns of `tool`
+Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns
 (data/tools.py). A mark (`<image>`, `<video>`) or a part without a source stands for the row's next image or video; a
-part may also name its own.
+part may also name its own source.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARK = re.compile("|".join(f"({re.escape(mark)})" for mark in MARKS))
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a turn: `kind` is text, image or video. `source`: where it comes from, None for the row's next one."""
+    """A piece of a turn; `kind` is text, image or video. `source`: where it comes from; None: the row's next one."""
 
     kind: str
     text: str = ""
@@ -40,7 +40,7 @@ class ContentPart:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side says; `role` is system, user or assistant. What tools answer is a turn of the user."""
+    """One turn; `role` is system, user or assistant. The answers of tools are a turn of the user."""
 
     role: str
     parts: tuple[ContentPart, ...]
@@ -54,7 +54,7 @@ class Turn:
         return [part for part in self.parts if part.kind != "text"]
 
     def message(self) -> dict[str, Any]:
-        """The turn as chat templates take it, images and videos as parts between the texts around them."""
+        """The turn in the form of chat templates, with images and videos as parts between the texts."""
         if not self.media:
             return {"role": self.role, "content": self.text}
         content = [{"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind}
@@ -66,8 +66,9 @@ def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] 
     """The turns of a conversation in either form.
 
     Raises:
-        RowError: an empty conversation, an unknown role, nothing that the assistant says, images that someone else than
-        the user shows, or a text that spells one of the `reserved` tokens.
+        RowError: the conversation is empty, has an unknown role or no turn of the assistant, or begins with the
+            assistant; a turn of neither the user nor a tool shows an image; a text contains one of the `reserved`
+            tokens.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")
@@ -81,15 +82,15 @@ def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] 
 
 
 def last_answer(turns: Sequence[Turn]) -> int:
-    """The number of the assistant's last turn, from 0."""
+    """The index of the assistant's last turn, from 0."""
     return max(number for number, turn in enumerate(turns) if turn.role == "assistant")
 
 
 def references_of(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
-    """The assistant's own answer, and what the row's `answers` has beside it.
+    """The assistant's own answer, and the other texts in the row's `answers`.
 
     Raises:
-        RowError: `answers` holds something else than texts.
+        RowError: `answers` holds something other than texts.
     """
     others: Any = fields.get("answers")
     others = [] if others is None else [others] if isinstance(others, str) else others
@@ -99,11 +100,11 @@ def references_of(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
 
 
 def offering(turns: Sequence[Turn], tools: Any, default_system: str, reserved: Sequence[str] = ()) -> list[Turn]:
-    """The turns of a conversation in which the assistant may call `tools`: the system turn says so; without one, after
-    what the template says by default.
+    """The turns of a conversation in which the assistant may call `tools`: the system turn lists them. If there is no
+    system turn, they follow the template's default text.
 
     Raises:
-        RowError: tools that are none, or a signature that spells one of the `reserved` tokens.
+        RowError: `tools` are not tools, or a signature contains one of the `reserved` tokens.
     """
     system, rest = (turns[0].text, turns[1:]) if turns[0].role == "system" else (default_system, turns)
     text = tools_text(system, tools)
@@ -112,10 +113,11 @@ def offering(turns: Sequence[Turn], tools: Any, default_system: str, reserved: S
 
 
 def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
-    """Refuse a row whose marks (of parts without a source of their own) are not as many as its images and videos.
+    """Refuse a row in which the number of marks (without a source of their own) differs from that of its images or
+    videos.
 
     Raises:
-        RowError: too many or too few of a kind.
+        RowError: too many or too few marks of a kind.
     """
     for mark, kind in MARKS.items():
         marks = sum(part.kind == kind and part.source is None for turn in turns for part in turn.parts)
@@ -158,10 +160,10 @@ def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
 
 
 def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns, with those of tools, one after the other, as one of the user.
+    """The turns, with consecutive turns of tools joined into one turn of the user.
 
     Raises:
-        RowError: a tool answers and nobody has called.
+        RowError: a tool answers, but not after a turn of the assistant.
     """
     found: list[Turn] = []
     for role, group in groupby(turns, key=lambda turn: turn.role):
@@ -192,14 +194,14 @@ def _check_text(where: str, text: str, reserved: Sequence[str]) -> None:
 
 
 def _marked(text: str) -> list[ContentPart]:
-    """Text and marks in their order."""
+    """The text and the marks in their order."""
     return [ContentPart(MARKS[piece]) if piece in MARKS else ContentPart("text", piece) for piece in _MARK.split(text)
             if piece]
 
 
 def _part(number: int, item: Any) -> ContentPart:
-    """One part of OpenAI's content: {"type": "text" | "image" | "image_url" | "video", ...}; keys that hold null count
-    as absent.
+    """One part of OpenAI's content: {"type": "text" | "image" | "image_url" | "video", ...}; keys with the value null
+    count as absent.
     """
     if isinstance(item, str):
         return ContentPart("text", item)

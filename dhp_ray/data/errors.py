@@ -1,4 +1,4 @@
-"""What can be wrong with data: the whole set, or one row of it."""
+"""Errors in data: in the whole set, or in one row of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class RowError(ValueError):
 
 
 def description(error: BaseException) -> str:
-    """What an error says of a file: the system's or a reader's words; the error's name before those of other kinds."""
+    """What an error says about a file: the message of the system or of a reader; for other kinds, with the error's
+    name.
+    """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return first_line(error) if isinstance(error, (OSError, pa.ArrowException)) else named_line(error)

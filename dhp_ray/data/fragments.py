@@ -1,7 +1,7 @@
-"""Fragments: the units in which a data set is shuffled and read; and their table, made once for a data set and kept on
-disk.
+"""Fragments, the units in which a data set is shuffled and read, and their table, which is made once for a data set and
+kept on disk.
 
-The table is an Arrow file that is mapped, not read: a process that uses it holds the rows that it touches.
+The table is an Arrow file that is mapped, not read: a process that uses it holds only the rows that it touches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import overload
 import numpy as np
 import pyarrow as pa
 
-FORM = 4  # raised when the same files would give another table
+FORM = 4  # to be raised when the same files give another table
 _SCHEMA = pa.schema([
     ("file", pa.int32()), ("first_row", pa.int64()), ("num_rows", pa.int32()), ("num_bytes", pa.int64()),
     ("row_group", pa.int32()), ("offset", pa.int64()),
@@ -33,9 +33,9 @@ _PLAIN = ("file", "first_row", "num_rows", "num_bytes", "row_group", "offset")
 class Fragment:
     """Rows [first_row, first_row + num_rows) of a file; `names` replaces ids, by offset within the fragment.
 
-    json, tar: `spans` are the rows' byte ranges. parquet: the rows are those of `row_group` from `offset` on. arrow:
-    `spans` is the byte range of a record batch, and the rows are those from `offset` on. `num_bytes` is about what the
-    rows take as stored.
+    json, tar: `spans` are the byte ranges of the rows. parquet: the rows are those of `row_group` from `offset` on.
+    arrow: `spans` is the byte range of a record batch, and the rows are those from `offset` on. `num_bytes` is about
+    the stored size of the rows.
     """
 
     path: str
@@ -57,9 +57,9 @@ class Fragments(Sequence[Fragment]):
         files = json.loads(table.schema.metadata[b"files"])
         self._files: list[tuple[str, str]] = [(path, kind) for path, kind in files]
         self.sizes: np.ndarray = np.asarray(table["num_rows"], np.int64)
-        """(number of fragments,): rows of each."""
+        """(number of fragments,): the number of rows of each."""
         self.num_bytes: np.ndarray = np.asarray(table["num_bytes"], np.int64)
-        """(number of fragments,): bytes of each as stored."""
+        """(number of fragments,): the stored bytes of each."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -106,7 +106,7 @@ class FragmentWriter:
         self._renames.append(len(self._renamed))
 
     def table(self) -> pa.Table:
-        """The fragments so far. It shares the writer's memory: add nothing afterwards."""
+        """The fragments so far. The table shares the writer's memory, so nothing may be added afterwards."""
         columns = [_values(self._numbers[name], pa.int64()).cast(_SCHEMA.field(name).type) for name in _PLAIN]
         spans, renames = _values(self._spans, pa.int32()), _values(self._renames, pa.int32())
         columns += [pa.ListArray.from_arrays(spans, _values(self._numbers[name], pa.int64()))
@@ -123,19 +123,19 @@ def _values(numbers: array[int], kind: pa.DataType) -> pa.Array:
 
 
 def cache_folder() -> Path:
-    """Where tables are kept: DHP_RAY_CACHE, or dhp_ray in the user's cache folder."""
+    """The folder of the tables: DHP_RAY_CACHE, or dhp_ray in the user's cache folder."""
     named = os.environ.get("DHP_RAY_CACHE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dhp_ray"
 
 
 def cache_key(files: Sequence[tuple[str, str]]) -> str:
-    """A name for these files (path, kind) as they are now: it changes with their sizes and times."""
+    """A key for these files (path, kind) in their present state: it changes with their sizes and modification times."""
     state = [(path, kind, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path, kind in files]
     return hashlib.sha256(json.dumps([FORM, state]).encode()).hexdigest()[:32]
 
 
 def load(key: str) -> pa.Table | None:
-    """The table kept under a key, mapped; None when there is none that can be used."""
+    """The table stored under a key, mapped; None if there is no usable one."""
     path = cache_folder() / f"{key}.arrow"
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
@@ -145,7 +145,9 @@ def load(key: str) -> pa.Table | None:
 
 
 def store(key: str, table: pa.Table) -> pa.Table:
-    """Keep a table, and have it mapped; where it cannot be written, itself: the next start has to make it again."""
+    """Store a table and return it mapped. If it cannot be written, return the table itself; the next start makes it
+    again.
+    """
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

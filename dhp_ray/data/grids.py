@@ -1,4 +1,6 @@
-"""Images and videos to grids of patches, by the family's own rules; nothing is decoded, and no tokenizer is needed."""
+"""Computes grids of patches from the sizes of images and videos by the family's rules. This decodes nothing and needs
+no tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ from dhp_ray.data.media import MediaLimits
 from dhp_ray.planner.plan import Grid
 
 VIDEO_PIXELS = 25_165_824
-"""Of all frames of a video at most, where the family bounds them and the folder does not say: Qwen3-VL's as published.
+"""The most pixels of all frames of a video, if the family bounds them and the folder does not say: the published value
+of Qwen3-VL.
 """
 SLICE_TOKENS = 1024
-"""A longer video is cut in time into entries of at most so many tokens, for several members to encode: a frame pair's
-patches see no other's. Members encode whole entries, so large ones leave members waiting (benchmarks/scale.py slices).
+"""The most tokens of an entry into which a longer video is cut in time, so that several members can encode it: patches
+of a frame pair attend only to each other. Members encode whole entries, so large entries leave members waiting
+(benchmarks/scale.py slices).
 """
 
 Size = tuple[int, int] | Clip
-"""Of an image (width, height) in pixels, or of a video."""
+"""The size of an image, (width, height) in pixels, or of a video."""
 
 
 def grid_of(
@@ -46,8 +50,8 @@ def largest_image_tokens(family: Family, max_pixels: int, frame_pixels: int, tok
 
 
 def pieces_of(size: Size, grid: Grid, merge_area: int, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:
-    """The grids that an image or video becomes: a video is cut in time, into at most `slice_tokens` tokens each or one
-    step in time.
+    """The grids into which an image or a video is cut: a video is cut in time, into pieces of at most `slice_tokens`
+    tokens or of one step in time.
     """
     if not isinstance(size, Clip):
         return [grid]

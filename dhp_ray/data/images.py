@@ -1,4 +1,4 @@
-"""Images: their size from the header, and their patches as the model's own image processor makes them."""
+"""Images: their size from the header, and their patches from the model's own image processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dhp_ray.data.processor import Processor
 
 MAX_DECODED_PIXELS = MediaLimits().max_decoded_pixels
-# Pillow from 11.3 on, where it was built with libavif
+# Pillow from 11.3 on, if it was built with libavif
 _READS_AVIF = "avif" in features.modules and features.check("avif")
 # Raster formats only: Pillow also opens documents, whose pixels an outside program would have to draw.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(("AVIF",) if _READS_AVIF else ()))
@@ -29,18 +29,18 @@ _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
 def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, int]:
-    """(width, height) in pixels of an encoded image, upright as its EXIF orientation says. Reads headers, decodes no
-    pixel.
+    """(width, height) in pixels of an encoded image, upright by its EXIF orientation. Reads headers only, and decodes
+    pixels only of a PNG with metadata behind them.
 
     Raises:
-        RowError: the header cannot be read, or tells of more than `max_pixels` pixels.
+        RowError: the header cannot be read, or gives more than `max_pixels` pixels.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
-            if width * height > max_pixels:  # before any look at metadata: that of a PNG may lie behind its pixels
+            if width * height > max_pixels:  # before reading metadata: that of a PNG may lie behind its pixels
                 raise RowError(f"{width}x{height} pixels; allowed: at most {max_pixels} (data.max_decoded_pixels)")
-            # PngImageFile.getexif decodes the pixels to reach chunks that follow them: only if there are any.
+            # PngImageFile.getexif decodes the pixels to reach chunks behind them; it is called only if there are any.
             exif = image.getexif() if _has_late_metadata(data) else Image.Image.getexif(image)
             turned = exif.get(ExifTags.Base.Orientation) in _TURNED
             turned = turned and image.format != "TIFF"  # Pillow has turned the size of these itself
@@ -56,7 +56,7 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
 def decode(data: bytes, processor: Processor) -> np.ndarray:
     """Patches of an encoded image, float32 of shape (P, patch_dim), in the order of the model's own image processor.
 
-    The picture is turned upright and made RGB first, as `transformers.image_utils.load_image` does.
+    The image is first turned upright and converted to RGB, as `transformers.image_utils.load_image` does.
 
     Raises:
         Exception: whatever Pillow raises on bytes that do not decode.
@@ -72,14 +72,14 @@ def decode(data: bytes, processor: Processor) -> np.ndarray:
 
 
 def _foreign(data: bytes) -> str:
-    """What bytes are that no reader takes."""
+    """Describes bytes that no reader accepts."""
     if data[4:12] in (b"ftypavif", b"ftypavis") and "AVIF" not in FORMATS:
         return f"AVIF, which Pillow {pillow_version} of this machine was built without"
     return "not an image of a known format"
 
 
 def _has_late_metadata(data: bytes) -> bool:
-    """Whether a PNG has chunks that may hold an orientation behind its pixels."""
+    """Whether a PNG has chunks behind its pixels that may hold an orientation."""
     if not data.startswith(b"\x89PNG\r\n\x1a\n"):
         return False
     position, in_pixels = 8, False

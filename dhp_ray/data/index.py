@@ -1,9 +1,9 @@
-"""The index of a data set: one pass over its files finds the fragments, before any training, and is kept for later
-starts.
+"""The index of a data set: one pass over its files, before any training, finds the fragments. The index is kept for
+later starts.
 
 A fragment of parquet is a row group, or up to 256 rows of it; of JSON and of tar shards, up to 32 rows with their byte
 ranges, so that reading it touches no other row; of an Arrow stream, up to 32 rows of a record batch. The pass also
-gives a name of its own to every row whose id is missing or taken.
+gives a unique name to every row whose id is missing or taken.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from dhp_ray.data.names import Names
 from dhp_ray.schema import Data
 
 KEPT_FROM_BYTES = 8 * 2**20
-"""The index of fewer bytes of data is made at every start: that is as fast as finding the one that was kept."""
+"""The index of fewer bytes of data is made at every start, which is as fast as finding a stored one."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and all bytes."""
+"""Called with the bytes done and the total bytes."""
 
 
 def index_fragments(data: Data, progress: Progress = lambda done, total: None) -> Fragments:
-    """The fragments of `data.path`, files by name and rows in order. Kept (data/fragments.py) where there is much to
-    read.
+    """The fragments of `data.path`, files by name and rows in order. The index of much data is kept
+    (data/fragments.py).
 
     Raises:
-        DataError: a file that is missing, of another form, or without the columns that are needed.
+        DataError: a file is missing, has another form, or lacks the columns that are needed.
     """
     files = _files(data)
     sizes = [os.path.getsize(path) for path, _ in files]
@@ -57,8 +57,8 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
 
 
 def check_form(data: Data) -> None:
-    """Refuse what the first rows tell: that there are none, that they are of another form, or that they lack columns.
-    Milliseconds, whatever the size.
+    """Refuse data whose first rows already show that there are none, that they have another form, or that they lack
+    columns. Takes milliseconds, whatever the size.
 
     Raises:
         DataError: as `index_fragments`.
@@ -71,10 +71,10 @@ def check_form(data: Data) -> None:
 
 
 def check_answers(fragments: Fragments) -> None:
-    """Refuse held-out samples of which none has an answer. Reads rows up to the first that has one.
+    """Refuse held-out samples if none of them has an answer. Reads rows up to the first one that has an answer.
 
     Raises:
-        DataError: the assistant says nothing in any of them; a file that cannot be read.
+        DataError: no sample has a turn of the assistant, or a file cannot be read.
     """
     for fragment in fragments:
         if any(map(_is_answered, read_texts(fragment))):
@@ -106,18 +106,18 @@ def _after(done: int, total: int, progress: Progress) -> Callable[[int], None]:
 
 
 def sources_of(data: Data) -> list[Data]:
-    """The data itself, or each of `data.sources` as if it were all the data."""
+    """The data itself, or each of `data.sources` as data of its own."""
     return [replace(data, path=source.path, format=source.format or data.format, sources=[])
             for source in data.sources] or [data]
 
 
 def held_out(data: Data, path: str) -> Data:
-    """The data of `eval.path`: in the form of the training data, from one place."""
+    """The data of `eval.path`: in the form of the training data, from a single path."""
     return replace(data, path=path, sources=[])
 
 
 def data_files(data: Data) -> list[str]:
-    """The files of `data.path`: itself, or every file of the format in that folder, by name."""
+    """The files of `data.path`: the path itself, or every file of the format in that folder, by name."""
     if not data.path:
         raise DataError("data.path: empty; allowed: a file or a folder of files")
     path = os.path.abspath(data.path)
@@ -142,7 +142,7 @@ def data_files(data: Data) -> list[str]:
 
 
 def image_root(data: Data) -> str:
-    """The folder that image names are relative to."""
+    """The folder to which image names are relative."""
     if data.image_root:
         if not os.path.isdir(data.image_root):
             raise DataError(f"data.image_root: no folder {data.image_root}")

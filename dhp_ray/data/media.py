@@ -1,4 +1,4 @@
-"""Encoded images and videos of a row, from where it names them. Nothing outside the image root is ever opened."""
+"""Reads the encoded images and videos of a row. Nothing outside the image root is ever opened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What an image or a video may be. Input is untrusted: each limit holds before anything is decoded."""
+    """Limits of an image or a video. Input is untrusted, so each limit is checked before anything is decoded."""
 
     max_decoded_pixels: int = 64_000_000
     max_file_bytes: int = 512 * 2**20
@@ -41,10 +41,10 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
              members: Mapping[str, bytes] | None = None) -> list[bytes]:
     """The encoded images and videos of a row, in the order in which the conversation shows them.
 
-    Names are those of files below `image_root`, or of `members` where these are given.
+    Names are those of files below `image_root`, or of `members` if these are given.
 
     Raises:
-        RowError: one that is missing or lies outside of the root, or marks that do not agree with the columns.
+        RowError: an image or video is missing or outside of the root, or the marks do not agree with the columns.
     """
     stored = {kind: column_of(fields, kind) for kind in MEDIA}
     check_counts(turns, {kind: len(values) for kind, values in stored.items()})
@@ -62,7 +62,8 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
 
 
 def column_of(fields: Mapping[str, Any], kind: str) -> list[Any]:
-    """What a row's columns hold of a kind: `images`, or `image`, one or a list."""
+    """The images or videos in a row's columns: `images` or else `image` (likewise for video), a single one or a list.
+    """
     values = fields.get(f"{kind}s")
     if values is None:
         values = fields.get(kind)
@@ -72,7 +73,7 @@ def column_of(fields: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
-    """Bytes of the files that the columns of a row, or its turns, name; those that are not there count nothing."""
+    """Total bytes of the files that the columns or the turns of a row name; missing files count as 0."""
     lists = (fields[name] for name in ("conversations", "messages") if isinstance(fields.get(name), list))
     turns: list[Any] = next(lists, [])
     parts = [part for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("content"), list)
@@ -89,10 +90,10 @@ def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
 
 
 def resolve(image_root: str, name: str) -> Path:
-    """The file that `name` means below the root, links followed.
+    """The path of the file `name` below the root, with links followed.
 
     Raises:
-        RowError: a URL, an absolute name, or one that leads out of the root.
+        RowError: `name` is a URL, is absolute, or leads out of the root.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|data:", name):
         raise RowError(f"{masked(name)[:80]} is a URL; allowed: a file name below data.image_root")

@@ -1,8 +1,8 @@
 """Several sources as one stream, mixed row by row by their weights.
 
-The next row comes from the source that is furthest behind its share, so any stretch of rows has every source in its
-share. A source whose rows are used up begins anew, in a new order; all of its rows are seen before any is seen again.
-An epoch is as many rows as all sources hold together; the next one goes on where it ended.
+The next row comes from the source that is furthest behind its share, so every stretch of rows has each source in its
+share. A source that is used up starts again, in a new order; all of its rows are seen before any is seen again. An
+epoch is as many rows as all sources have together; the next epoch continues where it ended.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def open_stream(data: Data, model: Model, seed: int, max_tokens: int = 0, drop_l
 
 
 class Mixture:
-    """Batches of `data.sources`, as `Stream` has those of `data.path`. Ray must be initialised.
+    """Batches of `data.sources`, like those that `Stream` makes of `data.path`. Ray must be initialised.
 
-    A sample's id begins with the number of its source, and ends with the pass over that source from the second on:
-    `0/cat`, `1/dog~2`.
+    A sample's id begins with the number of its source and, from the second pass over that source on, ends with the
+    number of the pass: `0/cat`, `1/dog~2`.
 
     Raises:
         DataError: a source cannot be used at all.
@@ -84,7 +84,7 @@ class Mixture:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next batch begins: how many rows each source has given since the first epoch."""
+        """Where the next batch begins: the number of rows that each source has given since the first epoch."""
         counts = {f"source_{number}": int(count) for number, count in enumerate(self._given)}
         return {"order": ORDER, "epoch": self.epoch, "num_rows": self.num_rows} | counts | {
             f"file_bytes_{number}": source.file_bytes for number, source in enumerate(self._sources)}
@@ -103,7 +103,7 @@ class Mixture:
         self._start(epoch, self._given if self._given.sum() == first else rows_given(self._shares, first))
 
     def close(self) -> None:
-        """Stop reading ahead; a later call reads again from where the next batch begins."""
+        """Stop reading ahead; a later call reads again from the beginning of the next batch."""
         self._start(self.epoch, self._given)
 
     def _start(self, epoch: int, given: np.ndarray) -> None:
@@ -112,7 +112,7 @@ class Mixture:
             source.start(*divmod(count, source.num_rows))
 
     def _peek(self, number: int) -> Entry:
-        """The next row of a source; one that is used up begins anew."""
+        """The next row of a source; a source that is used up starts again."""
         source = self._sources[number]
         if (entry := source.peek()) is None:
             source.start(source.epoch + 1, 0)
@@ -122,17 +122,17 @@ class Mixture:
 
 
 def shares(weights: Sequence[float]) -> np.ndarray:
-    """(sources,) shares of the rows, which add up to 1."""
+    """(sources,) shares of the rows, with the sum 1."""
     return np.asarray(weights, np.float64) / np.sum(weights)
 
 
 def furthest_behind(given: np.ndarray, parts: np.ndarray) -> int:
-    """The source that gives the next row, when each has given so many; the first of equals."""
+    """The source that gives the next row after each has given `given` rows; the first of equal ones."""
     return int(np.argmax(parts * (given.sum() + 1) - given))
 
 
 def rows_given(parts: np.ndarray, num_rows: int) -> np.ndarray:
-    """(sources,) rows that each source gives among the first `num_rows` of a mixture."""
+    """(sources,) rows of each source among the first `num_rows` of a mixture."""
     given = np.zeros(len(parts), np.int64)
     for _ in range(num_rows):
         given[furthest_behind(given, parts)] += 1

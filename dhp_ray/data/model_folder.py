@@ -1,4 +1,4 @@
-"""The files of a model's folder that say how its processor works: chat template and image settings."""
+"""The files of a model's folder that define its processor: chat template and image settings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dhp_ray.data.errors import DataError
 from dhp_ray.errors import first_line
 
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
-"""Files that a fast tokenizer is made from: either of these."""
+"""The files from which a fast tokenizer is made: either of these sets."""
 
 
 def folder_template(folder: Path) -> str | None:
-    """The processor's own template, which comes before the tokenizer's."""
+    """The processor's own template, which takes precedence over the tokenizer's."""
     if (file := folder / "chat_template.jinja").is_file():
         try:
             return file.read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def chat_template_of(folder: Path) -> str:
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Refuse a folder that lacks a file which the tokenizer is made from, or a chat template. Needs no transformers."""
+    """Refuse a folder that lacks a chat template or a file from which the tokenizer is made. Needs no transformers."""
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         raise DataError(
             f"model.path: {folder} has no tokenizer; allowed: a folder with "
@@ -56,11 +56,11 @@ def check_tokenizer_files(folder: Path) -> None:
 def image_settings_of(
     folder: Path, processors: tuple[str, ...], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings of a folder's image processor, which is one of `processors` (how their names begin): those that
-    `defaults` name, with these where the folder has none.
+    """The settings of a folder's image processor, whose name must begin with one of `processors`: those named in
+    `defaults`, with their defaults if the folder does not have them.
 
     Raises:
-        DataError: there are none, or those of another processor.
+        DataError: there are no settings, or they are those of another processor.
     """
     for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
         if (folder / name).is_file():
@@ -77,7 +77,7 @@ def image_settings_of(
 
 
 def video_pixels_of(folder: Path) -> int:
-    """Pixels of all frames of a video at most, as a folder's video processor has them; 0: it does not say."""
+    """The most pixels of all frames of a video by a folder's video processor; 0: it does not say."""
     file = folder / "video_preprocessor_config.json"
     size = read_json(file).get("size") if file.is_file() else None
     return int(size.get("longest_edge") or 0) if isinstance(size, dict) else 0

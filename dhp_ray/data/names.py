@@ -1,5 +1,5 @@
-"""A name for every row of a data set, no name twice. Bounded: 12 to 24 bytes a row while an index is made, 36 at the
-moment when its table grows.
+"""A unique name for every row of a data set. Memory is bounded: 12 to 24 bytes a row while an index is made, and 36 at
+the moment when the table grows.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ _UNFIT = re.compile("[\x00-\x1f\x7f\u2028\u2029\ud800-\udfff]")  # what an id on
 
 
 class Names:
-    """Ids that are taken. Real sets repeat some, and a ledger needs one name a row.
+    """The ids that are taken. Real data sets repeat some, but a ledger needs a unique name for each row.
 
-    Ids are known by 64-bit hashes. Where two ids had one hash, the second would get a longer name, as if it were taken.
+    Ids are stored as 64-bit hashes. If two ids had the same hash, the second would get a longer name, as if it were
+    taken.
     """
 
     def __init__(self) -> None:
         self._taken = HashSet()
 
     def claim(self, given: Any, path: str, row: int) -> str | None:
-        """None where the given id can stay; else the name to use in its place."""
+        """Return None if the given id can stay, else the name that replaces it."""
         wanted = None if given is None or isinstance(given, (dict, list)) else str(given)
         if wanted and (len(wanted) > 200 or _UNFIT.search(wanted) or masked(wanted) != wanted):
             wanted = None
@@ -39,13 +40,15 @@ class Names:
 
 
 class HashSet:
-    """Numbers from 1 to 2**64 - 1, in a table with linear probing: 8 bytes a slot; a set of ids takes a hundred."""
+    """Numbers from 1 to 2**64 - 1 in a table with linear probing, 8 bytes a slot; a Python set takes about a hundred
+    bytes an id.
+    """
 
     def __init__(self) -> None:
         self._slots, self._count = array("Q", bytes(8 * 2**10)), 0
 
     def add(self, number: int) -> bool:
-        """Whether the number is new here; from now on it no longer is."""
+        """Add a number; returns whether it is new."""
         slots, mask = self._slots, len(self._slots) - 1
         slot = number & mask
         while (found := slots[slot]) != 0:

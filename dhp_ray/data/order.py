@@ -1,18 +1,18 @@
-"""The order of an epoch: fragments are read in a random order, and the rows of those that are open at a time, a window
-of them, come interleaved.
+"""The order of an epoch: fragments are read in a random order, and the rows of the fragments that are open at a time (a
+window of them) are interleaved.
 
-Fragments lie on a line, each as long as the share of the window that it takes. A fragment's rows are spread over the
-stretch that begins where the fragment does and is a window long, evenly and with some chance; the epoch's rows come by
-their places on the line:
+Fragments lie on a line, each as long as its share of the window. The rows of a fragment are spread, evenly but with
+some randomness, over a stretch of the line: it begins where the fragment begins, and is as long as a window. The rows
+of the epoch are ordered by their places on the line:
 
     fragment 0  |x  x   x |
     fragment 1      |x  x    x  |
     fragment 2          | x    x    x |         the first stretches are shorter: a first batch needs no whole window
     fragment 3              |x     x   x |
 
-So a fragment is needed only while its stretch lasts, and where one begins all rows before that place are known. The
-order is a function of seed, epoch, the fragments' sizes and the window: neither workers nor the moment at which
-anything is read change it.
+So a fragment is needed only during its stretch, and once a fragment is read, all rows before its begin are known. The
+order is a function of seed, epoch, the sizes of the fragments and the window; it does not depend on the workers or on
+when anything is read.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dataclasses import dataclass
 import numpy as np
 
 RAMP_ROWS = 128
-"""The first stretch, in rows. A later one is as much longer as rows lie before it, up to a window."""
+"""Length of the first stretch in rows. A later stretch is longer by the rows that lie before it, up to a window."""
 
 
 @dataclass(frozen=True)
 class ShuffleWindow:
-    """What lies open at a time: at most so many rows, and about so many bytes of payload, with one fragment more."""
+    """What is open at a time: at most this many rows, about this many bytes of payload, and one fragment more."""
 
     num_rows: int
     num_bytes: float
 
 
 class EpochOrder:
-    """The order in which an epoch gives the rows of fragments: `sizes` and `num_bytes`, (fragments,) each, are their
-    rows and the bytes of these.
+    """The order in which an epoch gives the rows of fragments. `sizes` and `num_bytes`, (fragments,) each, are their
+    numbers of rows and the bytes of these rows.
     """
 
     def __init__(self, seed: int, epoch: int, sizes: np.ndarray, num_bytes: np.ndarray, window: ShuffleWindow) -> None:
@@ -45,7 +45,7 @@ class EpochOrder:
         self.sizes = sizes[self.fragments]
         num_rows = max(1, window.num_rows)
         self.shares = np.maximum(self.sizes / num_rows, num_bytes[self.fragments] / window.num_bytes)
-        """(fragments,) what part of the window each takes."""
+        """(fragments,) the share of the window that each takes."""
         self.begins = np.concatenate([[0.0], np.cumsum(self.shares)[:-1]])
         """(fragments,) where the stretch of each begins."""
         self._stops = self.begins + np.minimum(1, RAMP_ROWS / num_rows + self.begins)
@@ -55,28 +55,28 @@ class EpochOrder:
         return len(self.fragments)
 
     def places(self, position: int) -> np.ndarray:
-        """(rows,) where the rows of the fragment at this position of the order lie on the line; ascending."""
+        """(rows,) the places on the line of the rows of the fragment at this position of the order, ascending."""
         begin, stop, size = self.begins[position], self._stops[position], self.sizes[position]
         chance = np.random.default_rng([*self._seed, int(self.fragments[position]), 1]).random(size)
-        # Rounding must not carry a row beyond its stretch: `start_at` counts on that.
+        # Rounding must not move a row beyond its stretch: `start_at` relies on that.
         return np.minimum(begin + (stop - begin) * (np.arange(size) + chance) / size, np.nextafter(stop, begin))
 
     def start_at(self, num_rows: int) -> tuple[int, float, int]:
-        """How to go on after so many rows: read from the fragment at a position, leave out rows that lie before a
-        place, then so many more.
+        """How to continue after `num_rows` rows: return (position of the fragment to read from, place before which rows
+        are left out, number of further rows to leave out).
         """
-        low, high = 0, len(self) - 1  # the last fragment before whose beginning no more rows lie than have been given
+        low, high = 0, len(self) - 1  # finds the last fragment with at most `num_rows` rows before its begin
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._rows_until(middle) <= num_rows else (low, middle - 1)
         return self._first_open(low), float(self.begins[low]), num_rows - self._rows_until(low)
 
     def _first_open(self, position: int) -> int:
-        """The first fragment whose stretch reaches to where the one at `position` begins."""
+        """The position of the first fragment whose stretch reaches the begin of the one at `position`."""
         return int(np.searchsorted(self._stops[:position], self.begins[position], side="right"))
 
     def _rows_until(self, position: int) -> int:
-        """How many rows lie before the beginning of the fragment at `position`."""
+        """The number of rows before the begin of the fragment at `position`."""
         first = self._first_open(position)
         begin = self.begins[position]
         of_open = sum(int((self.places(number) < begin).sum()) for number in range(first, position))

@@ -1,7 +1,8 @@
-"""Conversations to token ids, labels and grids, by the model's own tokenizer, chat template and image processor.
+"""Turns conversations into token ids, labels and grids, with the model's own tokenizer, chat template and image
+processor.
 
-Only headers of images are needed here: every image's tokens follow from its size. Nothing here imports torch
-until `Processor.image_processor` is asked for.
+This needs only the headers of images, because an image's tokens follow from its size. Nothing here imports torch until
+`Processor.image_processor` is used.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ IGNORE = -100
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A sequence as the model sees it: ids and labels int32 of length L (labels unshifted, -100 masked), grids of its
-    images.
+    """A sequence as the model sees it: int32 ids and labels of length L (labels are not shifted; -100 is masked), and
+    the grids of its images.
 
-    A long video has several grids, one after the other in time. For each grid, `media` is the number of its image or
-    video in the text, and `seconds` is what one step in time of a video lasts; 0 for an image.
+    A long video has several grids, one after the other in time. For each grid, `media` is the index of its image or
+    video in the text, and `seconds` is the duration of one step in time of a video (0: an image).
     """
 
     input_ids: np.ndarray
@@ -58,7 +59,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSpec:
-    """What a processor is loaded from; small, so that it travels to actors in place of the processor."""
+    """What a processor is loaded from; it is small, so it travels to actors instead of the processor."""
 
     preset: str = ""
     path: str = ""
@@ -110,11 +111,11 @@ class Processor:
         return self.family.image_processor(self.image_settings, self.bounds)
 
     def num_frames(self, clip: Clip) -> int:
-        """How many frames of a video are taken."""
+        """The number of frames that are taken from a video."""
         return self.family.num_frames(clip, self.limits, self.temporal_patch_size)
 
     def frames(self, clip: Clip) -> list[int]:
-        """Numbers of the frames that are taken, ascending (may import torch)."""
+        """The indices of the frames that are taken, ascending (may import torch)."""
         return self.family.frames(clip, self.limits, self.temporal_patch_size)
 
     def frame_size(self, clip: Clip) -> tuple[int, int]:
@@ -134,38 +135,40 @@ class Processor:
         return grid_of(self.family, size, self.image_settings, self.bounds, self.limits)
 
     def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
-        """The turns of a conversation, whose texts spell no special token. `tools` are those that the assistant may
+        """The turns of a conversation; their texts contain no special token. `tools` are those that the assistant may
         call.
 
         Raises:
-            RowError: roles, texts or tools that cannot be encoded.
+            RowError: roles, texts or tools cannot be encoded.
         """
         turns = turns_of(conversation, self._reserved)
         return offering(turns, tools, self._template.default_system, self._reserved) if holds_any(tools) else turns
 
     def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:
-        """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in their
+        """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in this
         order.
 
         Labels are the ids of the assistant's turns with their end token, and -100 elsewhere.
 
         Raises:
-            RowError: roles, marks or texts that cannot be encoded.
+            RowError: roles, marks or texts cannot be encoded.
         """
         turns = self.turns(conversation)
         check_counts(turns, Counter(_kind(size) for size in sizes))
         return self.encode_turns(turns, sizes)
 
     def encode_turns(self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS) -> Encoded:
-        """As `encode`, of turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens, or
-        one step in time.
+        """Like `encode`, for turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens,
+        or one step in time.
         """
         return self._encode(*self._template.render(turns), sizes, slice_tokens)
 
     def encode_prompt(
         self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS
     ) -> tuple[str, Encoded]:
-        """What the assistant is asked for its next turn with: the template's text, and as `encode_turns`; no label."""
+        """The prompt for the assistant's next turn: the template's text, and its encoding as by `encode_turns`, without
+        labels.
+        """
         text = self._template.prompt(turns)
         return text, self._encode(text, [], sizes, slice_tokens)
 
@@ -183,7 +186,7 @@ class Processor:
         for start, stop in spans:
             inside = (starts >= start) & (stops <= stop) & (stops > starts)
             labels[inside] = ids[inside]
-        # The text has one token for a run; the model wants one for every merged patch.
+        # The text has one token per run; the model takes one per merged patch.
         marks = (ids == self.token_ids["image"]) | (ids == self.token_ids["video"])
         if ids[marks].tolist() != [self.token_ids[kind] for kind, _ in runs]:
             raise RowError(f"{int(marks.sum())} runs of image and video tokens; allowed: {len(runs)}")
@@ -195,7 +198,7 @@ class Processor:
                        tuple(seconds for _, _, seconds in pieces))
 
     def _runs(self, size: Size, grid: Grid) -> Sequence[int]:
-        """Vision tokens of each run that an image or video takes in the text."""
+        """The number of vision tokens in each of the runs that an image or video has in the text."""
         if isinstance(size, Clip):
             return self.family.video_runs(grid, self.merge_size**2)
         return (math.prod(grid) // self.merge_size**2,)
@@ -203,8 +206,8 @@ class Processor:
     def _with_media(
         self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text with what the family writes for each image and video in place of the template's marks, and the spans
-        where they then are.
+        """The text with the template's marks replaced by what the family writes for each image and video, and the
+        shifted spans.
 
         Raises:
             RowError: the marks are not those of these images and videos.
@@ -228,7 +231,7 @@ class Processor:
                 [(start + shift, stop + shift) for (start, stop), shift in zip(spans, shifts)])
 
     def _pieces(self, number: int, size: Size, grid: Grid, slice_tokens: int) -> list[tuple[Grid, int, float]]:
-        """(grid, number, seconds a step) of each entry that an image or video becomes."""
+        """(grid, index, seconds of a step) of each entry into which an image or video is cut."""
         seconds = (self.family.seconds_per_step(size, self.limits, self.temporal_patch_size)
                    if isinstance(size, Clip) else 0.0)
         return [(piece, number, seconds) for piece in pieces_of(size, grid, self.merge_size**2, slice_tokens)]
@@ -241,7 +244,7 @@ class Processor:
         self.tokenizer.save_pretrained(str(target))
         for name, tree in self.family.processor_files(self.image_settings, self.bounds, self.limits).items():
             write_json(target / name, dict(tree))
-        # Older readers know the template by this file only.
+        # Older readers find the template only in this file.
         write_json(target / "chat_template.json", {"chat_template": self.chat_template})
 
 
@@ -251,7 +254,7 @@ def load_processor(
     """The processor of a preset (byte-level tokenizer), or of the model in a local folder.
 
     Raises:
-        DataError: the folder lacks a file, or is of a family that is not known.
+        DataError: the folder lacks a file, or is of an unknown family.
     """
     limits, folder = limits or MediaLimits(), Path(path)
     if not preset and not folder.is_dir():

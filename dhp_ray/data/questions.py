@@ -1,4 +1,4 @@
-"""What is asked of a model to evaluate it: of each conversation the last turn of the assistant, after all turns before
+"""The questions for evaluating a model: for each conversation, the last turn of the assistant, given all turns before
 it.
 """
 
@@ -19,9 +19,9 @@ from dhp_ray.data.reader import contents_of
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation to be evaluated. `prompt` is what the answer is generated from, `prompt_text` the same before
-    images take their tokens; `references` are the answers that count as right; `whole` is the conversation as it is
-    trained on, with labels on every turn of the assistant.
+    """A conversation to evaluate. The answer is generated from `prompt`; `prompt_text` is its text before images take
+    their tokens. `references` are the right answers. `whole` is the conversation as in training, with labels on every
+    turn of the assistant.
 
     `images` are its encoded images and videos, in the order of the text; the prompt shows the first ones.
     """
@@ -34,10 +34,10 @@ class Question:
 
 
 def question_of(row: Row, processor: Processor, image_root: str) -> Question:
-    """The question that a row asks. Reads headers of its images, decodes no pixel.
+    """The question of a row. Reads only the headers of its images (see `image_size`).
 
     Raises:
-        RowError: a row that cannot be used, also because the assistant says nothing in it.
+        RowError: the row cannot be used, for example because it has no turn of the assistant.
     """
     turns, images, sizes = contents_of(row, processor, image_root)
     last = last_answer(turns)
@@ -47,10 +47,10 @@ def question_of(row: Row, processor: Processor, image_root: str) -> Question:
 
 
 def references_in(fragments: Iterable[Fragment]) -> dict[str, tuple[str, ...]]:
-    """The answers that count as right, by the ids of rows; of those rows that have some and can be used.
+    """The right answers by row id, for the rows that have some and can be used.
 
     Raises:
-        DataError: a file that cannot be read.
+        DataError: a file cannot be read.
     """
     found = {}
     for fragment in fragments:

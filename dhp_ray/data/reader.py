@@ -1,4 +1,4 @@
-"""The reading stage: a fragment to one block of payload. It runs in Ray Data's tasks, one fragment each.
+"""The reading stage: turns a fragment into one block of payload. It runs in Ray Data's tasks, on one fragment each.
 
 A row that cannot be used keeps its place in the block, with the reason in `error`, and never breaks the block.
 """
@@ -37,16 +37,16 @@ PAYLOAD = pa.schema([
     ("vision_tokens", pa.int64()),
     # (time, height, width) in patches of every image, and of every piece of a video
     ("grids", pa.list_(pa.list_(pa.int32()))),
-    ("error", pa.string()),  # why the row cannot be used; empty when it can
+    ("error", pa.string()),  # why the row cannot be used; empty if it can
     ("input_ids", pa.list_(pa.int32())),
     ("labels", pa.list_(pa.int32())),
     ("images", pa.list_(pa.large_binary())),  # images and videos in the order of the text, encoded as stored
-    ("media", pa.list_(pa.int32())),  # for every grid, the place in `images` of what it is of
-    ("seconds", pa.list_(pa.float64())),  # for every grid, what a step in time of a video lasts; 0: an image
+    ("media", pa.list_(pa.int32())),  # for every grid, the place in `images` of its image or video
+    ("seconds", pa.list_(pa.float64())),  # for every grid, the seconds of one step in time of a video; 0: an image
 ])
 LENGTH_COLUMNS = ["position", "row", "id", "text_tokens", "vision_tokens", "grids", "error"]
 UNREADABLE = -1
-"""In place of `row`: the fragment's file is gone or damaged; `id` is the file."""
+"""Value of `row` if the fragment's file is gone or damaged; `id` is then the file."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ class ReadFragments:
     max_image_tokens: int = 0
     prefix: str = ""
     answer_tokens: int = 0
-    """Above 0 rows are prompts for the last turn of the assistant, each with room for an answer of so many tokens,
-    whose labels alone count: see train/greedy.py."""
+    """If above 0, rows are prompts for the last turn of the assistant, each with room for an answer of this many
+    tokens, and only this room has labels: see train/greedy.py.
+    """
 
     def __call__(self, items: pa.Table) -> pa.Table:
         processor = _loaded(self.processor)
@@ -72,7 +73,7 @@ class ReadFragments:
                 rows = read_rows(fragment)
             # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
             except Exception as error:
-                # Told as data: an error raised here would reach the driver as text, in several layers.
+                # Reported as data: an error raised here would reach the driver as text, wrapped several times.
                 records = [_unusable(fragment.path,
                                      description(error)) | {"position": item["position"], "row": UNREADABLE}]
                 blocks.append(_block(records))
@@ -85,13 +86,13 @@ class ReadFragments:
         return pa.concat_tables(blocks).combine_chunks()
 
     def _named(self, row: Row, epoch: int) -> Row:
-        """A row of a mixture, whose id is told apart from those of other sources and of earlier passes."""
+        """For a mixture, the row with an id that is unique over its sources and its passes over them."""
         return replace(row, id=f"{self.prefix}{row.id}{f'~{epoch + 1}' if epoch else ''}") if self.prefix else row
 
     def _record(self, row: Row, processor: Processor) -> dict[str, Any]:
         try:
             return {"id": row.id, "error": ""} | self._payload(row, processor)
-        # foreign rows fail in ways that no list names; a bad row must not take its block with it
+        # foreign rows raise errors of many kinds; a bad row must not break its block
         except Exception as error:
             return _unusable(row.id, reason_of(error))
 
@@ -100,7 +101,7 @@ class ReadFragments:
         slice_tokens = min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS)
         if self.answer_tokens:
             asked = turns[:last_answer(turns)]
-            references_of(row.fields, turns[len(asked)])  # refuses what nobody could compare an answer with
+            references_of(row.fields, turns[len(asked)])  # refuses a row whose `answers` are not texts
             images = images[:sum(len(turn.media) for turn in asked)]
             _, prompt = processor.encode_prompt(asked, sizes[:len(images)], slice_tokens)
             encoded = with_room(prompt, self.answer_tokens, processor.token_ids["pad"])
@@ -123,10 +124,10 @@ class ReadFragments:
 
 
 def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[Turn], list[bytes], list[Size]]:
-    """The turns of a row; its encoded images and videos in the order of the text, and the size of each.
+    """The turns of a row, its encoded images and videos in the order of the text, and the size of each.
 
     Raises:
-        RowError: a row that cannot be used.
+        RowError: the row cannot be used.
     """
     if row.error:
         raise RowError(row.error)
@@ -147,27 +148,25 @@ def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[T
 
 
 def with_room(prompt: Encoded, num_tokens: int, filler: int) -> Encoded:
-    """A prompt with so many fillers behind it, which alone have labels."""
+    """A prompt followed by `num_tokens` fillers; only these have labels."""
     room = np.full(num_tokens, filler, np.int32)
     return replace(prompt, input_ids=np.concatenate([prompt.input_ids, room]),
                    labels=np.concatenate([np.full_like(prompt.labels, IGNORE), room]))
 
 
 def reason_of(error: Exception) -> str:
-    """Why a row cannot be used, on one line and as text that a log can hold: names of files and roles are quoted as
-    they came.
-    """
+    """Why a row cannot be used, in one line that a log can hold; names of files and roles are quoted unchanged."""
     reason = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {first_line(error)}"
     return " ".join(masked(reason).encode("utf-8", "backslashreplace").decode().split())
 
 
 EncodedGrids = Mapping[str, Sequence[bool]]
-"""For the samples of these ids, which of their grids are encoded here."""
+"""By sample id, whether each of its grids is encoded here."""
 
 
 def read_payloads(table: pa.Table, rows: list[int], encoded: EncodedGrids | None = None) -> list[dict[str, Any]]:
-    """Payload of these rows of a block: numpy ids (L,), labels (L,), grids (N, 3), media (N,) and seconds (N,), encoded
-    images and videos as bytes; None for those of which `encoded` names no grid.
+    """The payload of these rows of a block: numpy ids (L,), labels (L,), grids (N, 3), media (N,) and seconds (N,), and
+    encoded images and videos as bytes; None for those of which `encoded` has no grid.
     """
     found = []
     for row in rows:
@@ -185,7 +184,7 @@ def read_payloads(table: pa.Table, rows: list[int], encoded: EncodedGrids | None
 
 
 def cut_out(table: pa.Table, rows: list[int], encoded: EncodedGrids | None = None) -> pa.Table:
-    """These rows of a block, without the bytes of the images and videos of which `encoded` names no grid."""
+    """These rows of a block, without the bytes of images and videos of which `encoded` has no grid."""
     media = [_media(table, row, encoded) for row in rows]
     offsets = np.cumsum([0, *map(len, media)], dtype=np.int32)
     column = pa.ListArray.from_arrays(pa.array(offsets), pa.concat_arrays(media))
@@ -194,7 +193,7 @@ def cut_out(table: pa.Table, rows: list[int], encoded: EncodedGrids | None = Non
 
 
 def _media(table: pa.Table, row: int, encoded: EncodedGrids | None) -> pa.Array:
-    """The images and videos of a row as they are stored, without a copy; null for those that are not needed here."""
+    """The stored images and videos of a row, not copied; null for those that are not needed here."""
     media = table["images"][row].values
     if encoded is None:
         return media
@@ -217,5 +216,5 @@ def _block(records: list[dict[str, Any]]) -> pa.Table:
 
 @lru_cache(maxsize=2)
 def _loaded(spec: ProcessorSpec) -> Processor:
-    """One processor a process: Ray hands the next fragments to the same processes."""
+    """One processor per process: Ray gives the next fragments to the same processes."""
     return spec.load()

@@ -1,4 +1,4 @@
-"""How many bytes the rows of a data set take, as far as it can be told without reading them."""
+"""Estimates the bytes of a data set's rows, mostly without reading them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from dhp_ray.data.media import file_bytes
 
 NUM_FRAGMENTS, ROWS_OF_EACH = 16, 4
 MEDIA_WITHIN_BYTES = 16 * 2**10
-"""Rows of more bytes than this on average hold their images and videos themselves; smaller ones are looked at."""
+"""If rows have at least this many bytes on average, they hold their images and videos themselves; if fewer, a few rows
+are read.
+"""
 
 
 def mean_file_bytes(fragments: Fragments, image_root: str) -> int:
-    """Bytes of the image and video files that a row names, on average over a few rows from everywhere in the set. What
-    cannot be read counts nothing.
+    """Mean bytes of the image and video files that a row names, over a few rows from everywhere in the set. What cannot
+    be read counts as 0.
     """
     if fragments.num_bytes.sum() >= MEDIA_WITHIN_BYTES * fragments.num_rows:
         return 0
@@ -32,6 +34,6 @@ def mean_file_bytes(fragments: Fragments, image_root: str) -> int:
                                spans=fragment.spans[:ROWS_OF_EACH])
         try:
             found += [file_bytes(row.fields, image_root) for row in read_rows(fragment)[:ROWS_OF_EACH]]
-        except (OSError, pa.ArrowException):  # a file that is gone or damaged: whoever reads its rows says so
+        except (OSError, pa.ArrowException):  # the file is gone or damaged; reading its rows will report that
             continue
     return int(np.mean(found)) if found else 0

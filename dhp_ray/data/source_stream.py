@@ -1,5 +1,5 @@
-"""The rows of one source, in an order set by seed and epoch alone: lengths and references here, payload in the object
-store.
+"""The rows of one source, in an order that depends only on seed and epoch: lengths and references here, payload in the
+object store.
 
     fragments, shuffled by (seed, epoch)        numbers in the driver
       -> Ray Data: from_items, map_batches      reading tasks; one block of payload a fragment, order kept
@@ -7,9 +7,9 @@ store.
       -> columns of each block (blocks.py)      those of lengths, without ids, labels and images
       -> interleaved (order.py)                 a window of blocks stays open; a block goes with its last row
 
-Reading runs ahead by at most two parts of an epoch, which hold half of the window's bytes each: on a small machine
-it takes its time from training. It reserves no CPU: workers may have reserved all of them, and tasks that wait for
-one would never start. Its tasks are bounded in number instead.
+Reading runs ahead by at most two parts of an epoch, which hold half of the window's bytes each; on a small machine it
+takes its time from training. It reserves no CPU, because workers may have reserved all CPUs, and tasks that wait for
+one would never start. Instead, the number of its tasks is bounded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNIN
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of the epoch: what the driver knows of it. `node` is where its block was made."""
+    """What the driver knows of one row of the epoch. `node` is where its block was made."""
 
     reference: ray.ObjectRef
     node: str
@@ -57,11 +57,11 @@ class Entry:
 class SourceStream:
     """The rows of `data.path`, one after the other. Ray must be initialised.
 
-    Responsibilities: the reading stage and its limits, rows in the order of an epoch. A sample of more than
+    Runs the reading stage within its limits, and gives the rows in the order of an epoch. A sample of more than
     `max_tokens` tokens, or with an image of more than `max_image_tokens`, is a bad row (0: no limit); both may be set
-    until the first row is asked for, or before a `start`. Ids begin with `prefix`; with one, they also end with the
-    number of the epoch from the second on. `share`: the part of the window that this source has. `answer_tokens`: see
-    ReadFragments.
+    until the first row is asked for, or before a `start`. Ids begin with `prefix`; with a prefix, they also end with
+    the number of the epoch from the second on. `share`: the part of the window that this source has. `answer_tokens`:
+    see ReadFragments.
 
     Raises:
         DataError: the data cannot be used at all (found before anything is read).
@@ -71,28 +71,29 @@ class SourceStream:
                  answer_tokens: int = 0) -> None:
         self.fragments = index_fragments(data)
         processor = ProcessorSpec.of(model, data)
-        processor.load()  # a model folder without a tokenizer is the user's error, and shows here
+        processor.load()  # raises here if the model folder has no tokenizer
         self.num_rows = self.fragments.num_rows
         self.max_tokens = self.max_image_tokens = 0
         self.file_bytes = mean_file_bytes(self.fragments, image_root(data))
-        """About what the images and videos take that a row names. The order depends on it, so cursors hold it."""
+        """About the mean bytes of the images and videos that a row names. The order depends on it, so cursors hold it.
+        """
         self._window = ShuffleWindow(math.ceil(data.shuffle_window * share), data.shuffle_window_mb * 2**20 * share)
         self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
         self._seed = seed
         self._parts: deque[Iterator[tuple[ray.ObjectRef, str]]] = deque()
-        # Reading that still goes on when the interpreter ends would keep it from ending.
+        # Reading that is still running would keep the interpreter from ending.
         weakref.finalize(self, self._parts.clear)
         for name, level in _LOG_LEVELS.items():
             logging.getLogger(name).setLevel(level)
         self.start(epoch=0, row=0)
 
     def take(self) -> None:
-        """Leave the row that `peek` shows behind."""
+        """Move past the row that `peek` returns."""
         self._entries.popleft()
         self.row += 1
 
     def start(self, epoch: int, row: int) -> None:
-        """Go to where an epoch has given so many rows."""
+        """Go to the position after the first `row` rows of an epoch."""
         self.epoch, self.row = epoch, row
         num_bytes = self.fragments.num_bytes + self.file_bytes * self.fragments.sizes
         self._order = EpochOrder(self._seed, epoch, self.fragments.sizes, num_bytes, self._window)
@@ -114,7 +115,7 @@ class SourceStream:
         return self._entries[0]
 
     def _plan_parts(self) -> None:
-        """Read a part of the epoch ahead, and the next part from the middle of this one on."""
+        """Start to read a part of the epoch ahead; the next part is started from the middle of this one on."""
         while self._planned < len(self._order) and self._planned - self._fetched <= self._part_size // 2:
             tasks = max(1, int(ray.cluster_resources().get("CPU", 1)) // 4)
             within = np.searchsorted(np.cumsum(self._bytes[self._planned : self._planned + PART_FRAGMENTS]),
@@ -124,7 +125,8 @@ class SourceStream:
             self._planned, self._part_size = stop, stop - self._planned
 
     def _fetch(self) -> None:
-        """Take the next block's reference and the lengths of its rows; rows that no later block's can precede are next.
+        """Take the next block's reference and the lengths of its rows. Rows that no row of a later block can precede
+        are then the next ones.
         """
         while (found := next(self._parts[0], None)) is None:
             self._parts.popleft()
@@ -149,10 +151,11 @@ class SourceStream:
                 self._entries.append(row)
 
     def _blocks(self, positions: range, tasks: int) -> Iterator[tuple[ray.ObjectRef, str]]:
-        """Start reading these places of the epoch's order; the references of their blocks, in order, and the nodes
-        where they were made.
+        """Start to read these positions of the epoch's order; gives the references of their blocks, in order, and the
+        nodes where the blocks were made.
 
-        The one place that uses an internal call of Ray Data: public iterators bring the blocks themselves here.
+        This is the only place that uses an internal call of Ray Data: public iterators would bring the blocks
+        themselves here.
         """
         numbers = {position: int(self._order.fragments[position]) for position in positions}
         items = [{"position": position, "epoch": self.epoch, "number": number,

@@ -18,12 +18,14 @@ __all__ = ["Batch", "BatchBuilder", "Cursor", "Skipped", "Stream", "read_payload
 
 Cursor = dict[str, int]
 ORDER = 2
-"""Which order of rows a cursor is a place in; raised when the same data and seed give another."""
+"""The version of the row order in which a cursor is a position; it is raised when the same data and seed give another
+order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A row left out, and why (one line)."""
+    """A row that was left out, and why (one line)."""
 
     id: str
     reason: str
@@ -33,9 +35,9 @@ class Skipped:
 class Batch:
     """Samples of one global batch.
 
-    `payload` maps a sample's id to the reference of its block and its row there, `nodes` a block to the node where it
-    was made. `skipped` are the bad rows passed on the way. `cursor` is where the next batch begins; give it to
-    `Stream.restore`.
+    `payload` maps a sample's id to the reference of its block and its row there; `nodes` maps a block to the node where
+    it was made. `skipped` are the bad rows that were passed on the way. `cursor` is where the next batch begins;
+    `Stream.restore` takes it.
     """
 
     epoch: int
@@ -75,10 +77,10 @@ class BatchBuilder:
 
 
 class Stream:
-    """Batches of `data.path`, in an order set by seed and epoch alone. Ray must be initialised.
+    """Batches of `data.path`, in an order that depends only on seed and epoch. Ray must be initialised.
 
-    Responsibilities: batches and the cursor. Not its concern: what a skipped row means for the run (`data.on_error`).
-    Limits and `answer_tokens` as in `SourceStream`.
+    It makes batches and keeps the cursor; what a skipped row means for the run (`data.on_error`) is decided elsewhere.
+    Limits and `answer_tokens` are as in `SourceStream`.
 
     Raises:
         DataError: the data cannot be used at all (found before anything is read).
@@ -113,10 +115,10 @@ class Stream:
         self._rows.max_image_tokens = limit
 
     def next_batch(self, num_samples: int) -> Batch | None:
-        """The next `num_samples` samples, at an epoch's end fewer (or, with drop_last, none); None when the epoch is
+        """The next `num_samples` samples; fewer at the end of an epoch (with drop_last, None); None when the epoch is
         over.
 
-        Bad rows that follow the last sample belong to the batch too, so that no epoch ends in a batch without samples.
+        Bad rows after the last sample belong to the batch too, so that no epoch ends with a batch without samples.
 
         Raises:
             DataError: a file is gone or damaged, or an epoch has no usable row.
@@ -132,12 +134,12 @@ class Stream:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next batch begins: the epoch, and how many rows it has given."""
+        """Where the next batch begins: the epoch, and the number of rows that it has given."""
         return {"order": ORDER, "epoch": self.epoch, "row": self._rows.row, "num_rows": self.num_rows,
                 "file_bytes": self._rows.file_bytes}
 
     def restore(self, cursor: Cursor) -> None:
-        """Go on where a batch's cursor points.
+        """Continue at the cursor of a batch.
 
         Raises:
             DataError: the cursor is of other data, or of a version that gave the rows in another order.
@@ -151,12 +153,12 @@ class Stream:
         self._rows.start(epoch, 0)
 
     def close(self) -> None:
-        """Stop reading ahead; a later call reads again from where the next batch begins."""
+        """Stop reading ahead; a later call reads again from the beginning of the next batch."""
         self._rows.start(self.epoch, self._rows.row)
 
 
 def check_cursor(cursor: Cursor, num_rows: int, where: str) -> None:
-    """Refuse a cursor with which the rows would not go on where they ended."""
+    """Refuse a cursor from which the rows would not continue where they ended."""
     if cursor.get("order") != ORDER:
         raise DataError(
             f"{where}: the saved run's version gave the rows in another order; allowed: another run.dir, or that "

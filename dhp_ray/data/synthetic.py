@@ -1,12 +1,12 @@
-"""A rendered training set: documents, charts and short clips, with questions whose answers the pictures show.
+"""A rendered training set: documents, charts and short clips, with questions that the pictures answer.
 
     document  lines of words                    "read"     the words
     chart     a title over coloured bars        "tallest"  the title and the colour of the tallest bar
     clip      a square moving over a board      "path"     the title, which runs over the frames, and the square's cells
 
-Lengths, in tokens of the byte-level tokenizer and merged patches, follow a mixture of two lognormals (short samples
-and a long tail, `data.synthetic.*`). Each sample is built to a length drawn from it: pictures take their share, and
-the text that fills the rest, letter for letter, is drawn in the picture and repeated in the answer.
+Lengths, in tokens of the byte-level tokenizer and merged patches, follow a mixture of two lognormals (short samples and
+a long tail, `data.synthetic.*`). Each sample is built to a length drawn from it: pictures take their share, and text
+fills the rest to the letter. This text is drawn in the picture and repeated in the answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLOURS = {"red": (214, 39, 40), "blue": (31, 119, 180), "green": (44, 160, 44),
            "black": (30, 30, 30)}
 KINDS = ("document", "chart", "clip")
 BOARD = 3  # a clip's square moves over BOARD x BOARD cells
-FORM = 1  # raised when the same parameters would give other samples
+FORM = 1  # to be raised when the same parameters give other samples
 METADATA = b"dhp_ray.synthetic"
 SCHEMA = pa.schema([
     ("id", pa.string()), ("images", pa.list_(pa.binary())),
@@ -48,7 +48,8 @@ SCHEMA = pa.schema([
 
 @dataclass(frozen=True)
 class Pictures:
-    """What a sample shows: pictures that can be drawn with a title of any length, and what is said about them."""
+    """The pictures of a sample, which can be drawn with a title of any length, and the question and answer about them.
+    """
 
     sizes: list[tuple[int, int]]
     draw: Callable[[str], list[Image.Image]]
@@ -57,13 +58,13 @@ class Pictures:
 
 
 def parameters(data: Data, seed: int) -> dict[str, Any]:
-    """All that the samples depend on; stored in the file."""
+    """Everything that the samples depend on; it is stored in the file."""
     return asdict(data.synthetic) | {"seed": seed, "min_pixels": data.min_pixels, "max_pixels": data.max_pixels,
                                      "form": FORM}
 
 
 def stored_parameters(path: str | Path) -> dict[str, Any] | None:
-    """The parameters of a file that `write` made; None when some other program did.
+    """The parameters of a file that `write` made; None if another program made it.
 
     Raises:
         DataError: the file is not parquet.
@@ -76,7 +77,7 @@ def stored_parameters(path: str | Path) -> dict[str, Any] | None:
 
 
 def write(path: str | Path, data: Data, seed: int, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Write `data.synthetic.num_samples` samples as parquet, atomically: the file appears when it is whole.
+    """Write `data.synthetic.num_samples` samples as parquet, atomically: the file appears when it is complete.
 
     `progress` is called with the number of samples done.
     """
@@ -105,7 +106,7 @@ def write(path: str | Path, data: Data, seed: int, progress: Callable[[int], Non
 
 
 def sample(index: int, data: Data, seed: int, processor: Processor) -> dict[str, Any]:
-    """Row `index` of the set: id, encoded images and a conversation. It depends on nothing but its arguments."""
+    """Row `index` of the set: id, encoded images and a conversation. It depends only on the arguments."""
     random = np.random.default_rng([seed, index])
     num_tokens = target_tokens(random, data)
     kind = KINDS[random.integers(len(KINDS))]
@@ -118,7 +119,7 @@ def sample(index: int, data: Data, seed: int, processor: Processor) -> dict[str,
 
 
 def target_tokens(random: np.random.Generator, data: Data) -> int:
-    """The length that a sample should have, in tokens."""
+    """The intended length of a sample, in tokens."""
     shape = data.synthetic
     is_long = random.random() < shape.long_fraction
     median, sigma = (shape.long_median_tokens,
@@ -181,7 +182,7 @@ def _grid(num_tokens: float, shape: float) -> tuple[int, int]:
 
 
 def _written(image: Image.Image, text: str) -> Image.Image:
-    """The picture with lines of text on it, from the top."""
+    """The picture with lines of text written on it, from the top."""
     letters = image.width // LETTER_WIDTH
     lines = [text[start : start + letters] for start in range(0, len(text), letters)]
     canvas, font = ImageDraw.Draw(image), ImageFont.load_default_imagefont()

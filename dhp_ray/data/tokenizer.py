@@ -16,7 +16,7 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start
                   "<|video_pad|>")
 TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>",
           "vision_end": "<|vision_end|>", "bos": "<|endoftext|>", "eos": "<|im_end|>", "pad": "<|endoftext|>"}
-"""By purpose, as the families of Qwen name them."""
+"""By purpose, with the names that the Qwen families use."""
 
 # Renders exactly what Qwen2.5-VL's own template does. Jinja's whitespace control (-) keeps it readable here.
 CHAT_TEMPLATE = """
@@ -50,15 +50,15 @@ CHAT_TEMPLATE = """
 """
 
 DEFAULT_SYSTEM = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if loop.first") : CHAT_TEMPLATE.index("{{- '<|im_start|>' +")]
-"""The part of the template that writes a system turn where a conversation has none."""
+"""The part of the template that writes a system turn if a conversation has none."""
 
 
 def byte_tokenizer(
     special_tokens: Sequence[str] = SPECIAL_TOKENS, chat_template: str = CHAT_TEMPLATE,
     named_tokens: Mapping[str, str] | None = None,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer in which every byte of UTF-8 text is one token, whose id is the byte; special tokens from 256 on,
-    some of which it also has by name.
+    """A tokenizer in which every byte of UTF-8 text is one token, whose id is the byte. Special tokens have the ids
+    from 256 on; it also has some of them by name (`named_tokens`).
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -75,7 +75,7 @@ def byte_tokenizer(
 
 
 def special_token_ids(tokenizer: Any, names: Mapping[str, str] = TOKENS) -> dict[str, int]:
-    """Ids of the tokens `names`, by purpose.
+    """Ids of the tokens in `names`, by purpose.
 
     Raises:
         DataError: the tokenizer lacks one.

@@ -1,11 +1,11 @@
-"""What tools are, how the assistant calls them and what they answer, written as the Qwen family writes it.
+"""Tools, their calls by the assistant and their answers, as text in the form of the Qwen family.
 
     system      ...\\n\\n# Tools ... <tools>\\n{"type": "function", "function": {...}}\\n</tools> ...
     assistant   what it says\\n<tool_call>\\n{"name": "zoom", "arguments": {"factor": 2}}\\n</tool_call>
     user        <tool_response>\\nwhat the tool answers\\n</tool_response>
 
-Qwen2.5's template for text renders tools so; those of its vision models, made for pictures, leave calls out. As text of
-the turns they are the same for both.
+Qwen2.5's text template renders tools this way, but the templates of its vision models leave calls out. As text of the
+turns, tools are the same for both.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ _TOOLS = (
 def calls_text(calls: Any) -> str:
     """What the assistant writes to call tools: one call or several, as JSON text or objects.
 
-    {"name": ..., "arguments": {...} or JSON text}, alone, or as the `function` of one of OpenAI's tool_calls. Keys that
-    hold null count as absent, except in JSON text: columns of structs give every call the arguments of all.
+    A call is {"name": ..., "arguments": {...} or JSON text}, alone or as the `function` of one of OpenAI's tool_calls.
+    Keys with the value null count as absent, because a column of structs gives every call the arguments of all calls;
+    in JSON text they do not.
 
     Raises:
-        RowError: no JSON, or a call without name or arguments.
+        RowError: not JSON, or a call without a name or with arguments that are not an object.
     """
     calls = _read(calls, "the call of a tool")
     return "\n".join(_call_text(call) for call in (calls if isinstance(calls, list) else [calls]))
 
 
 def tools_text(system: str, tools: Any) -> str:
-    """The system turn of a conversation that offers tools: what it says otherwise, then their signatures.
+    """The system turn of a conversation that offers tools: its own text, then the signatures of the tools.
 
     `tools`: a list of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}, or such a
-    list as JSON text; nulls as in calls.
+    list as JSON text; nulls are treated as in calls.
 
     Raises:
-        RowError: something else.
+        RowError: `tools` has another form.
     """
     tools = _read(tools, "tools")
     lines = []
@@ -60,7 +61,7 @@ def tools_text(system: str, tools: Any) -> str:
 
 
 def holds_any(value: Any) -> bool:
-    """Whether tools or calls, as they are stored, hold any: they may be null, empty, or an empty list as text."""
+    """Whether stored tools or calls hold any: the value may be null, empty, or an empty list as text."""
     return bool(value) and not (isinstance(value, str) and value.strip() in ("", "[]", "null"))
 
 
@@ -82,7 +83,7 @@ def _call_text(call: Any) -> str:
 
 
 def _read(value: Any, what: str) -> Any:
-    """A value that may be stored as JSON text; of one that is not, the keys that hold null are left out."""
+    """A value that may be stored as JSON text; otherwise, keys with the value null are left out."""
     if not isinstance(value, str):
         return _present(value)
     try:
@@ -92,7 +93,7 @@ def _read(value: Any, what: str) -> Any:
 
 
 def _present(value: Any) -> Any:
-    """Without the keys that hold null."""
+    """The value without keys that hold null."""
     if isinstance(value, Mapping):
         return {name: _present(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -101,8 +102,8 @@ def _present(value: Any) -> Any:
 
 
 def _json(tree: Any) -> str:
-    """As the filter `tojson` of transformers' templates writes it."""
+    """JSON in the form of the filter `tojson` of transformers' templates."""
     try:
         return json.dumps(tree, ensure_ascii=False)
-    except (TypeError, ValueError) as error:  # bytes or dates of a column
+    except (TypeError, ValueError) as error:  # a column may hold bytes or dates
         raise RowError(f"tools or their arguments cannot be written as JSON: {first_line(error)}") from None

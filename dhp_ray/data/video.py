@@ -1,8 +1,8 @@
-"""Videos: the frames that a model sees, and their patches as the video processors of Qwen make them.
+"""Videos: the frames that a model sees, and their patches in the form of Qwen's video processors.
 
-The patches follow `Qwen2VLVideoProcessor.patchify` (transformers), which is written anew here because that class needs
-torchvision; which frames are taken, the family says. A video is as the container stores it: not turned by its
-display matrix.
+The patches follow `Qwen2VLVideoProcessor.patchify` (transformers), which is reimplemented here because that class needs
+torchvision. The family decides which frames are taken. A video is used as the container stores it; it is not turned by
+its display matrix.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dhp_ray.data.video_decoder import VideoDecoder
 
 def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
     """Patches, float32 of shape (P, patch_dim), of each range of steps in time of the video's grid, which was planned
-    with `num_steps`.
+    with `num_steps` steps.
 
     Raises:
-        ValueError: the frames that come out are not those that the container announced, or are damaged.
+        ValueError: the decoded frames are not those that the container announced, or are damaged.
         Exception: whatever PyAV raises on bytes that do not decode.
     """
     temporal = processor.temporal_patch_size
@@ -30,7 +30,7 @@ def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num
         sampled = processor.frames(clip)
         if -(-len(sampled) // temporal) != num_steps:
             raise ValueError(f"the video gives {len(sampled)} frames; planned: {num_steps * temporal}")
-        # A last step that lacks frames repeats the last one.
+        # A last step without enough frames repeats the last frame.
         numbers = [[sampled[min(place, len(sampled) - 1)]
                     for place in range(steps.start * temporal, steps.stop * temporal)] for steps in ranges]
         rows, columns = processor.frame_size(clip)

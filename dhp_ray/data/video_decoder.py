@@ -1,11 +1,11 @@
-"""Decodes chosen frames of a video, from the key frame before them on.
+"""Decodes chosen frames of a video, beginning at the key frame before them.
 
     packets, as stored     I0 P3 B1 B2 | I4 P7 B5 B6 | I8 ...      read once; each says when its frame is shown
     wanted: 5, 6           decoding begins with I4 and ends when 6 has come
 
-A frame's number is its place in the order of presentation. Where packets do not say when they are shown, as in AVI, and
-where what comes from a key frame on is not whole or not in order, decoding begins with the first packet and numbers
-what comes.
+The number of a frame is its place in the order of presentation. If packets do not say when they are shown, as in AVI,
+or if the frames from a key frame on are incomplete or out of order, decoding begins with the first packet and numbers
+the frames as they come.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 
-MAX_FRAMES_PER_SECOND = 240  # a file that claims more is made to be long while it looks short
+MAX_FRAMES_PER_SECOND = 240  # a file that claims more is made to look shorter than it is
 CONTAINERS = "MP4 or MOV, WebM or Matroska, AVI"
 av.logging.set_level(None)
 
 
 class VideoDecoder:
-    """The packets of one encoded video, in memory; a context that closes it.
+    """The packets of one encoded video, in memory; a context manager that closes the video.
 
     Raises:
-        RowError: it cannot be read, is too long, or its frames are too large.
+        RowError: the video cannot be read, is too long, or its frames are too large.
     """
 
     clip: Clip
     num_decoded = 0
-    """Frames that have been decoded so far, wanted or not."""
+    """The number of frames decoded so far, wanted or not."""
 
     def __init__(self, data: bytes, limits: MediaLimits) -> None:
         with ExitStack() as stack:
@@ -48,7 +48,7 @@ class VideoDecoder:
                 self._is_avi = container.format.name == "avi"
                 self.clip = _clip(self._stream, sum(map(_shows, self._packets)), limits)
             self._stack = stack.pop_all()
-        self._stream.codec_context.thread_count = 1  # beside a worker that trains, and other decoders
+        self._stream.codec_context.thread_count = 1  # other decoders and a worker that trains run at the same time
 
     def __enter__(self) -> VideoDecoder:
         return self
@@ -58,11 +58,11 @@ class VideoDecoder:
         self._stack.close()
 
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The frames of these numbers, uint8 (height, width, 3), with their numbers. Where decoding had to begin anew
-        a frame comes again: the later one counts. To be called once.
+        """The frames with these numbers, uint8 (height, width, 3), each with its number. If decoding had to start
+        again, a frame may come twice: the later one counts. May be called only once.
 
         Raises:
-            ValueError: they are not those that the container announced, or are damaged.
+            ValueError: the frames are not those that the container announced, or are damaged.
         """
         times = self._times()
         start = self._start(times, set(wanted))
@@ -70,14 +70,14 @@ class VideoDecoder:
             try:
                 yield from self._from(start, times, set(wanted))
                 return
-            except ValueError:  # what precedes the key frame is needed, or frames are damaged, which is then told
+            except ValueError:  # frames before the key frame are needed, or some are damaged, which is raised below
                 self._stream.codec_context.flush_buffers()
         yield from self._from(0, {}, set(wanted))
 
     def _times(self) -> dict[int, int]:
-        """The number of the frame that is shown at each time; empty where the packets do not tell.
+        """The number of the frame that is shown at each time; empty if the packets do not tell.
 
-        AVI has no such times. Where frames are to be put in order and no packet is out of it, times were made up.
+        AVI has no such times. If frames have to be reordered but no packet is out of order, the times were made up.
         """
         shown = [packet.pts for packet in self._packets if _shows(packet)]
         if self._is_avi or None in shown or len(set(shown)) < len(shown):
@@ -88,7 +88,7 @@ class VideoDecoder:
         return {time: number for number, time in enumerate(ordered)}
 
     def _start(self, times: dict[int, int], wanted: set[int]) -> int:
-        """The place of the last key frame that is neither stored nor shown after a wanted frame; 0: none is known."""
+        """The index of the last key frame that is neither stored nor shown after a wanted frame; 0: none is known."""
         first, start = min(wanted), 0
         for place, packet in enumerate(self._packets if times else ()):
             if not _shows(packet):
@@ -101,7 +101,7 @@ class VideoDecoder:
         return 0
 
     def _from(self, start: int, times: dict[int, int], missing: set[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The missing frames, numbered by their times, or one after the other where there are none."""
+        """The missing frames, numbered by `times`, or one after the other if `times` is empty."""
         number = -1
         try:
             for frame in (frame for packet in self._packets[start:] for frame in packet.decode()):
@@ -131,10 +131,10 @@ class VideoDecoder:
 
 
 def clip_of(data: bytes, limits: MediaLimits) -> Clip:
-    """What an encoded video consists of. Walks over the container's packets; decodes none.
+    """The description of an encoded video. Reads the container's packets and decodes none.
 
     Raises:
-        RowError: it cannot be read, is too long, or its frames are too large.
+        RowError: the video cannot be read, is too long, or its frames are too large.
     """
     with _reading(), _opened(data) as (container, stream):
         return _clip(stream, sum(map(_shows, container.demux(stream))), limits)
@@ -181,8 +181,8 @@ def _reading() -> Iterator[None]:
 def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream.
 
-    The kind is told from the first bytes and given to FFmpeg: left to guess, it also takes playlists, which name other
-    files and URLs to open.
+    The format is detected from the first bytes and passed to FFmpeg. If FFmpeg guessed, it would also accept playlists,
+    which name other files and URLs to open.
     """
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free"):
         kind = "mov"

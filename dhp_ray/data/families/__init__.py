@@ -1,4 +1,4 @@
-"""The model families whose text and pixels are known, by the `model_type` of their configurations."""
+"""The model families whose text and pixels are supported, by the `model_type` of their configurations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dhp_ray.errors import first_line
 FAMILIES: dict[str, Family] = {family.name: family for family in (InternVL(), Qwen25VL(), Qwen3VL())}
 PRESETS = {"bytes": "qwen2_5_vl", "tiny": "qwen2_5_vl", "small": "qwen2_5_vl", "tiny_qwen3_vl": "qwen3_vl",
            "tiny_internvl": "internvl"}
-"""The families of model/presets.py, and of the byte-level tokenizer alone."""
+"""The families of the presets in model/presets.py, and of the byte-level tokenizer alone (`bytes`)."""
 PRESET_SETTINGS: dict[str, dict[str, Any]] = {"tiny_internvl": {"size": {"height": 56, "width": 56}}}
-"""What a preset's image processor has otherwise than its family's."""
+"""Settings in which a preset's image processor differs from its family's."""
 
 
 def family_of(preset: str, path: str) -> Family:
@@ -40,17 +40,17 @@ def family_of(preset: str, path: str) -> Family:
 
 
 def check_processor_files(folder: Path) -> None:
-    """Refuse a folder that lacks a file which the processor is made from. Needs no transformers.
+    """Refuse a folder that lacks a file from which the processor is made. Needs no transformers.
 
     Raises:
-        DataError: tokenizer, chat template or image settings are missing, or those of another family or model.
+        DataError: tokenizer, chat template or image settings are missing, or are those of another family or model.
     """
     check_tokenizer_files(folder)
     folder_image_settings(folder, family_of("", str(folder)))
 
 
 def folder_image_settings(folder: Path, family: Family) -> dict[str, Any]:
-    """The settings of a folder's image processor, and of its model what decides on patches.
+    """The settings of a folder's image processor, including those of its model that determine the patches.
 
     Raises:
         DataError: there are none, or they cut other patches than the model takes.

@@ -1,4 +1,4 @@
-"""What the text and pixels of a model consist of, family by family: as its own processor of transformers makes them."""
+"""The text and pixels of a model, family by family, as the family's own processor of transformers makes them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MAX_ASPECT_RATIO = 200
 
 
 class Bounds(NamedTuple):
-    """What an image or a frame is cut into: patches of `patch_size` x `patch_size` pixels, `merge_size` x `merge_size`
-    of which make a token; and pixels from `minimum` to `maximum`. `of_video`: pixels of all frames of a video, at most,
-    where the family bounds them.
+    """How an image or a frame is cut: patches of `patch_size` x `patch_size` pixels, `merge_size` x `merge_size` of
+    which make a token, and between `minimum` and `maximum` pixels in all. `of_video`: the most pixels of all frames of
+    a video, if the family bounds them.
     """
 
     patch_size: int
@@ -39,8 +39,8 @@ class Bounds(NamedTuple):
 
 
 class Medium(NamedTuple):
-    """A whole image or video: its patches (P, patch_dim), the grid that they fill, and seconds of a step in time (0: an
-    image).
+    """A whole image or video: its patches (P, patch_dim), the grid that they fill, and the seconds of a step in time
+    (0: an image).
     """
 
     patches: np.ndarray
@@ -50,13 +50,13 @@ class Medium(NamedTuple):
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """A family's tokens, files, and the way from images and videos to text and grids."""
+    """A family's tokens and files, and how it turns images and videos into text and grids."""
 
     name: ClassVar[str]
-    """As config.json says it (`model_type`)."""
+    """The `model_type` in config.json."""
 
     chat_template: ClassVar[str]
-    """Of its presets."""
+    """The chat template of its presets."""
 
     tokens: ClassVar[Mapping[str, str]]
     """By purpose: image, video, vision_start, vision_end, bos, eos, pad."""
@@ -65,29 +65,32 @@ class Family(ABC):
     """What the chat template writes for an image and for a video."""
 
     special_tokens: ClassVar[Sequence[str]]
-    """Of the byte-level tokenizer of its presets, in the order of their ids."""
+    """The special tokens of the byte-level tokenizer of its presets, in the order of their ids."""
 
     named_tokens: ClassVar[Mapping[str, str]] = {}
-    """Tokens that its processor knows by attributes of the tokenizer."""
+    """Tokens that its processor reads from attributes of the tokenizer."""
 
     structure_tokens: ClassVar[Sequence[str]]
-    """Tokens that mark turns and images. Text of a user that spells one would change what a sequence consists of."""
+    """Tokens that mark turns and images. If a user's text contained one, it would change the structure of the sequence.
+    """
 
     image_processors: ClassVar[tuple[str, ...]]
-    """How the names of its image processors begin (`image_processor_type`)."""
+    """What the names of its image processors begin with (`image_processor_type`)."""
 
     image_settings: ClassVar[Mapping[str, Any]]
-    """Of the image processor, where a folder does not say."""
+    """Settings of the image processor that apply if a folder does not say otherwise."""
 
     merged_order: ClassVar[bool] = True
-    """Whether the patches of one token stand together; else they come row by row."""
+    """Whether the patches of one token are consecutive; otherwise patches come row by row."""
 
     @abstractmethod
     def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Which settings a model's configuration (config.json) says too, or alone."""
+        """The settings that a model's configuration (config.json) holds, alone or in addition to the processor's files.
+        """
 
     def plain(self, name: str, value: Any) -> Any:
-        """The value of a setting in the form that it has here: some files have a pair of equal numbers for one."""
+        """The value of a setting in the form used here: some files have a pair of equal numbers instead of one number.
+        """
         if not name.endswith("_size"):
             return value
         return int(value[0] if isinstance(value, (list, tuple)) and len(set(value)) == 1 else value)
@@ -98,58 +101,58 @@ class Family(ABC):
 
     @abstractmethod
     def image_patches(self, values: Any, bounds: Bounds) -> np.ndarray:
-        """The patches (P, patch_dim) of what it makes of one image, its `pixel_values`."""
+        """The patches (P, patch_dim) from the `pixel_values` that the image processor makes of one image."""
 
     @abstractmethod
     def processor_files(
         self, settings: Mapping[str, Any], bounds: Bounds, limits: MediaLimits
     ) -> Mapping[str, Mapping[str, Any]]:
-        """The files, by name, that transformers makes the family's processor of."""
+        """The files, by name, from which transformers makes the family's processor."""
 
     @abstractmethod
     def image_grid(self, width: int, height: int, settings: Mapping[str, Any], bounds: Bounds) -> Grid:
         """The grid of an image of this many pixels: patches in time (or tiles), height and width.
 
         Raises:
-            RowError: an image that the family refuses.
+            RowError: the family refuses the image.
         """
 
     @abstractmethod
     def frame_size(
         self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
     ) -> tuple[int, int]:
-        """(height, width) in pixels that the frames of a video are scaled to, of which so many are taken."""
+        """(height, width) in pixels to which the `num_frames` frames taken from a video are scaled."""
 
     def most_frame_pixels(self, max_pixels: int) -> int:
-        """Of a frame at most, where `max_pixels` are allowed."""
+        """The most pixels of a frame if `max_pixels` are allowed."""
         return max_pixels
 
     @abstractmethod
     def num_frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> int:
-        """How many frames of a video are taken."""
+        """The number of frames that are taken from a video."""
 
     @abstractmethod
     def frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
-        """Numbers of the frames that are taken, ascending (may import torch)."""
+        """The indices of the frames that are taken, ascending (may import torch)."""
 
     @abstractmethod
     def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
-        """What takes the place of a video's mark in the text: its token once for each run of vision tokens."""
+        """The text that replaces a video's mark; it has the video token once for each run of vision tokens."""
 
     def image_text(self) -> str:
-        """The same of an image."""
+        """The text that replaces an image's mark."""
         return self.tokens["image"]
 
     @abstractmethod
     def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
-        """Vision tokens of each of these runs, for a whole video of this grid."""
+        """The number of vision tokens in each of these runs, for a whole video of this grid."""
 
     @abstractmethod
     def model_inputs(
         self, ids: np.ndarray, media: Sequence[Medium], token_ids: Mapping[str, int], bounds: Bounds
     ) -> dict[str, np.ndarray]:
-        """What the model of transformers takes beside the ids (L,) of one sequence: its images and videos, in the order
-        of the text.
+        """What the model of transformers takes in addition to the ids (L,) of one sequence, for its images and videos
+        in the order of the text.
         """
 
     def seconds_per_step(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> float:
@@ -159,7 +162,7 @@ class Family(ABC):
 
 
 def check_shape(height: int, width: int) -> None:
-    """Refuse a picture that is more than 200 times as long as it is wide."""
+    """Refuse a picture whose longer side is more than 200 times its shorter side."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         raise RowError(
@@ -168,8 +171,8 @@ def check_shape(height: int, width: int) -> None:
 
 
 def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge_size: int) -> np.ndarray:
-    """Frames (T, 3, H, W), T a multiple of `temporal_patch_size`, to patches (P, 3 x temporal_patch_size x patch_size x
-    patch_size).
+    """Cut frames (T, 3, H, W), T a multiple of `temporal_patch_size`, into patches (P, 3 x temporal_patch_size x
+    patch_size x patch_size).
     """
     time, channels, height, width = frames.shape
     cut = frames.reshape(time // temporal_patch_size, temporal_patch_size, channels, height // patch_size // merge_size,

@@ -1,4 +1,6 @@
-"""InternVL: an image is cut into tiles of one size, with the whole of it as the last one; videos frame by frame."""
+"""InternVL: an image is cut into tiles of one size, followed by the whole image as one more tile if there are several;
+a video has one tile per frame.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from dhp_ray.planner.plan import Grid  # the planner takes numba
 
 OF_THE_MODEL = ("patch_size", "merge_size", "temporal_patch_size")
-"""Settings that its image processor has not."""
+"""Settings that its image processor does not have."""
 
 START, TOKEN, END = "<img>", "<IMG_CONTEXT>", "</img>"
 
@@ -43,10 +45,10 @@ CHAT_TEMPLATE = """
 
 
 class InternVL(Family):
-    """As InternVLProcessor, GotOcr2ImageProcessor and InternVLVideoProcessor of transformers make them.
+    """Like InternVLProcessor, GotOcr2ImageProcessor and InternVLVideoProcessor of transformers.
 
         <img>[256 tokens a tile]</img>      an image
-        Frame1: <img>[256 tokens]</img>     a video, a line a frame
+        Frame1: <img>[256 tokens]</img>     a video, one line per frame
     """
 
     name: ClassVar[str] = "internvl"
@@ -86,7 +88,7 @@ class InternVL(Family):
         return GotOcr2ImageProcessorPil(**self.image_files(settings, bounds))
 
     def image_files(self, settings: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
-        """What the image processor is made of."""
+        """The settings from which the image processor is made."""
         known = {name: value for name, value in settings.items() if name not in OF_THE_MODEL}
         most = self.most_tiles(settings, bounds)
         return known | {"crop_to_patches": True, "min_patches": min(int(settings["min_patches"]), most),
@@ -107,8 +109,8 @@ class InternVL(Family):
                     "image_seq_length": height * width // bounds.factor**2}}
 
     def most_tiles(self, settings: Mapping[str, Any], bounds: Bounds) -> int:
-        """Tiles that an image is cut into at most: as its processor has it, and with that of the whole image of no more
-        pixels than allowed.
+        """The most tiles into which an image is cut: at most those of its processor, and with the tile of the whole
+        image no more pixels than allowed.
         """
         height, width = _tile(settings)
         return max(1, min(int(settings["max_patches"]), bounds.maximum // (height * width) - 1))
@@ -134,7 +136,7 @@ class InternVL(Family):
         return min(max(1, wanted), limits.max_frames, clip.num_frames)
 
     def frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
-        """Evenly over the video, each from the middle of its part, as torch rounds, which it imports."""
+        """Evenly spread over the video, each from the middle of its part, rounded like torch, which this imports."""
         import torch
 
         interval = clip.num_frames / self.num_frames(clip, limits, temporal_patch_size)
@@ -154,7 +156,7 @@ class InternVL(Family):
     def model_inputs(
         self, ids: np.ndarray, media: Sequence[Medium], token_ids: Mapping[str, int], bounds: Bounds
     ) -> dict[str, np.ndarray]:
-        """Tiles (T, 3, height, width), put together again of their patches, row by row."""
+        """Tiles (T, 3, height, width), put together again from their patches, which come row by row."""
         if not media:
             return {}
         (_, rows, columns), size = media[0].grid, bounds.patch_size
@@ -163,8 +165,8 @@ class InternVL(Family):
 
 
 def tiling(width: int, height: int, tile: tuple[int, int], least: int, most: int) -> tuple[int, int]:
-    """(columns, rows) of the tiles, from `least` to `most` of them: the shape that is nearest to the picture's. Of
-    several the one with most tiles that cover less than twice the picture.
+    """(columns, rows) of the tiles, between `least` and `most` of them: the aspect ratio nearest to the picture's.
+    Among equally near ones, the one with the most tiles that together have less than twice the picture's pixels.
     """
     shapes = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)
               if least <= columns * rows <= most]

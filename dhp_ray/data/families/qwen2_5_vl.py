@@ -21,7 +21,7 @@ MIN_FRAMES = 4
 
 
 class Qwen25VL(Family):
-    """As Qwen2_5_VLProcessor, Qwen2VLImageProcessor and Qwen2VLVideoProcessor of transformers make them."""
+    """Like Qwen2_5_VLProcessor, Qwen2VLImageProcessor and Qwen2VLVideoProcessor of transformers."""
 
     name: ClassVar[str] = "qwen2_5_vl"
     chat_template: ClassVar[str] = CHAT_TEMPLATE
@@ -38,7 +38,7 @@ class Qwen25VL(Family):
     processor_class: ClassVar[str] = "Qwen2_5_VLProcessor"
     video_processor: ClassVar[str] = "Qwen2VLVideoProcessor"
     takes_seconds: ClassVar[bool] = True
-    """Whether its model counts a video's positions in time in seconds."""
+    """Whether its model measures a video's positions in time in seconds."""
 
     def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         vision = config.get("vision_config") or {}
@@ -64,7 +64,7 @@ class Qwen25VL(Family):
                 "processor_config.json": processor}
 
     def video_bounds(self, bounds: Bounds) -> dict[str, Any]:
-        """How the video processor is told what frames are scaled to."""
+        """The settings that tell the video processor to what size frames are scaled."""
         return {"cap_pixels_per_frame": False, "size": _size(bounds.minimum, bounds.maximum)}
 
     def image_patches(self, values: Any, bounds: Bounds) -> np.ndarray:
@@ -83,12 +83,12 @@ class Qwen25VL(Family):
         return math.ceil(clip.num_frames / _interval(clip, limits, temporal_patch_size))
 
     def frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
-        """Evenly over the video, as torch rounds, which it imports."""
+        """Evenly spread over the video, rounded like torch, which this imports."""
         import torch
 
         numbers = torch.arange(0, clip.num_frames, _interval(clip, limits, temporal_patch_size),
                                dtype=torch.float32).int()
-        return numbers.clamp_(max=clip.num_frames - 1).tolist()  # rounding can step on one frame too many
+        return numbers.clamp_(max=clip.num_frames - 1).tolist()  # rounding can give one frame too many
 
     def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
         return self.tokens["video"]
@@ -114,8 +114,8 @@ class Qwen25VL(Family):
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in multiples of `factor`, near the picture's shape, with pixels between the bounds (Qwen2-VL,
-    section 2.1).
+    """(height, width) in multiples of `factor`, near the picture's aspect ratio, with pixels between the bounds
+    (Qwen2-VL, section 2.1).
 
     Raises:
         RowError: the aspect ratio is above 200.
@@ -133,7 +133,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def _interval(clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> float:
-    """Frames from one that is taken to the next."""
+    """The distance in frames from one taken frame to the next."""
     most = min(limits.max_frames, clip.num_frames) // temporal_patch_size * temporal_patch_size
     wanted = min(max(clip.num_frames / clip.frames_per_second * limits.video_fps, MIN_FRAMES), most, clip.num_frames)
     return clip.num_frames / max(1, math.floor(wanted / temporal_patch_size) * temporal_patch_size)

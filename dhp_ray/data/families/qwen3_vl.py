@@ -1,4 +1,6 @@
-"""Qwen3-VL: a time stamp before each step in time of a video, whose frames are scaled by what all of them take."""
+"""Qwen3-VL: a time stamp before each step in time of a video, whose frames are scaled by the pixels of all frames
+together.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Qwen3VL(Qwen25VL):
-    """As Qwen3VLProcessor, Qwen2VLImageProcessor and Qwen3VLVideoProcessor of transformers make them, the latter with
-    `cap_pixels_per_frame`: a frame has at most `data.max_pixels`, as an image has.
+    """Like Qwen3VLProcessor, Qwen2VLImageProcessor and Qwen3VLVideoProcessor of transformers, the latter with
+    `cap_pixels_per_frame`: a frame has at most `data.max_pixels`, like an image.
 
         <|vision_start|><0.2 seconds><|vision_start|>[video tokens]<|vision_end|><1.3 seconds> ... <|vision_end|>
     """
@@ -38,7 +40,9 @@ class Qwen3VL(Qwen25VL):
                 "size": {"shortest_edge": bounds.minimum, "longest_edge": bounds.of_video}}
 
     def most_frame_pixels(self, max_pixels: int) -> int:
-        """The published processor rounds half of the frames: of five it bounds four, of nine eight."""
+        """The published processor rounds half the number of frames to an even number: of five frames it bounds the
+        pixels of four, of nine those of eight.
+        """
         return max_pixels * 5 // 4
 
     def frame_size(
@@ -46,7 +50,7 @@ class Qwen3VL(Qwen25VL):
     ) -> tuple[int, int]:
         factor, height, width = bounds.factor, clip.height, clip.width
         together = int(settings["temporal_patch_size"])
-        num_frames = max(together, num_frames)  # a single one is shown as often as a step in time wants it
+        num_frames = max(together, num_frames)  # a single frame is repeated to fill a step in time
         of_frame = min(bounds.maximum // factor**2 * factor**2, bounds.of_video // num_frames)
         maximum = max(of_frame, int(bounds.minimum * 1.05)) * num_frames
         if height < factor or width < factor:
@@ -69,7 +73,7 @@ class Qwen3VL(Qwen25VL):
         return min(max(wanted, MIN_FRAMES), limits.max_frames, clip.num_frames)
 
     def frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
-        """Evenly over the video, the first and the last one among them."""
+        """Evenly spread over the video, including the first and the last frame."""
         count = self.num_frames(clip, limits, temporal_patch_size)
         return np.linspace(0, clip.num_frames - 1, count).round().astype(int).tolist()  # type: ignore[no-any-return]
 

@@ -1,5 +1,5 @@
 """The formats of data files, one module each with its SUFFIXES, `scan` (the fragments of a file) and `read` (the rows
-of a fragment, with the bytes of their images and videos or without).
+of a fragment, with or without the bytes of their images and videos).
 
     data.format    llava       parquet, synthetic    webdataset    huggingface
     files          json_text   parquet               tar           arrow, parquet
@@ -31,7 +31,7 @@ def suffixes_of(data_format: str) -> tuple[str, ...]:
 
 
 def kind_of_file(path: str) -> str:
-    """The kind of a file, by its name."""
+    """The kind of a file, from its name."""
     suffix = os.path.splitext(path)[1]
     return next(kind for kind, file_format in FILE_FORMATS.items() if suffix in file_format.SUFFIXES)
 
@@ -40,7 +40,7 @@ def scan_file(path: str, kind: str, names: Names, progress: Callable[[int], None
     """The fragments of one file, in the order of its rows.
 
     Raises:
-        DataError: the file is of another form, damaged, or without the columns that are needed.
+        DataError: the file is damaged, has another form, or lacks the columns that are needed.
     """
     try:
         yield from FILE_FORMATS[kind].scan(path, names, progress)
@@ -60,7 +60,7 @@ def read_rows(fragment: Fragment) -> list[Row]:
 
 
 def read_texts(fragment: Fragment) -> list[Row]:
-    """As `read_rows`, without the bytes of images and videos: for who looks through a whole set.
+    """Like `read_rows`, but without the bytes of images and videos: for code that goes through a whole set.
 
     Raises:
         DataError: the file is gone or damaged.

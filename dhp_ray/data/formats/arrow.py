@@ -1,8 +1,8 @@
-"""Data sets as Hugging Face's `datasets` leaves them on disk: `save_to_disk`'s folders of Arrow streams, and folders of
-parquet.
+"""Data sets on disk in the form of Hugging Face's `datasets`: folders of Arrow streams from `save_to_disk`, and folders
+of parquet.
 
-Read with pyarrow alone. A record batch is found by its byte range and mapped, so that a few of its rows cost no more
-than they are.
+They are read with pyarrow alone. A record batch is found by its byte range and mapped, so a few of its rows cost only
+what they take themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def saved_files(path: str) -> list[str]:
     """The files of a saved set, in its order: Arrow streams, or parquet.
 
     Raises:
-        DataError: several splits, rows that only an index orders, or no file at all.
+        DataError: the set has several splits, its rows are ordered by an index, or it has no file.
     """
     splits = _read(os.path.join(path, "dataset_dict.json"))
     if splits is not None:
@@ -72,7 +72,7 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
     check_columns(arrow_schema(path), path)
     first = 0
     for start, stop, batch in batches_of(path, progress):
-        # The file is mapped: offsets that lead out of it would be followed.
+        # The file is mapped, and offsets that point outside of it would be followed.
         batch.select([name for name in batch.schema.names if name == "id"]).validate(full=True)
         for offset in range(0, batch.num_rows, ROWS_PER_FRAGMENT):
             part = batch.slice(offset, ROWS_PER_FRAGMENT)
@@ -86,7 +86,7 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
 def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
     batch = read_batch(fragment.path, *fragment.spans[0]).slice(fragment.offset, fragment.num_rows)
     batch = batch.select([name for name in (ROW_COLUMNS if media else TEXT_COLUMNS) if name in batch.schema.names])
-    batch.validate(full=True)  # the file is mapped: offsets that lead out of it would be followed
+    batch.validate(full=True)  # the file is mapped, and offsets outside of it would be followed
     for fields in batch.to_pylist():
         yield Row(fields.get("id", ""), fields)
 
@@ -95,7 +95,7 @@ def batches_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int
     """(start, stop, batch) of every record batch of an Arrow stream; `batch` is mapped.
 
     Raises:
-        DataError: another kind of file.
+        DataError: the file is of another kind.
     """
     try:
         with pa.memory_map(path) as source:
@@ -104,7 +104,7 @@ def batches_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int
                 start = source.tell()
                 try:
                     message = pa.ipc.read_message(source)
-                except EOFError:  # the end of the stream, as a message of its own
+                except EOFError:  # the end of the stream is a message too
                     return
                 progress(start)
                 yield start, source.tell(), pa.ipc.read_record_batch(message, schema)
@@ -122,7 +122,7 @@ def arrow_schema(path: str) -> pa.Schema:
 
 
 def read_batch(path: str, start: int, stop: int) -> pa.RecordBatch:
-    """The record batch in these bytes of an Arrow stream, mapped."""
+    """The record batch in this byte range of an Arrow stream, mapped."""
     source = pa.memory_map(path)
     schema = pa.ipc.read_schema(pa.ipc.read_message(source))
     source.seek(start)

@@ -1,4 +1,4 @@
-"""JSON as LLaVA writes it: one array of objects, or one object a line."""
+"""JSON in the form of LLaVA: one array of objects, or one object per line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
 
 
 def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
-    """Images and videos are names, or stand inside a row's text: with `media` or without, a row is read whole."""
+    """Images and videos are names or are inside a row's text, so a row is read whole, with or without `media`."""
     with open(fragment.path, "rb") as file:
         for start, stop in fragment.spans:
             file.seek(start)

@@ -16,10 +16,10 @@ from dhp_ray.errors import first_line
 
 SUFFIXES = (".parquet",)
 ROWS_OF_ROW_GROUP = 256
-"""The most rows of a fragment: reading a few rows of a row group means to read past those before them."""
+"""The most rows of a fragment: to read a few rows of a row group, the rows before them have to be read too."""
 
 STREAM_BYTES = 2**20
-"""Parquet is read in parts of so many bytes, not a whole column of a row group at once."""
+"""Parquet is read in parts of this many bytes, not a whole column of a row group at once."""
 
 
 def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
@@ -53,7 +53,7 @@ def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
         columns = [name for name in (ROW_COLUMNS if media else TEXT_COLUMNS) if name in file.schema_arrow.names]
         stop = fragment.offset + fragment.num_rows
         first, tables = 0, []
-        # The rows before have to be decoded too; those behind are not read.
+        # The rows before the fragment have to be decoded too; those after it are not read.
         for batch in file.iter_batches(ROWS_OF_ROW_GROUP, row_groups=[fragment.row_group], columns=columns):
             if first + batch.num_rows > fragment.offset:
                 begin = max(0, fragment.offset - first)

@@ -1,9 +1,9 @@
-"""What a row holds in every format, and the fragments that rows are read in.
+"""The content of a row in every format, and the fragments in which rows are read.
 
     id             name of the sample (optional; see data/names.py)
     conversations  LLaVA's turns (data/conversation.py); in parquet also as a JSON string
-    messages       OpenAI's messages, likewise; used where there are no conversations
-    answers        texts that are right beside the last turn of the assistant (jobs/evaluate.py), a list or one
+    messages       OpenAI's messages, likewise; used if there are no conversations
+    answers        right answers in addition to the last turn of the assistant (jobs/evaluate.py), a list or one
     tools          what the assistant may call (data/tools.py), a list or JSON text
     image, images  a file name below the image root, encoded bytes, {"bytes": ..., "path": ...}, or a list of these
     video, videos  likewise
@@ -39,7 +39,7 @@ class Row:
     fields: Mapping[str, Any]
     error: str = ""
     members: Mapping[str, bytes] | None = None
-    """Images and videos by name, where they come with the row: then no file of the image root is looked for."""
+    """Images and videos by name, if they come with the row; then no file of the image root is used."""
 
 
 def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def fragments_of(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]], names: Names) -> Iterator[Fragment]:
-    """Fragments of rows that are given by (id, byte range)."""
+    """Fragments of rows that are given as (id, byte range)."""
     first = 0
     while part := list(islice(rows, ROWS_PER_FRAGMENT)):
         renamed = new_names((given for given, _ in part), names, path, first)
@@ -75,7 +75,9 @@ def fragments_of(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]
 
 
 def new_names(given: Iterable[Any], names: Names, path: str, first: int) -> tuple[tuple[int, str], ...]:
-    """(offset, name) of the rows whose given id is missing or taken; `first` is the first row's number in the file."""
+    """(offset, name) of the rows whose given id is missing or taken; `first` is the number of the first row in the
+    file.
+    """
     claimed = ((offset, names.claim(name, path, first + offset)) for offset, name in enumerate(given))
     return tuple((offset, name) for offset, name in claimed if name)
 

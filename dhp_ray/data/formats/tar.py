@@ -1,11 +1,11 @@
-"""WebDataset shards: tar files in which the members of one key, side by side, are a sample.
+"""WebDataset shards: tar files in which consecutive members with the same key are a sample.
 
-    0001.json   the row: conversations or messages; or the list of turns alone
-    0001.txt    in place of it: what the assistant says of the images and videos beside it
+    0001.json   the row: conversations or messages; or only the list of turns
+    0001.txt    instead of it: what the assistant says about the images and videos of the sample
     0001.jpg, 0001.1.png, 0001.mp4, ...   images and videos; the row names them ("1.png" or "0001.1.png"),
-                                          or they go in order
+                                          or they are taken in order
 
-Nothing is unpacked: members are read where they lie, and those that would run code when read are refused.
+Nothing is unpacked: members are read in place, and those that would run code when read are refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
 
 
 def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
-    """Without `media` the bytes of images and videos are still read, of one sample at a time, and not kept."""
+    """Without `media` the bytes of images and videos are still read, one sample at a time, but not kept."""
     with open(fragment.path, "rb") as file:
         for start, stop in fragment.spans:
             key = ""
@@ -57,16 +57,16 @@ def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
 
 
 def samples_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
-    """(key, start, stop) of every sample, by the members' headers alone.
+    """(key, start, stop) of every sample, from the headers of the members alone.
 
     Raises:
-        DataError: not an uncompressed tar file, or one that ends early.
+        DataError: the file is not an uncompressed tar file, or ends early.
     """
     try:
         with tarfile.open(path, "r:") as archive:
             current, start, stop = None, 0, 0
             while (member := archive.next()) is not None:
-                archive.members = []  # type: ignore[attr-defined]  # it would keep every one
+                archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all members
                 progress(member.offset)
                 if member.isdir():
                     continue
@@ -85,10 +85,10 @@ def samples_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str
 
 
 def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The row of a sample's part of the tar file, and its images and videos by the names that the row may use.
+    """The row in a sample's part of the tar file, and its images and videos by the names that the row may use.
 
     Raises:
-        RowError: members that are refused, or no row among them.
+        RowError: a member is refused, or none holds a row.
     """
     texts: dict[str, bytes] = {}
     media: dict[str, bytes] = {}
@@ -157,13 +157,13 @@ def _fields(texts: dict[str, bytes], counts: dict[str, int]) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RowError(f"the member txt is not UTF-8 text: {first_line(error)}") from None
     marks = IMAGE_MARK * counts["images"] + VIDEO_MARK * counts["videos"]
-    # As parts: a caption that spells a mark is text.
+    # As parts, so that a mark in a caption stays text.
     return {"messages": [{"role": "user", "content": marks},
                          {"role": "assistant", "content": [{"type": "text", "text": caption}]}]}
 
 
 def _has_own(fields: dict[str, Any]) -> bool:
-    """Whether the parts of a row's messages name their images and videos."""
+    """Whether the parts of a row's messages name their own images and videos."""
     messages = fields.get("messages")
     contents = [message.get("content")
                 for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
