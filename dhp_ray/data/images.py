@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_DECODED_PIXELS = MediaLimits().max_decoded_pixels
 # Pillow from 11.3 on, if it was built with libavif
 _READS_AVIF = "avif" in features.modules and features.check("avif")
-# Raster formats only: Pillow also opens documents, whose pixels an outside program would have to draw.
+# Raster formats only: Pillow also opens documents, which an external program would have to render.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(("AVIF",) if _READS_AVIF else ()))
 # `image_size` refuses earlier; Pillow's own error, at twice its limit, stays
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -43,7 +43,7 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
             # PngImageFile.getexif decodes the pixels to reach chunks behind them; it is called only if there are any.
             exif = image.getexif() if _has_late_metadata(data) else Image.Image.getexif(image)
             turned = exif.get(ExifTags.Base.Orientation) in _TURNED
-            turned = turned and image.format != "TIFF"  # Pillow has turned the size of these itself
+            turned = turned and image.format != "TIFF"  # Pillow itself swaps width and height of a TIFF
     except RowError:
         raise
     # image readers raise errors of many kinds on foreign bytes; each makes this row a bad one

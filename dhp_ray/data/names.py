@@ -13,7 +13,7 @@ from typing import Any
 from dhp_ray.credentials import masked
 
 MAX_LOAD = 2 / 3
-_UNFIT = re.compile("[\x00-\x1f\x7f\u2028\u2029\ud800-\udfff]")  # what an id on one line of a log cannot hold
+_UNFIT = re.compile("[\x00-\x1f\x7f\u2028\u2029\ud800-\udfff]")  # characters that an id in a log line must not have
 
 
 class Names:

@@ -10,9 +10,9 @@ of the epoch are ordered by their places on the line:
     fragment 2          | x    x    x |         the first stretches are shorter: a first batch needs no whole window
     fragment 3              |x     x   x |
 
-So a fragment is needed only during its stretch, and once a fragment is read, all rows before its begin are known. The
-order is a function of seed, epoch, the sizes of the fragments and the window; it does not depend on the workers or on
-when anything is read.
+So a fragment is needed only during its stretch, and all rows before the begin of a fragment are known once the
+fragments before it have been read. The order is a function of seed, epoch, the sizes of the fragments and the window;
+it does not depend on the workers or on when anything is read.
 """
 
 from __future__ import annotations

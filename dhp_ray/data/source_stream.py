@@ -38,7 +38,7 @@ from dhp_ray.planner.plan import Sample
 from dhp_ray.schema import Data, Model
 
 PART_FRAGMENTS = 32
-# Ray Data reports every execution, one a part of the epoch here, and that its progress bars are off.
+# Ray Data logs every execution (here one per part of the epoch), and that its progress bars are off.
 _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING,
                "ray.data._internal.progress": logging.ERROR}
 

@@ -103,7 +103,7 @@ def ring_seconds(
                       for pack in packs])
     bandwidth = np.array([(links.inter if pack.across else links.intra)[pack.degree] for pack in packs])
     transfer = (degree - 1) / degree * bytes_per_token * np.array([pack.tokens for pack in packs]) / bandwidth
-    # of one rank's share of the pack
+    # attention in one rank's share of the pack
     attention = known.constants["quadratic_s"] * np.array([pack.amounts_at(known.block)[0] for pack in packs])
     return RingSeconds(degree, whole, np.array([known.seconds(pack) for pack in packs]), transfer,
                        (degree - 1) / degree * attention)

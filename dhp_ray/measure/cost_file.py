@@ -210,7 +210,8 @@ def _group_s(results: Sequence[PartResult]) -> list[float]:
 
 
 def _memory(results: Sequence[PartResult], memory: MemoryModel) -> dict[str, Any]:
-    """Bytes of a token from the highest peak of all ranks; the resident state comes from the memory model."""
+    """Bytes of a token from the highest peak of the largest pack on any rank; the resident state is the memory model's.
+    """
     found: dict[str, Any] = {"resident_bytes": float(sum(memory.resident().values()))}
     peaks = [result.peaks for result in results if result.peaks]
     if peaks:

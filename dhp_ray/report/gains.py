@@ -55,7 +55,7 @@ class Gains:
         return next((name for name in self.planners()[1:] if name != "dhp"), None)
 
     def ran(self) -> dict[str, int]:
-        """By planner, the number of plans of it that ran."""
+        """The number of plans that ran, by the planner that made them."""
         names = [step.plan.planner for step in self.steps]
         return {name: names.count(name) for name in dict.fromkeys(names)}
 

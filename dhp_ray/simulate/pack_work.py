@@ -9,9 +9,8 @@ For a pack of sequences on d ranks, with the terms of `planner/cost.py`:
 
     time at a share s of the link = compute + max(0, transfer / s - hidden)
 
-At s = 1 this is the plan's own prediction, if speeds and costs are those that the plan was made with. The exchanges of
-a pack are alike from its first layer to its last, so its share may change while it runs: the pack then continues at the
-new pace.
+At s = 1 this is the plan's own prediction, if speeds and costs are those that the plan was made with. A pack exchanges
+the same in every layer, so its share may change while it runs: the pack then continues at the new pace.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dhp_ray.data.families.base import Bounds, Family, Medium, check_shape, patc
 from dhp_ray.data.media import MediaLimits
 
 if TYPE_CHECKING:
-    from dhp_ray.planner.plan import Grid  # the planner takes numba
+    from dhp_ray.planner.plan import Grid  # the planner imports numba
 
 OF_THE_MODEL = ("patch_size", "merge_size", "temporal_patch_size")
 """Settings that its image processor does not have."""

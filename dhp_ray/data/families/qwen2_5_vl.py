@@ -14,7 +14,7 @@ from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENS
 
 if TYPE_CHECKING:
-    from dhp_ray.planner.plan import Grid  # the planner takes numba
+    from dhp_ray.planner.plan import Grid  # the planner imports numba
 
 
 MIN_FRAMES = 4

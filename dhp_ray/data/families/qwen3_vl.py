@@ -17,7 +17,7 @@ from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, DEFAULT_SYSTEM
 
 if TYPE_CHECKING:
-    from dhp_ray.planner.plan import Grid  # the planner takes numba
+    from dhp_ray.planner.plan import Grid  # the planner imports numba
 
 
 class Qwen3VL(Qwen25VL):

@@ -51,7 +51,8 @@ def scan_file(path: str, kind: str, names: Names, progress: Callable[[int], None
 
 
 def read_rows(fragment: Fragment) -> list[Row]:
-    """The rows of a fragment, in the order of the file. Reads no byte of other rows.
+    """The rows of a fragment, in the order of the file. Reads no other rows, except those before it in a row group of
+    parquet.
 
     Raises:
         OSError, pyarrow.ArrowException: the file is gone or damaged.

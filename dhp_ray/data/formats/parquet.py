@@ -35,7 +35,7 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
                     else pa.nulls(about.num_rows)
                 )
                 parts = max(1, -(-about.num_rows // ROWS_OF_ROW_GROUP))
-                ends = [about.num_rows * (part + 1) // parts for part in range(parts)]  # of almost the same size
+                ends = [about.num_rows * (part + 1) // parts for part in range(parts)]  # of almost equal size
                 for offset, end in zip([0, *ends], ends):
                     if end > offset:
                         renamed = new_names(ids[offset:end].to_pylist(), names, path, first + offset)
