@@ -23,6 +23,10 @@ EVEN = 1e-12
 """A candidate must be better by more than this many seconds to count as better."""
 
 
+ROUNDING = 1e-12
+"""The share by which two ways to compute a time may differ."""
+
+
 class Candidate(NamedTuple):
     """The best candidate so far; degree 0 if there is none. Its ranks are stored separately."""
 
@@ -140,11 +144,12 @@ def _in_lists(
     """
     compute, speeds, rates = item.language_s + item.vision_s, machine.speeds, machine.rates
     first, heads, by_degree, stretch, speed = lists.first, lists.head, lists.by_degree, lists.stretch, lists.speed
-    free, listed, is_sorted, following, least_s = (
+    free, listed, is_sorted, following, earliest, least_s = (
         ranks.free,
         ranks.listed,
         ranks.sorted,
         ranks.following,
+        ranks.earliest,
         ranks.least_s,
     )  # read in the loop, they would be reference-counted
     for degree in range(lowest, highest + 1):
@@ -152,6 +157,8 @@ def _in_lists(
             continue
         # the part of the area that grows with the stretch
         scaled = item.language_s + degree * encode_s_of(item, degree)
+        if item.image_s > 0.0:
+            scaled += degree * rates[degree].encoder_pass_s
         least = time_s(item, degree, crosses, machine.slowest, rates[degree]) * machine.slowest * degree - compute
         transfer = item.tokens * (rates[degree].across_s if crosses else rates[degree].inside_s)
         hidden = rates[degree].overlap * item.attention_s
@@ -160,22 +167,23 @@ def _in_lists(
         place = following[before]
         while place < end and least + scaled * (stretch[place] - 1.0) < best.cost - EVEN:
             index, after, slowest = by_degree[place], following[place], speed[place]
-            # waste of its slowest ranks without idle time, as a bound without `time_s`, which rules out most lists
+            # a bound of the area without `time_s`: it rules out most lists, by waste without idle time or by their end
             exposed = max(0.0, transfer * slowest - hidden) + rates[degree].overhead_s * slowest
-            if stretch[place] * (scaled + degree * exposed) - compute >= best.cost:
+            area, room = scaled + degree * exposed, (makespan - earliest[place]) * degree * slowest
+            if stretch[place] * area - compute >= best.cost or area > room * (1.0 + ROUNDING):
                 before, place = place, after
                 continue
             begin, stop, head = first[index], first[index + 1], heads[index]
             if not is_sorted[index]:
                 insertion_sort(listed, begin, stop, free)
                 is_sorted[index] = True
-            start = free[listed[begin + degree - 1]]
+            earliest[place] = start = free[listed[begin + degree - 1]]
             if start + least_s[degree] > makespan:
                 following[before] = place = after
                 continue
             time = time_s(item, degree, crosses, slowest, rates[degree])
             if head >= 0:
-                start = max(start, free[head])
+                earliest[place] = start = max(start, free[head])
             wasted = time * slowest * degree * stretch[place] - compute  # `time_s` may be above the bound
             if start + time <= makespan and wasted < best.cost - EVEN:
                 best = _neighbours(

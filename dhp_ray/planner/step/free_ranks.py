@@ -19,8 +19,9 @@ class FreeRanks(NamedTuple):
     the time of their last rank (`node_free`).
 
     With unequal speeds: `listed` has the ranks of `lists`, one list after another; a list that is not `sorted` is
-    sorted when it is used. `following` is a copy of `lists.following` without the lists that become free too late;
-    `least_s[d]`: the shortest time of all items that may run on d ranks.
+    sorted when it is used. `following` is a copy of `lists.following` without the lists that become free too late.
+    `earliest[p]`: a time before which the ranks for place p of `lists.by_degree` are not free. `least_s[d]`: the
+    shortest time of all items that may run on d ranks.
     """
 
     free: np.ndarray
@@ -30,6 +31,7 @@ class FreeRanks(NamedTuple):
     listed: np.ndarray
     sorted: np.ndarray
     following: np.ndarray
+    earliest: np.ndarray
     least_s: np.ndarray
 
 
@@ -45,6 +47,7 @@ def free_ranks(busy: np.ndarray, least_s: np.ndarray, machine: Machine, lists: R
         lists.ranks.copy(),
         np.zeros(len(lists.head), dtype=np.bool_),
         lists.following.copy(),
+        np.zeros(len(lists.by_degree)),
         least_s,
     )
     if machine.uniform:
